@@ -12,20 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-ROOT = Path(__file__).resolve().parents[1]
+from quickstart_runs import NUM_LAST, RECIPE, ROOT, make_base, read, run
+
 RESULTS = ROOT / "docs/performance/staleness.json"
-RECIPE = "recipes/quickstart/grpo.yaml"
-BASE = ROOT / "runs/quickstart-base"
 LAYOUT = "{rollout: {ranks: 0}, reward: {ranks: 0}, reference: {ranks: 1}, advantage: {ranks: 1}, policy: {ranks: 1}}"
-NUM_LAST = 3
-"""Evaluations at the end of a run whose mean is its accuracy."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +56,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if not BASE.exists():
-        run("examples/quickstart/prepare.py")
-        run("-m", "leaderless", "train", "recipes/quickstart/sft.yaml", "--workers", "2", "--fresh")
-        run("-m", "leaderless", "export", "runs/quickstart-sft", str(BASE))
+    make_base()
     outcomes: list[Outcome] = []
     if options.results.exists():
         outcomes = [Outcome(**found) for found in json.loads(options.results.read_text(encoding="utf-8"))]
@@ -100,16 +92,6 @@ def measure(bound: int, seed: int, steps: int) -> Outcome:
     )
     shutil.rmtree(folder)
     return outcome
-
-
-def run(*arguments: str) -> None:
-    """Run Python in the root of the repository."""
-    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, stdout=sys.stderr)
-
-
-def read(file: Path) -> list[dict[str, float]]:
-    """The lines of a log."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -22,6 +22,7 @@ from generate_markup import cell, sections_of, table_of
 from generate_performance import (
     with_episodes,
     with_fixed_lag,
+    with_lora,
     with_placement,
     with_real_size,
     with_slow_host,
@@ -121,6 +122,8 @@ def render() -> dict[Path, str]:
     files[scaling] = with_hosts(scaling.read_text(encoding="utf-8"))
     search = DOCS / "guides/search.md"
     files[search] = with_search(search.read_text(encoding="utf-8"))
+    lora = DOCS / "guides/lora.md"
+    files[lora] = with_lora(lora.read_text(encoding="utf-8"))
     placement = DOCS / "guides/placement.md"
     files[placement] = with_placement(placement.read_text(encoding="utf-8"))
     performance = DOCS / "performance.md"

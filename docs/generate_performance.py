@@ -68,6 +68,14 @@ def _with_continuous_placement(page: str) -> str:
     return _between(page, "continuous placement", content)
 
 
+def with_lora(page: str) -> str:
+    """A page with the newest results of `benchmarks/lora.py` between its two marks."""
+    from benchmarks.lora_report import load, table
+
+    outcomes = load()
+    return _between(page, "lora", table(outcomes) if outcomes else None)
+
+
 def with_slow_host(page: str) -> str:
     """A page with the newest results of `benchmarks/slow_host.py` between its two marks."""
     from benchmarks.slow_host import load, summary, table

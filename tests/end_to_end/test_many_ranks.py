@@ -92,6 +92,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
         },
     ),
 }
+LAYOUTS |= {
+    f"{layout}, adapters": (LAYOUTS[layout][0], LAYOUTS[layout][1] | {"optimizer.learning_rate": 0.01})
+    for layout in ("1 rank", "2 ranks", "rollout on 0-1, update on 2-3, in windows", "every node elsewhere")
+}
+LAYOUTS |= {
+    f"{layout}, merged": (
+        LAYOUTS[layout][0],
+        LAYOUTS[layout][1] | {"rollout.engine": "tests.contracts.plain_engine:make"},
+    )
+    for layout in ("2 ranks, adapters", "rollout on 0-1, update on 2-3, in windows, adapters")
+}
 SETTINGS = {
     "batch.updates_per_step": 2,
     "algorithm.kl.coefficient": 0.1,
@@ -108,6 +119,8 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     @functools.cache
     def walk(layout: str) -> list[list[Step]]:
         world_size, changes = LAYOUTS[layout]
+        if "adapters" in layout:
+            changes = changes | {"models": {"policy": {"path": tiny_model(), "lora": {"rank": 4}}}}
         recipe = write_recipe(tmp_path_factory.mktemp("walk"), tiny_model(), SETTINGS | changes)
         return ranks.run(world_size, walk_steps, str(recipe), "walk", NUM_STEPS, init_group=False)
 
@@ -119,13 +132,13 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     [  # the pools of "rollout on 0-1, update on 2-3" also run in windows
         pytest.param(layout, marks=pytest.mark.thorough if layout.endswith("update on 2-3") else ())
         for layout in LAYOUTS
-        if layout != "1 rank"
+        if not layout.startswith("1 rank")
     ],
 )
 def test_samples_gradients_and_weights_are_those_of_one_rank(
     walked: Callable[[str], list[list[Step]]], layout: str
 ) -> None:
-    single, several = walked("1 rank"), walked(layout)
+    single, several = walked("1 rank, adapters" if "adapters" in layout else "1 rank"), walked(layout)
     for step in range(NUM_STEPS):
         expected, result = merged(single, step), merged(several, step)
         assert result["samples"] == expected["samples"], f"step {step + 1}"

@@ -21,13 +21,24 @@ from leaderless.checkpoint.manifest import DamagedCheckpointError, Manifest
 from leaderless.checkpoint.reader import read_role_state, read_state
 from leaderless.checkpoint.shards import read_tensors
 from leaderless.config import RecipeError
+from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.decoder import load_value_model
+from leaderless.models.lora import merge_adapters, write_adapters
+from leaderless.planner.adapters import CONFIG_FILE, described
 
 
-def export_model(checkpoint: Path, role: str, out: Path) -> Path:
-    """Join the shards of a role and write a Hugging Face folder, which may exist if it is empty; returns the folder.
+def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False) -> Path:
+    """Join the shards of a role and write a folder that other software loads; returns the folder.
+
+    Args:
+        checkpoint: Checkpoint.
+        role: Role whose model is written, in the format of Hugging Face, or its adapters in that of `peft`.
+        out: Folder, which may exist if it is empty.
+        merge: Whether adapters are merged into the weights of their model, and this is written.
 
     Raises:
-        RecipeError: The checkpoint has no such role, or `out` holds something.
+        RecipeError: The checkpoint has no such role, or no adapters to be merged; `out` holds something; or the model
+            that adapters are for cannot be loaded.
     """
     read_state(checkpoint)
     try:
@@ -41,20 +52,46 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
         raise RecipeError.at("", f"checkpoint {checkpoint} has no role '{role}' (there are: {roles})")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError.at("", f"{'folder' if out.is_dir() else 'file'} {out} is not empty: name another one")
-    auto_class = AutoModelForTokenClassification if state.is_value_model else AutoModelForCausalLM
-    model = _empty_model(auto_class, AutoConfig.from_pretrained(source, trust_remote_code=False))
-    weights = {f"weights.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    read_tensors(source, weights)
-    if (source / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(source)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
+    partial.mkdir(parents=True)
+    if (source / CONFIG_FILE).exists():
+        _write_adapted(source, role, partial, merge=merge, is_critic=state.is_value_model)
+    elif merge:
+        raise RecipeError.at("--merge", f"role '{role}' of checkpoint {checkpoint} has no adapters: leave it out")
+    else:
+        _write_whole(source, partial, is_critic=state.is_value_model)
     AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(partial)
     if out.exists():
         out.rmdir()
     partial.rename(out)
     return out
+
+
+def _write_whole(source: Path, out: Path, *, is_critic: bool) -> None:
+    """Write a model all of whose weights are in a checkpoint."""
+    auto_class = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
+    model = _empty_model(auto_class, AutoConfig.from_pretrained(source, trust_remote_code=False))
+    read_tensors(source, {f"weights.{name}": one.detach() for name, one in model.named_parameters()})
+    if (source / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    model.save_pretrained(out)
+
+
+def _write_adapted(source: Path, role: str, out: Path, *, merge: bool, is_critic: bool) -> None:
+    """Write the adapters of a model, or the model with these merged in."""
+    if is_critic and not merge:
+        raise RecipeError.at("--role", f"'{role}' is a value model, whose head is no adapter: pass --merge")
+    config = described(source, f"models.{role}")
+    model = (load_value_model if is_critic else load_causal_lm)(config, role)
+    weights = {name: one.detach() for name, one in model.trained_weights()}
+    read_tensors(source, {f"weights.{name}": one for name, one in weights.items()})
+    if merge:
+        merge_adapters(model.model)
+        model.model.save_pretrained(out)
+    else:
+        assert config.lora is not None
+        write_adapters(out, weights, config)
 
 
 def _empty_model(auto_class: type[AutoModel], config: PreTrainedConfig) -> PreTrainedModel:

@@ -47,11 +47,12 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run for its newest one.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     role: Annotated[str, typer.Option(help="Role to export.")] = "policy",
+    merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into their model, and write this.")] = False,
 ) -> None:
-    """Write a checkpoint's model as a Hugging Face folder, which transformers and vLLM load."""
+    """Write a checkpoint's model as a Hugging Face folder, which transformers and vLLM load; adapters as peft does."""
     from leaderless.checkpoint.export import export_model
 
-    print_path("model", export_model(newest_checkpoint(checkpoint), role, out))
+    print_path("model", export_model(newest_checkpoint(checkpoint), role, out, merge=merge))
 
 
 def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from math import sqrt
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from leaderless.config.base import Section, ShorthandSection
 from leaderless.device import find_accelerator
@@ -40,6 +42,41 @@ class OptimizerConfig(Section):
     """Share of the peak that `linear` and `cosine` end at."""
 
 
+class LoraConfig(Section):
+    """Adapters of low rank (LoRA, arXiv 2106.09685), which are trained in place of the weights.
+
+    A matrix W computes as W + scale * B A, with A of shape [rank, inputs] and B of shape [outputs, rank]. The defaults
+    are those of "LoRA Without Regret" (Schulman et al., 2025): all linear layers, alpha 32, and a small rank, which is
+    enough for what rewards can teach. The best learning rate is about ten times that of full training.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    """Rows of A."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The scale is `alpha / rank`, so that the best learning rate hardly depends on the rank."""
+    rslora: bool = False
+    """Scale by `alpha / sqrt(rank)` instead (arXiv 2312.03732)."""
+    targets: Literal["all-linear"] | Sequence[str] = "all-linear"
+    """Linear layers that get adapters: those of all decoder layers, or those whose names end like one of a list."""
+    adapter: str | None = None
+    """Folder of adapters in the format of `peft` to begin with, which says all of the above. Without one, B is 0 at
+    first, and the model is exactly the one at `path`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.targets:
+            raise ValueError("targets must name at least one layer: give names such as q_proj, or all-linear")
+        others = self.model_fields_set - {"adapter"}
+        if self.adapter is not None and others:
+            raise ValueError(f"adapter says what {', '.join(sorted(others))} is: leave this out")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)
+
+
 class ModelConfig(ShorthandSection):
     """One role's model; a bare string is its path."""
 
@@ -54,5 +91,7 @@ class ModelConfig(ShorthandSection):
     is bfloat16 on a machine with an accelerator, float32 elsewhere."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
+    lora: LoraConfig | None = None
+    """Train adapters of low rank, and leave the weights as they are; `lora: {}` for the defaults."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave it off unless you have read that code."""

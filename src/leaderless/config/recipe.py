@@ -224,8 +224,12 @@ class Recipe(Section):
         return self.environment is not None or self.online is not None
 
     def model_of(self, role: str) -> ModelConfig | None:
-        """The model of a role of the workflow, or None if the recipe names none."""
-        return self.models.get(role) or self.models.get(origin_of(role) or "")
+        """The model of a role of the workflow, or None if the recipe names none.
+
+        A role that starts from another one's model starts without its adapters.
+        """
+        own, origin = self.models.get(role), self.models.get(origin_of(role) or "")
+        return own or (origin and origin.model_copy(update={"lora": None}))
 
     def sections_of(self, role: str | None, agents: Sequence[str] = ()) -> Mapping[RoleSection, str]:
         """The sections that are not the general ones for a node, each with the role that it is written for.

@@ -23,6 +23,7 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.hub import unreachable_hub
 from leaderless.models.attention import ATTENTION_NAME, Attention, check_window
+from leaderless.models.lora import add_adapters, trained_weights
 from leaderless.models.recomputing import recompute_layers, recomputed_layers
 from leaderless.models.support import check_settings, check_supported
 from leaderless.models.vocabulary import VocabularyPart
@@ -81,6 +82,10 @@ class Decoder(nn.Module):
     def float32_modules(self) -> list[nn.Module]:
         """List modules that always compute in float32."""
         return []
+
+    def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The weights that training changes, by their names in `transformers`; see `lora.trained_weights`."""
+        yield from trained_weights(self.model)
 
     def write_description(self, folder: Path) -> None:
         """Write the files that `transformers` reads next to the weights."""
@@ -152,6 +157,7 @@ def load_decoder(
         if name in missing:
             nn.init.zeros_(parameter)
     check_supported(model, key)
+    add_adapters(model, config, key)
     _prepare(model, key, gradient_checkpointing=config.gradient_checkpointing)
     return model
 
@@ -190,6 +196,7 @@ def empty_decoder(auto_class: type[AutoModel], config: ModelConfig, role: str) -
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=config.trust_remote_code,
         )
+        add_adapters(model, config, f"models.{role}")
     model.requires_grad_(False)
     _prepare(model.eval(), f"models.{role}", gradient_checkpointing=False)
     return model

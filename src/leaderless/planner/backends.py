@@ -30,6 +30,7 @@ class BackendSpec:
         shards_weights: Whether data-parallel ranks divide weights and optimizer, instead of holding all of them each.
         axes: Axes of a layout besides `dp` along which an engine may have several ranks, which hold the same rows.
         shards_along_axes: Whether the ranks along these axes divide weights and optimizer, too.
+        trains_adapters: Whether it can train adapters in place of weights, and hand out weights with these merged in.
     """
 
     implementation: str
@@ -39,6 +40,7 @@ class BackendSpec:
     shards_weights: bool = True
     axes: tuple[str, ...] = ()
     shards_along_axes: bool = False
+    trains_adapters: bool = False
 
     def num_shards(self, layout: Layout) -> int:
         """Number of parts into which the ranks of a layout divide weights and optimizer."""
@@ -49,7 +51,9 @@ class BackendSpec:
 
 BACKENDS = Declarations("back end", BackendSpec, "@leaderless.train_backend(...)")
 BUILTIN_BACKENDS = {
-    "fsdp": BackendSpec("leaderless.training.fsdp:make_engine", axes=("cp", "tp"), shards_along_axes=True)
+    "fsdp": BackendSpec(
+        "leaderless.training.fsdp:make_engine", axes=("cp", "tp"), shards_along_axes=True, trains_adapters=True
+    )
 }
 
 
@@ -60,6 +64,7 @@ def train_backend(
     values: bool = False,
     shards_weights: bool = False,
     axes: Sequence[str] = (),
+    trains_adapters: bool = False,
 ) -> Callable[[Function], Function]:
     """Declare a function as a training back end, which recipes name as `package.module:function`.
 
@@ -72,6 +77,7 @@ def train_backend(
         shards_weights: Whether data-parallel ranks divide weights and optimizer, instead of holding all of them each.
         axes: Axes of a layout, of `tp`, `pp` and `cp`, along which an engine may have several ranks; they hold the same
             rows, and compute or share what it takes to have the same results.
+        trains_adapters: Whether its engines of language models are `AdaptedEngine` if `models.ROLE.lora` is given.
 
     Raises:
         ValueError: An axis is unknown.
@@ -79,7 +85,9 @@ def train_backend(
     check_model_axes("train_backend", axes)
 
     def declare(function: Function) -> Function:
-        spec = BackendSpec(name_of(function), trains, scores, values, shards_weights, tuple(axes))
+        spec = BackendSpec(
+            name_of(function), trains, scores, values, shards_weights, tuple(axes), trains_adapters=trains_adapters
+        )
         return BACKENDS.declare(function, spec)
 
     return declare
@@ -104,11 +112,13 @@ def check_backends(recipe: Recipe, instances: Sequence[RoleInstance]) -> None:
     for instance in instances:
         role, name = instance.role, recipe.as_seen_by(instance.role).training.backend
         key = recipe.key_of(KEY, role)
-        spec = backend_of(name, key)
+        spec, model = backend_of(name, key), recipe.model_of(role)
+        has_adapters = model is not None and model.lora is not None
         lacking = {
             "train models": instance.is_trained and not spec.trains,
             "score tokens": instance.scores and not instance.is_critic and not spec.scores,
             "hold value models": instance.is_critic and not spec.values,
+            "train adapters": has_adapters and not spec.trains_adapters,
         }
         for capability, is_lacking in lacking.items():
             if is_lacking:
@@ -134,6 +144,13 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
                 f"layout.{node.name}",
                 f"{node.layout}: the back end '{backend}' divides the ranks of a model by {' and '.join(can)} only; "
                 f"leave out {' and '.join(wrong)}",
+            )
+        model = recipe.model_of(role)
+        if model is not None and model.lora is not None and node.layout.tp > 1:
+            raise RecipeError.at(
+                f"layout.{node.name}.tp",
+                f"ranks cannot divide the layers of '{role}', which have adapters: use dp and cp, or leave out "
+                f"models.{role}.lora",
             )
 
 

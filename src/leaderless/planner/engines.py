@@ -31,6 +31,8 @@ class RolloutEngineSpec:
         is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
         updates: What can become of keys and values when it is given new weights while requests are in progress: `keep`,
             `recompute`; empty if it can take weights only between requests.
+        takes_adapters: Whether it computes with adapters of low rank itself, so that only these are sent to it; else it
+            is sent weights with the adapters merged in.
         works_in_steps: Whether it works only while it takes a step, so that other ranks may use its device in between.
     """
 
@@ -40,6 +42,7 @@ class RolloutEngineSpec:
     may_restart: bool = False
     is_probed: bool = False
     updates: tuple[str, ...] = ()
+    takes_adapters: bool = False
     works_in_steps: bool = True
 
     def restarts_on(self, layout: Layout) -> bool:
@@ -49,7 +52,9 @@ class RolloutEngineSpec:
 
 ENGINES = Declarations("engine", RolloutEngineSpec, "@leaderless.rollout_engine(...)")
 BUILTIN_ENGINES = {
-    "native": RolloutEngineSpec("leaderless.rollout.make:make_native", keeps_weights=False, updates=UPDATES),
+    "native": RolloutEngineSpec(
+        "leaderless.rollout.make:make_native", keeps_weights=False, updates=UPDATES, takes_adapters=True
+    ),
     "vllm": RolloutEngineSpec(
         "leaderless.rollout.make:make_vllm",
         ("tp",),

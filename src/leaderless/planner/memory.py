@@ -9,6 +9,7 @@ from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import RolloutConfig
 from leaderless.environments.registry import environment_class
+from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import RolloutEngineSpec, engine_of
 from leaderless.planner.layout import all_ranks, most_prompts_of_rank
@@ -132,9 +133,9 @@ def estimate_memory(
         tp = instance.layout.tp if backend.shards_along_axes and not instance.is_engine_only else 1
         shards = backend.num_shards(instance.layout) // tp
         generates = instance.generates or (is_evaluated and instance == answering(instances, recipe.evaluation.role))
-        models.append(
-            _Model(instance, size, size.part(tp), config, number_bytes(config), shards, own.rollout, generates)
-        )
+        is_shared, part = base_of(recipe, instances, instance) is not None, size.part(tp)
+        width = number_bytes(config)
+        models.append(_Model(instance, size, part, config, width, shards, own.rollout, generates, is_shared))
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
@@ -165,7 +166,7 @@ class _Model:
 
     Ranks along `tp` have a part each, and others divide the weights of a part.
 
-    It generates if a node does so with it, or if it is evaluated.
+    It generates if a node does so with it, or if it is evaluated. It is shared if it is another one without adapters.
     """
 
     instance: RoleInstance
@@ -176,6 +177,27 @@ class _Model:
     shards: int
     sampling: RolloutConfig
     generates: bool
+    is_shared: bool
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained in place of the weights."""
+        return self.config.lora is not None
+
+    def trained_bytes(self) -> int:
+        """A rank's share of the weights that training changes."""
+        return -(-self.part.num_trained * FLOAT32_BYTES // self.shards)
+
+    def adapted_bytes(self) -> int:
+        """What an engine that is not the trainer's has for adapters: a base of its own, or weights with these merged.
+
+        The latter are copies of what a rank holds, and there while they are sent.
+        """
+        if not self.has_adapters:
+            return 0
+        if self.engine.takes_adapters:
+            return self.size.num_parameters * self.width
+        return -(-self.size.num_parameters * FLOAT32_BYTES // self.shards)
 
     @property
     def engine(self) -> RolloutEngineSpec:
@@ -228,20 +250,18 @@ class _Rank:
         resident, phases = dict[str, int](), dict[str, dict[str, int]]()
         loading = whole = copied = again = 0
         for model in self.models:
-            role, weights = model.instance.role, model.size.num_parameters * FLOAT32_BYTES
-            share = -(-model.part.num_parameters * FLOAT32_BYTES // model.shards)
-            if model.instance.is_engine_only:
-                resident[f"{role} engine's weights"] = model.engine_bytes()
-            else:
+            sizes = model.size, model.part
+            weights, own = ((one.num_parameters + one.num_adapter_parameters) * FLOAT32_BYTES for one in sizes)
+            share = -(-own // model.shards)
+            if not (model.is_shared or model.instance.is_engine_only):
                 # Models are loaded whole, one after the other, and then divided.
                 loading = max(loading, whole + weights)
                 whole += share
-                resident[f"{role} weights"] = resident.get(f"{role} weights", 0) + share
             if model.instance.is_engine_only and model.engine.restarts_on(model.instance.serving_layout):
                 again += model.size.num_parameters * model.width
-            if model.instance.is_trained:
-                resident[f"{role} optimizer"] = 2 * share
-                copied += 3 * share
+            copied += 3 * model.trained_bytes() * model.instance.is_trained
+            for name, held in self._resident(model, share):
+                resident[name] = resident.get(name, 0) + held
             for name, parts in self._phases(model):  # of several moments of a phase, the fullest is kept
                 phases[name] = max(phases.get(name, {}), parts, key=lambda parts: sum(parts.values()))
         libraries, in_flight = {"libraries": LIBRARIES_BYTES}, min(WRITE_BYTES, copied)
@@ -262,6 +282,18 @@ class _Rank:
         host = libraries | kept | self._in_flight() | {"whole weights": loading}
         return Memory(resident, phases, self._commands({}), host)
 
+    def _resident(self, model: _Model, share: int) -> Iterator[tuple[str, int]]:
+        """What stays of a model, of whose weights the rank has a share."""
+        role = model.instance.role
+        if model.instance.is_engine_only:
+            yield f"{role} engine's weights", model.engine_bytes()
+        elif not model.is_shared:
+            yield f"{role} weights", share
+            if model.generates and model.has_adapters and model.engine.takes_adapters:
+                yield f"{role} engine's base", model.adapted_bytes()
+        if model.instance.is_trained:
+            yield f"{role} optimizer", 2 * model.trained_bytes()
+
     def _in_flight(self) -> dict[str, int]:
         """What waits until other ranks take it: rows, and copies of a rank's share of float32 weights.
 
@@ -273,7 +305,8 @@ class _Rank:
             if channel.sync is not None:
                 role = channel.sync.role
                 model = next(x for x in self.models if x.instance.role == role and x.instance.is_trained)
-                size = -(-model.part.num_parameters * FLOAT32_BYTES // model.shards)
+                sent = model.part.num_trained if model.engine.takes_adapters else model.part.num_parameters
+                size = -(-sent * FLOAT32_BYTES // model.shards)
             name = f"{channel.kind} in flight"
             parts[name] = parts.get(name, 0) + channel.capacity * size
         arriving = [x for x in self.models if x.instance.is_engine_only and self._iterations() > 1]
@@ -294,6 +327,8 @@ class _Rank:
             # An engine replaces a weight when all of it has come: for a moment the largest one is there twice.
             largest = model.size.vocab_size * model.size.hidden_size * model.width
             parts = {"largest weight": largest} if instance.is_engine_only else {}
+            if model.has_adapters and not instance.is_engine_only and not model.engine.takes_adapters:
+                parts["merged weights"] = model.adapted_bytes()
             yield f"weights of {role} travel", {"buckets": 4 * WEIGHT_BUCKET_BYTES, **parts}
 
     def _generation(self, model: _Model) -> dict[str, int]:
@@ -302,9 +337,10 @@ class _Rank:
         if model.engine.keeps_weights:
             cache = num_sequences * self._longest(model) * size.kv_values_per_token * model.width
             parts = size.num_kv_parts(model.instance.serving_layout)
-            return {"engine's weights": 0 if is_resident else model.engine_bytes(), "kv cache": -(-cache // parts)}
+            own = 0 if is_resident else model.engine_bytes() + model.adapted_bytes() * (not model.engine.takes_adapters)
+            return {"engine's weights": own, "kv cache": -(-cache // parts)}
         decoding = self._decoding(model, num_sequences)
-        if is_resident:
+        if is_resident or model.has_adapters:
             return decoding
         is_copied = model.shards > 1 or model.part != model.size or model.width != FLOAT32_BYTES
         return {"unsharded weights": own * is_copied, **decoding}
@@ -368,7 +404,7 @@ class _Rank:
         """Memory is fullest when the backward pass begins, or when it ends."""
         batch, size, width = self.recipe.batch, model.part, model.width
         tokens, num_passes = self._pass(model, -(-batch.prompts_per_step // batch.updates_per_step))
-        gradients = -(-size.num_parameters * FLOAT32_BYTES // model.shards)
+        gradients = model.trained_bytes()
         gathered, embedding = model.gathered_bytes(), size.vocab_size * size.hidden_size
         chunk = self._chunk(size, tokens)
         logits = chunk * 3 * FLOAT32_BYTES + min(tokens * size.vocab_size, MAX_LOGITS // chunk * chunk) * width
@@ -377,12 +413,14 @@ class _Rank:
             "gathered weights": gathered,
             "activations": tokens * model.kept_values() * width,
             "logits": logits * (not model.instance.is_critic),
-            "gradient of the head": head * (not model.instance.is_critic),
+            "gradient of the head": head * (not model.instance.is_critic and not model.has_adapters),
             "gradients": gradients if num_passes > 1 else 0,
         }
         # A unit's whole gradient as it was computed, and in float32 on its way to the ranks that hold its parts; gloo
         # sums in a copy of its own.
         largest_unit = max(2 * size.num_parameters_per_layer, size.num_root_parameters)
+        if model.has_adapters:
+            largest_unit, embedding = 2 * size.num_trained // size.num_layers, 0
         sent = FLOAT32_BYTES * (2 if self.is_cpu and model.shards > 1 else 1)
         yield {
             "gathered weights": size.num_root_parameters * width if gathered else 0,

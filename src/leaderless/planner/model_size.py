@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from leaderless.config.errors import RecipeError
-from leaderless.config.models import ModelConfig
+from leaderless.config.models import LoraConfig, ModelConfig
+from leaderless.planner.adapters import lora_of, num_adapter_weights
 from leaderless.planner.layout import Layout
 
 QKV_BIAS = {"qwen2", "qwen2_moe"}
@@ -36,7 +37,7 @@ class ModelSize:
 
     Tied weights are counted once. The weights of all layers are `num_layer_parameters`; the others are embeddings, head
     and last norm. `intermediate_size` is the width of the feed-forward layer that a token goes through, over all of its
-    experts. The longest sequence has `max_positions` tokens.
+    experts. The longest sequence has `max_positions` tokens. Adapters have `num_adapter_parameters` besides.
     """
 
     num_parameters: int
@@ -50,6 +51,12 @@ class ModelSize:
     head_dim: int
     has_head_norms: bool
     max_positions: int
+    num_adapter_parameters: int = 0
+
+    @property
+    def num_trained(self) -> int:
+        """Weights that training changes."""
+        return self.num_adapter_parameters or self.num_parameters
 
     @property
     def num_root_parameters(self) -> int:
@@ -94,7 +101,7 @@ def read_model_size(model: ModelConfig, key: str = "models", *, is_critic: bool 
     A hub model is looked for in the local cache only. A critic has one output in place of the output embedding.
     Errors name `key`, the setting of the model.
     """
-    path = model_file(model, "config.json")
+    path, lora = model_file(model, "config.json"), lora_of(model, key)
     if path is None:
         return None
     try:
@@ -103,7 +110,8 @@ def read_model_size(model: ModelConfig, key: str = "models", *, is_critic: bool 
             return None
         nothing = next((name for name in _COUNTS if int(config[name]) < 1), None)
         if nothing is None:
-            return _decoder_size(config, is_critic=is_critic)
+            size = _decoder_size(config, is_critic=is_critic)
+            return replace(size, num_adapter_parameters=_num_adapter_weights(lora, size, config)) if lora else size
     except (OSError, ValueError, KeyError, TypeError):
         return None
     raise RecipeError.at(key, f"{path}: {nothing} is {config[nothing]}, but must be at least 1: the file is damaged")
@@ -155,6 +163,26 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
         head_dim=head_dim,
         has_head_norms=family.startswith("qwen3"),
         max_positions=config["max_position_embeddings"],
+    )
+
+
+def _num_adapter_weights(lora: LoraConfig, size: ModelSize, config: Mapping[str, int]) -> int:
+    """Weights of adapters on linear layers; experts are none."""
+    hidden, query, key = size.hidden_size, size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
+    dense, layers = config["intermediate_size"], size.num_layers
+    is_mixed = bool(config.get("num_experts") or config.get("num_local_experts"))
+    num_dense = sum(not (is_mixed and _is_mixture(config, layer)) for layer in range(layers))
+    return num_adapter_weights(
+        lora,
+        {
+            "q_proj": (layers, hidden, query),
+            "k_proj": (layers, hidden, key),
+            "v_proj": (layers, hidden, key),
+            "o_proj": (layers, query, hidden),
+            "gate_proj": (num_dense, hidden, dense),
+            "up_proj": (num_dense, hidden, dense),
+            "down_proj": (num_dense, dense, hidden),
+        },
     )
 
 

@@ -239,7 +239,7 @@ class _Walk:
 def _weight_bytes(plan: Plan, role: str) -> int:
     """Bytes of a role's weights, with four for each, which is the most that ranks are sent; 0 of an unknown model."""
     size = plan.sizes.get(role)
-    return 4 * size.num_parameters if size is not None else 0
+    return 4 * size.num_trained if size is not None else 0
 
 
 @dataclass(frozen=True)

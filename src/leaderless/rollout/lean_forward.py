@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from leaderless.data.errors import is_out_of_memory
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
+from leaderless.models.lora import LoraLinear
 from leaderless.models.products import linear_for_few, linear_in_float32
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -99,7 +100,9 @@ def feed_forward(mlp: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def multiply(linear: nn.Module, values: Tensor) -> Tensor:
-    """Apply a linear module to [T, inputs]; any other module in its place is called as it is."""
+    """Apply a linear module to [T, inputs], with its adapter; any other module in its place is called as it is."""
+    if isinstance(linear, LoraLinear):
+        return linear.adapted(values, linear_for_few(values, linear.weight, linear.bias))
     if type(linear) is not nn.Linear:
         return cast("Tensor", linear(values))
     return linear_for_few(values, linear.weight, linear.bias)

@@ -20,7 +20,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import RolloutConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
-from leaderless.models.causal_lm import empty_causal_lm
+from leaderless.models.causal_lm import empty_causal_lm, load_causal_lm
 from leaderless.models.tokenizer import end_tokens
 from leaderless.planner import Layout, format_ranks
 from leaderless.planner.engines import engine_of
@@ -110,8 +110,16 @@ def make_engine(name: str, setup: RolloutSetup) -> RolloutEngine:
 
 def make_native(setup: RolloutSetup) -> RolloutEngine:
     """Make the native engine."""
-    model = empty_causal_lm(setup.model, setup.role)
-    return NativeEngine(model, setup.tokenizer, setup.end_tokens, setup.rollout.max_sequences, setup.device)
+    has_adapters = setup.model.lora is not None
+    model = (load_causal_lm if has_adapters else empty_causal_lm)(setup.model, setup.role)
+    if has_adapters:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, setup.model.compute_dtype))
+    engine = NativeEngine(
+        model.requires_grad_(False), setup.tokenizer, setup.end_tokens, setup.rollout.max_sequences, setup.device
+    )
+    engine.sleep(keep_weights=False)  # the trainer's adapters come first
+    return engine
 
 
 def make_vllm(setup: RolloutSetup) -> RolloutEngine:

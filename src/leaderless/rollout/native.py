@@ -96,12 +96,13 @@ class NativeEngine:
     ) -> None:
         """Decode at most `max_sequences` responses at a time; the shapes of passes are rounded as suits the device.
 
-        A model without weights, as of `empty_causal_lm`, gets them by `load_weights`.
+        A model without weights, as of `empty_causal_lm`, gets them by `load_weights`; one with adapters gets these.
         """
-        self._weights = {name: parameter.shape for name, parameter in model.model.named_parameters()}
+        self._weights = {name: parameter.shape for name, parameter in model.trained_weights()}
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         self.policy_version: int | None = None if is_empty else 0
-        self._parameters = _with_memory(model)
+        known = _with_memory(model)
+        self._parameters = {name: known[name] for name in self._weights}
         model.to(device)
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.end_tokens, self.max_sequences = end_tokens, max_sequences

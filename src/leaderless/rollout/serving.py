@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import trim_host_memory
 from leaderless.models.causal_lm import CausalLM
+from leaderless.models.lora import is_adapter
 from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.shard import ALONE, compared
-from leaderless.training.engine import Trainable, TrainEngine
+from leaderless.training.engine import AdaptedEngine, Trainable, TrainEngine
 from leaderless.weights.blocks import HeldWeights, Pool, Shape, everything
 from leaderless.weights.route import Route
 from leaderless.weights.stream import NO_VERSION, Probe, WeightStream, receive_weights
@@ -64,6 +65,7 @@ class Colocated:
         shard: ProcessGroup = ALONE,
         probe: Sequence[int] = (),
         may_restart: bool = False,
+        is_merged: bool = False,
     ) -> None:
         """Load nothing yet.
 
@@ -75,11 +77,12 @@ class Colocated:
             shard: Ranks that make one engine together.
             probe: Text whose log-probabilities show that the engine has the weights; none if it is not asked.
             may_restart: Whether engines fail and start again by themselves, so that ranks ask each other.
+            is_merged: Whether the engine gets weights with the trainer's adapters merged in; see `held_by`.
         """
         self.engine, self._trainer, self._shard, self._probe = engine, trainer, shard, probe
-        self._may_restart = may_restart
+        self._may_restart, self._is_merged = may_restart, is_merged
         group = trainer.process_group
-        shapes = HeldWeights.of(trainer.local_weights(), 0).shapes
+        shapes = held_by(trainer, is_merged=is_merged).shapes
         takers = Pool(pool.layout, everything)
         self._route = Route("of the trainer", shapes, pool, takers, dtype, group.rank, is_gathered=True)
         self._is_copied = len(self._route.local) < len(shapes) or dtype != torch.float32
@@ -132,7 +135,7 @@ class Colocated:
     def _bring_once(self, *, is_mine: bool) -> bool:
         """Gather weights on all ranks, and load them if this rank needs them; returns whether its engine has them."""
         trainer, group = self._trainer, self._trainer.process_group
-        stream = receive_weights(self._route, group, group, held_by(trainer))
+        stream = receive_weights(self._route, group, group, held_by(trainer, is_merged=self._is_merged))
         stream.probe = probe_of(trainer, self._probe)
         if is_mine:
             self.engine.load_weights(stream)
@@ -273,14 +276,20 @@ class Fed:
         self.engine.close()
 
 
-def shapes_of(model: CausalLM) -> dict[str, Shape]:
-    """The shapes of a model's weights, by name, as they are sent."""
-    return {name: tuple(parameter.shape) or (1,) for name, parameter in model.model.named_parameters()}
+def shapes_of(model: CausalLM, *, is_merged: bool = False) -> dict[str, Shape]:
+    """The shapes of a model's weights, by name, as they are sent; see `held_by`."""
+    weights = model.model.named_parameters() if is_merged else model.trained_weights()
+    return {name: tuple(weight.shape) or (1,) for name, weight in weights if not (is_merged and is_adapter(name))}
 
 
-def held_by(trainer: Trainable) -> HeldWeights:
-    """The weights of a trainer as this rank holds them now; training changes them."""
-    return HeldWeights.of(trainer.local_weights(), trainer.policy_version)
+def held_by(trainer: Trainable, *, is_merged: bool = False) -> HeldWeights:
+    """The weights of a trainer as this rank holds them now; training changes them.
+
+    Of a model with adapters these are the adapters, or else whole weights with the adapters merged in: copies, which
+    all ranks of the trainer make together.
+    """
+    weights = cast("AdaptedEngine", trainer).merged_weights() if is_merged else trainer.local_weights()
+    return HeldWeights.of(weights, trainer.policy_version)
 
 
 def make_probe(num_tokens: int, max_tokens: int) -> list[int]:

@@ -235,13 +235,16 @@ class Run:
 
         return write_report(self.directory.path)
 
-    def export(self, path: str | Path, checkpoint: str | Path = "newest", *, role: str = "policy") -> Path:
-        """Write a model as a Hugging Face folder, which transformers and vLLM load.
+    def export(
+        self, path: str | Path, checkpoint: str | Path = "newest", *, role: str = "policy", merge: bool = False
+    ) -> Path:
+        """Write a model as a Hugging Face folder, which transformers and vLLM load, or its adapters as `peft` does.
 
         Args:
             path: Folder to write.
             checkpoint: Checkpoint whose weights are written; "newest" for the run's newest one.
             role: Role whose weights are written.
+            merge: Whether adapters are merged into their model, which is written then.
 
         Returns:
             The folder.
@@ -249,7 +252,7 @@ class Run:
         from leaderless.checkpoint.export import export_model
 
         source = self._checkpoint(checkpoint) or newest_checkpoint(self.directory.path)
-        return export_model(source, role, Path(path))
+        return export_model(source, role, Path(path), merge=merge)
 
     def _plan_for(self, workers: int, nodes: Nodes | None) -> Planned:
         """The plan for the largest number of machines, which must work with the smallest number as well."""

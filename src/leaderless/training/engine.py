@@ -149,20 +149,23 @@ class Trainable(Protocol):
         """Discard the gradient that has been added up."""
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by its name in `transformers`, whole, on every rank, one at a time."""
+        """Every weight that training changes by its name in `transformers`, whole, on every rank, one at a time."""
 
     @property
     def is_replica(self) -> bool:
         """Whether another rank has the same part of the weights and of the optimizer, and stands for it."""
 
     def weight_shapes(self) -> Mapping[str, torch.Size]:
-        """Shape of every whole weight by its name in `transformers`, in an order that is the same on every rank."""
+        """Shape of every whole weight that training changes by its name, in an order that is the same on every rank."""
 
     def write_description(self, folder: Path) -> None:
         """Write the files that `transformers` reads next to the weights, such as `config.json`; one rank calls it."""
 
     def local_weights(self) -> Iterator[LocalWeight]:
-        """What this rank holds of every weight, named as in `transformers`, in the memory that training changes."""
+        """What this rank holds of every weight, named as in `transformers`, in the memory that training changes.
+
+        Of a model with adapters these are the adapters' weights.
+        """
 
     def state(self) -> dict[str, Tensor]:
         """Weights as `weights.<name>` and what the optimizer keeps, to be saved and to be loaded in place.
@@ -190,6 +193,19 @@ class TrainEngine(Trainable, Protocol):
             micro_batch: One of those that every rank passes through together.
             entropy: Whether entropies are computed, and whether the loss depends on them.
         """
+
+
+class AdaptedEngine(TrainEngine, Protocol):
+    """What a back end that trains adapters of a language model can do besides."""
+
+    def merged_weights(self) -> Iterator[LocalWeight]:
+        """What this rank holds of every weight of the model, with adapters merged into those that they adapt.
+
+        All ranks call it together.
+        """
+
+    def base(self) -> TrainEngine:
+        """The same model without its adapters, to score tokens; it shares all memory."""
 
 
 class ValueEngine(Trainable, Protocol):

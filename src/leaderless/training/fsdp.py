@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,11 +13,12 @@ from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
 from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder, ValueModel, load_value_model
+from leaderless.models.lora import without_adapters
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import attention_over
 from leaderless.models.tensor_parallel import TensorParallel
 from leaderless.planner.backends import check_divides
-from leaderless.training.engine import EngineSetup
+from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.sharded import Model_co, ShardedModel
 
@@ -27,6 +30,10 @@ class FsdpEngine(ShardedModel[CausalLM]):
         """See `TrainEngine`."""
         return self.scores(batch, lambda micro_batch: self.forward(micro_batch, "none").log_probs)
 
+    def base(self) -> TrainEngine:
+        """See `AdaptedEngine`."""
+        return cast("TrainEngine", _Base(self))
+
     def forward(self, micro_batch: MicroBatch, entropy: Entropy = "value") -> TokenOutputs:
         """See `TrainEngine`."""
         part = _Part(self, micro_batch)
@@ -37,6 +44,21 @@ class FsdpEngine(ShardedModel[CausalLM]):
         outputs: TokenOutputs = self.model(*part.inputs(), targets, temperature, entropy)
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
         return TokenOutputs(part.gather(outputs.log_probs), entropies)
+
+
+class _Base:
+    """An engine that scores tokens without its adapters."""
+
+    def __init__(self, engine: FsdpEngine) -> None:
+        self._engine = engine
+
+    def log_probs(self, batch: Batch) -> Jagged:
+        """See `TrainEngine`."""
+        with without_adapters(self._engine.model):
+            return self._engine.log_probs(batch)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
 
 
 class FsdpValueEngine(ShardedModel[ValueModel]):

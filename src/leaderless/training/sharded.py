@@ -20,7 +20,9 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.device import trim_host_memory
 from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder, ValueModel
+from leaderless.models.lora import adapted_layers, describe_adapters, is_adapter, merged
 from leaderless.planner import Layout
+from leaderless.planner.adapters import lora_of
 from leaderless.training.engine import UpdateInfo
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
@@ -61,12 +63,14 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         """
         super().__init__(process_group, device, micro_batch_tokens)
         self.peers: ContextParallel | None = None
+        self._config = config.model_copy(update={"lora": lora_of(config, "models")})
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
         # Activations are recomputed in training mode only; the modes do not differ otherwise.
         self.model = model.train(optimizer is not None)
         self.policy_version = 0
         self._optimizer_config, self._num_updates = optimizer, num_updates
-        for parameter in self.model.parameters():
+        self.model.requires_grad_(False)
+        for _, parameter in self.named_weights():
             parameter.requires_grad_(optimizer is not None)
         self.units: list[FSDPModule] = []
         self.is_replica, self._num_shards = False, 1
@@ -182,9 +186,21 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         for name, parameter in self.named_weights():
             yield LocalWeight.of(name, self._whole(name, parameter))
 
+    def merged_weights(self) -> Iterator[LocalWeight]:
+        """See `AdaptedEngine`."""
+        layers = {id(layer.weight): layer for _, layer in adapted_layers(self.model)}
+        for name, weight in self.model.model.named_parameters():
+            if is_adapter(name):
+                continue
+            own = LocalWeight.of(name, weight)
+            if (layer := layers.get(id(weight))) is not None:
+                matrix_a, rows_b = _gathered(layer.lora_A), LocalWeight.of("", layer.lora_B).local
+                own = replace(own, local=merged(layer, own.local, matrix_a, rows_b))
+            yield own
+
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every weight by its name in `transformers`, as this rank holds it."""
-        yield from self.model.model.named_parameters()
+        """Every weight that training changes by its name in `transformers`, as this rank holds it."""
+        yield from self.model.trained_weights()
 
     def weight_shapes(self) -> Mapping[str, torch.Size]:
         """See `Trainable`."""
@@ -205,6 +221,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     def write_description(self, folder: Path) -> None:
         """See `Trainable`."""
         self.model.write_description(folder)
+        if self._config.lora is not None:
+            describe_adapters(folder, self.weight_shapes(), self._config)
 
     def state(self) -> dict[str, Tensor]:
         """See `Trainable`."""
@@ -233,3 +251,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 def _local(value: Tensor) -> Tensor:
     """The memory of what this rank has of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _gathered(parameter: nn.Parameter) -> Tensor:
+    """All of a parameter, gathered from the ranks that hold it."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()

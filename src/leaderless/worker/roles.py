@@ -18,6 +18,7 @@ from leaderless.environments.tools.use import close_tools
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering, trained_instance
+from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_of
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
@@ -26,7 +27,7 @@ from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import ModelRole
 from leaderless.stages.play import tools_of
 from leaderless.supervision.limits import lower_limit, read_limits
-from leaderless.training.engine import EngineSetup, Trainable, TrainEngine, ValueEngine
+from leaderless.training.engine import AdaptedEngine, EngineSetup, Trainable, TrainEngine, ValueEngine
 from leaderless.training.move import move_state
 from leaderless.training.registry import make_train_engine, make_value_engine
 from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, everything, shard_rows
@@ -66,7 +67,7 @@ class Roles:
         self._bounded_by: tuple[RunDirectory, int] | None = None
         self._open_tools()
         begin = time.monotonic()
-        for instance in plan.instances:
+        for instance in sorted(plan.instances, key=lambda one: not one.is_trained):  # others may share their models
             if transport.rank in instance.layout:
                 self._add(instance)
         self.seconds = time.monotonic() - begin
@@ -102,6 +103,10 @@ class Roles:
         assert config is not None
         if instance.is_engine_only:
             self._models[role, ranks] = ModelRole(None, self._fed(instance, recipe))
+            return
+        if (base := base_of(self._recipe, self._plan.instances, instance)) is not None:
+            shared = cast("AdaptedEngine", self.engines[base.role, base.layout.ranks]).base()
+            self._models[role, ranks] = ModelRole(shared, None)
             return
         setup = EngineSetup(
             role=role,
@@ -159,6 +164,7 @@ class Roles:
             shard=setup.shard,
             probe=setup.probe if spec.is_probed else (),
             may_restart=spec.restarts_on(setup.layout),
+            is_merged=_is_merged(instance, recipe),
         )
 
     def _fed(self, instance: RoleInstance, recipe: Recipe) -> Fed:
@@ -176,7 +182,8 @@ class Roles:
         """The way of weights to ranks that only generate."""
         role, config = instance.role, recipe.model_of(instance.role)
         assert config is not None, "checked by the planner"
-        trained, shapes = trained_instance(self._plan, role), shapes_of(empty_causal_lm(config, role))
+        model = empty_causal_lm(config, role)
+        trained, shapes = trained_instance(self._plan, role), shapes_of(model, is_merged=_is_merged(instance, recipe))
         assert trained is not None, "ranks only generate with a role that is trained elsewhere"
         return self._way_to_engines(role, recipe, trained.layout, instance.layout, shapes)
 
@@ -189,7 +196,8 @@ class Roles:
         before, self._plan = self._plan, plan
         self._routes.clear()
         self._open_tools()
-        for role in dict.fromkeys(one.role for one in (*before.instances, *plan.instances)):
+        instances = sorted((*before.instances, *plan.instances), key=lambda one: not one.is_trained)
+        for role in dict.fromkeys(one.role for one in instances):
             self._adopt_role(role, before)
         if self._bounded_by is not None:
             self.adapt_to_memory(*self._bounded_by)
@@ -197,6 +205,7 @@ class Roles:
     def _adopt_role(self, role: str, before: Plan) -> None:
         old, new = (_instances_of(role, plan, self._recipe) for plan in (before, self._plan))
         kept, rank = {one for one in old if new.get(one) == old[one]}, self._transport.rank
+        kept = {one for one in kept if base_of(self._recipe, self._plan.instances, one) is None}
         left: dict[RoleInstance, Trainable] = {}
         for one in old:
             if rank not in one.layout or one in kept:
@@ -204,8 +213,8 @@ class Roles:
             model = self._models.pop((role, one.layout.ranks))
             if isinstance(model, ModelRole) and model.serving is not None:
                 model.serving.close()  # before the next engine needs its memory
-            if not one.is_engine_only:
-                left[one] = self.engines.pop((role, one.layout.ranks))
+            if (engine := self.engines.pop((role, one.layout.ranks), None)) is not None:
+                left[one] = engine
         for one in new:
             if rank in one.layout and one not in kept:
                 self._add(one, next((engine for was, engine in left.items() if _trains_like(was, one)), None))
@@ -254,12 +263,13 @@ class Roles:
         """
         source = self.engines.get((action.role, action.source_layout.ranks))
         process_group = process_group or self._transport.process_group(action.ranks)
-        self._exchange(action, held_by(source) if source else None, self._log_probs(action, source), process_group)
+        held = self._held(action, source) if source else None
+        self._exchange(action, held, self._log_probs(action, source), process_group)
 
     def copy_weights(self, action: SyncWeights) -> Callable[[ProcessGroup], None]:
         """Copy the weights of now to host memory; the function that is returned sends them, in any thread."""
         source = self.engines[action.role, action.source_layout.ranks]
-        copied, log_probs = held_by(source).copied(), self._log_probs(action, source)
+        copied, log_probs = self._held(action, source).copied(), self._log_probs(action, source)
         return lambda process_group: self._exchange(action, copied, log_probs, process_group)
 
     def fetch(self, action: SyncWeights, lane: Callable[[tuple[int, ...]], ProcessGroup]) -> Callable[[], None]:
@@ -317,6 +327,12 @@ class Roles:
         pools, dtype = (Pool(source, _placement(recipe)), Pool(target, everything)), config.compute_dtype
         return Route(role, shapes, *pools, getattr(torch, dtype), self._transport.rank, is_gathered=True)
 
+    def _held(self, action: SyncWeights, source: Trainable) -> HeldWeights:
+        """What this rank sends."""
+        recipe = self._recipe.as_seen_by(action.role)
+        fed = (one for one in self._plan.instances if (one.role, one.layout) == (action.role, action.target_layout))
+        return held_by(source, is_merged=any(one.is_engine_only and _is_merged(one, recipe) for one in fed))
+
     def _is_engine_only(self, action: SyncWeights) -> bool:
         """Whether the ranks that get weights only generate."""
         key = action.role, action.target_layout
@@ -359,6 +375,12 @@ def _instances_of(role: str, plan: Plan, recipe: Recipe) -> dict[RoleInstance, b
     """The instances of a role in a plan, and whether each has an engine: to generate, or to answer held-out prompts."""
     answers = answering(plan.instances, recipe.evaluation.role)
     return {one: one.generates or one == answers for one in plan.instances if one.role == role}
+
+
+def _is_merged(instance: RoleInstance, recipe: Recipe) -> bool:
+    """Whether the engine of an instance is given weights with adapters merged in."""
+    config = recipe.model_of(instance.role)
+    return config is not None and config.lora is not None and not engine_of(instance.engine).takes_adapters
 
 
 def _trains_like(old: RoleInstance, new: RoleInstance) -> bool:

@@ -1,0 +1,67 @@
+"""The results of `lora.py` as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs/performance/lora.json"
+EVERY, NUM_LAST = 10, 3
+"""Steps between evaluations, and evaluations at the end of a run whose mean is its accuracy."""
+FULL = "all weights"
+SHARE = 0.9
+"""Of what the training of all weights gains."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run.
+
+    Attributes:
+        way: What is trained.
+        seed: Seed of the order of the prompts and of the sampling.
+        curve: Held-out accuracy, from that of the model that runs begin with, evaluation by evaluation.
+    """
+
+    way: str
+    seed: int
+    curve: list[float]
+
+    @property
+    def accuracy(self) -> float:
+        """Held-out accuracy at the end."""
+        return fmean(self.curve[-NUM_LAST:])
+
+    def steps_to(self, accuracy: float) -> float:
+        """Steps until an accuracy was reached for the first time."""
+        return next((EVERY * place for place, found in enumerate(self.curve) if found >= accuracy), float("inf"))
+
+
+def load(file: Path = RESULTS) -> list[Outcome]:
+    """The runs that have been saved."""
+    return [Outcome(**found) for found in json.loads(file.read_text(encoding="utf-8"))] if file.exists() else []
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes as a table in Markdown."""
+    titles = ("trained", "accuracy at first", "at the end (range)", f"steps to {SHARE:.0%} of the full gain (range)")
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
+    full = {one.seed: one for one in outcomes if one.way == FULL}
+    for way in dict.fromkeys(one.way for one in outcomes):
+        own = [one for one in outcomes if one.way == way and one.seed in full]
+        if own:
+            ends, needed = [100 * one.accuracy for one in own], [steps_needed(one, full[one.seed]) for one in own]
+            lines.append(
+                f"| {way} | {100 * fmean(one.curve[0] for one in own):.1f} % | "
+                f"{fmean(ends):.1f} % ({min(ends):.1f}-{max(ends):.1f}) | "
+                f"{median(needed):.0f} ({min(needed):.0f}-{max(needed):.0f}) |"
+            )
+    return "\n".join(lines)
+
+
+def steps_needed(one: Outcome, full: Outcome) -> float:
+    """Steps until a run had most of what the training of all weights gains with the same seed."""
+    return one.steps_to(full.curve[0] + SHARE * (full.accuracy - full.curve[0]))

@@ -1,0 +1,135 @@
+"""Folders of adapters in the format of `peft`: what they say of themselves. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from leaderless.config import Recipe, RecipeError
+from leaderless.config.models import LoraConfig, ModelConfig
+from leaderless.config.roles import origin_of
+
+if TYPE_CHECKING:
+    from leaderless.planner.plan import RoleInstance
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PLAIN: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "layers_to_transform": ([], None),
+    "target_parameters": ([], None),
+}
+"""What adapters can be here, by entries of their description."""
+
+
+def lora_of(model: ModelConfig, key: str) -> LoraConfig | None:
+    """The adapters of a model; those that begin with a folder are as it says.
+
+    Args:
+        model: Settings of the model.
+        key: Key of these settings, for errors.
+
+    Raises:
+        RecipeError: The folder cannot be read, or its adapters cannot be trained here, or on this model.
+    """
+    lora = model.lora
+    if lora is None or lora.adapter is None:
+        return lora
+    key = f"{key}.lora.adapter"
+    path = Path(lora.adapter) / CONFIG_FILE
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError.at(key, f"{path} cannot be read: {error}; name a folder that peft has saved") from error
+    for name, allowed in PLAIN.items():
+        if said.get(name) not in allowed:
+            raise RecipeError.at(key, f"{path}: {name} is {said[name]}, but must be {allowed[0]} here")
+    base = said.get("base_model_name_or_path") or ""
+    if base and Path(base).name != Path(model.path).name:
+        raise RecipeError.at(
+            key,
+            f"{path}: the adapters are of the model '{base}', and not of '{model.path}'; if both are the same, correct "
+            "base_model_name_or_path there",
+        )
+    targets = said.get("target_modules")
+    try:
+        return LoraConfig(
+            rank=said["r"],
+            alpha=said["lora_alpha"],
+            rslora=bool(said.get("use_rslora")),
+            targets=targets if isinstance(targets, str) else sorted(targets),
+        ).model_copy(update={"adapter": lora.adapter})
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecipeError.at(key, f"{path} does not describe adapters: {error}") from error
+
+
+def base_of(recipe: Recipe, instances: Sequence[RoleInstance], instance: RoleInstance) -> RoleInstance | None:
+    """The instance whose model, with its adapters off, is the model of another one; None for a model of its own.
+
+    That is so for the reference of a role that trains adapters, where both are on the same ranks.
+    """
+    role = instance.role
+    if role in recipe.models or instance.is_trained or instance.is_critic or instance.generates:
+        return None
+    origin = origin_of(role) or ""
+    model = recipe.model_of(origin)
+    if model is None or model.lora is None:
+        return None
+    found = (one for one in instances if one.role == origin and one.is_trained and not one.is_critic)
+    return next((one for one in found if one.layout == instance.layout), None)
+
+
+def num_adapter_weights(lora: LoraConfig, layers: Mapping[str, tuple[int, int, int]]) -> int:
+    """Number of weights of adapters.
+
+    Args:
+        lora: Settings of the adapters.
+        layers: Linear layers by their last name: how many there are, their inputs and their outputs.
+    """
+    targets = [*layers] if lora.targets == "all-linear" else {target.rpartition(".")[2] for target in lora.targets}
+    found = (layers[name] for name in targets if name in layers)
+    return sum(count * lora.rank * (inputs + outputs) for count, inputs, outputs in found)
+
+
+def described(folder: Path, key: str) -> ModelConfig:
+    """The model with adapters that a folder describes; see `describe`.
+
+    Args:
+        folder: Folder with the description.
+        key: Key of the model's settings, for errors.
+
+    Raises:
+        RecipeError: The folder describes nothing that can be trained here.
+    """
+    said = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    base = ModelConfig(path=said["base_model_name_or_path"], revision=said.get("revision"))
+    lora = lora_of(base.model_copy(update={"lora": LoraConfig(adapter=str(folder))}), key)
+    assert lora is not None
+    return base.model_copy(update={"lora": lora.model_copy(update={"adapter": None})})
+
+
+def describe(model: ModelConfig, targets: Sequence[str]) -> dict[str, object]:
+    """What `peft` has to know of a model's adapters, on the linear layers of some names."""
+    lora = model.lora
+    assert lora is not None, "only adapters are described"
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.path,
+        "revision": model.revision,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": [*targets],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

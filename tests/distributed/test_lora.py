@@ -1,0 +1,73 @@
+"""Adapters of low rank: what they compute and learn, on any number of ranks, next to `peft`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.distributed.ranks import RankPool
+from tests.distributed.test_mesh import setup_of
+from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
+from tests.tiny import add_gradients, random_samples, tiny_model
+
+from leaderless.config.models import LoraConfig, ModelConfig
+from leaderless.data.transport import Transport
+from leaderless.models.causal_lm import TokenOutputs
+from leaderless.models.lora import is_adapter, without_adapters
+from leaderless.planner import Layout
+from leaderless.training.fsdp import FsdpEngine, make_engine
+from leaderless.training.micro_batches import MicroBatch
+
+SHARES = {1: [11], 2: [6, 5], 4: [3, 0, 4, 4]}
+"""Samples of each shard."""
+
+
+def loss_of(outputs: TokenOutputs, micro_batch: MicroBatch) -> torch.Tensor:
+    gain = (micro_batch.targets % 7 - 3) * 0.01
+    return (gain[: len(outputs.log_probs)] * outputs.log_probs).sum()
+
+
+def train(path: str, sizes: dict[str, int], changes: Mapping[str, object], num_updates: int = 2) -> Numbers:
+    """Scores before and after some updates, norms of gradients, and weights."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    layout = Layout(transport.world.ranks, **sizes)
+    setup = setup_of(transport, layout, path)
+    config = ModelConfig(path=path, lora=LoraConfig(rank=3, alpha=6), **changes)  # type: ignore[arg-type]
+    engine, shard = make_engine(replace(setup, model=config)), layout.shard_of(transport.rank)
+    assert isinstance(engine, FsdpEngine)
+    first = sum(SHARES[layout.dp][:shard])
+    batch = random_samples(LENGTHS, siblings=3).select(torch.arange(first, first + SHARES[layout.dp][shard]))
+    numbers = Numbers()
+    for update in range(num_updates):
+        add_gradients(engine, batch, loss_of)
+        numbers[f"norm.{update}"] = torch.tensor(engine.optimizer_step().grad_norm)
+    for row, values in zip(batch.ids.tolist(), engine.log_probs(batch).rows(), strict=True):
+        numbers[f"scores.{row}"] = values
+    with without_adapters(engine.model):
+        for row, values in zip(batch.ids.tolist(), engine.log_probs(batch).rows(), strict=True):
+            numbers[f"base.{row}"] = values
+    assert not engine.is_replica
+    weights = {f"weights.{name}": value.clone() for name, value in engine.full_weights()}
+    assert all(map(is_adapter, weights))
+    merged = (
+        {f"merged.{one.name}": one.local.clone() for one in engine.merged_weights()} if len(layout.ranks) == 1 else {}
+    )
+    return numbers | weights | merged
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        ({"dp": 2}, {}),
+        ({"dp": 4}, {"gradient_checkpointing": True}),
+        ({"dp": 1, "cp": 2}, {}),
+    ],
+    ids=str,
+)
+def test_ranks_learn_what_one_does(ranks: RankPool, sizes: dict[str, int], changes: dict[str, object]) -> None:
+    path = tiny_model("qwen3")
+    (expected,) = ranks.run(1, train, path, {"dp": 1}, {})
+    found = ranks.run(len(SHARES[sizes["dp"]]) * sizes.get("cp", 1), train, path, sizes, changes)
+    assert largest_difference(found, {k: v for k, v in expected.items() if not k.startswith("merged.")}) < 1e-5

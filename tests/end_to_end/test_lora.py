@@ -1,0 +1,62 @@
+"""Runs that train adapters: they are resumed, exported, and begun from a folder of adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.test_ppo import train_until
+from tests.tiny import tiny_model, write_recipe
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from leaderless.checkpoint.export import export_model
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+def recipe_of(folder: Path, lora: dict[str, object]) -> str:
+    folder.mkdir(exist_ok=True)
+    changes = {
+        "models": {"policy": {"path": tiny_model(), "lora": lora}},
+        "optimizer.learning_rate": 0.01,
+        "reward": {"format": {"pattern": r".*\d.*"}},
+        "checkpoint": {"every_steps": 2},
+        "steps": 4,
+    }
+    return str(write_recipe(folder, tiny_model(), changes))
+
+
+def logits_of(model: PreTrainedModel | PeftModel) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model.eval()(input_ids=TOKENS).logits
+    return logits
+
+
+def test_adapters_are_resumed_exported_and_begun_with(ranks: RankPool, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, {"rank": 3})
+    (whole,) = ranks.run(1, train_until, recipe, "whole", 4, init_group=False)
+    ranks.run(1, train_until, recipe, "parts", 2, init_group=False)
+    (parts,) = ranks.run(1, train_until, recipe, "parts", 4, init_group=False)
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], value) for name, value in whole.items())
+    assert {name.rpartition(".")[2] for name in whole} == {"lora_A", "lora_B", "version"}
+
+    checkpoint = tmp_path / "runs/whole/checkpoints/step-000004"
+    base = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32)
+    plain = logits_of(base)
+    adapters = export_model(checkpoint, "policy", tmp_path / "adapters")
+    merged = AutoModelForCausalLM.from_pretrained(
+        export_model(checkpoint, "policy", tmp_path / "merged", merge=True), dtype=torch.float32
+    )
+    adapted = PeftModel.from_pretrained(base, adapters)
+    torch.testing.assert_close(logits_of(adapted), logits_of(merged), atol=1e-5, rtol=0)
+    assert (logits_of(merged) - plain).abs().max() > 1e-3
+
+    again = recipe_of(tmp_path / "again", {"adapter": str(adapters)})
+    (begun,) = ranks.run(2, train_until, again, "again", 0, init_group=False)[:1]
+    for name, value in begun.items():
+        if name.startswith("policy.weights."):
+            assert torch.equal(value, whole[name][: len(value)])

@@ -1,0 +1,156 @@
+"""Adapters next to those of `peft`: what they compute and learn, and their folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from tests.tiny import tiny_model
+from tests.unit.recipes import plan_of, write_model
+from tests.unit.test_models import packed_logits
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from leaderless.config import RecipeError
+from leaderless.config.models import LoraConfig, ModelConfig
+from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
+from leaderless.models.lora import PREFIX, adapted_layers, is_adapter, merged, without_adapters, write_adapters
+
+TOKENS = [torch.tensor(one) for one in ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9, 7, 9, 3])]
+SETTINGS = [{"rank": 3, "alpha": 7.0}, {"rank": 4, "rslora": True, "targets": ["q_proj", "mlp.down_proj"]}]
+
+
+def settings_of(lora: dict[str, object]) -> ModelConfig:
+    return ModelConfig(path=tiny_model("qwen3"), lora=LoraConfig(**lora))  # type: ignore[arg-type]
+
+
+def adapted(lora: dict[str, object]) -> CausalLM:
+    """A model whose adapters change it."""
+    model = load_causal_lm(settings_of(lora), "policy")
+    for number, (_, layer) in enumerate(adapted_layers(model)):
+        torch.nn.init.normal_(layer.lora_B, std=0.3, generator=torch.Generator().manual_seed(number))
+    return model
+
+
+def weights_of(model: CausalLM) -> dict[str, Tensor]:
+    return {name: one.detach() for name, one in model.model.named_parameters() if is_adapter(name)}
+
+
+def peft_of(model: CausalLM, folder: Path, lora: dict[str, object]) -> PeftModel:
+    """The same model by `peft`, through a folder that this package has written."""
+    folder.mkdir(exist_ok=True)
+    write_adapters(folder, weights_of(model), settings_of(lora))
+    base = AutoModelForCausalLM.from_pretrained(model.model.name_or_path, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, folder, is_trainable=True)
+
+
+@pytest.mark.parametrize("lora", SETTINGS, ids=str)
+def test_a_model_computes_and_learns_as_in_peft(tmp_path: Path, lora: dict[str, object]) -> None:
+    model = adapted(lora)
+    twin = peft_of(model, tmp_path / "ours", lora)
+    expected = torch.cat([twin(input_ids=one[None]).logits[0] for one in TOKENS])
+    logits = packed_logits(model, TOKENS)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    with without_adapters(model), twin.disable_adapter():
+        plain = torch.cat([twin(input_ids=one[None]).logits[0] for one in TOKENS])
+        torch.testing.assert_close(packed_logits(model, TOKENS), plain, atol=1e-5, rtol=0)
+    assert (logits - plain).abs().max() > 0.01
+    gain = torch.linspace(-1, 1, logits.numel()).view_as(logits)
+    for one in (logits, expected):
+        (gain * one).sum().backward()
+    known = {name.replace(".default", ""): one.grad for name, one in twin.named_parameters() if one.grad is not None}
+    found = {f"{PREFIX}{name}.weight": one.grad for name, one in model.model.named_parameters() if is_adapter(name)}
+    assert known.keys() == found.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, known[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lora", SETTINGS, ids=str)
+def test_merged_weights_compute_the_same(lora: dict[str, object]) -> None:
+    model = adapted(lora)
+    logits = packed_logits(model, TOKENS)
+    for _, layer in adapted_layers(model):
+        layer.weight.data = merged(layer, layer.weight.data, layer.lora_A.data, layer.lora_B.data)
+    with without_adapters(model):
+        torch.testing.assert_close(packed_logits(model, TOKENS), logits, atol=1e-5, rtol=0)
+
+
+def test_at_first_a_model_is_exactly_its_base() -> None:
+    path = tiny_model("qwen3")
+    base, model = (load_causal_lm(ModelConfig(path=path, lora=lora), "policy") for lora in (None, LoraConfig()))
+    assert torch.equal(packed_logits(model, TOKENS), packed_logits(base, TOKENS))
+    assert {name for name, _ in model.trained_weights()} == {*weights_of(model)}
+    again = load_causal_lm(ModelConfig(path=path, lora=LoraConfig()), "policy")
+    for name, value in weights_of(again).items():
+        assert torch.equal(value, weights_of(model)[name])
+        assert value.any() == name.endswith("lora_A")
+
+
+def test_a_folder_of_peft_is_where_training_begins(tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
+    torch.manual_seed(0)
+    config = PeftConfig(r=5, lora_alpha=9, target_modules="all-linear", init_lora_weights=False, use_rslora=True)
+    twin = get_peft_model(base, config).eval()
+    twin.save_pretrained(tmp_path)
+    model = load_causal_lm(ModelConfig(path=tiny_model("qwen3"), lora=LoraConfig(adapter=str(tmp_path))), "policy")
+    expected = torch.cat([twin(input_ids=one[None]).logits[0] for one in TOKENS])
+    torch.testing.assert_close(packed_logits(model, TOKENS), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base_model_name_or_path": "other/model"}, "the adapters are of the model 'other/model'"),
+        ({"use_dora": True}, "use_dora is True, but must be False here"),
+        ({"r": 4}, "the adapters are those of another model"),
+        ({"target_modules": ["q_proj"]}, "which the model lacks: the adapters are those of another model"),
+        ({"target_modules": ["c_proj"]}, "'c_proj' is no linear layer of qwen3: these are down_proj, gate_proj"),
+        ({"r": "many"}, "does not describe adapters"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    model = adapted(SETTINGS[0])
+    write_adapters(tmp_path, weights_of(model), settings_of(SETTINGS[0]))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes), encoding="utf-8")
+    with pytest.raises(RecipeError, match=message):
+        load_causal_lm(ModelConfig(path=tiny_model("qwen3"), lora=LoraConfig(adapter=str(tmp_path))), "policy")
+
+
+def test_plans_that_cannot_train_adapters_are_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model")
+    model: dict[str, object] = {"policy": {"path": path, "lora": {"rank": 4}}}
+    with pytest.raises(RecipeError, match=r"layout.policy.tp: ranks cannot divide the layers of 'policy', which have"):
+        plan_of("grpo", 2, models=model, layout={"policy": {"tp": 2}})
+    backend = "tests.contracts.replicated:make_engine"
+    with pytest.raises(RecipeError, match="cannot train adapters, as role 'policy' needs"):
+        plan_of("grpo", 2, models=model, training={"backend": backend})
+    with pytest.raises(RecipeError, match=r"folder/adapter_config\.json cannot be read"):
+        plan_of("grpo", 2, models={"policy": {"path": path, "lora": {"adapter": "folder"}}})
+
+
+def test_a_plan_counts_what_is_trained(tmp_path: Path) -> None:
+    def resident(lora: dict[str, object] | None) -> Mapping[str, int]:
+        models = {"policy": {"path": path, "lora": lora}}
+        plan = plan_of("grpo", 1, models=models, algorithm={"kl": {"coefficient": 0.1}})
+        assert plan.memory is not None
+        return plan.memory.cpu.resident
+
+    path = write_model(tmp_path / "model", vocab_size=10_000)
+    full, adapted = resident(None), resident({"rank": 2})
+    made = empty_causal_lm(ModelConfig(path=path, lora=LoraConfig(rank=2)), "policy")
+    trained = sum(weight.numel() for _, weight in made.trained_weights())
+    assert adapted["policy optimizer"] == 8 * trained < full["policy optimizer"] / 10
+    assert adapted["policy weights"] == full["policy weights"] + 4 * trained
+    assert full["reference weights"] == full["policy weights"]
+    assert "reference weights" not in adapted
+
+
+def test_what_a_folder_says_is_not_said_again() -> None:
+    with pytest.raises(ValueError, match="adapter says what rank is: leave this out"):
+        LoraConfig(adapter="folder", rank=4)
