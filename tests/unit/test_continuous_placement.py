@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from benchmarks.continuous_placement_report import EVERYWHERE, Case, Results, summary, table
-from tests.unit.recipes import make_recipe
+from tests.unit.recipes import make_recipe, write_model
 from tests.unit.test_placement import GRPO, auto_recipe, make_profile
 
 from leaderless.config import RecipeError
@@ -15,13 +16,14 @@ from leaderless.planner import Cluster, make_plan
 from leaderless.planner.auto.choose import choose_layout, predict_step
 from leaderless.planner.auto.continuous import Pools, step_seconds
 from leaderless.planner.auto.laws import fit_seconds
-from leaderless.planner.auto.profile import Point, StageSeconds
+from leaderless.planner.auto.profile import MachineIdentity, Point, StageSeconds
 from leaderless.planner.auto.seconds import Rates, StepSeconds
-from leaderless.planner.auto.show import reason
+from leaderless.planner.auto.show import choice_to_json, reason, without_helpers
 from leaderless.planner.engines import rollout_engine
 
 STEP_S = 0.005
 TAIL_S, UPDATE = StageSeconds(longest_s=STEP_S, token_s=2e-5), StageSeconds(token_s=3e-4)
+NOBODY = np.array([False, False])
 PROMPTS, SIBLINGS = 16, 4
 
 
@@ -36,7 +38,13 @@ def tail_lengths(sigma: float, number: int = 256 * SIBLINGS) -> list[int]:
 
 
 def step_by_step(
-    lengths: np.ndarray, token_s: float, slots: int, capacity: int, training_s: float, first: int = 8
+    lengths: np.ndarray,
+    token_s: float,
+    slots: int,
+    capacity: int,
+    training_s: float,
+    first: int = 8,
+    helper: int | None = None,
 ) -> float:
     """Seconds of an iteration, worked out for each step of each rank's engine.
 
@@ -47,6 +55,7 @@ def step_by_step(
         capacity: Iterations that a rank may be ahead.
         training_s: Seconds of training.
         first: Iterations that are left out.
+        helper: Rank that has its device only while nobody trains.
     """
     num_iterations, num_ranks, num_rows = lengths.shape
     clocks, shares = np.zeros(num_ranks), [0] * num_ranks
@@ -56,6 +65,10 @@ def step_by_step(
     while len(trained) < num_iterations:
         rank = int(clocks.argmin())
         rows = open_rows[rank]
+        ends = [end for end in trained if end - training_s <= clocks[rank] < end]
+        if rank == helper and ends:
+            clocks[rank] = ends[0]
+            continue
         while shares[rank] < num_iterations:
             weights = shares[rank] - 1 - capacity
             if weights >= 0 and (weights >= len(trained) or trained[weights] > clocks[rank]):
@@ -74,8 +87,8 @@ def step_by_step(
                 done[row[0], rank] = clocks[rank]
         rows[:] = [row for row in rows if row[1]]
         while len(trained) < num_iterations and not left[len(trained)].any():
-            complete = done[: len(trained) + 1].max()
-            trained.append(max(trained[-1] if trained else 0.0, complete) + training_s)
+            begun = max(trained[-1] if trained else 0.0, done[: len(trained) + 1].max())
+            trained.append(begun + training_s)
     return (trained[-1] - trained[first - 1]) / (num_iterations - first)
 
 
@@ -97,8 +110,8 @@ def test_the_law_is_that_of_engines_followed_step_by_step(
     tokens, longest = token_s * lengths.sum(axis=2), STEP_S * lengths.max(axis=2)
     rates = Rates(tokens + STEP_S * lengths.sum(axis=2) / slots, tokens + longest, longest)
     nothing = np.zeros(len(lengths))
-    found = step_seconds(Pools(rates, nothing, nothing + training_s, capacity))
-    assert found == pytest.approx(expected, rel=0.06)
+    found = step_seconds(Pools(rates, nothing, nothing + training_s, capacity, NOBODY))
+    assert found == pytest.approx(expected, rel=0.07)
 
 
 def test_an_engine_without_room_generates_at_its_mean_pace() -> None:
@@ -107,9 +120,27 @@ def test_an_engine_without_room_generates_at_its_mean_pace() -> None:
     expected = step_by_step(lengths, 0.0, slots, 4, training_s=0.1)
     work = STEP_S * lengths.sum(axis=2) / slots
     rates = Rates(work, work + 0.75 * STEP_S * lengths.max(axis=2), np.zeros_like(work))
-    found = step_seconds(Pools(rates, nothing, nothing + 0.1, 4))
+    found = step_seconds(Pools(rates, nothing, nothing + 0.1, 4, NOBODY))
     assert found == pytest.approx(expected, rel=0.08)
     assert found == pytest.approx(work.mean(axis=0).max(), rel=0.02), "a rank with more work makes up for it later"
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "training_s", "token_s", "capacity"), [(8, 0.8, 2e-5, 2), (16, 0.4, 2e-5, 4), (32, 0.2, 1e-3, 2)]
+)
+def test_a_helper_takes_as_much_longer_as_its_device_is_used(
+    num_rows: int, training_s: float, token_s: float, capacity: int
+) -> None:
+    """Rank 1 has fewer rows than rank 0, and no device while training goes on."""
+    slots = 256
+    lengths = np.array(tail_lengths(0.6, 32 * 2 * 32)).reshape(-1, 2, 32)
+    lengths[:, 1, num_rows:] = 1
+    expected = step_by_step(lengths, token_s, slots, capacity, training_s, helper=1)
+    tokens, longest = token_s * lengths.sum(axis=2), STEP_S * lengths.max(axis=2)
+    rates = Rates(tokens + STEP_S * lengths.sum(axis=2) / slots, tokens + longest, longest)
+    nothing, helping = np.zeros(len(lengths)), np.array([False, True])
+    found = step_seconds(Pools(rates, nothing, nothing + training_s, capacity, helping, training_s))
+    assert found == pytest.approx(expected, rel=0.13)
 
 
 def continuous_recipe(**changes: object):
@@ -192,7 +223,8 @@ def test_a_channel_of_the_recipe_is_predicted_with_its_portions() -> None:
     ("placement", "message"),
     [
         ({"continuous": True}, "continuous=true needs room to be ahead: set max_staleness"),
-        ({"max_staleness": 2}, "max_staleness=2 bounds continuous generation, which is not allowed here"),
+        ({"max_staleness": 2}, "max_staleness=2 is for continuous generation, which is not allowed here"),
+        ({"helpers": 2}, "helpers=2 is for continuous generation, which is not allowed here"),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(placement: dict[str, object], message: str) -> None:
@@ -242,3 +274,50 @@ def test_the_report_says_what_the_choice_gains_and_how_far_predictions_are_off()
     assert "is 2.50 to 2.50 times as fast as all ranks in lockstep" in text
     assert "at most 20% slower than the fastest" in text
     assert "| tail | 2 | **0 and 1, continuous, capacity 4** | 0.90 | 1.20 | -25% |" in table(results)
+
+
+def test_workers_without_a_device_help_where_training_is_light() -> None:
+    recipe = continuous_recipe(helpers=1)
+    light = StageSeconds(longest_s=0.001, token_s=2e-4), StageSeconds(token_s=1e-4)
+    profile = make_profile(recipe, *light, lengths=tail_lengths(1.1))
+    choice = choose_layout(recipe, GRPO, Cluster(3), profile)
+    assert choice.best.plan.helpers == {2: 1}
+    assert choice.best.recipe.layout["rollout"].ranks == "0,2"
+    assert choice.best.recipe.channels["rollout"].portions == (3, 1)
+    assert str(choice.best.candidate).endswith("continuous, at most 4 ahead; 1 helps with portions 3:1")
+    assert all(option.candidate.helpers for option in choice.others), "a rank has something to do"
+    assert choice.without is not None
+    assert choice.without.plan.world_size == 2
+    assert without_helpers(choice).startswith("2 workers without helpers: rollout on 0;")
+    assert without_helpers(choice).endswith("% slower")
+    assert choice_to_json(choice)["without_helpers"] == choice.without.predicted.seconds > choice.best.predicted.seconds
+    heavy = make_profile(recipe, light[0], StageSeconds(token_s=1e-3), lengths=tail_lengths(1.1))
+    choice = choose_layout(recipe, GRPO, Cluster(3), heavy)
+    assert without_helpers(choice).endswith("start 2 workers, and leave placement.helpers out")
+
+
+def test_helpers_that_cannot_help_are_refused() -> None:
+    recipe = continuous_recipe(helpers=1)
+    profile = make_profile(recipe, TAIL_S, UPDATE, lengths=tail_lengths(1.1))
+    with pytest.raises(RecipeError, match="is 1, but it leaves 1 of 2 workers a device, of which one must generate"):
+        choose_layout(recipe, GRPO, Cluster(2), profile)
+    own = make_recipe(channels={"rollout": {"capacity": 1}}).channels
+    with pytest.raises(RecipeError, match="is 1, but the recipe has channels of its own, which say who helps"):
+        choose_layout(recipe.model_copy(update={"channels": own}), GRPO, Cluster(3), profile)
+
+
+def test_a_helper_must_fit_next_to_the_rank_whose_device_it_has(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", hidden_size=1024, num_hidden_layers=24, vocab_size=50000)
+    recipe = continuous_recipe(helpers=1).model_copy(update={"models": make_recipe(models={"policy": model}).models})
+    fits = []
+    for memory_gib in (6, 16):
+        machine = MachineIdentity(processor="made up", accelerator="made up", memory_gib=memory_gib)
+        profile = make_profile(recipe, TAIL_S, UPDATE, lengths=tail_lengths(1.1), machine=machine)
+        alone = recipe.model_copy(update={"placement": continuous_recipe().placement})
+        assert choose_layout(alone, GRPO, Cluster(2), profile).best.candidate.cache
+        try:
+            choose_layout(recipe, GRPO, Cluster(3), profile)
+            fits.append(True)
+        except RecipeError:
+            fits.append(False)
+    assert fits == [False, True]

@@ -35,6 +35,10 @@ class PlacementConfig(Section):
     """With `continuous`, most optimizer steps between the weights that sampled a token and those that are trained with
     it; capacities of powers of two up to what it allows are compared. By default what `max_lag` allows."""
 
+    helpers: int = Field(default=0, ge=0)
+    """With `continuous`, number of workers that have no device of their own, the last ones: they generate on devices of
+    ranks that train, as `channels.*.helpers`, and have fewer prompts."""
+
     @model_validator(mode="after")
     def _check_continuous(self) -> PlacementConfig:
         if self.continuous and not (self.max_lag or self.max_staleness):
@@ -42,11 +46,12 @@ class PlacementConfig(Section):
                 "continuous=true needs room to be ahead: set max_staleness to at least batch.updates_per_step, or "
                 "max_lag to at least 1"
             )
-        if self.max_staleness is not None and not self.continuous:
-            raise ValueError(
-                f"max_staleness={self.max_staleness} bounds continuous generation, which is not allowed here: set "
-                "continuous: true, or leave it out"
-            )
+        for key in ("max_staleness", "helpers"):
+            if getattr(self, key) and not self.continuous:
+                raise ValueError(
+                    f"{key}={getattr(self, key)} is for continuous generation, which is not allowed here: set "
+                    "continuous: true, or leave it out"
+                )
         return self
 
     def max_ahead(self, updates_per_step: int) -> int:

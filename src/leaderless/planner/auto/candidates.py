@@ -8,6 +8,7 @@ from typing import Literal
 
 from leaderless.config.channels import ChannelConfig
 from leaderless.config.layout import LayoutConfig
+from leaderless.planner.layout import format_ranks
 from leaderless.planner.plan import Plan, PlannedNode
 from leaderless.workflow.stages import ROW_STAGES
 
@@ -16,6 +17,8 @@ FEW_RANKS = 16
 MAX_UNITS = 5
 """Nodes that are placed one by one; further ones stay with the last of these."""
 EIGHTHS = 8
+PORTIONS = ((1, 1), (3, 2), (2, 1), (3, 1), (4, 1), (8, 1))
+"""Prompts of a rank with a device of its own, and of one that helps, in proportion."""
 
 Pool = tuple[int, int]
 """First rank of a pool, and the one after its last."""
@@ -32,6 +35,8 @@ class Candidate:
         windows: Parts in which rows pass through the pools.
         cache: What becomes of responses in progress when new weights come, if `leader` generates continuously; empty if
             it does not.
+        helpers: Ranks that also generate, each on the device of one that trains, and the latter.
+        portions: How the ranks that generate divide prompts, in proportion; empty where all have the same.
     """
 
     pools: Mapping[str, Pool]
@@ -39,21 +44,28 @@ class Candidate:
     leader: str = ""
     windows: int = 1
     cache: Literal["keep", "recompute", ""] = ""
+    helpers: tuple[tuple[int, int], ...] = ()
+    portions: tuple[int, ...] = ()
 
     @property
     def layout(self) -> dict[str, LayoutConfig]:
         """The section `layout` of a recipe."""
-        return {
-            name: LayoutConfig(ranks=f"{first}-{end - 1}" if end - first > 1 else str(first))
-            for name, (first, end) in self.pools.items()
-        }
+        return {name: LayoutConfig(ranks=self._ranks(pool)) for name, pool in self.pools.items()}
+
+    def _ranks(self, pool: Pool) -> str:
+        ranks = range(*pool)
+        is_helped = bool(self.helpers) and pool == self.pools[self.leader]
+        return format_ranks((*ranks, *(helper for helper, _ in self.helpers)) if is_helped else tuple(ranks))
 
     @property
     def channels(self) -> dict[str, ChannelConfig]:
         """The section `channels` of a recipe."""
         if not self.cache:
             return {self.leader: ChannelConfig(capacity=self.lag)} if self.lag else {}
-        return {self.leader: ChannelConfig(capacity=self.lag, mode="continuous", cache=self.cache)}
+        settings = {"capacity": self.lag, "mode": "continuous", "cache": self.cache}
+        if self.helpers:
+            settings |= {"helpers": dict(self.helpers), "portions": self.portions}
+        return {self.leader: ChannelConfig.model_validate(settings)}
 
     def __str__(self) -> str:
         """As in `rollout, reward 0-5; policy 6-7; lag 1`."""
@@ -67,6 +79,10 @@ class Candidate:
 
     @property
     def _ahead(self) -> str:
+        if self.helpers:
+            own, helping = self.portions[0], self.portions[-1]
+            helped = f"{len(self.helpers)} help{'s' * (len(self.helpers) == 1)} with portions {own}:{helping}"
+            return f"; continuous, at most {self.lag} ahead; {helped}"
         if self.cache:
             return f"; continuous, at most {self.lag} ahead"
         return f"; lag {self.lag}" if self.lag else ""
@@ -82,6 +98,7 @@ class Allowed:
         alone: Nodes without a model that may have ranks of their own.
         max_ahead: Most iterations that continuous generation may be ahead; 0 if there must be none.
         cache: What the engine makes of responses in progress when new weights come.
+        helpers: Workers, the last ones, that have no device of their own, and generate on those of ranks that train.
     """
 
     max_lag: int = 0
@@ -89,6 +106,7 @@ class Allowed:
     alone: Collection[str] = ()
     max_ahead: int = 0
     cache: Literal["keep", "recompute"] = "keep"
+    helpers: int = 0
 
 
 def placeable(plan: Plan) -> list[PlannedNode]:
@@ -123,7 +141,13 @@ def units_of(plan: Plan, alone: Collection[str] = ()) -> list[list[str]]:
 
 
 def candidates_of(plan: Plan, allowed: Allowed) -> Iterator[Candidate]:
-    """All candidates, the simplest first, for the plan of a recipe with all nodes on all ranks."""
+    """All candidates, the simplest first, for the plan of a recipe with all nodes on all ranks.
+
+    With helpers, all of them help: a rank has something to do.
+    """
+    if allowed.helpers:
+        yield from _helped(plan, allowed)
+        return
     yield Candidate({})
     alone = allowed.alone
     units = [unit for unit in units_of(plan, alone) if unit]
@@ -150,6 +174,24 @@ def _ahead(pools: Mapping[str, Pool], leader: str, allowed: Allowed) -> Iterator
     """Candidates whose generation is ahead of training."""
     yield from (Candidate(pools, lag, leader) for lag in _doublings(allowed.max_lag) if lag)
     yield from (Candidate(pools, lag, leader, cache=allowed.cache) for lag in _doublings(allowed.max_ahead) if lag)
+
+
+def _helped(plan: Plan, allowed: Allowed) -> Iterator[Candidate]:
+    """Candidates whose last ranks generate on the devices of ranks that train."""
+    num_devices, prompts = plan.world_size - allowed.helpers, plan.batch.prompts_per_step
+    generating = [node.name for node in plan.nodes if node.spec.role_use == "generate"]
+    others = [name for unit in units_of(plan) for name in unit if name not in generating]
+    for size in _steps(num_devices, 2) if len(generating) == 1 and others else ():
+        if num_devices - size < allowed.helpers:
+            continue
+        pools = dict.fromkeys(generating, (0, size)) | dict.fromkeys(others, (size, num_devices))
+        helpers = tuple((num_devices + place, size + place) for place in range(allowed.helpers))
+        for own, helping in PORTIONS:
+            portions = (own,) * size + (helping,) * allowed.helpers
+            if prompts * min(portions) < sum(portions):
+                continue  # a rank would have none
+            for lag in _doublings(allowed.max_ahead):
+                yield Candidate(pools, lag, generating[0], cache=allowed.cache, helpers=helpers, portions=portions)
 
 
 def _doublings(most: int) -> list[int]:

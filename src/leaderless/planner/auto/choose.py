@@ -7,16 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.planner.auto.candidates import Allowed, Candidate, candidates_of
+from leaderless.planner.auto.allowed import allowed_by, nothing_to_choose, without_impossible
+from leaderless.planner.auto.candidates import Candidate, candidates_of
 from leaderless.planner.auto.profile import Profile, check_profile
 from leaderless.planner.auto.rough import Rough
 from leaderless.planner.auto.seconds import StepSeconds
 from leaderless.planner.auto.walk import Predicted, predict
 from leaderless.planner.costs.cluster import GIB
-from leaderless.planner.engines import engine_of
 from leaderless.planner.fit import fit_plan
 from leaderless.planner.layout import Cluster
 from leaderless.planner.make_plan import make_plan
+from leaderless.planner.memory import estimate_memory
 from leaderless.planner.plan import Plan
 from leaderless.workflow import Workflow
 
@@ -50,6 +51,7 @@ class Choice:
         refused: What would have been worth a try, each with the reason why it cannot run.
         num_candidates: Number of layouts that were compared.
         profile: Seconds by which they were compared.
+        without: Best layout of the workers that have a device of their own; None if all of them do.
     """
 
     best: Option
@@ -57,6 +59,7 @@ class Choice:
     refused: tuple[tuple[Candidate, str], ...]
     num_candidates: int
     profile: Profile
+    without: Option | None = None
 
 
 def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile: Profile) -> Choice:
@@ -79,8 +82,11 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
     base = make_plan(plain.model_copy(update={"channels": {}}), workflow, cluster)
     _check_known(base, profile)
     steps = StepSeconds(profile, recipe)
-    candidates = list(candidates_of(base, _allowed(recipe, base)))
-    candidates, refused = _without_impossible(candidates, plain, workflow, cluster)
+    allowed = allowed_by(recipe, base)
+    candidates = list(candidates_of(base, allowed))
+    if not candidates:
+        raise nothing_to_choose(allowed, cluster)
+    candidates, refused = without_impossible(candidates, plain, workflow, cluster)
     ranked = _ranked(candidates, base, _plan_ahead(candidates, plain, workflow, cluster), profile, steps)
     options: list[Option] = []
     num_planned = NUM_PLANNED if cluster.world_size < MANY_RANKS else FEW_PLANS
@@ -99,7 +105,19 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
     options.sort(key=lambda option: option.predicted.seconds)
     best = _simplest(options)
     others = tuple(option for option in options if option is not best)[: NUM_SHOWN - 1]
-    return Choice(best, others, tuple(refused[: NUM_SHOWN - 1]), len(candidates), profile)
+    without = _without_helpers(recipe, workflow, cluster, profile, allowed.helpers)
+    return Choice(best, others, tuple(refused[: NUM_SHOWN - 1]), len(candidates), profile, without)
+
+
+def _without_helpers(
+    recipe: Recipe, workflow: Workflow, cluster: Cluster, profile: Profile, helpers: int
+) -> Option | None:
+    """The best layout of the workers that have a device of their own."""
+    if not helpers or recipe.placement is None:
+        return None
+    placement = recipe.placement.model_copy(update={"helpers": 0})
+    alone = recipe.model_copy(update={"placement": placement})
+    return choose_layout(alone, workflow, replace(cluster, world_size=cluster.world_size - helpers), profile).best
 
 
 def predict_step(recipe: Recipe, plan: Plan, profile: Profile) -> Predicted:
@@ -130,46 +148,6 @@ def _check_known(plan: Plan, profile: Profile) -> None:
         )
 
 
-def _allowed(recipe: Recipe, base: Plan) -> Allowed:
-    """What a recipe lets the planner choose: it keeps the channels and windows that it sets itself.
-
-    Raises:
-        RecipeError: Continuous generation is allowed, but not to be an iteration ahead.
-    """
-    placement = recipe.placement
-    if placement is None:
-        return Allowed()
-    max_windows = placement.max_windows if recipe.batch.windows_per_step == 1 else 1
-    if recipe.open_channels:
-        return Allowed(max_windows=max_windows)
-    max_ahead = placement.max_ahead(recipe.batch.updates_per_step)
-    if placement.continuous and not max_ahead:
-        raise RecipeError.at(
-            "placement.max_staleness",
-            f"is {placement.max_staleness}, but with batch.updates_per_step={recipe.batch.updates_per_step} rows of an "
-            f"iteration ahead are older: set at least {recipe.batch.updates_per_step}, or leave continuous out",
-        )
-    engines = [instance.engine for instance in base.instances if instance.generates]
-    keeps = all("keep" in engine_of(engine).updates for engine in engines)
-    return Allowed(placement.max_lag, max_windows, max_ahead=max_ahead, cache="keep" if keeps else "recompute")
-
-
-def _without_impossible(
-    candidates: list[Candidate], plain: Recipe, workflow: Workflow, cluster: Cluster
-) -> tuple[list[Candidate], list[tuple[Candidate, str]]]:
-    """The candidates without those that generate continuously, and why, if this recipe cannot do so."""
-    first = next((one for one in candidates if one.cache), None)
-    if first is None:
-        return candidates, []
-    try:
-        make_plan(plain.model_copy(update={"layout": first.layout, "channels": first.channels}), workflow, cluster)
-    except RecipeError as error:
-        problem = error.problems[0]
-        if problem.key.startswith("channels."):
-            return [one for one in candidates if not one.cache], [(first, str(error))]
-    return candidates, []
-
-
 def _plan_ahead(candidates: list[Candidate], plain: Recipe, workflow: Workflow, cluster: Cluster) -> Plan | None:
     """A plan in which generation is ahead: it may have other nodes. None if no candidate allows one."""
     for candidate in (one for one in candidates if one.lag):
@@ -189,9 +167,9 @@ def _ranked(
 
 def _with_plain(ranked: list[Candidate]) -> Iterator[Candidate]:
     """The candidates in order, but the one without pools is always compared."""
-    plain = next(candidate for candidate in ranked if not candidate.pools)
-    yield plain
-    yield from (candidate for candidate in ranked if candidate is not plain)
+    plain = [candidate for candidate in ranked if not candidate.pools]
+    yield from plain
+    yield from (candidate for candidate in ranked if candidate.pools)
 
 
 def _simplest(options: list[Option]) -> Option:
@@ -222,7 +200,17 @@ def _plan(
     plan = replace(make_plan(recipe, workflow, cluster), profile_hash=profile.digest())
     _check_known(plan, profile)
     is_cpu = profile.machine.accelerator is None
-    fit = fit_plan(recipe, plan, int(profile.machine.memory_gib * GIB), is_cpu=is_cpu)
+    available = int(profile.machine.memory_gib * GIB)
+    fit = fit_plan(recipe, plan, available if is_cpu else available - _bytes_of_helpers(recipe, plan), is_cpu=is_cpu)
     if fit.is_hopeless:
         raise RecipeError.at("placement", fit.problem)
     return Option(candidate, recipe, plan, predict(plan, profile, steps))
+
+
+def _bytes_of_helpers(recipe: Recipe, plan: Plan) -> int:
+    """Bytes that a rank which helps needs of an accelerator on which another one trains."""
+    if not plan.helpers:
+        return 0
+    tokens = plan.batch.micro_batch_tokens
+    estimate = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, tokens, among=tuple(plan.helpers))
+    return 0 if estimate is None else estimate.accelerator.peak

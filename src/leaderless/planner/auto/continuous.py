@@ -18,6 +18,10 @@ Responses of other shares slow down the longest one. A step of the engine takes 
 each response. Where the latter is a part u of an iteration, the engine makes its steps in the rest of it, and the
 longest response takes ``longest / (1 - u)``, at most what c + 1 shares at once make of it. As u depends on the seconds
 of an iteration, both are found together.
+
+A rank that helps has the device of one that trains while that one does not use it: where training uses it for a part b
+of an iteration, all that the helper does takes ``1 / (1 - b)`` times as long. That is the most it can have: it takes a
+turn for each step of its engine, and training waits for the end of one at most, which is not counted.
 """
 
 from __future__ import annotations
@@ -25,14 +29,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from leaderless.planner.auto.seconds import Rates, Seconds
 
-NUM_ROUNDS = 6
-"""Rounds in which the seconds of a step, and what responses slow each other down, are found together."""
+NUM_ROUNDS = 8
+"""Halvings of the range in which the seconds of an iteration lie that depend on themselves."""
 REPEATS = 4
 """Times that the drawn steps are gone through; the first of them are not counted."""
 MOST_ITERATIONS = 64
+LEAST_FREE = 1e-3
+"""Least part of an iteration that is taken to be left of an engine or a device that others use."""
 
 
 class Pools(NamedTuple):
@@ -40,31 +47,47 @@ class Pools(NamedTuple):
 
     Attributes:
         rates: What the shares of the ranks that generate take.
-        besides: Seconds of an iteration in which a rank that generates does something else.
+        besides: [draws] seconds of an iteration in which a rank that generates does something else.
         training: [draws] seconds of a step of the ranks that train.
         capacity: Iterations that generation may be ahead.
+        helping: [shards] whether each rank that generates uses the device of one that trains.
+        device_s: Seconds of a step in which training uses such a device.
     """
 
     rates: Rates
     besides: Seconds
     training: Seconds
     capacity: int
+    helping: NDArray[np.bool_]
+    device_s: float = 0.0
 
 
 def step_seconds(pools: Pools) -> float:
     """Seconds of a step in the long run."""
+    least = _pace(pools, pools.rates.work, pools.rates.alone)
+    if not pools.rates.longest.any() and not pools.helping.any():
+        return least
+    # The longer a step, the less is in each other's way: what follows from it falls below it at one place.
+    most = least
+    while _following(pools, most) > most:
+        least, most = most, 2 * most
+    for _ in range(NUM_ROUNDS):
+        middle = (least + most) / 2
+        is_short = _following(pools, middle) > middle
+        least, most = (middle, most) if is_short else (least, middle)
+    return most
+
+
+def _following(pools: Pools, period: float) -> float:
+    """Seconds of a step, if responses and devices are in each other's way as in a step of some seconds."""
     rates = pools.rates
-    tokens = rates.work.mean(axis=0)
-    alone = rates.alone
-    period: float = _pace(pools, rates.work, alone)
-    for _ in range(NUM_ROUNDS if rates.longest.any() else 0):
-        stretched = np.minimum(
-            rates.longest / np.maximum(1 - tokens / max(period, tokens.max()), 1e-9),
-            rates.longest + (pools.capacity + 1) * tokens,
-        )
-        # The first estimate is too short, and one that knows the crowd of the other too long: they meet in the middle.
-        period = (period + _pace(pools, rates.work, np.maximum(alone, alone - rates.longest - tokens + stretched))) / 2
-    return period
+    slower = np.where(pools.helping, 1 / max(LEAST_FREE, 1 - pools.device_s / period), 1.0)
+    tokens, longest = slower * rates.work.mean(axis=0), slower * rates.longest
+    crowded = np.minimum(longest / np.maximum(LEAST_FREE, 1 - tokens / period), longest + (pools.capacity + 1) * tokens)
+    alone = slower * rates.alone
+    if rates.longest.any():
+        alone = np.maximum(alone, alone - longest - tokens + crowded)
+    return _pace(pools, slower * rates.work, alone)
 
 
 def _pace(pools: Pools, work: Seconds, alone: Seconds) -> float:

@@ -16,7 +16,7 @@ class Rough:
     def __init__(self, plan: Plan, profile: Profile, steps: StepSeconds) -> None:
         self._plan, self._profile, self._steps = plan, profile, steps
         self._means: dict[tuple[str, int, bool], float] = {}
-        self._works: dict[int, float] = {}
+        self._works: dict[tuple[int, ...], tuple[float, float]] = {}
         samplers = {node.name for node in plan.nodes if node.spec.samples}
         order = [node.name for node in plan.nodes]
         self._sampler = next((name for name in order if name in samplers), order[0])
@@ -56,20 +56,24 @@ class Rough:
         syncs = sum(pools[x] != pools[self._trains[self._plan[x].node.role or ""]] for x in self._synced)
         total += syncs * self._profile.sync_s
         if candidate.cache:
-            return max(self._work(candidate), total - generated, total / (candidate.lag + 1))
+            own, helping = self._work(candidate)
+            trained = total - generated
+            # A device that trains and generates does one after the other.
+            return max(own, trained, helping + trained if candidate.helpers else 0.0, total / (candidate.lag + 1))
         if candidate.lag:
             return max(generated, total - generated)
         # Windows hide at best all but their own part of what the busiest pool does not do itself.
         busiest = max(busy.values())
         return busiest + (total - busiest) / candidate.windows
 
-    def _work(self, candidate: Candidate) -> float:
-        """Seconds of a rank that generates all the time, of an iteration."""
+    def _work(self, candidate: Candidate) -> tuple[float, float]:
+        """Seconds of the first and the last rank that generates all the time, of an iteration; the last may help."""
         first, end = candidate.pools[candidate.leader]
-        if end - first not in self._works:
-            rates = self._steps.rates(self._plan[candidate.leader], (1,) * (end - first))
-            self._works[end - first] = float(rates.work.max(axis=1).mean())
-        return self._works[end - first]
+        portions = candidate.portions or (1,) * (end - first)
+        if portions not in self._works:
+            means = self._steps.rates(self._plan[candidate.leader], portions).work.mean(axis=0)
+            self._works[portions] = float(means[0]), float(means[-1])
+        return self._works[portions]
 
     def _pools(self, candidate: Candidate) -> dict[str, Pool]:
         """The ranks of all nodes; those without an entry run where the first node that they come after does."""

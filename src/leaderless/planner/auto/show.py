@@ -25,8 +25,22 @@ def print_choice(choice: Choice, console: Console) -> None:
         seconds = f"{predicted.seconds:.3g} ±{predicted.error:.0%}"
         table.add_row("chosen" if not place else str(place + 1), str(option.candidate), seconds, reason(option, choice))
     console.print(table)
+    if choice.without is not None:
+        console.print(without_helpers(choice), highlight=False, markup=False)
     for candidate, why in choice.refused:
         console.print(f"not possible: {candidate}: {why}", highlight=False, markup=False)
+
+
+def without_helpers(choice: Choice) -> str:
+    """What the workers with a device of their own could do alone, and what follows from it."""
+    without = choice.without
+    assert without is not None, "there are helpers"
+    num_workers, seconds = without.plan.world_size, without.predicted.seconds
+    text = f"{num_workers} workers without helpers: {without.candidate}: {seconds:.3g} s"
+    ratio = seconds / choice.best.predicted.seconds
+    if ratio < NOTABLE:
+        return f"{text}, about as fast or faster: start {num_workers} workers, and leave placement.helpers out"
+    return f"{text}, {ratio - 1:.0%} slower"
 
 
 def print_predicted(predicted: Predicted, console: Console, head: str = "") -> None:
@@ -65,6 +79,8 @@ def choice_to_json(choice: Choice) -> dict[str, object]:
             "layout": {name: config.ranks for name, config in option.recipe.layout.items()},
             "capacity": option.candidate.lag,
             "continuous": bool(option.candidate.cache),
+            "helpers": dict(option.candidate.helpers),
+            "portions": option.candidate.portions,
             "windows": option.recipe.batch.windows_per_step,
             "seconds": option.predicted.seconds,
             "error": option.predicted.error,
@@ -74,4 +90,7 @@ def choice_to_json(choice: Choice) -> dict[str, object]:
         for option in (choice.best, *choice.others)
     ]
     refused = [{"layout": str(candidate), "reason": why} for candidate, why in choice.refused]
-    return {"num_candidates": choice.num_candidates, "options": options, "refused": refused}
+    found: dict[str, object] = {"num_candidates": choice.num_candidates, "options": options, "refused": refused}
+    if choice.without is not None:
+        found["without_helpers"] = choice.without.predicted.seconds
+    return found
