@@ -5,7 +5,8 @@
 The engine and the training back end of `asynchrony.py` sleep as long as their tokens take, so that few cores are
 enough; commands, processes, transfers and weights are real. Each workload is profiled once, with 4 workers. Then, for
 each number of workers, the fastest layout of each kind, by what is predicted, is run: all nodes on all ranks, two pools
-with a fixed lag, and two pools that generate continuously with each capacity. Cases that are saved are not run again.
+with a fixed lag, and two pools that generate continuously with each capacity. Where there are helpers, one for two
+workers, the best layout with them is run next to the best without them. Cases that are saved are not run again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +52,7 @@ RECIPE: Mapping[str, object] = {
     "reward": {"exact_match": 1.0},
     "steps": NUM_STEPS,
 }
-PLACEMENT = "placement={continuous: true, max_staleness: 4, max_lag: 2}"
+PLACEMENT = "placement={continuous: true, max_staleness: 4, max_lag: 2%s}"
 EPISODES = {
     "environment": {"type": "asynchrony_parts:Tools", "max_turns": 3, "max_episode_tokens": 400, "concurrency": 256},
     "rollout": {"engine": "asynchrony_parts:make_engine", "max_response_tokens": 64, "max_sequences": 256},
@@ -61,17 +62,19 @@ LIGHT = {"STEP_S": "0.001", "SEQUENCE_S": "0.0002", "SCORE_S": "0.00003", "UPDAT
 
 
 class Workload(TypedDict):
-    """Sections of the recipe that differ, and the costs of tokens."""
+    """Sections of the recipe that differ, the costs of tokens, and whether more workers help on the same devices."""
 
     sections: Mapping[str, object]
     costs: Mapping[str, str]
+    is_helped: bool
 
 
 WORKLOADS: Mapping[str, Workload] = {
-    "long tail": {"sections": {}, "costs": {}},
-    "even lengths": {"sections": {}, "costs": {"MEDIAN_TOKENS": "100", "SIGMA": "0.2"}},
-    "light training": {"sections": {}, "costs": LIGHT},
-    "slow tools": {"sections": EPISODES, "costs": {}},
+    "long tail": {"sections": {}, "costs": {}, "is_helped": False},
+    "even lengths": {"sections": {}, "costs": {"MEDIAN_TOKENS": "100", "SIGMA": "0.2"}, "is_helped": False},
+    "light training": {"sections": {}, "costs": LIGHT, "is_helped": False},
+    "slow tools": {"sections": EPISODES, "costs": {}, "is_helped": False},
+    "light training, with helpers": {"sections": {}, "costs": LIGHT, "is_helped": True},
 }
 
 
@@ -91,7 +94,7 @@ def main() -> None:
                 if (name, num_workers) in done or time.monotonic() > end:
                     continue
                 if not (folder / "profile.json").exists():
-                    leaderless(folder, "profile", "recipe.yaml", PLACEMENT, "--workers", str(PROFILE_WORKERS))
+                    leaderless(folder, "profile", "recipe.yaml", PLACEMENT % "", "--workers", str(PROFILE_WORKERS))
                 results["cases"].append(measure(folder, name, num_workers))
                 options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
                 print(table({**results, "cases": results["cases"][-1:]}), file=sys.stderr)
@@ -113,16 +116,39 @@ def made_folder(name: str) -> Iterator[Path]:
 
 def measure(folder: Path, name: str, num_workers: int) -> Case:
     """The seconds of a step under the fastest layout of each kind."""
-    chosen, ways = layouts(folder, num_workers)
-    runs = {
-        label: Measured(seconds=seconds_of(folder, num_workers, settings), predicted=predicted)
-        for label, (settings, predicted) in ways.items()
-    }
+    find = helped_layouts if WORKLOADS[name]["is_helped"] else layouts
+    chosen, ways = find(folder, num_workers)
+    runs = {label: Measured(seconds=seconds_of(folder, way), predicted=way.predicted_s) for label, way in ways.items()}
     return Case(workload=name, workers=num_workers, chosen=chosen, runs=runs)
 
 
-def layouts(folder: Path, num_workers: int) -> tuple[str, dict[str, tuple[list[str], float]]]:
-    """The chosen layout, and the fastest of each kind by name: its settings and predicted seconds."""
+class Way(NamedTuple):
+    """A layout on some workers."""
+
+    candidate: Candidate
+    num_workers: int
+    predicted_s: float
+
+
+def helped_layouts(folder: Path, num_devices: int) -> tuple[str, dict[str, Way]]:
+    """The fastest layouts with and without helpers, and the faster one, by what is predicted."""
+    from leaderless import Run
+    from leaderless.run.planned import plan_training
+
+    helpers = num_devices // 2
+    with inside(folder):
+        settings = PLACEMENT % f", helpers: {helpers}"
+        choice = plan_training(Run("recipe.yaml", settings).loaded, num_devices + helpers).choice
+    assert choice is not None
+    assert choice.without is not None
+    options = (choice.best, choice.without)
+    ways = [Way(one.candidate, one.plan.world_size, one.predicted.seconds) for one in options]
+    chosen = min(ways, key=lambda way: way.predicted_s)
+    return label_of(chosen.candidate), {label_of(way.candidate): way for way in ways}
+
+
+def layouts(folder: Path, num_workers: int) -> tuple[str, dict[str, Way]]:
+    """The chosen layout, and the fastest of each kind by name."""
     from leaderless import Run
     from leaderless.config import RecipeError
     from leaderless.planner.auto.candidates import Allowed, candidates_of
@@ -130,10 +156,10 @@ def layouts(folder: Path, num_workers: int) -> tuple[str, dict[str, tuple[list[s
     from leaderless.planner.auto.profile import read_profile
     from leaderless.run.planned import plan_training
 
-    best: dict[tuple[bool, bool, int], tuple[float, Candidate, list[str]]] = {}
+    best: dict[tuple[bool, bool, int], Way] = {}
     with inside(folder):
         profile = read_profile(folder / "profile.json")
-        choice = plan_training(Run("recipe.yaml", PLACEMENT).loaded, num_workers).choice
+        choice = plan_training(Run("recipe.yaml", PLACEMENT % "").loaded, num_workers).choice
         assert choice is not None
         for candidate in candidates_of(Run("recipe.yaml").plan(num_workers), Allowed(max_lag=2, max_ahead=4)):
             run = Run("recipe.yaml", *settings_of(candidate))
@@ -142,10 +168,10 @@ def layouts(folder: Path, num_workers: int) -> tuple[str, dict[str, tuple[list[s
             except RecipeError:
                 continue
             kind = bool(candidate.pools), bool(candidate.cache), candidate.lag
-            if kind not in best or predicted < best[kind][0] or candidate == choice.best.candidate:
-                best[kind] = predicted, candidate, settings_of(candidate)
+            if kind not in best or predicted < best[kind].predicted_s or candidate == choice.best.candidate:
+                best[kind] = Way(candidate, num_workers, predicted)
     del best[True, False, 0]
-    return label_of(choice.best.candidate), {label_of(one): (way, seconds) for seconds, one, way in best.values()}
+    return label_of(choice.best.candidate), {label_of(way.candidate): way for way in best.values()}
 
 
 def settings_of(candidate: Candidate) -> list[str]:
@@ -161,12 +187,15 @@ def label_of(candidate: Candidate) -> str:
         return EVERYWHERE
     ranks = [config.ranks for config in candidate.layout.values()]
     how = f"continuous, capacity {candidate.lag}" if candidate.cache else f"fixed lag {candidate.lag}"
+    if candidate.helpers:
+        how += f", {len(candidate.helpers)} of them on devices of others"
     return f"{ranks[0]} and {ranks[-1]}, {how}"
 
 
-def seconds_of(folder: Path, num_workers: int, settings: list[str]) -> float:
+def seconds_of(folder: Path, way: Way) -> float:
     """Seconds of a step of a run, without the first ones."""
-    leaderless(folder, "train", "recipe.yaml", *settings, "--workers", str(num_workers), "--fresh")
+    settings = settings_of(way.candidate)
+    leaderless(folder, "train", "recipe.yaml", *settings, "--workers", str(way.num_workers), "--fresh")
     lines = (folder / "runs/run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ends = {line["step"]: line["time_s"] for line in map(json.loads, lines)}
     shutil.rmtree(folder / "runs")

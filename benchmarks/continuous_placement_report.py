@@ -56,7 +56,11 @@ def summary(results: Results) -> str:
     runs = [run for case in results["cases"] for run in case["runs"].values()]
     continuous = [run for case in results["cases"] for name, run in case["runs"].items() if "continuous" in name]
     chosen = [case["runs"][case["chosen"]] for case in results["cases"]]
-    gains = [case["runs"][EVERYWHERE]["seconds"] / case["runs"][case["chosen"]]["seconds"] for case in results["cases"]]
+    gains = [
+        case["runs"][EVERYWHERE]["seconds"] / case["runs"][case["chosen"]]["seconds"]
+        for case in results["cases"]
+        if EVERYWHERE in case["runs"]
+    ]
     regrets = [
         case["runs"][case["chosen"]]["seconds"] / min(run["seconds"] for run in case["runs"].values()) - 1
         for case in results["cases"]
