@@ -6,7 +6,7 @@ A random model of the shape of Qwen2.5-0.5B (494 million parameters, a vocabular
 embeddings) is trained with GRPO for two steps with a checkpoint after each, killed in the third, resumed, evaluated,
 exported and served. Only memory that the system cannot take back (`RssAnon` and `RssShmem`) counts; it is sampled in
 each worker all the time, and the trace shows the phase that the worker was in. With `--pools`, one worker only
-generates and another one trains, for two steps.
+generates and another one trains, for some steps; with `--adapters`, one worker trains adapters.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ def make_model(folder: Path) -> None:
 
 
 def write_recipe(
-    folder: Path, model: Path, *, is_asynchronous: bool, layout: Mapping[str, object] | None = None
+    folder: Path, model: Path, *, is_asynchronous: bool, changes: Mapping[str, object] | None = None
 ) -> Path:
-    """The recipe; prompts and responses are as long as they may be, so that the estimate is one of what happens."""
+    """The recipe, with changes to sections; prompts and responses are as long as they may be, so that the estimate is one of what happens."""
     rows = [{"question": f"{i % 10} + {i // 10 % 10} = ", "answer": str(i % 10 + i // 10 % 10)} for i in range(64)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"path": str(folder / "rows.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
@@ -164,14 +164,21 @@ def write_recipe(
         "checkpoint": {"every_steps": 1, "asynchronous": is_asynchronous},
         "run": {"directory": str(folder / "runs"), "tensorboard": False, "recorded_prompts": 1, "timeout_s": 3600},
         "steps": 3,
-        "layout": layout or {},
+        **(changes or {}),
     }
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe))
     return path
 
 
-def measure(folder: Path, model: Path, num_workers: int, *, is_asynchronous: bool = True) -> dict[str, dict[str, int]]:
+def measure(
+    folder: Path,
+    model: Path,
+    num_workers: int,
+    *,
+    is_asynchronous: bool = True,
+    changes: Mapping[str, object] | None = None,
+) -> dict[str, dict[str, int]]:
     """Go through the whole life of a run.
 
     Args:
@@ -179,12 +186,13 @@ def measure(folder: Path, model: Path, num_workers: int, *, is_asynchronous: boo
         model: Folder of the model.
         num_workers: Number of workers on this machine.
         is_asynchronous: Whether checkpoints are written while training continues.
+        changes: Sections of the recipe that are others.
 
     Returns:
         Bytes `measured` in the fullest worker and bytes `planned`, by phase.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = write_recipe(folder, model, is_asynchronous=is_asynchronous)
+    recipe = write_recipe(folder, model, is_asynchronous=is_asynchronous, changes=changes)
     run, measured = folder / "runs/real", dict[str, int]()
     planned = json.loads(subprocess.check_output([*COMMAND, "plan", recipe, f"--world-size={num_workers}", "--json"]))
     train = ["train", str(recipe), f"--workers={num_workers}"]
@@ -215,13 +223,13 @@ def measure(folder: Path, model: Path, num_workers: int, *, is_asynchronous: boo
     return {name: {"measured": measured[name], "planned": phases[name]} for name in ORDER if name in measured}
 
 
-def measure_pools(folder: Path, model: Path) -> dict[str, dict[str, int]]:
-    """Train for two steps on a rank that only generates and one that trains; as `measure`, by what the rank is for."""
+def measure_pools(folder: Path, model: Path, changes: Mapping[str, object]) -> dict[str, dict[str, int]]:
+    """Train for some steps on a rank that only generates and one that trains; as `measure`, by what the rank is for."""
     folder.mkdir(parents=True, exist_ok=True)
     pools = {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}}
-    recipe, run = write_recipe(folder, model, is_asynchronous=False, layout=pools), folder / "runs/real"
-    begin = time.time()
-    with _watched(["train", str(recipe), "steps=2", "--workers=2"], folder / "train.log") as watch:
+    recipe = write_recipe(folder, model, is_asynchronous=False, changes={"steps": 2, "layout": pools, **changes})
+    begin, run = time.time(), folder / "runs/real"
+    with _watched(["train", str(recipe), "--workers=2"], folder / "train.log") as watch:
         watch.wait()
     results: dict[str, dict[str, int]] = {}
     for rank, name in enumerate(("generates", "trains")):
@@ -249,6 +257,16 @@ def _planned_for(recipe: Path, rank: int) -> dict[str, int]:
     return {NAMES.get(name, name): size for name, size in estimate.cpu.totals.items()}
 
 
+POOLS: Mapping[str, Mapping[str, object]] = {
+    "1 + 1": {},
+    "1 + 1, continuous": {
+        "steps": 4,
+        "channels": {"rollout": {"capacity": 1, "mode": "continuous"}},
+        "checkpoint": {"every_minutes": 0},
+    },
+}
+"""Ways in which one rank generates and another one trains."""
+ADAPTERS = "1, adapters"
 COMMAND = [sys.executable, "-m", "leaderless"]
 NAMES = {
     "policy generates": "rollout",
@@ -321,7 +339,8 @@ def _spans(path: Path) -> list[tuple[str, float, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--pools", action="store_true", help="also measure a rank that only generates")
+    parser.add_argument("--pools", nargs="*", choices=POOLS, default=[], help="also measure a rank that only generates")
+    parser.add_argument("--adapters", action="store_true", help="also measure one worker that trains adapters")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--folder", type=Path, help="folder to keep, with the model and all logs")
     options = parser.parse_args()
@@ -330,9 +349,12 @@ def main() -> None:
         if not (folder / "model").exists():
             make_model(folder / "model")
         results = json.loads(options.results.read_text()) if options.results.exists() else {}
-        for workers in (*map(str, options.workers), *["1 + 1"] * options.pools):
-            if workers == "1 + 1":
-                results[workers] = measure_pools(folder / "pools", folder / "model")
+        for workers in (*map(str, options.workers), *options.pools, *[ADAPTERS] * options.adapters):
+            if workers in POOLS:
+                results[workers] = measure_pools(folder / "pools", folder / "model", POOLS[workers])
+            elif workers == ADAPTERS:
+                changes = {"models": {"policy": {"path": str(folder / "model"), "lora": {}}}}
+                results[workers] = measure(folder / "adapters", folder / "model", 1, changes=changes)
             else:
                 results[workers] = measure(folder / f"workers-{workers}", folder / "model", int(workers))
             options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
