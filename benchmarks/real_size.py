@@ -147,7 +147,7 @@ def make_model(folder: Path) -> None:
 def write_recipe(
     folder: Path, model: Path, *, is_asynchronous: bool, changes: Mapping[str, object] | None = None
 ) -> Path:
-    """The recipe, with changes to sections; prompts and responses are as long as they may be, so that the estimate is one of what happens."""
+    """The recipe, with changes to sections; prompts and responses are as long as may be, as the estimate assumes."""
     rows = [{"question": f"{i % 10} + {i // 10 % 10} = ", "answer": str(i % 10 + i // 10 % 10)} for i in range(64)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"path": str(folder / "rows.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
@@ -261,8 +261,9 @@ POOLS: Mapping[str, Mapping[str, object]] = {
     "1 + 1": {},
     "1 + 1, continuous": {
         "steps": 4,
+        "layout": {"rollout": {"ranks": "0"}, "advantage": {"ranks": "1"}, "policy": {"ranks": "1"}},
         "channels": {"rollout": {"capacity": 1, "mode": "continuous"}},
-        "checkpoint": {"every_minutes": 0},
+        "checkpoint": {"every_steps": 2, "asynchronous": False},
     },
 }
 """Ways in which one rank generates and another one trains."""
