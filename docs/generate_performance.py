@@ -78,11 +78,11 @@ def with_lora(page: str) -> str:
 
 def with_slow_host(page: str) -> str:
     """A page with the newest results of `benchmarks/slow_host.py` between its two marks."""
-    from benchmarks.slow_host import load, summary, table
+    from benchmarks.slow_host import load, summary, summary_of_search, table
 
     results, content = load(), None
     if results is not None:
-        content = f"{summary(results)}\n\n{table(results)}"
+        content = f"{summary(results)}\n\n{summary_of_search(results)}\n\n{table(results)}"
     return _between(page, "slow host", content)
 
 

@@ -135,7 +135,7 @@ def switching(worker: Worker, switches: Mapping[int, str], phase: str) -> Callab
         elif phase == "during":
             worker.parts.roles.sync_all = die  # type: ignore[method-assign]
         if name not in self.plans:
-            with patch("leaderless.worker.replanner.choose", partial(chosen, name)):
+            with patch("leaderless.worker.replanner.choose", partial(chosen, self, name)):
                 return look(self, step)
         self.choice = Choice(name, 2.0, 1.0, is_worth_it=True)
         return self.plans[name]
@@ -143,8 +143,11 @@ def switching(worker: Worker, switches: Mapping[int, str], phase: str) -> Callab
     return look_and_switch
 
 
-def chosen(name: str, expected: Mapping[str, float], current: str, *_: object) -> Choice:
+def chosen(
+    replanner: Replanner, name: str, expected: Mapping[str, float], current: str, switch_s: float, *_: object
+) -> Choice:
     """Stands in for `choose`: a layout, with the seconds that are expected of it."""
+    assert switch_s > replanner._switch_s, "what is generated again counts"
     return Choice(name, expected[current], expected[name], is_worth_it=True)
 
 

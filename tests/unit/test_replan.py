@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping
+from typing import cast
+from unittest.mock import patch
 
 import pytest
 from tests.end_to_end.two_judges import layout, workflow
@@ -11,7 +14,18 @@ from tests.unit.recipes import continuous, make_recipe, only_problem, plan_of
 
 from leaderless.config import RecipeError
 from leaderless.config.schedule import ScheduleConfig
-from leaderless.planner.replan import NodeSeconds, alternatives, check_adoptable, choose, step_seconds
+from leaderless.data.transport import ProcessGroup
+from leaderless.planner.links import Links
+from leaderless.planner.replan import (
+    NodeSeconds,
+    alternatives,
+    check_adoptable,
+    check_exchangeable,
+    choose,
+    lost_seconds,
+    step_seconds,
+)
+from leaderless.worker.replanner import Replanner
 
 SCHEDULE = {"replan_every_steps": 1, "layouts": {"apart": {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}}}}
 
@@ -33,6 +47,18 @@ def test_seconds_follow_from_what_has_been_measured() -> None:
     assert (node.on(2), node.on(4)) == (12.0, 8.0), "a node that has become slow is so on any ranks"
     node.known = {1: 1.0, 2: 2.0}
     assert node.on(4) == 2.0, "more ranks are never expected to take longer"
+
+
+def test_a_slow_network_explains_seconds_on_a_number_of_ranks_that_is_new() -> None:
+    node = NodeSeconds()
+    node.measure(2, 6.0)
+    node.measure(3, 10.0, 2.0)
+    assert node.on(3) == pytest.approx(4.0), "as expected, but for the network"
+    assert (node.on(2), node.on(2, 2.0)) == (6.0, 12.0)
+    node.measure(2, 6.3)
+    assert node.num_bytes == 3.0, "not on ranks with a quick one"
+    node.measure(3, 4.2)
+    assert node.on(3, 2.0) == pytest.approx(4.2 + 2 * 3), "it is quick again"
 
 
 def test_nodes_on_other_ranks_work_at_the_same_time() -> None:
@@ -96,6 +122,27 @@ def test_a_loop_that_goes_ahead_is_as_slow_as_the_slower_of_the_two() -> None:
     assert step_seconds(ahead, seconds, {"rollout": 1.0, ahead.loops[1].name: 7.0}) == pytest.approx(10)
 
 
+def test_the_network_is_tested_when_steps_take_another_time_and_once_with_each_layout() -> None:
+    replanner = Replanner.__new__(Replanner)
+    replanner._world, replanner._links, replanner._num_looks_at_slow = cast("ProcessGroup", None), Links(), 0
+    replanner._steps, tests = deque(), list[float]()
+
+    def tested(seconds: float) -> int:
+        replanner._test_links([seconds])
+        return len(tests)
+
+    with patch("leaderless.worker.replanner.find_slow_links", lambda _: tests.append(0.0) or Links()):
+        replanner.forget_steps()
+        assert [tested(seconds) for seconds in (1.0, 1.1, 1.5)] == [1, 1, 2]
+        replanner.forget_steps()
+        assert tested(1.5) == 3
+
+
+def test_a_switch_costs_what_continuous_ranks_generate_again() -> None:
+    assert lost_seconds(continuous("0-1", "2-3"), {"rollout": 3.0, "advantage": 9.0}) == 3.0
+    assert lost_seconds(continuous("0-1", "2-3", mode="fixed_lag"), {"rollout": 3.0, "advantage": 9.0}) == 0.0
+
+
 def test_only_layouts_with_the_same_channels_replace_one_with_rows_in_flight() -> None:
     apart = {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}}
     channels = {"rollout": {"capacity": 1}}
@@ -112,7 +159,9 @@ def test_continuous_generation_is_divided_otherwise_only_where_every_rank_keeps_
     recipe, now = make_recipe(), continuous("0-1", "2-3", "defer")
     check_adoptable(recipe, now, continuous("2-3", "0-1", "defer"))
     check_adoptable(recipe, now, continuous("0", "1-3", "defer"))
-    check_adoptable(recipe, continuous("0-1", "2-3"), continuous("0-2", "3"))
+    check_exchangeable(recipe, continuous("0-1", "2-3"), continuous("0-2", "3"))
+    with pytest.raises(RecipeError, match="has 2 ranks that generate, where 1 did"):
+        check_exchangeable(recipe, now, continuous("0", "1-3", "defer"))
     with pytest.raises(RecipeError, match=r"has 3 ranks that generate, where 2 did.* or set stragglers to wait"):
         check_adoptable(recipe, now, continuous("0-2", "3", "defer"))
     for other in (continuous("0-1", "2-3"), continuous("0-1", "2-3", mode="fixed_lag")):

@@ -56,7 +56,8 @@ class RunConfig(Section):
     steps before, about as many are kept as well, evenly spread. 0 writes none."""
     follow: str | None = None
     """Run whose continuous generation is done again: its name, or its folder. New weights are taken between the same
-    two tokens as there, and episodes come from its folder `episodes`, so that every number is the same."""
+    two tokens as there, the layout changes after the same steps, and episodes come from its folder `episodes`, so that
+    every number is the same."""
     tensorboard: bool = True
     """Write TensorBoard events next to `metrics.jsonl`."""
     trace_steps: int = Field(default=20, ge=0)

@@ -18,7 +18,7 @@ from leaderless.planner.auto.seconds import StepSeconds
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.links import Links
 from leaderless.planner.plan import Plan
-from leaderless.planner.replan import NodeSeconds, check_adoptable, with_layout
+from leaderless.planner.replan import NodeSeconds, check_exchangeable, with_layout
 
 NUM_PROPOSED = 8
 """Layouts that are planned, the best by a first estimate."""
@@ -58,7 +58,7 @@ def propose(
         tried += 1
         try:
             plan = with_layout(recipe, layout, like)
-            check_adoptable(recipe, like, plan)
+            check_exchangeable(recipe, like, plan)
         except RecipeError:
             continue
         if fits(plan):

@@ -34,6 +34,12 @@ def with_layout(recipe: Recipe, layout: Mapping[str, LayoutConfig], like: Plan) 
     return make_plan(recipe.model_copy(update={"layout": layout}), resolve_workflow(recipe.workflow), cluster)
 
 
+def check_exchangeable(recipe: Recipe, one: Plan, other: Plan) -> None:
+    """Refuse plans of which one cannot replace the other while the run goes on; see `check_adoptable`."""
+    check_adoptable(recipe, one, other)
+    check_adoptable(recipe, other, one)
+
+
 def check_adoptable(recipe: Recipe, old: Plan, new: Plan) -> None:
     """Refuse what cannot be changed while the run goes on.
 
@@ -93,7 +99,7 @@ def alternatives(recipe: Recipe, like: Plan) -> dict[str, Plan]:
         try:
             plans[name] = like if layout == like.layout else with_layout(recipe, layout, like)
             if recipe.schedule.replan_every_steps:
-                check_adoptable(recipe, like, plans[name])
+                check_exchangeable(recipe, like, plans[name])
         except RecipeError as error:
             key = f"schedule.layouts.{name}"
             problems = [Problem(f"{key}{_below(problem.key)}", problem.message) for problem in error.problems]
@@ -121,16 +127,17 @@ class NodeSeconds:
 
     known: dict[int, float] = field(default_factory=dict)
     num_bytes: float = 0.0
-    _last: tuple[int, float, float] | None = None
+    _byte_s: dict[int, float] = field(default_factory=dict)
 
     def measure(self, num_ranks: int, seconds: float, byte_s: float = 0.0) -> None:
-        """Take in the newest seconds; a byte among the node's ranks took `byte_s`, or 0 where no host was slow."""
-        before = self.known.get(num_ranks)
-        if before is not None and self._last is not None and self._last[0] == num_ranks:
-            _, last_s, last_byte_s = self._last
-            if abs(byte_s - last_byte_s) > max(byte_s, last_byte_s) / 2:
-                self.num_bytes = max(0.0, (seconds - last_s) / (byte_s - last_byte_s))
-        self._last = num_ranks, seconds, byte_s
+        """Take in the newest seconds; a byte among the node's ranks took `byte_s`, or 0 where no host was slow.
+
+        On a number of ranks that is new, seconds are compared with those that were expected of a quick network.
+        """
+        before, last_byte_s = self.known.get(num_ranks), self._byte_s.get(num_ranks, 0.0)
+        if self.known and abs(byte_s - last_byte_s) > max(byte_s, last_byte_s) / 2:
+            self.num_bytes = max(0.0, (seconds - self.on(num_ranks, last_byte_s)) / (byte_s - last_byte_s))
+        self._byte_s[num_ranks] = byte_s
         seconds = max(0.0, seconds - self.num_bytes * byte_s)
         if before:
             self.known = {size: known * seconds / before for size, known in self.known.items()}
@@ -189,6 +196,15 @@ def loop_seconds(plan: Plan, loop: Loop, nodes: Mapping[str, NodeSeconds], links
         else:
             walk.enter(action)
     return max(walk.clocks)
+
+
+def lost_seconds(plan: Plan, took: Mapping[str, float]) -> float:
+    """Seconds that are spent again after a switch, from those of an iteration of each loop.
+
+    Ranks that generate continuously give up what is under way: half of the iterations that may be, as some have only
+    begun.
+    """
+    return max(((loop.lag + 1) / 2 * took[loop.name] for loop in plan.loops if loop.is_continuous), default=0.0)
 
 
 def _top(actions: Sequence[Action]) -> Iterator[Action]:

@@ -13,7 +13,16 @@ from rich.markup import escape
 from leaderless.planner import Loop, Plan
 from leaderless.planner.links import Links
 from leaderless.planner.proposals import describe, propose
-from leaderless.planner.replan import OWN, Choice, NodeSeconds, alternatives, choose, loop_seconds, step_seconds
+from leaderless.planner.replan import (
+    OWN,
+    Choice,
+    NodeSeconds,
+    alternatives,
+    choose,
+    loop_seconds,
+    lost_seconds,
+    step_seconds,
+)
 from leaderless.worker.channels import between_loops, wait_for
 from leaderless.worker.network import find_slow_links
 from leaderless.worker.parts import Parts
@@ -45,7 +54,7 @@ class Replanner:
         self._nodes = {node.name: NodeSeconds() for node in parts.plan.nodes}
         self._besides: dict[str, dict[str, float]] = {}
         self._waits = [wait_for(channel) for channel in between_loops(parts.plan)]
-        self._switch_s = parts.roles.seconds
+        self._switch_s, self._lost_s = parts.roles.seconds, 0.0
         self._steps: deque[Mapping[str, float]] = deque(maxlen=NUM_LOOKED_AT)
         self._is_warm = False
         self._num_switches = 0
@@ -99,7 +108,8 @@ class Replanner:
             for name, plan in self.plans.items()
         }
         num_left = self._recipe.steps - step
-        self.choice = choose(expected, self._current, self._switch_s, num_left, self._recipe.schedule)
+        switch_s = self._switch_s + self._lost_s
+        self.choice = choose(expected, self._current, switch_s, num_left, self._recipe.schedule)
         return self.plans[self.choice.name] if self.choice.is_worth_it else None
 
     def _agree(self) -> bool:
@@ -114,6 +124,7 @@ class Replanner:
             return False
         took = agreed[len(self._nodes) :]
         self._test_links(took)
+        self._lost_s = lost_seconds(plan, dict(zip((loop.name for loop in plan.loops), took, strict=True)))
         for name, seconds in zip(self._nodes, agreed, strict=False):
             ranks = plan[name].layout.ranks
             self._nodes[name].measure(len(ranks), seconds, self._links.of(ranks))
@@ -124,8 +135,13 @@ class Replanner:
         return True
 
     def _test_links(self, took: list[float]) -> None:
-        """Test the network where loops take another time than at the last look, and sometimes while a host is slow."""
-        changed = any(abs(new - old) > CHANGE * old for new, old in zip(took, self._took, strict=False))
+        """Test the network where loops take another time than at the last look, and sometimes while a host is slow.
+
+        At the first look with a layout nobody knows whether they do, so it is tested then, too.
+        """
+        changed = not self._took or any(
+            abs(new - old) > CHANGE * old for new, old in zip(took, self._took, strict=False)
+        )
         self._took = took
         self._num_looks_at_slow += bool(self._links.byte_s)
         if changed or self._num_looks_at_slow > LOOKS_AT_SLOW:
