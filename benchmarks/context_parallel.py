@@ -1,4 +1,4 @@
-"""One long sample on 1, 2 and 4 ranks that divide its tokens: memory and seconds of a forward and a backward pass.
+"""One long sample on ranks that divide its tokens or the layers: memory and seconds of a forward and a backward pass.
 
     python benchmarks/context_parallel.py [--tokens 65536]
 
@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
-SIZES = (1, 2, 4)
+CASES = (("ulysses", 1), ("ulysses", 2), ("ulysses", 4), ("ring", 2), ("ring", 4), ("tp", 2))
+"""How ranks divide it, and how many."""
 
 
-def measure(rank: int, size: int, model: str, num_tokens: int, folder: str) -> None:
+def measure(rank: int, method: str, size: int, model: str, num_tokens: int, folder: str) -> None:
     """Be one rank: pass a sample through the model and back, and write what it took."""
     sys.path.insert(0, str(ROOT))
     from tests.peak import measured
@@ -32,14 +33,16 @@ def measure(rank: int, size: int, model: str, num_tokens: int, folder: str) -> N
     from leaderless.config.models import ModelConfig, OptimizerConfig
     from leaderless.data.batch import Batch, Jagged
     from leaderless.data.transport import Transport
+    from leaderless.models.ring import RingParallel
     from leaderless.planner import Layout
     from leaderless.training.engine import EngineSetup
     from leaderless.training.fsdp import make_engine
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
-    dist.init_process_group("gloo", f"file://{folder}/store-{size}", rank=rank, world_size=size)
-    transport, layout = Transport(torch.device("cpu"), timeout_s=3600), Layout(tuple(range(size)), 1, cp=size)
+    dist.init_process_group("gloo", f"file://{folder}/store-{method}-{size}", rank=rank, world_size=size)
+    axis = "tp" if method == "tp" else "cp"
+    transport, layout = Transport(torch.device("cpu"), timeout_s=3600), Layout(tuple(range(size)), 1, **{axis: size})
     transport.add_axes([layout])
     engine = make_engine(
         EngineSetup(
@@ -48,13 +51,15 @@ def measure(rank: int, size: int, model: str, num_tokens: int, folder: str) -> N
             is_critic=False,
             layout=layout,
             process_group=transport.world,
-            axis_groups={axis: transport.process_group(layout.peers(rank, axis)) for axis in layout.axes},
+            axis_groups={name: transport.process_group(peers) for name, peers in layout.named_peers(rank).items()},
             device=torch.device("cpu"),
             optimizer=OptimizerConfig(),
             num_updates=1,
-            micro_batch_tokens=num_tokens // size,
+            micro_batch_tokens=num_tokens // layout.cp,
         )
     )
+    if method == "ring":
+        engine.divide_passes(RingParallel(transport.process_group(layout.peers(rank, "cp"))))
     tokens = torch.randint(0, 60, (num_tokens + 1,), generator=torch.Generator().manual_seed(1))
     prompt, response = tokens[: num_tokens // 2].tolist(), tokens[num_tokens // 2 :].tolist()
     columns = {
@@ -68,7 +73,7 @@ def measure(rank: int, size: int, model: str, num_tokens: int, folder: str) -> N
         add_gradients(engine, batch, lambda outputs, _: outputs.log_probs.mean())
     seconds, norm = time.perf_counter() - begin, engine.optimizer_step().grad_norm
     found = {"bytes": peak.on_top, "seconds": seconds, "norm": norm}
-    Path(folder, f"{size}-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    Path(folder, f"{method}-{size}-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -85,11 +90,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shape = {"hidden_size": 64, "num_heads": 4, "max_positions": arguments.tokens + 1}
         model = str(write_tiny_model(Path(folder, "model"), CHARACTERS, family="qwen3", **shape))
-        for size in SIZES:
-            torch.multiprocessing.spawn(measure, (size, model, arguments.tokens, folder), nprocs=size)
-            found = [json.loads(Path(folder, f"{size}-{rank}.json").read_text()) for rank in range(size)]
+        for method, size in CASES:
+            torch.multiprocessing.spawn(measure, (method, size, model, arguments.tokens, folder), nprocs=size)
+            found = [json.loads(Path(folder, f"{method}-{size}-{rank}.json").read_text()) for rank in range(size)]
             most = {name: max(one[name] for one in found) for name in ("bytes", "seconds", "norm")}
-            print(f"{size} ranks: {most['bytes'] / 2**20:.0f} MiB, {most['seconds']:.1f} s, norm {most['norm']:.6g}")
+            took = f"{most['bytes'] / 2**20:.0f} MiB, {most['seconds']:.1f} s, norm {most['norm']:.6g}"
+            print(f"{method} on {size}: {took}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.data.transport import Transport
+from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.models.causal_lm import TokenOutputs
+from leaderless.models.ring import RingAttention, RingParallel
+from leaderless.models.shared_prompts import Family
 from leaderless.planner import Layout, Plan
 from leaderless.planner.fit import Fit, fit_plan
 from leaderless.training.fsdp import FsdpValueEngine, make_engine
@@ -68,6 +70,8 @@ def train(path: str, sizes: dict[str, int], micro_batch_tokens: int, changes: di
         ({"dp": 1, "cp": 2}, 9, {"gradient_checkpointing": True}),
         ({"dp": 1, "cp": 4}, 31, {}),  # more ranks than heads of keys
         ({"dp": 2, "cp": 2}, 31, {}),
+        ({"dp": 1, "cp": 3}, 31, {"gradient_checkpointing": True}),  # no divisor of the heads: around a ring
+        ({"dp": 1, "cp": 3}, 4096, {}),
         ({"dp": 1, "cp": 2}, 31, {"is_critic": True}),
     ],
     ids=str,
@@ -81,11 +85,25 @@ def test_ranks_that_divide_tokens_score_and_learn_like_one(
     assert largest_difference(found, expected) < 1e-5
 
 
-def test_sizes_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
-    model = {"policy": write_model(tmp_path / "model", num_attention_heads=6)}
-    with pytest.raises(RecipeError, match=r"cp=4 does not divide the 6 attention heads of 'policy': it can be 1, 2, 3"):
-        plan_of("grpo", 4, models=model, layout={"policy": {"cp": 4}})
-    plan_of("grpo", 3, models=model, layout={"policy": {"cp": 3}})
+def test_ranks_of_a_ring_have_equal_work_and_see_all_keys_once() -> None:
+    size, length = 4, 40
+    for families in ([Family(8 * length, ())], [Family(33, (120, 7)), Family(50, (20, 40, 50))]):
+        rings = [RingParallel(ProcessGroup(tuple(range(size)), rank)) for rank in range(size)]
+        plans = [RingAttention(families, ring, torch.device("cpu")) for ring in rings]
+        work = [0] * size
+        for rank, plan in enumerate(plans):
+            for bucket in plan.diagonal:
+                lengths = torch.full([bucket.count], bucket.longest)
+                missing = torch.bincount(bucket.padding // bucket.longest, minlength=bucket.count)
+                work[rank] += int(((lengths - missing) * (lengths - missing + 1) // 2).sum())
+            for rectangles in plan.rectangles:
+                work[rank] += sum((q.stop - q.start) * (k.stop - k.start) for q, k in rectangles)
+        total = 0
+        for family in families:
+            prompt, rest = family.prompt, family.continuations
+            total += prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in rest)
+        assert sum(work) == total
+        assert len(families) > 1 or max(work) == min(work)
 
 
 def test_peers_divide_weights_and_take_longer_samples_together(tmp_path: Path) -> None:

@@ -156,6 +156,20 @@ class ProcessGroup:
             dist.all_to_all_single(received, values, group=self.handle)
         return received
 
+    def pass_on(self, values: Tensor, what: str) -> Passing:
+        """Begin to send values to the next rank, and to receive those of the one before, of the same shape.
+
+        All ranks call it together, and wait for the result at any time later. The last rank sends to the first.
+        """
+        place, received = self.ranks.index(self.rank), torch.empty_like(values)
+        operations = [
+            dist.P2POp(dist.irecv, received, self.ranks[place - 1], group=self.handle),
+            dist.P2POp(dist.isend, values, self.ranks[(place + 1) % self.size], group=self.handle),
+        ]
+        with self._waiting(what):
+            works = dist.batch_isend_irecv(operations)
+        return Passing(self, received, values, works, what)
+
     def unlike_first(self, text: str, what: str) -> tuple[int, ...]:
         """The ranks whose text is not that of the first, the same answer on all; only digests are sent."""
         digests = torch.cat(self.gather(torch.tensor([digest(text.encode())]), what))
@@ -302,6 +316,24 @@ class PendingGather:
         """[ranks, bytes] uint8, in the order of the process group's ranks."""
         self.process_group._wait([self.work], self.what)  # noqa: SLF001
         return self.gathered
+
+
+@dataclass
+class Passing:
+    """Values that go from rank to rank: those that arrive, and what must not be freed before they have left."""
+
+    process_group: ProcessGroup
+    received: Tensor
+    sent: Tensor
+    works: Sequence[dist.Work]
+    what: str
+
+    def wait(self) -> Tensor:
+        """The values of the rank before."""
+        with self.process_group._waiting(self.what):  # noqa: SLF001
+            for work in self.works:
+                work.wait()
+        return self.received
 
 
 @dataclass

@@ -16,14 +16,14 @@ from torch.autograd.function import FunctionCtx
 
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.attention import Attention
-from leaderless.models.shared_prompts import Family
+from leaderless.models.shared_prompts import Family, attention_over
 
 SWAPPED = "queries, keys and values of parts of a pass"
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that divide the tokens of a pass into consecutive parts of equal size.
+    """The ranks that divide the tokens of a pass into parts of equal size.
 
     Attributes:
         peers: These ranks, of which each has the whole pass before and after it.
@@ -41,24 +41,41 @@ class ContextParallel:
         """The place of this rank's part."""
         return self.peers.ranks.index(self.peers.rank)
 
+    def chunks(self, place: int) -> tuple[int, ...]:
+        """The chunks that are the part of a rank, of all that a pass is cut into."""
+        return (place,)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a pass, of equal size."""
+        return self.size * len(self.chunks(0))
+
     def padded(self, families: Sequence[Family]) -> list[Family]:
-        """The families of a pass with as many more of a single token as its parts need to be equal."""
-        missing = -sum(family.num_tokens for family in families) % self.size
+        """The families of a pass with as many more of a single token as its chunks need to be equal."""
+        missing = -sum(family.num_tokens for family in families) % self.num_chunks
         return [*families, *[Family(1, ())] * missing]
 
     def part(self, values: Tensor) -> Tensor:
         """This rank's part of [T] numbers of a pass that is not padded yet; padding is 0."""
-        values = torch.cat([values, values.new_zeros(-len(values) % self.size)])
-        return values.chunk(self.size)[self.place]
+        values = torch.cat([values, values.new_zeros(-len(values) % self.num_chunks)])
+        chunks = values.chunk(self.num_chunks)
+        return torch.cat([chunks[chunk] for chunk in self.chunks(self.place)])
 
     def places(self, select: Tensor, num_tokens: int) -> list[Tensor]:
         """For each part, which of the selected tokens, [R] int64 indices among T, are in it: indices of `select`."""
-        length = -(-num_tokens // self.size)
-        return [(select // length == place).nonzero().squeeze(1) for place in range(self.size)]
+        chunks = select // -(-num_tokens // self.num_chunks)
+        return [torch.isin(chunks, torch.tensor(self.chunks(place))).nonzero().squeeze(1) for place in range(self.size)]
 
-    def attention(self, whole: Attention) -> Attention:
-        """Attention of a part, from that of the whole pass."""
-        return UlyssesAttention(whole, self.peers)
+    def within(self, select: Tensor, part_tokens: int) -> Tensor:
+        """The places of tokens within this rank's part, which has a number of them, from their places in the pass."""
+        own = torch.tensor(self.chunks(self.place))
+        length = part_tokens // len(own)
+        chunk = select // length
+        return select % length + length * (chunk[:, None] == own).int().argmax(1)
+
+    def attention(self, families: Sequence[Family], device: torch.device, compute_dtype: torch.dtype) -> Attention:
+        """Attention of this rank's part of a pass over consecutive families, which fill all parts."""
+        return UlyssesAttention(attention_over(families, device, compute_dtype), self.peers)
 
     def gather(self, values: Tensor, places: Sequence[Tensor]) -> Tensor:
         """Results for all selected tokens [R] from those of this rank's part, with a gradient for the latter."""

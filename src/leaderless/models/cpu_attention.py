@@ -20,7 +20,7 @@ Crossing = tuple[slice, slice]
 
 flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 """Output and normalizer for queries, keys and values [batch, heads, n, head_dim]; `torch` has no public name for it."""
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+flash_backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 
 def attend_on_cpu(
@@ -63,8 +63,8 @@ class _Attention(torch.autograd.Function):
         ]
         output, normalizer = (buckets.join([result[kind] for result in results]) for kind in range(2))
         for prompt, rest in crossings:
-            q, k, v = (_heads_first(values) for values in (query[rest], key[prompt], value[prompt]))
-            other, other_normalizer = map(_tokens_first, flash_on_cpu(q, k, v, 0.0, False, scale=scale))
+            q, k, v = (heads_first(values) for values in (query[rest], key[prompt], value[prompt]))
+            other, other_normalizer = map(tokens_first, flash_on_cpu(q, k, v, 0.0, False, scale=scale))
             whole = torch.logaddexp(normalizer[rest], other_normalizer)
             share = (other_normalizer - whole).exp_().unsqueeze(2).to(other.dtype)
             output[rest].lerp_(other, share)
@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: _Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         query, key, value, output, normalizer = ctx.saved_tensors
         results = [
-            _backward(
+            flash_backward_on_cpu(
                 bucket.take(grad_output, padding=0.0),
                 *(bucket.take(values) for values in (query, key, value, output, normalizer)),
                 0.0,
@@ -90,18 +90,18 @@ class _Attention(torch.autograd.Function):
         for prompt, rest in ctx.crossings:
             places = (rest, rest, prompt, prompt, rest, rest)
             whole = (grad_output, query, key, value, output, normalizer)
-            taken = (_heads_first(values[place]) for values, place in zip(whole, places, strict=True))
-            result = _backward(*taken, 0.0, False, scale=ctx.scale)
+            taken = (heads_first(values[place]) for values, place in zip(whole, places, strict=True))
+            result = flash_backward_on_cpu(*taken, 0.0, False, scale=ctx.scale)
             for grad, place, part in zip(grads, (rest, prompt, prompt), result, strict=True):
-                grad[place] += _tokens_first(part)
+                grad[place] += tokens_first(part)
         return grads[0], grads[1], grads[2], None, None, None
 
 
-def _heads_first(values: Tensor) -> Tensor:
+def heads_first(values: Tensor) -> Tensor:
     """Turn [n, heads, ...] into [1, heads, n, ...]."""
     return values.unsqueeze(0).transpose(1, 2)
 
 
-def _tokens_first(values: Tensor) -> Tensor:
+def tokens_first(values: Tensor) -> Tensor:
     """Turn [1, heads, n, ...] into [n, heads, ...]."""
     return values.transpose(1, 2).squeeze(0)

@@ -49,26 +49,26 @@ def attention_over(families: Sequence[Family], device: torch.device, compute_dty
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """Consecutive tokens that attend to themselves, causally, and to a prompt before them."""
 
     before: range
     own: range
 
 
-def _blocks(families: Sequence[Family]) -> Iterator[_Block]:
+def blocks_of(families: Sequence[Family]) -> Iterator[Block]:
     """Cut a pass into blocks, each token in one of them; a single continuation is one block with its prompt."""
     end = 0
     for family in families:
         begin, end = end, end + family.prompt
         if len(family.continuations) == 1:
             end += family.continuations[0]
-            yield _Block(range(0), range(begin, end))
+            yield Block(range(0), range(begin, end))
             continue
         prompt = range(begin, end)
-        yield _Block(range(0), prompt)
+        yield Block(range(0), prompt)
         for length in family.continuations:
-            yield _Block(prompt, range(end, end + length))
+            yield Block(prompt, range(end, end + length))
             end += length
 
 
@@ -78,7 +78,7 @@ class CpuAttention:
     def __init__(self, families: Sequence[Family]) -> None:
         """Plan the calls for consecutive families."""
         self.longest = max(family.longest for family in families)
-        self._buckets = LengthBuckets([len(block.own) for block in _blocks(families)], torch.device("cpu"))
+        self._buckets = LengthBuckets([len(block.own) for block in blocks_of(families)], torch.device("cpu"))
         self._crossings: list[tuple[slice, slice]] = []
         begin = 0
         for family in families:
@@ -95,7 +95,7 @@ class CpuAttention:
 class _Copies:
     """The tokens of a pass, laid out with each prompt once before each of its continuations."""
 
-    def __init__(self, blocks: Sequence[_Block], device: torch.device) -> None:
+    def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
         rows = torch.cat([torch.arange(r.start, r.stop) for block in blocks for r in (block.before, block.own)])
         counts, order = rows.bincount(), rows.argsort(stable=True)
         begins = counts.cumsum(0) - counts
@@ -146,7 +146,7 @@ class VarlenAttention:
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
         """Plan the call for consecutive families."""
         self.longest = max(family.longest for family in families)
-        blocks = list(_blocks(families))
+        blocks = list(blocks_of(families))
         lengths = torch.tensor([[0, 0], *([len(block.own), len(block.before) + len(block.own)] for block in blocks)])
         self._query_ends, self._key_ends = lengths.cumsum(0).int().t().contiguous().to(device)
         self._longest_query, self._longest_key = lengths.amax(0).tolist()
@@ -179,7 +179,7 @@ class ExpandedAttention:
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
         """Plan the calls for consecutive families."""
-        blocks = list(_blocks(families))
+        blocks = list(blocks_of(families))
         self._copies = _Copies(blocks, device)
         self._packed = PackedAttention([len(block.before) + len(block.own) for block in blocks], device)
         self.longest = self._packed.longest

@@ -157,39 +157,28 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
 def check_heads(
     nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance], sizes: Mapping[str, ModelSize | None]
 ) -> None:
-    """Refuse tensor and context parallelism that do not divide the heads of a model whose size is known.
+    """Refuse tensor parallelism that does not divide a model whose size is known.
 
     Raises:
-        RecipeError: A number of the model is no multiple of a size of its layout.
+        RecipeError: A number of the model is no multiple of `tp`.
     """
     for instance in instances:
         size, layout = sizes.get(instance.role), instance.layout
-        if size is None or instance.is_engine_only or layout.tp * layout.cp == 1:
+        if size is None or instance.is_engine_only or layout.tp == 1:
             continue
         node = next(one.name for one in nodes if one.layout == layout and instance.role in dict(one.uses))
-        check_divides(
-            f"layout.{node}", instance.role, layout, (size.num_heads, size.num_kv_heads, size.intermediate_size)
-        )
+        counts = size.num_heads, size.num_kv_heads, size.intermediate_size
+        check_divides(f"layout.{node}.tp", instance.role, layout.tp, counts)
 
 
-def check_divides(key: str, role: str, layout: Layout, sizes: tuple[int, int, int]) -> None:
-    """Refuse a layout whose ranks cannot divide attention heads, key heads and inner features of a model.
+def check_divides(key: str, role: str, tp: int, counts: tuple[int, int, int]) -> None:
+    """Refuse tensor parallelism that does not divide attention heads, heads of keys or inner features of a model.
 
     Raises:
-        RecipeError: `tp` does not divide one of these sizes, or `cp` the heads that it leaves to a rank; the error is
-            at the key of the layout.
+        RecipeError: One of these counts is no multiple of `tp`; the error is at the key.
     """
     names = "attention heads", "heads of keys", "inner features"
-    for name, size in zip(names, sizes, strict=True):
-        if size % layout.tp:
-            able = [tp for tp in range(1, min(sizes) + 1) if not any(one % tp for one in sizes)]
-            raise _does_not_divide(f"{key}.tp", f"tp={layout.tp}", f"{size} {name} of '{role}'", able)
-    heads = sizes[0] // layout.tp
-    if heads % layout.cp:
-        what = f"{heads} attention heads of '{role}'" + " that tp leaves to a rank" * (layout.tp > 1)
-        able = [cp for cp in range(1, heads + 1) if heads % cp == 0]
-        raise _does_not_divide(f"{key}.cp", f"cp={layout.cp}", what, able)
-
-
-def _does_not_divide(key: str, size: str, what: str, able: Sequence[int]) -> RecipeError:
-    return RecipeError.at(key, f"{size} does not divide the {what}: it can be {', '.join(map(str, able))}")
+    for name, count in zip(names, counts, strict=True):
+        if count % tp:
+            able = ", ".join(str(one) for one in range(1, min(counts) + 1) if not any(count % one for count in counts))
+            raise RecipeError.at(key, f"tp={tp} does not divide the {count} {name} of '{role}': it can be {able}")

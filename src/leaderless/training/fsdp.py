@@ -14,6 +14,7 @@ from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
 from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder, ValueModel, load_value_model
 from leaderless.models.lora import without_adapters
+from leaderless.models.ring import RingParallel
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import attention_over
 from leaderless.models.tensor_parallel import TensorParallel
@@ -96,9 +97,8 @@ class _Part:
             attention = attention_over(families, device, self._engine.compute_dtype)
         else:
             tokens, positions = self._peers.part(tokens), self._peers.part(positions)
-            select = select - self._peers.place * len(tokens)
-            whole = attention_over(self._peers.padded(families), device, self._engine.compute_dtype)
-            attention = self._peers.attention(whole)
+            select = self._peers.within(select, len(tokens))
+            attention = self._peers.attention(self._peers.padded(families), device, self._engine.compute_dtype)
         return tokens.to(device), positions.to(device), attention, _at_least_one(select).to(device)
 
     def gather(self, results: Tensor) -> Tensor:
@@ -114,14 +114,13 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     pass, too.
 
     Raises:
-        RecipeError: The model cannot be loaded, or ranks along `tp` or `cp` cannot divide it.
+        RecipeError: The model cannot be loaded, or ranks along `tp` cannot divide it.
     """
     model = load_value_model(setup.model, setup.role) if setup.is_critic else load_causal_lm(setup.model, setup.role)
     key, layout = f"models.{setup.role}", setup.layout
-    if layout.tp * layout.cp > 1:
-        check_divides(key, setup.role, layout, _sizes(model))
     mesh: DeviceMesh | None = None
     if layout.tp > 1:
+        check_divides(key, setup.role, layout.tp, _sizes(model))
         TensorParallel.divide(model, setup.axis_groups["tp"], key)
         mesh = setup.weight_mesh()
     elif set(layout.axes) - {"dp", "cp"}:
@@ -139,7 +138,8 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         mesh=mesh,
     )
     if layout.cp > 1:
-        engine.divide_passes(ContextParallel(setup.axis_groups["cp"]))
+        can_swap = _sizes(model)[0] // layout.tp % layout.cp == 0
+        engine.divide_passes((ContextParallel if can_swap else RingParallel)(setup.axis_groups["cp"]))
     return engine
 
 
