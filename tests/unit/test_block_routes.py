@@ -23,7 +23,7 @@ from leaderless.data.blocks import (
     num_messages,
 )
 from leaderless.data.crossing import Leg, Result, Talk
-from leaderless.data.parts import by_part
+from leaderless.data.parts import Earlier, by_part
 from leaderless.data.routes import Routes
 from leaderless.planner import Layout, Reshard
 
@@ -102,9 +102,11 @@ class Edge:
             dtype=np.int64,
         ).reshape(-1, 6)
 
-    def play(self, wanted: Int | None = None, loads: Int | None = None, heard: Heard | None = None) -> list[Routes]:
+    def play(
+        self, wanted: Int | None = None, earlier: Earlier | None = None, heard: Heard | None = None
+    ) -> list[Routes]:
         """The routes that each rank finds."""
-        copies = [None if loads is None else loads.copy() for _ in self.action.ranks]
+        copies = [earlier and earlier._replace(loads=earlier.loads.copy()) for _ in self.action.ranks]
         meeting = self.meeting
         talks = [
             agree(meeting, rank, self.facts(rank, wanted if rank in self.action.target_layout else None), copy)
@@ -250,12 +252,26 @@ def test_work_of_earlier_windows_counts() -> None:
     edge = even_edge(32, 16)
     loads = np.zeros(16, dtype=np.int64)
     loads[:8] = edge.costs.sum() // 16
-    owners = edge.owners(edge.play(loads=loads))
+    owners = edge.owners(edge.play(earlier=Earlier(loads[None], len(edge.ids))))
     work = loads + np.bincount(owners, weights=edge.costs, minlength=16).astype(np.int64)
     assert work.max() <= 1.02 * work.mean()
     loads[3] = 10 * edge.costs.sum()
-    owners = edge.owners(edge.play(loads=loads))
+    owners = edge.owners(edge.play(earlier=Earlier(loads[None], len(edge.ids))))
     assert 3 not in owners
+
+
+def test_the_work_of_each_update_is_even_in_windows_too() -> None:
+    edge = even_edge(32, 16)
+    edge = replace(edge, action=replace(edge.action, num_updates=4))
+    num_groups = int(edge.groups.max()) + 1
+    part = edge.groups * 4 // num_groups
+    loads = np.zeros((4, 16), dtype=np.int64)
+    loads[1, :8] = edge.costs[part == 1].sum() // 16
+    owners = edge.owners(edge.play(earlier=Earlier(loads, num_groups)))
+    for number in range(4):
+        mine = part == number
+        work = loads[number] + np.bincount(owners[mine], weights=edge.costs[mine], minlength=16).astype(np.int64)
+        assert work.max() <= 1.1 * work.mean()
 
 
 def test_messages_and_numbers_of_a_rank_grow_with_the_root_of_the_ranks() -> None:

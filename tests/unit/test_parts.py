@@ -13,11 +13,11 @@ from tests.unit.recipes import plan_of
 from tests.unit.test_block_routes import Heard, play
 
 from leaderless.data import reshard as ways
-from leaderless.data.balance import Int
+from leaderless.data.balance import Int, sequence_cost
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.blocks import ROUNDS_PER_LEG, SELECTION_LEGS, Mesh, is_in_blocks, num_messages
 from leaderless.data.crossing import Place
-from leaderless.data.parts import NO_GROUP, at_places, first_places, parts_of
+from leaderless.data.parts import NO_GROUP, Earlier, at_places, first_places, parts_of
 from leaderless.data.selection import Span, select_in_blocks, span_of
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout, Load, Reshard, flat
@@ -67,15 +67,16 @@ def test_a_span_names_the_ends() -> None:
     assert at_places(np.array([4, 6]), np.array([0, 1, 2, 9])).tolist() == [4, 6, NO_GROUP, NO_GROUP]
 
 
-def rows_for(num_updates: int, loads: Int | None = None) -> tuple[Int, Int, Int]:
+def rows_for(num_updates: int, window: Int | None = None, earlier: Earlier | None = None) -> tuple[Int, Int, Int]:
     """Group, cost and owner of rows that one rank gives to eight others, as all at once find it."""
-    lengths = np.random.default_rng(3).integers(1, 500, 256)
-    ids = torch.arange(256)
+    window = np.arange(256) if window is None else window
+    lengths = np.random.default_rng(3).integers(1, 500, 256)[window]
+    ids = torch.from_numpy(window)
     tokens = Jagged(torch.zeros(int(lengths.sum()), dtype=torch.int64), torch.from_numpy(lengths), "tokens")
     held = Batch(ids, {"tokens": tokens})
     layouts = Layout((0,), 1), Layout(tuple(range(1, 9)), 8)
     action = Reshard("rollout", "rollout", ("tokens",), *layouts, keep_groups=False, num_updates=num_updates)
-    routes = ways.agree_at_once(action, ProcessGroup((0,), 0), held, None, None, loads)
+    routes = ways.agree_at_once(action, ProcessGroup((0,), 0), held, None, None, earlier)
     return routes.ids, lengths, routes.owners
 
 
@@ -90,7 +91,24 @@ def test_each_update_has_even_work_where_rows_are_for_several() -> None:
     assert fullest(ids * 4 // 256, costs, owners) < 1.02
     assert fullest(ids * 4 // 256, costs, rows_for(1)[2]) > 1.2, "what only the whole step is balanced for"
     assert fullest(np.zeros_like(ids), costs, owners) < 1.02
-    assert fullest(np.zeros_like(ids), costs, rows_for(4, np.zeros(8, dtype=np.int64))[2]) < 1.02, "in a window"
+
+
+def test_each_update_has_even_work_where_its_rows_come_in_windows() -> None:
+    ids, lengths, _ = rows_for(1)
+    costs = sequence_cost(lengths)
+    unevenness = {}
+    for num_parts in (1, 4):
+        earlier = Earlier(np.zeros((num_parts, 8), dtype=np.int64), 256)
+        owners = np.empty_like(ids)
+        for half in (0, 1):  # of the rows of each of four ranks
+            here = np.flatnonzero(ids // 32 % 2 == half)
+            owners[here] = rows_for(num_parts, here, earlier)[2]
+        for part in range(num_parts):
+            own = ids * num_parts // 256 == part
+            assert earlier.loads[part].tolist() == np.bincount(owners[own], weights=costs[own], minlength=8).tolist()
+        unevenness[num_parts] = fullest(ids * 4 // 256, costs, owners)
+    assert unevenness[4] < 1.05
+    assert unevenness[1] > 1.15, "what only the whole step is balanced for"
 
 
 @pytest.mark.parametrize(("num_updates", "settings"), [(1, {}), (4, {"batch": {"updates_per_step": 4}})])

@@ -26,7 +26,7 @@ from leaderless.data.blocks import (
     spread,
 )
 from leaderless.data.crossing import Place, Talk
-from leaderless.data.parts import by_part, first_places, parts_of
+from leaderless.data.parts import Earlier, by_part, first_places, parts_of
 from leaderless.data.routes import Routes
 from leaderless.data.selection import select_in_blocks
 from leaderless.planner import Reshard
@@ -75,14 +75,14 @@ class Meeting:
         return Place(self.mesh, int(self.places(np.array([rank]))[0]))
 
 
-def agree(meeting: Meeting, rank: int, facts: Int, loads: Int | None) -> Talk[Routes]:
+def agree(meeting: Meeting, rank: int, facts: Int, earlier: Earlier | None) -> Talk[Routes]:
     """The routes of all groups of which a rank has rows, or gets some.
 
     Args:
         meeting: All ranks of the reshard.
         rank: This one.
         facts: [n, 6] what it says of rows.
-        loads: [dp] work of shards in earlier windows, of which only those of the rank's block count and grow.
+        earlier: Work of shards in earlier windows, of which only those of the rank's block count and grow.
     """
     action, place = meeting.action, meeting.place(rank)
     homes = spread(facts[:, GROUP], HOME, meeting.mesh.num_ranks)
@@ -94,8 +94,11 @@ def agree(meeting: Meeting, rank: int, facts: Int, loads: Int | None) -> Talk[Ro
         order = np.argsort(claims[:, ID])
         owners = claims[order, SHARD][np.searchsorted(claims[order, ID], rows[:, ID])]
     else:
-        parts = yield from _parts(place, rows[:, GROUP], 1 if loads is not None else action.num_updates)
-        owners = yield from _assigned(meeting, place, _with_spares(rows, spares), parts, loads)
+        if earlier is not None:
+            parts = earlier.parts_of(rows[:, GROUP])
+        else:
+            parts = yield from _parts(place, rows[:, GROUP], action.num_updates)
+        owners = yield from _assigned(meeting, place, _with_spares(rows, spares), parts, earlier)
     told, sent = _news(meeting, rows, owners, spares)
     news = yield from place.route(told, sent)
     return _routes(meeting, news, first)
@@ -148,7 +151,7 @@ def _parts(place: Place, groups: Int, num_parts: int) -> Talk[Int]:
     return parts_of(groups, borders)
 
 
-def _assigned(meeting: Meeting, place: Place, rows: Int, parts: Int, loads: Int | None) -> Talk[Int]:
+def _assigned(meeting: Meeting, place: Place, rows: Int, parts: Int, earlier: Earlier | None) -> Talk[Int]:
     """[n] shard of each row at its home: units go to blocks, between blocks, and the answers come back.
 
     The units of each part, [n] of the rows, are divided for themselves.
@@ -163,14 +166,16 @@ def _assigned(meeting: Meeting, place: Place, rows: Int, parts: Int, loads: Int 
     mine = yield from place.route(place.at(begins), columns)
     block = np.concatenate((yield from place.to_block(mine)))
     begin, end = shards.of_block(here)
-    before = np.zeros(end - begin, dtype=np.int64) if loads is None else loads[begin:end]
+    loads = np.zeros((num_parts, shards.count), dtype=np.int64) if earlier is None else earlier.loads
+    before = loads[:, begin:end]
     mine_by_part = np.bincount(block[:, 4], weights=block[:, 1], minlength=num_parts).astype(np.int64)
-    work = yield from place.across(mine_by_part + before.sum())
+    work = yield from place.across(mine_by_part + before.sum(axis=1))
 
     def leaving_of(chosen: NDArray[np.bool_]) -> Int:
-        of_part = work[:, block[chosen, 4][0]]
+        part = block[chosen, 4][0]
+        of_part = work[:, part]
         share = -(-int(of_part.sum()) // shards.count)
-        return leaving(_units(block[chosen]).seen_from(shards, here), flows(of_part, shards, here), share, before)
+        return leaving(_units(block[chosen]).seen_from(shards, here), flows(of_part, shards, here), share, before[part])
 
     there = by_part(block[:, 4], leaving_of)
     stay, go = block[there < 0], np.isin(mine[:, 0], block[there >= 0, 0])
@@ -180,7 +185,12 @@ def _assigned(meeting: Meeting, place: Place, rows: Int, parts: Int, loads: Int 
     arrived = yield from place.route(place.at(to), mine[go])
     block = np.concatenate([stay, *(yield from place.to_block(arrived))])
     block = block[np.argsort(block[:, 0])]
-    owners = by_part(block[:, 4], lambda chosen: divide(_units(block[chosen]), shards, here, loads))
+
+    def divided(chosen: NDArray[np.bool_]) -> Int:
+        before = None if earlier is None else earlier.loads[block[chosen, 4][0]]
+        return divide(_units(block[chosen]), shards, here, before)
+
+    owners = by_part(block[:, 4], divided)
     carried = np.concatenate([mine[~go], arrived])
     answers = np.stack([carried[:, 0], owners[np.searchsorted(block[:, 0], carried[:, 0])]], axis=1)
     found = yield from place.route(carried[:, 3], answers)

@@ -14,12 +14,12 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from leaderless.data.background import Background
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.compared import find_unlike
+from leaderless.data.parts import Earlier
 from leaderless.data.reshard import reshard, schemas_to_json
 from leaderless.data.surplus import Surplus
 from leaderless.data.table import ColumnKey, Table
@@ -68,7 +68,7 @@ class Databuffer:
         self._background = Background("databuffer")
         self._arrivals: dict[tuple[TableKey, int], list[Future[None]]] = {}
         self._under_way: dict[Reshard, deque[Future[None]]] = {}
-        self._loads: dict[Reshard, NDArray[np.int64]] = {}
+        self._earlier: dict[Reshard, Earlier] = {}
         self._readers = _readers(plan)
         self._sent = {action.source for action in flat(plan.schedule) if isinstance(action, Reshard)}
         self._is_continuous = plan.loop_of(self.rank).is_continuous
@@ -179,7 +179,7 @@ class Databuffer:
         action: Reshard,
         tables: dict[TableKey, Table],
         process_group: ProcessGroup,
-        loads: NDArray[np.int64] | None = None,
+        earlier: Earlier | None = None,
         agreeing: AbstractContextManager[object] | None = None,
     ) -> None:
         sources = dict.fromkeys(action.columns, action.source)
@@ -192,7 +192,7 @@ class Databuffer:
         key = _key(action.row_set, action.target_layout)
         target = tables.get(key) if self.rank in action.target_layout else None
         wanted = target.batch({}) if target is not None and action.target_layout.represents(self.rank) else None
-        arrived = reshard(action, process_group, held, wanted, spare, loads, agreeing)
+        arrived = reshard(action, process_group, held, wanted, spare, earlier, agreeing)
         if arrived is None:
             return
         if target is None:
@@ -207,7 +207,11 @@ class Databuffer:
             for window, part in zip(self._windows, table.divided(windowed.num_windows), strict=True):
                 window[key] = part
         edges = [action for action in windowed.body if isinstance(action, Reshard)]
-        self._loads = {action: np.zeros(action.target_layout.dp, dtype=np.int64) for action in edges}
+        num_groups = self.plan.batch.prompts_per_step
+        self._earlier = {
+            edge: Earlier(np.zeros((edge.num_updates, edge.target_layout.dp), dtype=np.int64), num_groups)
+            for edge in edges
+        }
 
     def reshard_window(self, action: Reshard, window: int, timed: AbstractContextManager[object]) -> None:
         """Reshard columns of a window in the background, while at most one other window waits.
@@ -221,7 +225,7 @@ class Databuffer:
 
         def reshard_now() -> None:
             with timed:
-                self._reshard(action, self._windows[window], process_group, self._loads[action])
+                self._reshard(action, self._windows[window], process_group, self._earlier[action])
 
         arrival = self._background.run(reshard_now)
         under_way.append(arrival)

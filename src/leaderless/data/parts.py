@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,23 @@ from leaderless.data.balance import Int
 
 NO_GROUP = np.iinfo(np.int64).max
 """Stands for the group at a place behind the last one."""
+
+
+class Earlier(NamedTuple):
+    """What shards have got in earlier windows of a step, of whose other groups nothing is known.
+
+    Attributes:
+        loads: [parts, shards] work of each part; what shards get in this window is added.
+        num_groups: Groups of the step. Their ids are their positions in the data, so that the part of each is known.
+    """
+
+    loads: Int
+    num_groups: int
+
+    def parts_of(self, groups: Int) -> Int:
+        """[n] part of each group, [n]."""
+        parts: Int = groups % self.num_groups * len(self.loads) // self.num_groups
+        return parts
 
 
 def first_places(num_groups: int, num_parts: int) -> Int:

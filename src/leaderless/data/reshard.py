@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from leaderless.data.balance import Int, assign, is_repeated, sequence_cost
@@ -15,7 +16,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.block_routes import HELD, NOTHING, SPARE, WANTED, Meeting, agree
 from leaderless.data.blocks import is_in_blocks
 from leaderless.data.crossing import hold
-from leaderless.data.parts import at_places, by_part, first_places, parts_of
+from leaderless.data.parts import Earlier, at_places, by_part, first_places, parts_of
 from leaderless.data.routes import Routes
 from leaderless.data.transfer import Transfer
 from leaderless.data.transport import ProcessGroup
@@ -31,7 +32,7 @@ def reshard(
     held: Batch | None,
     wanted: Batch | None,
     spare: Batch | None = None,
-    loads: Int | None = None,
+    earlier: Earlier | None = None,
     agreeing: AbstractContextManager[object] | None = None,
 ) -> Batch | None:
     """Reshard rows. All ranks of both layouts call it together.
@@ -49,8 +50,8 @@ def reshard(
             decided that already.
         spare: Rows with the same columns that this rank has from an earlier reshard, ascending; they are not sent to
             it again. Only where `action.spare_layout` names that layout.
-        loads: [dp of the target] work that its shards have got in earlier windows of the step; what they get now is
-            added to it. The same on all ranks that agree on the work of a shard.
+        earlier: Work that shards of the target have got in earlier windows of the step; what they get now is added to
+            it. The same on all ranks that agree on the work of a shard.
         agreeing: Context that is entered until all ranks have come, and know which rows go where.
 
     Returns:
@@ -60,7 +61,7 @@ def reshard(
         RuntimeError: A row is held by two shards, or a wanted row is held by none.
     """
     with agreeing or nullcontext():
-        routes = agree_on_routes(action, process_group, held, wanted, spare, loads)
+        routes = agree_on_routes(action, process_group, held, wanted, spare, earlier)
     schemas = _agree_on_schemas(action, process_group, routes, held)
     return Transfer(process_group, routes, schemas, held, spare, f"edge {action.name}").run()
 
@@ -90,11 +91,11 @@ def agree_on_routes(
     held: Batch | None,
     wanted: Batch | None,
     spare: Batch | None = None,
-    loads: Int | None = None,
+    earlier: Earlier | None = None,
 ) -> Routes:
     """Where rows go; arguments as of `reshard`. All ranks take part, the way that their number makes cheaper."""
     way = agree_in_blocks if is_in_blocks(process_group.size) else agree_at_once
-    return way(action, process_group, held, wanted, spare, loads)
+    return way(action, process_group, held, wanted, spare, earlier)
 
 
 def agree_at_once(
@@ -103,7 +104,7 @@ def agree_at_once(
     held: Batch | None,
     wanted: Batch | None,
     spare: Batch | None,
-    loads: Int | None,
+    earlier: Earlier | None,
 ) -> Routes:
     """Where every row goes. All ranks compute the same from the same facts."""
     source, target = action.source_layout, action.target_layout
@@ -114,7 +115,7 @@ def agree_at_once(
     gathered = process_group.gather(facts, what)
     rows = torch.cat(gathered).numpy()
     counts = [len(part) for part in gathered]
-    ids, group_ids, costs = rows[:, 0], rows[:, 1], rows[:, 2]
+    ids, group_ids = rows[:, 0], rows[:, 1]
     in_order = np.sort(ids)
     twice = in_order[1:][in_order[1:] == in_order[:-1]]
     if len(twice):
@@ -132,24 +133,29 @@ def agree_at_once(
         for rank, known_ids in spares.items():
             if rank in target:
                 holding[(holding < 0) & np.isin(ids, known_ids)] = target.shard_of(rank)
-        owners = _assigned(action, rows, holding, loads)
-        if loads is not None:
-            np.add.at(loads, owners, costs)
+        owners = _assigned(action, rows, holding, earlier)
     holders = np.repeat(np.array(process_group.ranks), counts)
     hosts = {rank: process_group.hosts.get(rank, -1 - rank) for rank in process_group.ranks}
     first = int(holders.min()) if len(holders) else source.ranks[0]
     return Routes(ids, group_ids, holders, owners, source, target, hosts, spares, first)
 
 
-def _assigned(action: Reshard, rows: Int, holding: Int, loads: Int | None) -> Int:
-    """[n] shard of each row, [n, 3] id, group and cost; those of each update are divided for themselves.
-
-    The rows of a window are divided together, as it is not known what is in the others.
-    """
+def _assigned(action: Reshard, rows: Int, holding: Int, earlier: Earlier | None) -> Int:
+    """[n] shard of each row, [n, 3] id, group and cost; those of each update are divided for themselves."""
     ids, group_ids, costs = rows.T
     units, num_shards = group_ids if action.keep_groups else ids, action.target_layout.dp
-    if action.num_updates == 1 or loads is not None:
-        return assign(costs, units, holding, num_shards, loads)
+    if earlier is not None:
+        parts = earlier.parts_of(group_ids)
+
+        def assign_more(some: NDArray[np.bool_]) -> Int:
+            loads = earlier.loads[parts[some][0]]
+            owners = assign(costs[some], units[some], holding[some], num_shards, loads)
+            np.add.at(loads, owners, costs[some])
+            return owners
+
+        return by_part(parts, assign_more)
+    if action.num_updates == 1:
+        return assign(costs, units, holding, num_shards)
     groups = np.unique(group_ids)
     parts = parts_of(group_ids, at_places(groups, first_places(len(groups), action.num_updates)))
     return by_part(parts, lambda some: assign(costs[some], units[some], holding[some], num_shards))
@@ -161,12 +167,12 @@ def agree_in_blocks(
     held: Batch | None,
     wanted: Batch | None,
     spare: Batch | None,
-    loads: Int | None,
+    earlier: Earlier | None,
 ) -> Routes:
     """Where the rows of those groups go of which this rank has or gets some; most others are never heard of here."""
     meeting = Meeting(action, process_group.ranks, process_group.hosts)
     facts = facts_of(action, process_group.rank, held, wanted, spare)
-    return hold(process_group, agree(meeting, process_group.rank, facts, loads), _rows_of(action))
+    return hold(process_group, agree(meeting, process_group.rank, facts, earlier), _rows_of(action))
 
 
 def facts_of(action: Reshard, rank: int, held: Batch | None, wanted: Batch | None, spare: Batch | None) -> Int:
