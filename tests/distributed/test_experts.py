@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
-from tests.distributed.test_training import largest_difference, train_one_update
-from tests.tiny import tiny_model
+from tests.distributed.test_mesh import setup_of
+from tests.distributed.test_training import LENGTHS, SHARES, Numbers, largest_difference, train_one_update
+from tests.tiny import add_gradients, random_samples, tiny_model
+from tests.unit.recipes import plan_of, write_model
+from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+
+from leaderless.config import RecipeError
+from leaderless.config.models import ModelConfig
+from leaderless.data.transport import Transport
+from leaderless.models.causal_lm import TokenOutputs
+from leaderless.planner import Layout
+from leaderless.training.fsdp import FsdpEngine, make_engine
+from leaderless.training.micro_batches import MicroBatch
 
 SIZES = {"vocab_size": 83, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2} | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 1024,
 }
 FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(
@@ -35,6 +47,75 @@ def experts_model(folder: Path, family: str) -> str:
     return str(folder / family)
 
 
+def train_divided(model: str, sizes: dict[str, int], changes: dict[str, object]) -> Numbers:
+    """Scores, the gradient's norm and weights of two updates, with experts that stay divided."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    layout = Layout(transport.world.ranks, **sizes)
+    setup = setup_of(transport, layout, model)
+    engine = make_engine(replace(setup, model=ModelConfig(path=model, **changes), micro_batch_tokens=31))  # type: ignore[arg-type]
+    assert isinstance(engine, FsdpEngine)
+    shard, numbers = layout.shard_of(transport.rank), Numbers()
+    shares = SHARES[layout.dp]
+    first = sum(shares[:shard])
+    batch = random_samples(LENGTHS, siblings=3).select(torch.arange(first, first + shares[shard]))
+    for update in range(2):
+        for row, values in zip(batch.ids.tolist(), engine.log_probs(batch).rows(), strict=True):
+            numbers[f"scores.{update}.{row}"] = values
+        add_gradients(engine, batch, loss_of)
+        numbers[f"norm.{update}"] = torch.tensor(engine.optimizer_step().grad_norm)
+    return numbers | {f"weights.{name}": value.clone() for name, value in engine.full_weights()}
+
+
+def loss_of(outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
+    gain = (micro_batch.targets % 7 - 3) * 0.01
+    return (gain[: len(outputs.log_probs)] * (outputs.log_probs + 0.3 * outputs.entropies)).sum()
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "changes"),
+    [
+        ("qwen3_moe", {"dp": 2, "ep": 2}, {}),
+        ("mixtral", {"dp": 4, "ep": 4}, {"gradient_checkpointing": True}),  # one rank has no samples
+        ("qwen3_moe", {"dp": 1, "cp": 2, "ep": 2}, {}),
+    ],
+    ids=str,
+)
+def test_ranks_that_send_tokens_to_experts_learn_like_one(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict[str, int], changes: dict[str, object]
+) -> None:
+    model = experts_model(tmp_path, family)
+    (expected,) = ranks.run(1, train_divided, model, {"dp": 1}, {})
+    found = ranks.run(sizes["ep"], train_divided, model, sizes, changes)
+    assert largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"ep": 2}, r"layout.policy.ep: ep=2: all 4 ranks of the node divide the experts, .* it can be 1 or 4"),
+        ({"ep": 4}, r"layout.policy.ep: ep=4 does not divide the 6 experts of 'policy': it can be 1, 2, 3, 6"),
+        ({"tp": 2, "ep": 4}, "not together with tp or pp"),
+    ],
+)
+def test_ranks_that_cannot_divide_experts_are_refused(tmp_path: Path, layout: dict[str, int], message: str) -> None:
+    models = {"policy": experts_model(tmp_path, "qwen3_moe")}
+    with pytest.raises(RecipeError, match=message):
+        plan_of("grpo", 4, models=models, layout={"policy": layout})
+    with pytest.raises(RecipeError, match="the model of 'policy' has no experts: leave it out"):
+        plan_of("grpo", 4, models={"policy": write_model(tmp_path / "dense")}, layout={"policy": {"ep": 4}})
+
+
+def test_a_plan_counts_the_experts_that_are_not_gathered(tmp_path: Path) -> None:
+    models = {"policy": experts_model(tmp_path, "qwen3_moe")}
+    gathered = []
+    for ep in (1, 2):
+        plan = plan_of("grpo", 2, models=models, layout={"policy": {"ep": ep}})
+        assert plan.memory is not None
+        gathered.append(plan.memory.cpu.phases["policy trains"]["gathered weights"])
+    experts = 6 * 3 * 16 * 32
+    assert gathered[0] - gathered[1] == 2 * 4 * experts
+
+
 @pytest.mark.parametrize(
     ("family", "world_size", "changes"),
     [("qwen3_moe", 2, {}), ("qwen3_moe", 4, {"gradient_checkpointing": True}), ("mixtral", 2, {})],
@@ -48,5 +129,4 @@ def test_ranks_that_divide_experts_learn_like_one(
     assert len(experts) == 4
     assert all(expected[name].abs().sum() > 0 for name in experts)
     difference = largest_difference(ranks.run(world_size, train_one_update, model, 31, changes, 2), expected)
-    print(difference)
     assert difference < 1e-5

@@ -170,6 +170,20 @@ class ProcessGroup:
             works = dist.batch_isend_irecv(operations)
         return Passing(self, received, values, works, what)
 
+    def swap_uneven(self, values: Tensor, sent: list[int], received: list[int], what: str) -> Tensor:
+        """[n, ...]: the rows that every rank has for this one, from those that this one has for every rank, in order.
+
+        Args:
+            values: Rows for the first rank, then those for the next, and so on.
+            sent: Number of rows for each rank.
+            received: Number of rows that come from each.
+            what: What the rows are, for errors.
+        """
+        arrived = values.new_empty(sum(received), *values.shape[1:])
+        with self._waiting(what):
+            dist.all_to_all_single(arrived, values, received, sent, group=self.handle)
+        return arrived
+
     def unlike_first(self, text: str, what: str) -> tuple[int, ...]:
         """The ranks whose text is not that of the first, the same answer on all; only digests are sent."""
         digests = torch.cat(self.gather(torch.tensor([digest(text.encode())]), what))

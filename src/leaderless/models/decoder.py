@@ -50,6 +50,8 @@ class Decoder(nn.Module):
         """Words of which this rank has the embeddings for logits; all without it."""
         self.tensor_parallel: TensorParallel | None = None
         """How ranks divide the layers, if they do."""
+        self.divides_experts = False
+        """Whether ranks divide the experts of each layer, and send tokens to them."""
         # Not every family passes its window on to its attention. Where layers have types, all have full attention.
         described = model.config.get_text_config()
         has_types = getattr(described, "layer_types", None) is not None

@@ -157,18 +157,20 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
 def check_heads(
     nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance], sizes: Mapping[str, ModelSize | None]
 ) -> None:
-    """Refuse tensor parallelism that does not divide a model whose size is known.
+    """Refuse tensor and expert parallelism that do not divide a model whose size is known.
 
     Raises:
-        RecipeError: A number of the model is no multiple of `tp`.
+        RecipeError: A number of the model is no multiple of `tp`, or that of its experts of `ep`.
     """
     for instance in instances:
         size, layout = sizes.get(instance.role), instance.layout
-        if size is None or instance.is_engine_only or layout.tp == 1:
+        if size is None or instance.is_engine_only or layout.tp * layout.ep == 1:
             continue
         node = next(one.name for one in nodes if one.layout == layout and instance.role in dict(one.uses))
         counts = size.num_heads, size.num_kv_heads, size.intermediate_size
         check_divides(f"layout.{node}.tp", instance.role, layout.tp, counts)
+        if layout.ep > 1:
+            check_experts(f"layout.{node}.ep", instance.role, layout.ep, size.num_experts)
 
 
 def check_divides(key: str, role: str, tp: int, counts: tuple[int, int, int]) -> None:
@@ -182,3 +184,16 @@ def check_divides(key: str, role: str, tp: int, counts: tuple[int, int, int]) ->
         if count % tp:
             able = ", ".join(str(one) for one in range(1, min(counts) + 1) if not any(count % one for count in counts))
             raise RecipeError.at(key, f"tp={tp} does not divide the {count} {name} of '{role}': it can be {able}")
+
+
+def check_experts(key: str, role: str, ep: int, count: int) -> None:
+    """Refuse expert parallelism that does not divide the experts of a model.
+
+    Raises:
+        RecipeError: The model has none, or their count is no multiple of `ep`; the error is at the key.
+    """
+    if not count:
+        raise RecipeError.at(key, f"ep={ep}: the model of '{role}' has no experts: leave it out")
+    if count % ep:
+        able = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
+        raise RecipeError.at(key, f"ep={ep} does not divide the {count} experts of '{role}': it can be {able}")

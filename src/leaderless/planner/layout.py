@@ -42,7 +42,8 @@ class Layout:
     """A pool of ranks and how it is divided: a mesh with the axes `dp`, `pp`, `cp` and `tp`, from the outermost.
 
     Rows are divided into `dp` shards. The ranks of one shard are neighbors in `ranks`, which ascend, so that
-    model-parallel peers (`tp`, `pp`, `cp`) share a host; they hold the same rows.
+    model-parallel peers (`tp`, `pp`, `cp`) share a host; they hold the same rows. All ranks divide the experts of each
+    layer if `ep` is their number; else it is 1.
     """
 
     ranks: tuple[int, ...]
@@ -50,6 +51,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
 
     @property
     def ranks_per_shard(self) -> int:
@@ -280,4 +282,10 @@ def _make_layout(key: str, config: LayoutConfig, cluster: Cluster) -> Layout:
     if dp * model_parallel != len(ranks):
         sizes = f"dp {dp} x " * bool(config.dp) + f"tp {config.tp} x pp {config.pp} x cp {config.cp}"
         raise RecipeError.at(key, f"{sizes} does not divide its {len(ranks)} ranks ({format_ranks(ranks)})")
-    return Layout(ranks, dp, config.tp, config.pp, config.cp)
+    if config.ep not in {1, len(ranks)} or (config.ep > 1 and config.tp * config.pp > 1):
+        raise RecipeError.at(
+            f"{key}.ep",
+            f"ep={config.ep}: all {len(ranks)} ranks of the node divide the experts, or none, and not together with tp "
+            f"or pp: it can be 1 or {len(ranks)}",
+        )
+    return Layout(ranks, dp, config.tp, config.pp, config.cp, config.ep)

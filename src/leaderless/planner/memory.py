@@ -209,11 +209,17 @@ class _Model:
         layout = self.instance.serving_layout
         return -(-self.size.num_parameters * self.width // (layout.tp * layout.pp))
 
+    @property
+    def num_gathered_per_layer(self) -> int:
+        """Weights of a layer that are gathered at once: not those of experts that stay divided."""
+        divided = self.size.num_expert_parameters if self.instance.layout.ep > 1 else 0
+        return self.part.num_parameters_per_layer - divided // self.size.num_layers
+
     def gathered_bytes(self) -> int:
         """Copies that compute, where weights are sharded or of another type: two layers, and what is in no layer."""
         if self.shards == 1 and self.width == FLOAT32_BYTES:
             return 0
-        return (2 * self.part.num_parameters_per_layer + self.part.num_root_parameters) * self.width
+        return (2 * self.num_gathered_per_layer + self.part.num_root_parameters) * self.width
 
     def layer_values(self) -> int:
         """Numbers that a layer keeps of each token for its backward pass.
@@ -418,7 +424,7 @@ class _Rank:
         }
         # A unit's whole gradient as it was computed, and in float32 on its way to the ranks that hold its parts; gloo
         # sums in a copy of its own.
-        largest_unit = max(2 * size.num_parameters_per_layer, size.num_root_parameters)
+        largest_unit = max(2 * model.num_gathered_per_layer, size.num_root_parameters)
         if model.has_adapters:
             largest_unit, embedding = 2 * size.num_trained // size.num_layers, 0
         sent = FLOAT32_BYTES * (2 if self.is_cpu and model.shards > 1 else 1)

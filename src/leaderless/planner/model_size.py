@@ -38,6 +38,7 @@ class ModelSize:
     Tied weights are counted once. The weights of all layers are `num_layer_parameters`; the others are embeddings, head
     and last norm. `intermediate_size` is the width of the feed-forward layer that a token goes through, over all of its
     experts. The longest sequence has `max_positions` tokens. Adapters have `num_adapter_parameters` besides.
+    Of the weights, `num_expert_parameters` are those of the `num_experts` of all layers.
     """
 
     num_parameters: int
@@ -52,6 +53,8 @@ class ModelSize:
     has_head_norms: bool
     max_positions: int
     num_adapter_parameters: int = 0
+    num_experts: int = 0
+    num_expert_parameters: int = 0
 
     @property
     def num_trained(self) -> int:
@@ -149,6 +152,8 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
     is_tied = is_critic or config.get("tie_word_embeddings", family in TIED_UNLESS_SAID)
     head = hidden + 1 if is_critic else 0
     embeddings = vocab * hidden * (1 if is_tied else 2) + head
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    num_mixed, intermediate = sum(_is_mixture(config, layer) for layer in range(layers)), config["intermediate_size"]
     feed_forward = [_feed_forward(config, layer) for layer in range(layers)]
     in_layers = layers * (attention + 2 * hidden) + sum(weights for weights, _ in feed_forward)
     return ModelSize(
@@ -162,6 +167,8 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         has_head_norms=family.startswith("qwen3"),
+        num_experts=experts,
+        num_expert_parameters=num_mixed * experts * 3 * hidden * (config.get("moe_intermediate_size") or intermediate),
         max_positions=config["max_position_embeddings"],
     )
 

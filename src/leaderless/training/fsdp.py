@@ -13,12 +13,13 @@ from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
 from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder, ValueModel, load_value_model
+from leaderless.models.experts import num_experts
 from leaderless.models.lora import without_adapters
 from leaderless.models.ring import RingParallel
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import attention_over
 from leaderless.models.tensor_parallel import TensorParallel
-from leaderless.planner.backends import check_divides
+from leaderless.planner.backends import check_divides, check_experts
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.sharded import Model_co, ShardedModel
@@ -118,6 +119,9 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     """
     model = load_value_model(setup.model, setup.role) if setup.is_critic else load_causal_lm(setup.model, setup.role)
     key, layout = f"models.{setup.role}", setup.layout
+    if layout.ep > 1:
+        check_experts(key, setup.role, layout.ep, num_experts(model))
+        model.divides_experts = True
     mesh: DeviceMesh | None = None
     if layout.tp > 1:
         check_divides(key, setup.role, layout.tp, _sizes(model))

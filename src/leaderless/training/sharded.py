@@ -20,6 +20,7 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.device import trim_host_memory
 from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder, ValueModel
+from leaderless.models.experts import divide_experts
 from leaderless.models.lora import adapted_layers, describe_adapters, is_adapter, merged
 from leaderless.planner import Layout
 from leaderless.planner.adapters import lora_of
@@ -59,7 +60,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
         A pass has at most `micro_batch_tokens`; `num_updates` are those of the whole run, for the schedule. Weights are
         divided along the axis `dp` of the mesh, which has this axis alone by default, and are the same along others,
-        except that those of a divided model have parts along `tp`.
+        except that those of a divided model have parts along `tp`. Experts may stay divided while they compute.
         """
         super().__init__(process_group, device, micro_batch_tokens)
         self.peers: ContextParallel | None = None
@@ -73,6 +74,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         for _, parameter in self.named_weights():
             parameter.requires_grad_(optimizer is not None)
         self.units: list[FSDPModule] = []
+        self._divided: set[nn.Parameter] = set()  # weights of experts that are not gathered
         self.is_replica, self._num_shards = False, 1
         self._tensor, self._mesh = model.tensor_parallel, mesh
         tensor = self._tensor
@@ -81,6 +83,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             # Each unit moves to the device as it is sharded, so that no device ever holds the whole model.
             if mesh is None:
                 mesh = DeviceMesh.from_group(process_group.torch_group, device.type, mesh_dim_names=("dp",))
+            if model.divides_experts:
+                self._divided = divide_experts(self.model, process_group, mesh["dp"], device)
             self._shard(mesh["dp"])
             self._num_shards = mesh["dp"].size()
             others = [axis for axis in mesh.mesh_dim_names or () if axis != "dp"]
@@ -108,10 +112,10 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         layer_names = set(self.model.model._no_split_modules or ())  # noqa: SLF001
         for module in [m for m in self.model.modules() if type(m).__name__ in layer_names]:
-            self.units.append(fully_shard(module, mesh=mesh, mp_policy=policy))
+            self.units.append(fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=self._divided))
         for module in self.model.float32_modules():
             self.units.append(fully_shard(module, mesh=mesh, mp_policy=replace(policy, param_dtype=torch.float32)))
-        self.units.append(fully_shard(self.model, mesh=mesh, mp_policy=policy))
+        self.units.append(fully_shard(self.model, mesh=mesh, mp_policy=policy, ignored_params=self._divided))
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
