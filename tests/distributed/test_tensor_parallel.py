@@ -10,7 +10,7 @@ from tests.distributed.ranks import RankPool
 from tests.distributed.test_context_parallel import train
 from tests.distributed.test_critic import write_critic
 from tests.distributed.test_mesh import setup_of
-from tests.distributed.test_training import LENGTHS, largest_difference
+from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
 from tests.tiny import add_gradients, random_samples, tiny_model, untied_model
 from tests.unit.recipes import plan_of, write_model
 from torch import Tensor
@@ -78,6 +78,23 @@ def test_ranks_that_divide_layers_score_and_learn_like_one(
     num_ranks = sizes["dp"] * sizes["tp"] * sizes.get("cp", 1)
     found = ranks.run(num_ranks, train, path, sizes, micro_batch_tokens, {**changes})
     assert largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 1, "tp": 2}, {"dp": 1, "cp": 3}], ids=str)
+def test_ranks_that_compute_in_bfloat16_differ_by_rounding_only(
+    ranks: RankPool, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    path, half = write("tied", tmp_path), {"compute_dtype": "bfloat16"}
+    (exact,), (expected,) = (ranks.run(1, train, path, {"dp": 1}, 64, {**changes}) for changes in ({}, half))
+    found = ranks.run(sizes.get("tp", sizes.get("cp", 1)), train, path, sizes, 64, {**half})
+
+    def error(numbers: Numbers) -> float:
+        return max(float((numbers[name] - exact[name]).norm()) for name in exact if name.startswith("scores"))
+
+    assert error(expected) > 1e-4, "it is rounded at all"
+    for numbers in found:
+        assert error(numbers) < 2 * error(expected)
+        assert float(numbers["norm"] / exact["norm"]) == pytest.approx(1, abs=0.05)
 
 
 def save_or_load(folder: str, path: str, sizes: dict[str, int]) -> tuple[dict[str, Tensor], float]:
