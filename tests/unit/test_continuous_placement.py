@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from tests.unit.test_placement import GRPO, auto_recipe, make_profile
 
 from leaderless.config import RecipeError
 from leaderless.planner import Cluster, make_plan
-from leaderless.planner.auto.choose import choose_layout, predict_step
+from leaderless.planner.auto.candidates import Allowed, Candidate, candidates_of
+from leaderless.planner.auto.choose import EQUAL, _simplest, choose_layout, predict_step
 from leaderless.planner.auto.continuous import Pools, step_seconds
 from leaderless.planner.auto.laws import fit_seconds
 from leaderless.planner.auto.profile import MachineIdentity, Point, StageSeconds
@@ -321,3 +323,27 @@ def test_a_helper_must_fit_next_to_the_rank_whose_device_it_has(tmp_path: Path) 
         except RecipeError:
             fits.append(False)
     assert fits == [False, True]
+
+
+def test_of_layouts_that_are_as_fast_one_whose_numbers_do_not_depend_on_time_is_taken() -> None:
+    recipe = continuous_recipe()
+    best = choose_layout(recipe, GRPO, Cluster(2), make_profile(recipe, TAIL_S, UPDATE)).best
+    further = replace(best, candidate=Candidate({"rollout": (0, 1), "policy": (1, 2)}, 4, "rollout"))
+    continuous = replace(best, candidate=replace(further.candidate, lag=1, cache="keep"))
+    assert _simplest([continuous, further]) is further
+
+
+@pytest.mark.parametrize(("num_ranks", "helpers"), [(8, 0), (8, 2)])
+def test_the_first_estimate_leaves_the_best_among_those_that_are_planned(num_ranks: int, helpers: int) -> None:
+    recipe = continuous_recipe(helpers=helpers)
+    costs = StageSeconds(longest_s=0.001, token_s=2e-4), StageSeconds(token_s=1e-4)
+    profile = make_profile(recipe, *costs, lengths=tail_lengths(1.1))
+    chosen = choose_layout(recipe, GRPO, Cluster(num_ranks), profile).best.predicted.seconds
+    plain = recipe.model_copy(update={"placement": None})
+    allowed = Allowed(2, 1, (), 4, "keep", helpers)
+    found = []
+    for candidate in candidates_of(make_plan(plain, GRPO, Cluster(num_ranks)), allowed):
+        written = plain.model_copy(update={"layout": candidate.layout, "channels": candidate.channels})
+        found.append(predict_step(written, make_plan(written, GRPO, Cluster(num_ranks)), profile).seconds)
+    assert len(found) > 40
+    assert chosen <= EQUAL * min(found)
