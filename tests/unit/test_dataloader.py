@@ -317,6 +317,29 @@ def test_a_row_that_cannot_be_used_is_named(row: Row, config: dict[str, str], me
 
 
 @pytest.mark.parametrize(
+    ("part", "medium"),
+    [
+        ({"type": "image"}, "an image"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}, "an image"),
+        ({"image": "a.png", "text": None}, "an image"),
+        ({"type": "video", "video": "a.mp4"}, "a video"),
+        ({"type": "input_audio", "input_audio": {}}, "audio"),
+    ],
+)
+def test_a_message_with_more_than_text_is_refused_where_it_is(part: Json, medium: str) -> None:
+    messages: list[Json] = [{"role": "user", "content": [{"type": "text", "text": "How many?", "image": None}, part]}]
+    problem = f"data.train.prompt: x.jsonl:7: column 'prompt' holds a message with {medium}, but models read only text"
+    with pytest.raises(RecipeError, match=problem):
+        encode({"prompt": messages}, Characters("template"))
+
+
+def test_parts_that_are_text_are_left_to_the_template() -> None:
+    parts: list[Json] = [{"type": "text", "text": "an image", "image": None}, {"type": "thinking", "text": "b"}]
+    messages: list[Json] = [{"role": "user", "content": parts}]
+    assert encode({"prompt": messages}, Characters("template")) == (f"user:{parts};assistant:", "")
+
+
+@pytest.mark.parametrize(
     ("tokenizer", "config", "message"),
     [
         (Characters(eos_token_id=None), {}, "no end-of-sequence token"),

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from leaderless.config import Json, RecipeError, nearest
 from leaderless.config.data import DataConfig, DatasetConfig
+from leaderless.data.media import other_than_text
 from leaderless.data.rows import Row
 
 
@@ -144,6 +145,10 @@ class RowEncoder:
         if not messages:
             what = "text, or a list of messages that each have a 'role' and a 'content'"
             raise self._refused(".prompt", f"{place}: column '{self.config.prompt}' must hold {what}")
+        for message in messages:
+            if isinstance(message, dict) and (medium := other_than_text(message)):
+                what = f"column '{self.config.prompt}' holds a message with {medium}"
+                raise self._refused(".prompt", f"{place}: {what}, but models read only text: leave such rows out")
         return [{"role": "system", "content": self.config.system}, *messages] if self.config.system else messages
 
     def _chat(self, messages: Sequence[Json], place: str) -> str:

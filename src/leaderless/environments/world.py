@@ -9,6 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from leaderless.config import is_finite_number
+from leaderless.data.media import other_than_text
 from leaderless.environments.deadlines import time_limit
 from leaderless.environments.protocol import ONLY_AGENT, Environment, EpisodeFailed, Message, Observation, Task, Turn
 from leaderless.environments.threads import call_user
@@ -159,7 +160,7 @@ def messages_of(observation: Observation) -> list[Message]:
     """An observation as messages; a text is one of the user.
 
     Raises:
-        Failure: It is neither a text nor messages.
+        Failure: It is neither a text nor messages, or a message holds an image or the like.
     """
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
@@ -168,7 +169,10 @@ def messages_of(observation: Observation) -> list[Message]:
             ENVIRONMENT,
             f"an observation must be a text, or a list of messages with 'role' and 'content', not {observation!r:.80}",
         )
-    return [message for message in observation if isinstance(message, Mapping)]
+    messages = [message for message in observation if isinstance(message, Mapping)]
+    if medium := next(filter(None, map(other_than_text, messages)), None):
+        raise Failure(ENVIRONMENT, f"an observation holds {medium}, but models read only text: describe it in words")
+    return messages
 
 
 def _is_message(value: object) -> bool:

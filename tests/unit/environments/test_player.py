@@ -87,6 +87,9 @@ def test_a_slow_environment_holds_up_only_its_own_episode() -> None:
     assert waiting[:4] == [1] * 4, "all slow episodes wait in their first turn until the fast ones are over"
 
 
+BAD_OBSERVATIONS = {"observation": 3, "image": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}
+
+
 class Bad(Count):
     """Fails in a way that the task names."""
 
@@ -104,8 +107,8 @@ class Bad(Count):
                 return Turn("", reward=float("nan"))
             case "huge":
                 return Turn("", reward=10**400)
-            case "observation":
-                return Turn(3)  # type: ignore[arg-type]
+            case "observation" | "image":
+                return Turn(BAD_OBSERVATIONS[self.how])  # type: ignore[arg-type]
             case "agent":
                 return Turn("", agent="nobody")
             case "times out by itself":
@@ -129,6 +132,7 @@ FAILURES = {
     "nan": ("environment", "Bad.act returned the reward nan: it must be a finite number"),
     "huge": ("environment", "it must be a finite number"),
     "observation": ("environment", "an observation must be a text"),
+    "image": ("environment", "an observation holds an image, but models read only text"),
     "agent": ("environment", "lets the agent 'nobody' act"),
     "times out by itself": ("environment", "Bad.act raised TimeoutError: no route"),
     "info": ("environment", "Bad.act returned the info None: it must be a dict of facts by name"),
