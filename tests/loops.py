@@ -109,6 +109,9 @@ def watch(worker: Worker, seen: Seen, stop: Stop | None) -> None:
 
     def watched_follow(parts: Parts, chain: Chain) -> None:
         follow(parts, chain)
+        for model in parts.roles._models.values():
+            serving = getattr(model, "serving", None)
+            assert not getattr(getattr(serving, "engine", None), "_owners", ()), "nothing is under way any more"
         watch(worker, seen, stop)
 
     watched = {"policy": update, "reward": parity}

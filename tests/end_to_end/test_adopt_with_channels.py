@@ -6,7 +6,7 @@ import json
 
 import pytest
 from tests.distributed.ranks import RankError, RankPool
-from tests.loops import PROMPTS, RESPONSES, Kill, Runs, Seen, assert_same, beside, iterations, numbers
+from tests.loops import PROMPTS, RESPONSES, SLOW, Kill, Runs, Seen, assert_same, beside, iterations, numbers
 
 CHANNEL = {"capacity": 2, "mode": "continuous"}
 KILLS: list[Kill] = [("before", 0), ("during", 2), ("after", 1)]
@@ -42,6 +42,15 @@ def test_a_switch_is_like_stopping_and_resuming_with_the_other_layout(runs: Runs
     assert_same(switched, Seen(stopped.trained | resumed.trained, resumed.weights))
     assert_all_trained_once(switched)
     assert numbers(runs.directory("switched")) == numbers(runs.directory("resumed"))
+
+
+def test_a_rank_that_is_behind_others_gives_up_what_it_is_in_the_middle_of_and_keeps_its_engine(runs: Runs) -> None:
+    other = {**beside(2, 2), "policy": {"ranks": "2-3", "groups": "whole"}}
+    schedule = {"schedule": {"replan_every_steps": 1, "layouts": {"other": other}}}
+    switched = runs(2, 2, CHANNEL, f"{SLOW}-switched", None, 4, {1: "other"}, **schedule)
+    again = runs(2, 2, CHANNEL, "again", None, 4, **schedule, **{"run.follow": f"{SLOW}-switched"})
+    assert_same(again, switched)
+    assert layouts(runs, "again") == layouts(runs, f"{SLOW}-switched")
 
 
 def test_layouts_are_found_by_the_seconds_of_ranks_that_generate_continuously(runs: Runs) -> None:

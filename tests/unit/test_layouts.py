@@ -8,7 +8,9 @@ import pytest
 from tests.unit.recipes import continuous, make_recipe
 
 from leaderless.config import RecipeError
-from leaderless.observability.run_directory import RunDirectory
+from leaderless.observability.line_file import LineFile
+from leaderless.observability.run_directory import RunDirectory, read_lines
+from leaderless.worker.ahead import cut_journals, journal_file
 from leaderless.worker.layouts import PastLayouts, note_layout
 
 NARROW, WIDE = continuous("0", "1-3"), continuous("0-1", "2-3")
@@ -35,3 +37,14 @@ def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
     other = continuous("0", "1", world_size=2)
     with pytest.raises(RecipeError, match="had 4 workers, but here 2 follow it: start as many"):
         PastLayouts(tmp_path / "journal", make_recipe()).plan_after(0, other)
+
+
+def test_journals_of_ranks_that_there_are_no_more_are_cut_as_well(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    files = [journal_file(directory.journal, "rollout", shard) for shard in range(3)]
+    for file in files:
+        for iteration in (1, 2, 3):
+            LineFile(file, "iteration").append({"iteration": iteration})
+    cut_journals(directory, "rollout", 0, 2, 1)
+    left = [[line["iteration"] for line in read_lines(file, "iteration")] for file in files]
+    assert left == [[1], [1, 2, 3], [1]]
