@@ -47,6 +47,7 @@ SETTINGS: Mapping[str, object] = {
     "evaluation.max_prompts": 4,
 }
 PPO = {"workflow": "ppo", "models.critic": "critic", "algorithm.critic": {"warmup_steps": 1, "value_clip": 0.02}}
+ADAPTERS = {"models.policy": "adapters"}
 DAPO = {"workflow": "dapo", "batch.prompts_per_step": 6, "evaluation.every_steps": 0}
 
 
@@ -147,7 +148,8 @@ class Runs:
     ) -> None:
         """Train so; with `chosen`, the run itself takes on the layout of this name."""
         self._ranks, self._folder, self._chosen = ranks, folder, chosen
-        changes = {key: tiny_model() if value == "critic" else value for key, value in changes.items()}
+        models = {"critic": tiny_model(), "adapters": {"path": tiny_model(), "lora": {"rank": 3}}}
+        changes = {key: models.get(str(value), value) for key, value in changes.items()}
         self._changes = {"steps": NUM_STEPS, **changes}
 
     def __call__(
@@ -193,6 +195,8 @@ CASES: Mapping[str, tuple[Mapping[str, object], Ranks, Ranks]] = {
     "apart, then together": ({}, APART, TOGETHER),
     "the reference moves": ({}, APART, {**APART, "reference": "0-1"}),
     "ppo, its critic moves": (PPO, {"critic": "0", "policy": "1"}, {"critic": "1", "policy": "0-1"}),
+    "adapters, then without their reference": (ADAPTERS, TOGETHER, {"rollout": "0", "reference": "0", "policy": "1"}),
+    "adapters, then with their reference": (ADAPTERS, APART, TOGETHER),
     "surplus goes to fewer ranks": (DAPO, TOGETHER, APART),
     "surplus goes to more ranks": (DAPO, APART, TOGETHER),
 }
