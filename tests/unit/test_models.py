@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -18,8 +19,8 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.activity import Activity
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.attention import PackedAttention
-from leaderless.models.causal_lm import CausalLM, load_causal_lm
-from leaderless.models.decoder import ALIGNMENT_BYTES
+from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
+from leaderless.models.decoder import ALIGNMENT_BYTES, load_value_model
 from leaderless.models.recomputing import recompute_layers
 from leaderless.models.support import check_supported
 from leaderless.training import sharded
@@ -120,6 +121,13 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(tmp_path: Path, name:
     with pytest.raises(RecipeError, match="not supported") as caught:
         load_causal_lm(config, "policy")
     assert caught.value.problems[0].key == "models.policy"
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, empty_causal_lm, load_value_model])
+def test_a_model_of_images_is_refused_by_its_type(tmp_path: Path, load: Callable[[ModelConfig, str], object]) -> None:
+    transformers.Qwen3VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"^models.policy: models of type qwen3_vl read images and text, which"):
+        load(ModelConfig(path=str(tmp_path)), "policy")
 
 
 def test_a_model_that_does_more_to_its_logits_than_is_known_is_refused() -> None:

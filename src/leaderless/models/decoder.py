@@ -25,7 +25,7 @@ from leaderless.data.hub import unreachable_hub
 from leaderless.models.attention import ATTENTION_NAME, Attention, check_window
 from leaderless.models.lora import add_adapters, trained_weights
 from leaderless.models.recomputing import recompute_layers, recomputed_layers
-from leaderless.models.support import check_settings, check_supported
+from leaderless.models.support import check_reads_text, check_settings, check_supported
 from leaderless.models.vocabulary import VocabularyPart
 
 if TYPE_CHECKING:
@@ -129,7 +129,9 @@ def load_decoder(
     unreachable = unreachable_hub(config.path)
     try:
         with _loading():
-            check_settings(_described(config), key)
+            described = _described(config)
+            check_reads_text(described, key)
+            check_settings(described, key)
             model, info = auto_class.from_pretrained(
                 config.path,
                 revision=config.revision,
@@ -191,6 +193,7 @@ def empty_decoder(auto_class: type[AutoModel], config: ModelConfig, role: str) -
     What it computes from its description, such as the frequencies of positions, has values.
     """
     described = load_model_config(config, role)
+    check_reads_text(described, f"models.{role}")
     with _without_weights():
         model: PreTrainedModel = auto_class.from_config(
             described,

@@ -6,7 +6,12 @@ from collections import Counter
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from leaderless.config import RecipeError
 from leaderless.models.attention import ATTENTION_NAME, Attention, PackedAttention
@@ -35,6 +40,17 @@ def check_supported(model: PreTrainedModel, key: str) -> None:
         model.train(was_training)
     if problem:
         raise RecipeError.at(key, f"models of type {model.config.model_type} are not supported: {problem}")
+
+
+def check_reads_text(described: PreTrainedConfig, key: str) -> None:
+    """Refuse a model of images and text, by its description, unless its family has a language model by itself."""
+    kind = type(described)
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise RecipeError.at(
+            key,
+            f"models of type {described.model_type} read images and text, which is not supported: give a model of text "
+            "alone",
+        )
 
 
 def check_settings(described: PreTrainedConfig, key: str) -> None:
