@@ -13,13 +13,17 @@ from peft import PeftModel, get_peft_model
 from tests.tiny import tiny_model
 from tests.unit.recipes import plan_of, write_model
 from tests.unit.test_models import packed_logits
+from tests.unit.test_native_engine import engine_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
+from leaderless.config.rollout import SamplingConfig
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.lora import PREFIX, adapted_layers, is_adapter, merged, without_adapters, write_adapters
+from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.weights.stream import WeightStream
 
 TOKENS = [torch.tensor(one) for one in ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9, 7, 9, 3])]
 SETTINGS = [{"rank": 3, "alpha": 7.0}, {"rank": 4, "rslora": True, "targets": ["q_proj", "mlp.down_proj"]}]
@@ -89,6 +93,27 @@ def test_at_first_a_model_is_exactly_its_base() -> None:
     for name, value in weights_of(again).items():
         assert torch.equal(value, weights_of(model)[name])
         assert value.any() == name.endswith("lora_A")
+
+
+def test_an_engine_samples_with_the_adapters_that_it_is_sent() -> None:
+    trained = adapted(SETTINGS[0])
+    engine = engine_of(load_causal_lm(settings_of(SETTINGS[0]), "policy").requires_grad_(False))
+    sent = weights_of(trained)
+    lost = max(sent)
+    with pytest.raises(RuntimeError, match=f"1 of the model's weights have not been sent, such as {lost}"):
+        engine.load_weights(WeightStream(((name, one) for name, one in sent.items() if name != lost), 1))
+    assert engine.policy_version is None
+    engine.load_weights(WeightStream(iter(sent.items()), 1))
+    prompt = TOKENS[0].tolist()
+    ((completion,),) = generate(engine, [Request(prompt, [0])], SamplingParams(SamplingConfig(), 8))
+    tokens = torch.tensor(completion.tokens)
+    with torch.no_grad():
+        logits = packed_logits(trained, [torch.cat([TOKENS[0], tokens])])[len(prompt) - 1 : -1]
+        with without_adapters(trained):
+            base = packed_logits(trained, [torch.cat([TOKENS[0], tokens])])[len(prompt) - 1 : -1]
+    scores, others = (one.log_softmax(1).gather(1, tokens[:, None])[:, 0] for one in (logits, base))
+    torch.testing.assert_close(torch.tensor(completion.log_probs), scores, atol=1e-4, rtol=0)
+    assert (scores - others).abs().max() > 1e-2
 
 
 def test_a_folder_of_peft_is_where_training_begins(tmp_path: Path) -> None:

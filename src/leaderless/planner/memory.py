@@ -184,6 +184,12 @@ class _Model:
         """Whether adapters are trained in place of the weights."""
         return self.config.lora is not None
 
+    @property
+    def has_own_base(self) -> bool:
+        """Whether an engine next to the trainer has the weights once more, to which it adds adapters."""
+        is_beside = self.generates and not self.instance.is_engine_only
+        return is_beside and self.has_adapters and self.engine.takes_adapters
+
     def trained_bytes(self) -> int:
         """A rank's share of the weights that training changes."""
         return -(-self.part.num_trained * FLOAT32_BYTES // self.shards)
@@ -263,6 +269,8 @@ class _Rank:
                 # Models are loaded whole, one after the other, and then divided.
                 loading = max(loading, whole + weights)
                 whole += share
+                loading = max(loading, whole + model.size.num_parameters * FLOAT32_BYTES * model.has_own_base)
+                whole += model.adapted_bytes() * model.has_own_base
             if model.instance.is_engine_only and model.engine.restarts_on(model.instance.serving_layout):
                 again += model.size.num_parameters * model.width
             copied += 3 * model.trained_bytes() * model.instance.is_trained
@@ -295,7 +303,7 @@ class _Rank:
             yield f"{role} engine's weights", model.engine_bytes()
         elif not model.is_shared:
             yield f"{role} weights", share
-            if model.generates and model.has_adapters and model.engine.takes_adapters:
+            if model.has_own_base:
                 yield f"{role} engine's base", model.adapted_bytes()
         if model.instance.is_trained:
             yield f"{role} optimizer", 2 * model.trained_bytes()
@@ -459,6 +467,8 @@ class _Rank:
         model = next((x for x in self.models if not x.instance.is_critic), self.models[0])
         weights = model.size.num_parameters * FLOAT32_BYTES
         copy = model.size.num_parameters * model.width * (model.width != FLOAT32_BYTES)
+        base = model.adapted_bytes() * (model.has_adapters and model.engine.takes_adapters)
+        copy = copy or base
         serve = {"weights": weights, "unsharded weights": copy, **self._decoding(model, self._bound(model))}
         # An export is written tensor by tensor, straight from the weights.
         exported = {"export": {**libraries, "weights": weights}} if self.is_cpu else {}
