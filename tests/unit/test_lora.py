@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.lora import PREFIX, adapted_layers, is_adapter, merged, without_adapters, write_adapters
+from leaderless.planner.memory import Memory
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.weights.stream import WeightStream
 
@@ -160,20 +160,25 @@ def test_plans_that_cannot_train_adapters_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_plan_counts_what_is_trained(tmp_path: Path) -> None:
-    def resident(lora: dict[str, object] | None) -> Mapping[str, int]:
+    def memory_of(lora: dict[str, object] | None) -> Memory:
         models = {"policy": {"path": path, "lora": lora}}
         plan = plan_of("grpo", 1, models=models, algorithm={"kl": {"coefficient": 0.1}})
         assert plan.memory is not None
-        return plan.memory.cpu.resident
+        return plan.memory.cpu
 
     path = write_model(tmp_path / "model", vocab_size=10_000)
-    full, adapted = resident(None), resident({"rank": 2})
+    memories = memory_of(None), memory_of({"rank": 2})
+    full, adapted = (memory.resident for memory in memories)
     made = empty_causal_lm(ModelConfig(path=path, lora=LoraConfig(rank=2)), "policy")
     trained = sum(weight.numel() for _, weight in made.trained_weights())
     assert adapted["policy optimizer"] == 8 * trained < full["policy optimizer"] / 10
     assert adapted["policy weights"] == full["policy weights"] + 4 * trained
     assert full["reference weights"] == full["policy weights"]
     assert "reference weights" not in adapted
+    assert adapted["policy engine's base"] == full["policy weights"]
+    for command in ("loading", "serve"):
+        before, after = (memory.totals[command] for memory in memories)
+        assert after >= before + full["policy weights"] * (command == "serve"), "the engine has the weights once more"
 
 
 def test_what_a_folder_says_is_not_said_again() -> None:

@@ -466,9 +466,8 @@ class _Rank:
         """Parts of other commands with the model that answers, on one rank."""
         model = next((x for x in self.models if not x.instance.is_critic), self.models[0])
         weights = model.size.num_parameters * FLOAT32_BYTES
-        copy = model.size.num_parameters * model.width * (model.width != FLOAT32_BYTES)
-        base = model.adapted_bytes() * (model.has_adapters and model.engine.takes_adapters)
-        copy = copy or base
+        has_own = model.width != FLOAT32_BYTES or (model.has_adapters and model.engine.takes_adapters)
+        copy = model.size.num_parameters * model.width * has_own
         serve = {"weights": weights, "unsharded weights": copy, **self._decoding(model, self._bound(model))}
         # An export is written tensor by tensor, straight from the weights.
         exported = {"export": {**libraries, "weights": weights}} if self.is_cpu else {}
