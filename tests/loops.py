@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NoReturn
 from unittest.mock import patch
 
@@ -70,7 +71,11 @@ class Seen:
 
 
 def train(
-    recipe_file: str, overrides: Sequence[str], stop: Stop | None, switches: Mapping[int, str], kill: Kill | None
+    recipe_file: str,
+    overrides: Sequence[str],
+    stop: Stop | None = None,
+    switches: Mapping[int, str] = MappingProxyType({}),
+    kill: Kill | None = None,
 ) -> Seen:
     """Be one worker of a run, or of the rest of it; one rank may get a signal, or be killed while the plan changes."""
     recipe = load_recipe(recipe_file, overrides).recipe

@@ -86,7 +86,7 @@ def test_an_engine_of_two_ranks_is_ahead_of_training_like_one_of_one_rank(ranks:
         changes = {"rollout.engine": SPANNING, "channels": {"rollout": {"capacity": 1}}, "layout": layout, "steps": 4}
         settings = {**LAG_SETTINGS, **changes, "data.evaluation": held_out}
         recipe = write_recipe(tmp_path, tiny_model(), settings)
-        return ranks.run(num_ranks + 1, train, str(recipe), [f"name=span-{num_ranks}"], None, init_group=False)[-1]
+        return ranks.run(num_ranks + 1, train, str(recipe), [f"name=span-{num_ranks}"], init_group=False)[-1]
 
     one, two = run(1), run(2)
     assert one.trained == two.trained

@@ -93,6 +93,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     }
     sft = ["guards.grad_norm_limit=1e-9", "workflow=sft", "data.max_response_tokens=2", "evaluation.every_steps=0"]
     sft.append(f"data.train={json.dumps(stream | {'response': 'answer'})}")
+    sft.append(f"models.policy={json.dumps({'path': tiny_model(), 'lora': {'rank': 2}})}")
     commands = [
         ["train", str(grpo)],
         ["train", str(grpo), "name=imitate", "layout={}", own_optimizer, *sft],

@@ -1,7 +1,7 @@
 """Expert parallelism: ranks divide the experts of each layer, and send tokens to those that have their experts.
 
-FSDP gathers all experts of a layer on every rank, though a token needs few of them. Here each rank keeps its own, and
-gets the tokens of all ranks that are for them (GShard, arXiv 2006.16668). No token is dropped, whatever the load.
+A token needs few experts of a layer, so it would be a waste to gather all of them on every rank. Here each rank keeps
+its own, and gets the tokens of all ranks that are for them (GShard, arXiv 2006.16668). No token is ever dropped.
 """
 
 from __future__ import annotations
