@@ -14,12 +14,14 @@ from tests.distributed.test_training import LENGTHS, SHARES, Numbers, largest_di
 from tests.tiny import add_gradients, random_samples, tiny_model
 from tests.unit.recipes import plan_of, write_model
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
+from leaderless.models.experts import divide_experts
 from leaderless.planner import Layout
 from leaderless.training.fsdp import FsdpEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
@@ -87,6 +89,33 @@ def test_ranks_that_send_tokens_to_experts_learn_like_one(
     (expected,) = ranks.run(1, train_divided, model, {"dp": 1}, {})
     found = ranks.run(sizes["ep"], train_divided, model, sizes, changes)
     assert largest_difference(found, expected) < 1e-5
+
+
+def apply_first(size: int) -> Numbers:
+    """Outputs and gradients where all tokens of all ranks go to the first expert, and other ranks get none."""
+    transport = Transport(torch.device("cpu"), timeout_s=30)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"], experts_implementation="eager")
+    layer = model.model.layers[0].mlp
+    place, hidden = transport.rank, torch.randn(4, 32)
+    inputs = hidden.chunk(size)[place].clone().requires_grad_()
+    if size > 1:
+        mesh = DeviceMesh.from_group(transport.world.torch_group, "cpu", mesh_dim_names=("dp",))
+        divide_experts(layer, transport.world, mesh, torch.device("cpu"))
+    first = torch.zeros(len(inputs), 1, dtype=torch.int64)
+    outputs = layer.experts(inputs, first, torch.full((len(inputs), 1), 0.5))
+    (outputs * torch.linspace(-1, 1, 32)).sum().backward()
+    assert inputs.grad is not None
+    numbers = {f"{row}": value for row, value in enumerate(outputs.detach(), len(inputs) * place)}
+    numbers |= {f"gradient.{row}": value for row, value in enumerate(inputs.grad, len(inputs) * place)}
+    gradient = layer.experts.down_proj.grad
+    assert gradient is not None
+    return numbers | {"weights": gradient.full_tensor() if size > 1 else gradient}
+
+
+def test_a_rank_whose_experts_get_no_tokens_leaves_no_other_alone(ranks: RankPool) -> None:
+    (expected,) = ranks.run(1, apply_first, 1)
+    assert largest_difference(ranks.run(2, apply_first, 2), expected) < 1e-6
 
 
 @pytest.mark.parametrize(
