@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
+from rich.console import Console
 from tests.tiny import tiny_model
 from tests.unit.recipes import plan_of, write_model
 from tests.unit.test_models import packed_logits
@@ -21,7 +23,9 @@ from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.lora import PREFIX, adapted_layers, is_adapter, merged, without_adapters, write_adapters
+from leaderless.planner import Plan
 from leaderless.planner.memory import Memory
+from leaderless.planner.show import print_plan
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.weights.stream import WeightStream
 
@@ -160,14 +164,16 @@ def test_plans_that_cannot_train_adapters_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_plan_counts_what_is_trained(tmp_path: Path) -> None:
-    def memory_of(lora: dict[str, object] | None) -> Memory:
-        models = {"policy": {"path": path, "lora": lora}}
-        plan = plan_of("grpo", 1, models=models, algorithm={"kl": {"coefficient": 0.1}})
+    def memory_of(plan: Plan) -> Memory:
         assert plan.memory is not None
         return plan.memory.cpu
 
     path = write_model(tmp_path / "model", vocab_size=10_000)
-    memories = memory_of(None), memory_of({"rank": 2})
+    plans = [
+        plan_of("grpo", 1, models={"policy": {"path": path, "lora": lora}}, algorithm={"kl": {"coefficient": 0.1}})
+        for lora in (None, {"rank": 2})
+    ]
+    memories = [memory_of(plan) for plan in plans]
     full, adapted = (memory.resident for memory in memories)
     made = empty_causal_lm(ModelConfig(path=path, lora=LoraConfig(rank=2)), "policy")
     trained = sum(weight.numel() for _, weight in made.trained_weights())
@@ -175,6 +181,9 @@ def test_a_plan_counts_what_is_trained(tmp_path: Path) -> None:
     assert adapted["policy weights"] == full["policy weights"] + 4 * trained
     assert full["reference weights"] == full["policy weights"]
     assert "reference weights" not in adapted
+    console = Console(file=StringIO(), record=True, width=200)
+    print_plan(plans[1], console)
+    assert f"trains adapters ({trained:,} weights)" in console.export_text()
     assert adapted["policy engine's base"] == full["policy weights"]
     for command in ("loading", "serve"):
         before, after = (memory.totals[command] for memory in memories)

@@ -16,6 +16,7 @@ from leaderless.planner.costs.cluster import GIB, ClusterConfig
 from leaderless.planner.entries import Action, Pull, Push, Repeat, Reshard, SyncWeights, Windowed
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import COMMANDS, MemoryEstimate, format_bytes
+from leaderless.planner.model_size import ModelSize
 from leaderless.planner.plan import Plan, PlannedNode, RoleInstance
 
 if TYPE_CHECKING:
@@ -279,17 +280,18 @@ def _action(action: Action) -> Text:
 
 
 def _instances(plan: Plan) -> Table:
-    rows = [(Text(instance.role, "bold"), str(instance.layout), _use(instance)) for instance in plan.instances]
+    rows = [(Text(one.role, "bold"), str(one.layout), _use(one, plan.sizes.get(one.role))) for one in plan.instances]
     return _table("role", "layout", "use", rows=rows)
 
 
-def _use(instance: RoleInstance) -> str:
+def _use(instance: RoleInstance, size: ModelSize | None) -> str:
+    num_adapted = size.num_adapter_parameters if size else 0
     own = instance.engine_layout if instance.engine_layout != instance.layout else None
     uses = {
         "is a critic": instance.is_critic,
         f"generates with {instance.engine}{f' on {own}' if own else ''}": instance.generates,
         "scores": instance.scores,
-        "is trained": instance.is_trained,
+        f"trains adapters ({num_adapted:,} weights)" if num_adapted else "is trained": instance.is_trained,
     }
     return ", ".join(use for use, is_so in uses.items() if is_so)
 
