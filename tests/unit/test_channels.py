@@ -195,6 +195,9 @@ def test_continuous_generation_needs_room_for_new_weights_and_for_all_that_it_be
     assert arrived == weights
     caches = [one.phases["policy generates"]["kv cache"] for one in (whole, continuous)]
     assert caches[1] == (1 + capacity) * caches[0]
+    travel = continuous.phases["weights of policy travel"].items()
+    assert travel <= continuous.phases["policy generates"].items(), "it goes on meanwhile"
+    assert not travel & whole.phases["policy generates"].items()
 
 
 def test_the_picture_has_a_lane_for_each_loop_and_channels_between_them():

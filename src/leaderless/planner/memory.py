@@ -330,20 +330,27 @@ class _Rank:
 
     def _phases(self, model: _Model) -> Iterator[tuple[str, dict[str, int]]]:
         instance, role = model.instance, model.instance.role
+        others = (x.instance for x in self.everywhere if x.instance.role == role)
+        is_sent = any(other.is_trained != instance.is_trained for other in others)
         if model.generates:
-            yield f"{role} generates", self._generation(model)
+            # Continuous generation goes on while weights travel.
+            goes_on = is_sent and instance.is_engine_only and self._iterations() > 1
+            yield f"{role} generates", self._generation(model) | (self._travel(model) if goes_on else {})
         if instance.scores:
             yield f"{role} scores", self._scoring(model)
         if instance.is_trained:
             yield from ((f"{role} trains", moment) for moment in self._training(model))
-        others = (x.instance for x in self.everywhere if x.instance.role == role)
-        if any(other.is_trained != instance.is_trained for other in others):
-            # An engine replaces a weight when all of it has come: for a moment the largest one is there twice.
-            largest = model.size.vocab_size * model.size.hidden_size * model.width
-            parts = {"largest weight": largest} if instance.is_engine_only else {}
-            if model.has_adapters and not instance.is_engine_only and not model.engine.takes_adapters:
-                parts["merged weights"] = model.adapted_bytes()
-            yield f"weights of {role} travel", {"buckets": 4 * WEIGHT_BUCKET_BYTES, **parts}
+        if is_sent:
+            yield f"weights of {role} travel", self._travel(model)
+
+    def _travel(self, model: _Model) -> dict[str, int]:
+        """What is needed to send and to take new weights."""
+        # An engine replaces a weight when all of it has come: for a moment the largest one is there twice.
+        largest = model.size.vocab_size * model.size.hidden_size * model.width
+        parts = {"largest weight": largest} if model.instance.is_engine_only else {}
+        if model.has_adapters and not model.instance.is_engine_only and not model.engine.takes_adapters:
+            parts["merged weights"] = model.adapted_bytes()
+        return {"buckets": 4 * WEIGHT_BUCKET_BYTES, **parts}
 
     def _generation(self, model: _Model) -> dict[str, int]:
         size, num_sequences = model.size, self._num_sequences(model)
