@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
-from tests.distributed.test_mesh import setup_of
+from tests.distributed.test_mesh import REPEATING, setup_of
 from tests.distributed.test_training import LENGTHS, SHARES, Numbers, largest_difference, train_one_update
 from tests.tiny import add_gradients, random_samples, tiny_model
 from tests.unit.recipes import plan_of, write_model
@@ -132,6 +132,19 @@ def test_ranks_that_cannot_divide_experts_are_refused(tmp_path: Path, layout: di
         plan_of("grpo", 4, models=models, layout={"policy": layout})
     with pytest.raises(RecipeError, match="the model of 'policy' has no experts: leave it out"):
         plan_of("grpo", 4, models={"policy": write_model(tmp_path / "dense")}, layout={"policy": {"ep": 4}})
+
+
+def test_ranks_that_would_divide_no_experts_are_refused(tmp_path: Path) -> None:
+    models = {"policy": experts_model(tmp_path, "qwen3_moe")}
+    for node in ("rollout", "reward"):
+        with pytest.raises(RecipeError, match=rf"layout.{node}.ep: ep=2: node '{node}' neither trains nor scores"):
+            plan_of("grpo", 2, models=models, layout={node: {"ep": 2}})
+    with pytest.raises(RecipeError, match=rf"layout.policy.ep: .* '{REPEATING}' of 'policy' does not divide experts"):
+        plan_of("grpo", 2, models=models, layout={"policy": {"ep": 2}}, training={"backend": REPEATING})
+    message = r"'policy' is divided as ranks 0-1 dp=2 for 'old' and as ranks 0-1 dp=2 ep=2 for 'policy'"
+    layout = {"policy": {"ep": 2}, "old": {"ep": 1}}
+    with pytest.raises(RecipeError, match=message):
+        plan_of("grpo", 2, models=models, layout=layout, batch={"updates_per_step": 2})
 
 
 def test_a_plan_counts_the_experts_that_are_not_gathered(tmp_path: Path) -> None:

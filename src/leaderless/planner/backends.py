@@ -31,6 +31,7 @@ class BackendSpec:
         axes: Axes of a layout besides `dp` along which an engine may have several ranks, which hold the same rows.
         shards_along_axes: Whether the ranks along these axes divide weights and optimizer, too.
         trains_adapters: Whether it can train adapters in place of weights, and hand out weights with these merged in.
+        divides_experts: Whether ranks can keep some experts of a layer each, as `layout.<node>.ep` asks.
     """
 
     implementation: str
@@ -41,6 +42,7 @@ class BackendSpec:
     axes: tuple[str, ...] = ()
     shards_along_axes: bool = False
     trains_adapters: bool = False
+    divides_experts: bool = False
 
     def num_shards(self, layout: Layout) -> int:
         """Number of parts into which the ranks of a layout divide weights and optimizer."""
@@ -52,7 +54,11 @@ class BackendSpec:
 BACKENDS = Declarations("back end", BackendSpec, "@leaderless.train_backend(...)")
 BUILTIN_BACKENDS = {
     "fsdp": BackendSpec(
-        "leaderless.training.fsdp:make_engine", axes=("cp", "tp"), shards_along_axes=True, trains_adapters=True
+        "leaderless.training.fsdp:make_engine",
+        axes=("cp", "tp"),
+        shards_along_axes=True,
+        trains_adapters=True,
+        divides_experts=True,
     )
 }
 
@@ -65,6 +71,7 @@ def train_backend(
     shards_weights: bool = False,
     axes: Sequence[str] = (),
     trains_adapters: bool = False,
+    divides_experts: bool = False,
 ) -> Callable[[Function], Function]:
     """Declare a function as a training back end, which recipes name as `package.module:function`.
 
@@ -78,6 +85,7 @@ def train_backend(
         axes: Axes of a layout, of `tp`, `pp` and `cp`, along which an engine may have several ranks; they hold the same
             rows, and compute or share what it takes to have the same results.
         trains_adapters: Whether its engines of language models are `AdaptedEngine` if `models.ROLE.lora` is given.
+        divides_experts: Whether ranks can keep some experts of a layer each, as `layout.<node>.ep` asks.
 
     Raises:
         ValueError: An axis is unknown.
@@ -86,7 +94,14 @@ def train_backend(
 
     def declare(function: Function) -> Function:
         spec = BackendSpec(
-            name_of(function), trains, scores, values, shards_weights, tuple(axes), trains_adapters=trains_adapters
+            name_of(function),
+            trains,
+            scores,
+            values,
+            shards_weights,
+            tuple(axes),
+            trains_adapters=trains_adapters,
+            divides_experts=divides_experts,
         )
         return BACKENDS.declare(function, spec)
 
@@ -133,11 +148,26 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
     """Refuse a layout of a node with a model that the model's back end cannot have.
 
     Raises:
-        RecipeError: The back end is not declared to have several ranks along an axis.
+        RecipeError: The back end is not declared to have several ranks along an axis, or to divide experts; or the node
+            has experts to divide, but no model that a back end holds.
     """
-    for role in (role for role, use in node.uses if use != "generate"):
+    roles = [role for role, use in node.uses if use != "generate"]
+    if node.layout.ep > 1 and not roles and node.name in recipe.layout:
+        raise RecipeError.at(
+            f"layout.{node.name}.ep",
+            f"ep={node.layout.ep}: node '{node.name}' neither trains nor scores a model, and only such nodes divide "
+            "experts: leave it out, or give it to a node that does",
+        )
+    for role in roles:
         backend = recipe.as_seen_by(role).training.backend
-        can = ("dp", *backend_of(backend).axes)
+        spec = backend_of(backend)
+        can = ("dp", *spec.axes)
+        if node.layout.ep > 1 and not spec.divides_experts:
+            raise RecipeError.at(
+                f"layout.{node.name}.ep",
+                f"ep={node.layout.ep}: the back end '{backend}' of '{role}' does not divide experts: leave it out, use "
+                "fsdp, or declare it with @leaderless.train_backend(divides_experts=True) if it does",
+            )
         wrong = [axis for axis in node.layout.axes if axis not in can]
         if wrong:
             raise RecipeError.at(

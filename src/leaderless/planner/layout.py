@@ -157,8 +157,8 @@ class Layout:
 
     def __str__(self) -> str:
         """As in `ranks 0-3 dp=2 tp=2`."""
-        model_parallel = {name: self.sizes[name] for name in ("tp", "pp", "cp")}
-        sizes = [f"{name}={size}" for name, size in model_parallel.items() if size > 1]
+        others = {name: self.sizes[name] for name in ("tp", "pp", "cp")} | {"ep": self.ep}
+        sizes = [f"{name}={size}" for name, size in others.items() if size > 1]
         return " ".join([f"ranks {format_ranks(self.ranks)}", f"dp={self.dp}", *sizes])
 
 
