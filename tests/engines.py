@@ -23,8 +23,9 @@ from leaderless.rollout.child_server import ChildServer, EngineError
 from leaderless.rollout.engine import Completion, Request, RolloutEngine
 from leaderless.rollout.external import Driver, ExternalEngine
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.probe import make_probe
 from leaderless.rollout.sampling import sample_tokens
-from leaderless.rollout.serving import Colocated, make_probe
+from leaderless.rollout.serving import Colocated
 from leaderless.rollout.weights import LocalStaging, make_buckets
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.weights.blocks import Pool, even_rows

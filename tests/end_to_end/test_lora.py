@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
+from unittest.mock import patch
 
+import pytest
 import torch
 from peft import PeftModel
+from tests.contracts.plain_engine import PlainEngine
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.test_ppo import train_until
 from tests.tiny import tiny_model, write_recipe
@@ -13,6 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from leaderless.checkpoint.export import export_model
+from leaderless.rollout.native import NativeEngine
+from leaderless.serve.load import find_model, open_model
+from leaderless.weights.stream import WeightStream
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
@@ -55,8 +64,45 @@ def test_adapters_are_resumed_exported_and_begun_with(ranks: RankPool, tmp_path:
     torch.testing.assert_close(logits_of(adapted), logits_of(merged), atol=1e-5, rtol=0)
     assert (logits_of(merged) - plain).abs().max() > 1e-3
 
+    source = find_model(str(checkpoint), "policy", print)
+    engine_of_a_user = "tests.contracts.plain_engine:make"
+    with open_model(source, engine_of_a_user, None, print) as served, served.serving.phase() as engine:
+        torch.testing.assert_close(logits_of(cast("PlainEngine", engine).model), logits_of(merged), atol=1e-5, rtol=0)
+
     again = recipe_of(tmp_path / "again", {"adapter": str(adapters)})
     (begun,) = ranks.run(2, train_until, again, "again", 0, init_group=False)[:1]
     for name, value in begun.items():
         if name.startswith("policy.weights."):
             assert torch.equal(value, whole[name][: len(value)])
+
+
+def train_with_a_fault(recipe: str, fault: str) -> str:
+    """The error of a run in which a matrix B is lost on its way to the engine, or all of them stay as at first."""
+    load, first = NativeEngine.load_weights, dict[str, Tensor]()
+
+    def changed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for number, (name, value) in enumerate(weights):
+            if fault == "stale" and name.endswith("lora_B"):
+                yield name, first.setdefault(name, value.clone())
+            elif fault == "stale" or number != 1:
+                yield name, value
+
+    def load_changed(engine: NativeEngine, weights: WeightStream, *, keep_cache: bool = True) -> None:
+        weights._weights = changed(weights._weights)
+        load(engine, weights, keep_cache=keep_cache)
+
+    with patch.object(NativeEngine, "load_weights", load_changed), pytest.raises(RuntimeError) as error:
+        train_until(recipe, fault, 4)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("lost", r"1 of the model's weights have not been sent, such as model.layers.0.self_attn.q_proj.lora_B"),
+        ("stale", r"the native engine does not use the weights of policy version 1 that were loaded"),
+    ],
+)
+def test_adapters_that_do_not_arrive_end_the_run(ranks: RankPool, tmp_path: Path, fault: str, message: str) -> None:
+    (error,) = ranks.run(1, train_with_a_fault, recipe_of(tmp_path, {"rank": 3}), fault, init_group=False)
+    assert re.search(message, error)

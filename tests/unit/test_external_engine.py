@@ -15,11 +15,12 @@ from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.planner import Layout
 from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import Request, SamplingParams, generate
-from leaderless.rollout.external import PROBE_TOLERANCE, derive_seed
-from leaderless.rollout.serving import Fed, held_by, make_probe, probe_of, shapes_of
+from leaderless.rollout.external import derive_seed
+from leaderless.rollout.probe import PROBE_TOLERANCE, check_probe, make_probe, probe_of
+from leaderless.rollout.serving import Fed, held_by, shapes_of
 from leaderless.weights.blocks import Pool, even_rows, everything
 from leaderless.weights.route import Route
-from leaderless.weights.stream import WeightStream, send_weights
+from leaderless.weights.stream import Probe, WeightStream, send_weights
 
 REQUESTS = [Request([5, 6, 7], [1, 2]), Request([9, 8], [3])]
 PARAMS = SamplingParams(SamplingConfig(), 6)
@@ -63,13 +64,11 @@ def test_weights_are_kept_only_where_no_update_comes_next() -> None:
 
 
 def test_a_single_token_may_differ_by_more_than_all_do_on_average() -> None:
-    engine = make_external(CopyDriver(tiny_model()))
-    found = torch.zeros(31)
+    found, probe, tolerance = torch.zeros(31), Probe(range(32), torch.zeros(31)), PROBE_TOLERANCE["bfloat16"]
     found[3] = 14.0
-    engine._tolerance = PROBE_TOLERANCE["bfloat16"]
-    engine._check(found, torch.zeros(31), 7)
+    check_probe("the engine", found, probe, 7, tolerance, "mend it")
     with pytest.raises(RuntimeError, match=r"by 0\.517 on average"):
-        engine._check(found + 0.065, torch.zeros(31), 7)
+        check_probe("the engine", found + 0.065, probe, 7, tolerance, "mend it")
 
 
 def test_weights_that_do_not_arrive_are_noticed_by_the_probe() -> None:

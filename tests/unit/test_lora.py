@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from rich.console import Console
+from tests.engines import ALONE
 from tests.tiny import tiny_model
 from tests.unit.recipes import plan_of, write_model
 from tests.unit.test_models import packed_logits
@@ -27,6 +28,8 @@ from leaderless.planner import Plan
 from leaderless.planner.memory import Memory
 from leaderless.planner.show import print_plan
 from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.probe import make_probe, probe_of
+from leaderless.training.fsdp import FsdpEngine
 from leaderless.weights.stream import WeightStream
 
 TOKENS = [torch.tensor(one) for one in ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9, 7, 9, 3])]
@@ -118,6 +121,22 @@ def test_an_engine_samples_with_the_adapters_that_it_is_sent() -> None:
     scores, others = (one.log_softmax(1).gather(1, tokens[:, None])[:, 0] for one in (logits, base))
     torch.testing.assert_close(torch.tensor(completion.log_probs), scores, atol=1e-4, rtol=0)
     assert (scores - others).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("changed", ["lora_A", "lora_B"])
+def test_an_engine_that_computes_with_other_adapters_than_the_trainer_is_refused(changed: str) -> None:
+    model = adapted(SETTINGS[0])
+    trainer = FsdpEngine(model, settings_of(SETTINGS[0]), ALONE, torch.device("cpu"), 64)
+    probe = probe_of(trainer, make_probe(trainer.vocab_size, 64))
+    assert probe is not None
+    sent, engine = weights_of(model), engine_of(load_causal_lm(settings_of(SETTINGS[0]), "policy").eval())
+    engine.load_weights(WeightStream(iter(sent.items()), 4, probe))
+    assert engine.policy_version == 4
+    stale = next(name for name in sent if name.endswith(changed))
+    again = {**sent, stale: sent[stale].flip(0)}
+    with pytest.raises(RuntimeError, match="the native engine does not use the weights of policy version 5 that were"):
+        engine.load_weights(WeightStream(iter(again.items()), 5, probe))
+    assert engine.policy_version is None, "nothing is generated with them"
 
 
 def test_a_folder_of_peft_is_where_training_begins(tmp_path: Path) -> None:

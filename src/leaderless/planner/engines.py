@@ -28,7 +28,7 @@ class RolloutEngineSpec:
         axes: Axes of a layout besides `dp` along which one engine may have several ranks, which take the same requests.
         keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
         may_restart: Whether it may lose its weights and ask for them again, where it has one rank.
-        is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
+        is_probed: Whether it is always given a text with the trainer's log-probabilities, to compare with its own.
         updates: What can become of keys and values when it is given new weights while requests are in progress: `keep`,
             `recompute`; empty if it can take weights only between requests.
         takes_adapters: Whether it computes with adapters of low rank itself, so that only these are sent to it; else it
@@ -44,6 +44,10 @@ class RolloutEngineSpec:
     updates: tuple[str, ...] = ()
     takes_adapters: bool = False
     works_in_steps: bool = True
+
+    def compares(self, *, has_adapters: bool) -> bool:
+        """Whether it is given the log-probabilities of a text: always, or if it adds adapters to weights of its own."""
+        return self.is_probed or (has_adapters and self.takes_adapters)
 
     def restarts_on(self, layout: Layout) -> bool:
         """Whether it starts again by itself: ranks that make one engine together can only all start again."""

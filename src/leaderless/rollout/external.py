@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor
 
 from leaderless.data.encode import Tokenizer
 from leaderless.device import release_memory
 from leaderless.rollout.apart.messages import Ask, Gain
 from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
+from leaderless.rollout.probe import check_probe
 from leaderless.weights.stream import WeightStream
 
-PROBE_TOLERANCE = {"float32": 5e-4, "bfloat16": 0.5}
-"""Largest mean difference of log-probabilities that rounding explains, by the type in which the engine computes. The
-text is unlikely, so its log-probabilities are large and a single one may differ by more. Without the right weights,
-differences are far larger."""
+REMEDY = "use another version of the engine, or rollout.engine: native"
+"""What helps if an engine does not use the weights that it was given."""
 
 
 class Driver(Protocol):
@@ -128,7 +126,7 @@ class ExternalEngine:
             self._driver.load(weights)
             if weights.probe is not None:
                 found = torch.tensor(self._driver.prompt_log_probs(weights.probe.tokens))
-                self._check(found, weights.probe.log_probs, weights.policy_version)
+                check_probe(self._name, found, weights.probe, weights.policy_version, self._tolerance, REMEDY)
             self._ask_again()
         except EngineError as error:
             self._restart(error)
@@ -160,17 +158,6 @@ class ExternalEngine:
         self._report(f"{error}\n{self._name} is started again")
         self._driver.start()
         self._is_started = True
-
-    def _check(self, found: Tensor, expected: Tensor, policy_version: int) -> None:
-        """Compare log-probabilities of the probe by the engine with those by the trainer."""
-        difference = float((found - expected).abs().nan_to_num(nan=torch.inf).mean())
-        if difference > self._tolerance:
-            raise RuntimeError(
-                f"{self._name} does not use the weights of policy version {policy_version} that were loaded: its "
-                f"log-probabilities of {len(found)} tokens differ from the trainer's by {difference:.3g} on average, "
-                f"and rounding explains {self._tolerance:g}; use another version of the engine, or rollout.engine: "
-                "native"
-            )
 
     def submit(self, request: Request, params: SamplingParams) -> int:
         """See `RolloutEngine`."""

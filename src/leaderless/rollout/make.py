@@ -28,9 +28,9 @@ from leaderless.planner.model_size import read_model_size
 from leaderless.rollout.apart.messages import Settings
 from leaderless.rollout.child_server import ChildServer
 from leaderless.rollout.engine import RolloutEngine
-from leaderless.rollout.external import PROBE_TOLERANCE, Driver, ExternalEngine
+from leaderless.rollout.external import Driver, ExternalEngine
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.serving import make_probe
+from leaderless.rollout.probe import PROBE_TOLERANCE, make_probe
 from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
 

@@ -20,10 +20,13 @@ from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, 
 from leaderless.rollout.kv_cache import LayerKeysValues, Segment, SegmentStore
 from leaderless.rollout.lean_forward import forward_of
 from leaderless.rollout.prefill_attention import PrefillAttention, PromptPart
+from leaderless.rollout.probe import PROBE_TOLERANCE, check_probe
 from leaderless.rollout.sampling import sample_tokens, uniform_noise
 from leaderless.rollout.segment_attention import DecodeAttention, Rounding, SharedPrompts, round_up
-from leaderless.weights.stream import WeightStream
+from leaderless.weights.stream import Probe, WeightStream
 
+REMEDY = "give models.ROLE.path the revision that the trainer has loaded, and report this if it has"
+"""What helps if the engine adds the trainer's adapters to other weights than the trainer."""
 PREFILL_TOKENS = 8192
 """Most tokens of a pass that reads prompts; a longer prompt is read in parts."""
 EXACT = Rounding(rows=1, tokens=1)
@@ -143,7 +146,23 @@ class NativeEngine:
             raise RuntimeError(f"{len(missing)} of the model's weights have not been sent, such as {min(missing)}")
         if self._graphs is not None:
             self._graphs = DecodeGraphs(self._pass)  # a graph reads from the memory of earlier weights
+        if weights.probe is not None:
+            self._check(weights.probe, weights.policy_version)
         self.policy_version = weights.policy_version
+
+    @torch.no_grad()
+    def _check(self, probe: Probe, policy_version: int) -> None:
+        """Compare what the model computes now with the trainer's log-probabilities of a text."""
+        segment = SegmentStore(self._rounding.rows, {}).add(len(probe.tokens), 0)
+        attention = PrefillAttention([PromptPart(segment, 0, len(probe.tokens))], self.device)
+        tokens, places = (
+            torch.tensor(list(one), device=self.device) for one in (probe.tokens, range(len(probe.tokens)))
+        )
+        scores = self._pass(tokens, places, attention, places[:-1]).log_softmax(1)
+        dtype = next(self.model.parameters()).dtype
+        tolerance = PROBE_TOLERANCE[str(dtype).removeprefix("torch.")]
+        found = scores.gather(1, tokens[1:, None])[:, 0]
+        check_probe("the native engine", found, probe, policy_version, tolerance, REMEDY)
 
     def _unread_waiting(self) -> None:
         """Have prompts read again for the responses that have not drawn their first token yet."""

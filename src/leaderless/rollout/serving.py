@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -11,21 +10,18 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import trim_host_memory
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.lora import is_adapter
 from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.probe import probe_of
 from leaderless.rollout.shard import ALONE, compared
 from leaderless.training.engine import AdaptedEngine, Trainable, TrainEngine
 from leaderless.weights.blocks import HeldWeights, Pool, Shape, everything
 from leaderless.weights.route import Route
 from leaderless.weights.stream import NO_VERSION, Probe, WeightStream, receive_weights
-
-PROBE_TOKENS = 32
-"""Length of the text whose log-probabilities show that an engine has the trainer's weights."""
 
 
 class Serving(Protocol):
@@ -290,23 +286,3 @@ def held_by(trainer: Trainable, *, is_merged: bool = False) -> HeldWeights:
     """
     weights = cast("AdaptedEngine", trainer).merged_weights() if is_merged else trainer.local_weights()
     return HeldWeights.of(weights, trainer.policy_version)
-
-
-def make_probe(num_tokens: int, max_tokens: int) -> list[int]:
-    """Make a text of at least two tokens, the same on every rank, that leaves one token of the context free."""
-    length = max(2, min(PROBE_TOKENS, max_tokens - 1))
-    digests = (hashlib.blake2b(f"0/0/{place}".encode(), digest_size=4).digest() for place in range(length))
-    return [(int.from_bytes(digest, "big") >> 1) % num_tokens for digest in digests]
-
-
-def probe_of(trainer: TrainEngine, tokens: Sequence[int]) -> Probe | None:
-    """The probe with a trainer's log-probabilities; None without a text. All ranks of the trainer call it together."""
-    if not tokens:
-        return None
-    prompt, scored = (
-        Jagged.from_lists([list(part)], torch.int64, axis)
-        for part, axis in ((tokens[:1], "prompt_tokens"), (tokens[1:], "tokens"))
-    )
-    mask = Jagged(torch.ones(len(tokens) - 1, dtype=torch.bool), scored.lengths, "tokens")
-    columns = {"prompt_tokens": prompt, "tokens": scored, "response_mask": mask}
-    return Probe(tokens, trainer.log_probs(Batch(torch.zeros(1, dtype=torch.int64), columns)).values)

@@ -169,13 +169,15 @@ def open_model(
             beat=lambda: None,
         )
         spec, dtype = engine_of(name), getattr(torch, source.config.compute_dtype)
+        has_adapters = source.config.lora is not None
         serving = Colocated(
             make_engine(name, setup),
             trainer,
             Pool(Layout((0,), 1), everything),
             dtype,
-            probe=setup.probe if spec.is_probed else (),
+            probe=setup.probe if spec.compares(has_adapters=has_adapters) else (),
             may_restart=spec.may_restart,
+            is_merged=has_adapters and not spec.takes_adapters,
         )
         try:
             yield Served(source.name, tokenizer, trainer.vocab_size, longest, serving)

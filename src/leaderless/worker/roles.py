@@ -22,7 +22,8 @@ from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_of
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
-from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, probe_of, shapes_of
+from leaderless.rollout.probe import probe_of
+from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, shapes_of
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import ModelRole
 from leaderless.stages.play import tools_of
@@ -162,7 +163,7 @@ class Roles:
             Pool(instance.layout, _placement(recipe)),
             getattr(torch, setup.model.compute_dtype),
             shard=setup.shard,
-            probe=setup.probe if spec.is_probed else (),
+            probe=setup.probe if self._is_probed(instance.role) else (),
             may_restart=spec.restarts_on(setup.layout),
             is_merged=_is_merged(instance, recipe),
         )
@@ -340,7 +341,9 @@ class Roles:
 
     def _is_probed(self, role: str) -> bool:
         """Whether the engines of a role compare the trainer's log-probabilities of a text with their own."""
-        return engine_of(next(one.engine for one in self._plan.instances if one.role == role)).is_probed
+        spec = engine_of(next(one.engine for one in self._plan.instances if one.role == role))
+        model = self._recipe.model_of(role)
+        return spec.compares(has_adapters=model is not None and model.lora is not None)
 
     def _log_probs(self, action: SyncWeights, source: Trainable | None) -> Tensor | None:
         """The trainer's log-probabilities of a probe, where an engine is to be asked for its own."""
