@@ -328,7 +328,7 @@ def test_a_row_that_cannot_be_used_is_named(row: Row, config: dict[str, str], me
 )
 def test_a_message_with_more_than_text_is_refused_where_it_is(part: Json, medium: str) -> None:
     messages: list[Json] = [{"role": "user", "content": [{"type": "text", "text": "How many?", "image": None}, part]}]
-    problem = f"data.train.prompt: x.jsonl:7: column 'prompt' holds a message with {medium}, but models read only text"
+    problem = f"data.train.prompt: x.jsonl:7: column 'prompt' holds a message with {medium}, which is not read"
     with pytest.raises(RecipeError, match=problem):
         encode({"prompt": messages}, Characters("template"))
 

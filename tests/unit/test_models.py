@@ -124,9 +124,11 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, empty_causal_lm, load_value_model])
-def test_a_model_of_images_is_refused_by_its_type(tmp_path: Path, load: Callable[[ModelConfig, str], object]) -> None:
-    transformers.Qwen3VLConfig().save_pretrained(tmp_path)
-    with pytest.raises(RecipeError, match=r"^models.policy: models of type qwen3_vl read images and text, which"):
+def test_a_model_of_images_of_another_family_is_refused(
+    tmp_path: Path, load: Callable[[ModelConfig, str], object]
+) -> None:
+    transformers.LlavaConfig().save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"^models.policy: models of type llava read images and text, which is suppo"):
         load(ModelConfig(path=str(tmp_path)), "policy")
 
 

@@ -22,7 +22,7 @@ from leaderless.checkpoint.reader import read_role_state, read_state
 from leaderless.checkpoint.shards import read_tensors
 from leaderless.config import RecipeError
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.decoder import load_value_model
+from leaderless.models.decoder import class_for, load_value_model
 from leaderless.models.lora import merge_adapters, write_adapters
 from leaderless.planner.adapters import CONFIG_FILE, described
 
@@ -62,6 +62,8 @@ def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False)
     else:
         _write_whole(source, partial, is_critic=state.is_value_model)
     AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(partial)
+    for file in source.glob("preprocessor_config.json"):
+        shutil.copy(file, partial)
     if out.exists():
         out.rmdir()
     partial.rename(out)
@@ -71,7 +73,8 @@ def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False)
 def _write_whole(source: Path, out: Path, *, is_critic: bool) -> None:
     """Write a model all of whose weights are in a checkpoint."""
     auto_class = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
-    model = _empty_model(auto_class, AutoConfig.from_pretrained(source, trust_remote_code=False))
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    model = _empty_model(class_for(config, auto_class, "models"), config)
     read_tensors(source, {f"weights.{name}": one.detach() for name, one in model.named_parameters()})
     if (source / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source)

@@ -35,6 +35,9 @@ class DatasetConfig(Section):
     """Column that holds the expected answer, for rewards that compare."""
     response: str | None = None
     """Column that holds the response to imitate, for supervised fine-tuning."""
+    images: str | None = None
+    """Column that holds the images of a prompt, for a model that sees them: a path or a data URL, or a list of these;
+    paths begin at the folder of the file. In the text `<image>` marks their places, or they come before it."""
     source: str | None = None
     """Column that names the source of a row; rewards may apply to some sources only."""
     template: str = "auto"
@@ -58,7 +61,7 @@ class DatasetConfig(Section):
         """Columns that rows keep; None for all."""
         if self.columns is None:
             return None
-        named = {self.prompt, self.answer, self.response, self.source} - {None}
+        named = {self.prompt, self.answer, self.response, self.images, self.source} - {None}
         try:
             fields = [field for _, field, _, _ in Formatter().parse(self.template) if field]
         except ValueError:
@@ -165,6 +168,12 @@ class DataConfig(Section):
     def has_responses(self) -> bool:
         """Whether the training data have responses to imitate."""
         return all(config.response is not None for config in self.train_sets().values())
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some prompts have images."""
+        held_out = [] if self.evaluation is None else [self.evaluation]
+        return any(config.images is not None for config in (*self.train_sets().values(), *held_out))
 
     def train_set_of(self, row: Mapping[str, Json]) -> TrainingSetConfig:
         """The dataset that a row of the training data was read from."""

@@ -93,5 +93,7 @@ class ModelConfig(ShorthandSection):
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     lora: LoraConfig | None = None
     """Train adapters of low rank, and leave the weights as they are; `lora: {}` for the defaults."""
+    freeze_vision: bool = False
+    """Leave the part that sees as it is, and train the layers for text alone; for models that see images."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave it off unless you have read that code."""

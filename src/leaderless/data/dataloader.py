@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 
@@ -13,6 +13,7 @@ from leaderless.data.batch import Batch
 from leaderless.data.cache import DataCache
 from leaderless.data.dataset import Feed, Progress, Prompt, TrainingSet, make_batch, open_dataset
 from leaderless.data.encode import RowEncoder, Tokenizer
+from leaderless.data.images import ImageReader
 from leaderless.data.order import Interleaving
 from leaderless.data.parquet import unpack
 from leaderless.data.requests import RequestSet
@@ -98,8 +99,8 @@ class Dataloader:
             chosen = {position: place for position, (turn, place) in places.items() if turn == number}
             taken = feed.take(list(chosen.values()))
             prompts |= zip(chosen, (self._named(prompt, number) for prompt in taken), strict=True)
-        in_order = [prompts[position] for position in mine]
-        batch = make_batch(mine, in_order, has_responses=self.recipe.data.has_responses)
+        in_order, data = [prompts[position] for position in mine], self.recipe.data
+        batch = make_batch(mine, in_order, has_responses=data.has_responses, has_images=data.has_images)
         done = zip(self.sets, feeds, turns.counts(begin + size), strict=True)
         return batch, {one.encoder.key: feed.epoch(passed) for one, feed, passed in done}
 
@@ -142,9 +143,10 @@ def open_training_set(
     recipe: Recipe,
     cache: DataCache,
     progress: Progress | None = None,
+    reader: Callable[[], ImageReader] | None = None,
 ) -> TrainingSet:
     """Open a dataset to train on; errors as of `open_source` and `open_dataset`. All ranks of the cache call it."""
-    encoder = RowEncoder(tokenizer, config, key, is_task=recipe.has_episodes)
+    encoder = RowEncoder(tokenizer, config, key, is_task=recipe.has_episodes, reader=reader)
     if recipe.online is not None:
         return RequestSet(encoder)
     if config.streaming:

@@ -19,7 +19,8 @@ from leaderless.data.background import ReadAhead
 from leaderless.data.balance import Int
 from leaderless.data.batch import Batch, Column, Jagged
 from leaderless.data.cache import Arrays, DataCache
-from leaderless.data.encode import Encoded, RowEncoder, all_overlong, fits, tokenizer_fingerprint
+from leaderless.data.encode import Encoded, RowEncoder, Written, all_overlong, fits, tokenizer_fingerprint
+from leaderless.data.images import pack_images
 from leaderless.data.order import Float, RowOrder
 from leaderless.data.rows import Row, RowSource
 
@@ -82,7 +83,7 @@ class Dataset(TrainingSet):
         """Read and tokenize rows by their numbers in the dataset."""
         values = [self.source.row(row) for row in rows]
         encoded = self.encoder.encode_all(values, [self.source.describe(row) for row in rows])
-        return [Prompt(*pair) for pair in zip(values, encoded, strict=True)]
+        return [Prompt(self.encoder.kept(row), tokens) for row, tokens in zip(values, encoded, strict=True)]
 
     @override
     def feed(self, seed: int, number: int, *, shuffle: bool) -> Feed:
@@ -108,12 +109,21 @@ class _DatasetFeed(Feed):
         return num_rows / len(self.dataset.rows)
 
 
-def make_batch(group_ids: Sequence[int], prompts: Sequence[Prompt], *, has_responses: bool) -> Batch:
-    """Prompts as a batch: `prompt_tokens` and `rows`, and `tokens` and `response_mask` if there are responses."""
+def make_batch(
+    group_ids: Sequence[int], prompts: Sequence[Prompt], *, has_responses: bool, has_images: bool = False
+) -> Batch:
+    """Prompts as a batch: `prompt_tokens` and `rows`, and other columns that the data have.
+
+    These are `images`, and `tokens` and `response_mask` if there are responses.
+    """
     columns: dict[str, Column] = {
         "prompt_tokens": Jagged.from_lists([p.encoded.prompt for p in prompts], torch.int64, "prompt_tokens"),
         "rows": tuple(p.row for p in prompts),
     }
+    if has_images:
+        packed = [pack_images(p.encoded.images) for p in prompts]
+        values = torch.from_numpy(np.frombuffer(b"".join(packed), dtype=np.uint8).copy())
+        columns["images"] = Jagged(values, torch.tensor([len(one) for one in packed], dtype=torch.int64), "image_bytes")
     if has_responses:
         tokens = Jagged.from_lists([p.encoded.response for p in prompts], torch.int64, "tokens")
         mask = Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens")
@@ -141,6 +151,7 @@ def open_dataset(
     # The first rank names the file.
     tokenizer = tokenizer_fingerprint(encoder.tokenizer) if cache.is_first and cache.folder else ""
     limits: list[Json] = [data.max_prompt_tokens, data.max_response_tokens, data.overlong, max_rows]
+    limits += [encoder.reader.fingerprint] if encoder.reader else []
     limits += [True] * (recipe.environment is not None)  # tasks have no prompts that could be too long
     origin: list[Json] = [leaderless.__version__, source.version(), tokenizer, config.model_dump(mode="json"), limits]
     scan = _Scan(source, encoder, recipe, cache, progress)
@@ -197,11 +208,16 @@ class _Scan:
                     self.progress(num_before + batch.stop - rows.start, num_before + len(rows))
         return kept
 
-    def _read(self, batch: range) -> tuple[list[Row], list[str], list[tuple[str, str]]]:
-        """Some rows, their places, and their prompts and responses."""
+    def _read(self, batch: range) -> tuple[list[Row], list[str], list[Written]]:
+        """Some rows, their places, and their prompts and responses. Damaged images are found here."""
         values = [self.source.row(index) for index in batch]
         places = [self.source.describe(index) for index in batch]
-        return values, places, list(map(self.encoder.texts, values, places))
+        texts = self.encoder.texts
+        return (
+            values,
+            places,
+            list(map(partial(texts, are_decoded=True) if self.encoder.reader else texts, values, places)),
+        )
 
 
 def _curriculum(config: DatasetConfig) -> CurriculumConfig | None:

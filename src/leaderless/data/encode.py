@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer as BackendTokenizer
 
 from leaderless.config import Json, RecipeError, nearest
 from leaderless.config.data import DataConfig, DatasetConfig
-from leaderless.data.media import other_than_text
+from leaderless.data.images import (
+    ImageReader,
+    PromptImage,
+    Sized,
+    decode_image,
+    expanded,
+    open_image,
+    placed,
+    read_image,
+)
+from leaderless.data.media import image_folder, other_than_text, with_places
 from leaderless.data.rows import Row
 
 
@@ -55,23 +65,49 @@ class Tokenizer(Protocol):
 class Encoded:
     """A row as token ids.
 
-    The response, to be imitated, ends with the end-of-sequence token; it is empty when the dataset names none.
+    The response, to be imitated, ends with the end-of-sequence token; it is empty when the dataset names none. Each
+    image has a token of the prompt for each of its parts.
     """
 
     prompt: list[int]
     response: list[int]
+    images: Sequence[PromptImage] = ()
+
+
+class Written(NamedTuple):
+    """A row as text: prompt and response, and the images of the prompt, with their rows and columns of tokens."""
+
+    prompt: str
+    response: str
+    place: str
+    pictures: Sequence[Sized] = ()
 
 
 class RowEncoder:
     """Makes prompts, and responses to imitate, of a dataset's rows."""
 
-    def __init__(self, tokenizer: Tokenizer, config: DatasetConfig, key: str, *, is_task: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: DatasetConfig,
+        key: str,
+        *,
+        is_task: bool = False,
+        reader: Callable[[], ImageReader] | None = None,
+    ) -> None:
         """Decide how prompts are written; `key` is the recipe's section, for errors.
 
         Rows that are tasks of an environment have no prompts: one token stands for that of each, until its episodes
-        have begun.
+        have begun. `reader` opens what the model says of images, where prompts have some.
         """
         self.tokenizer, self.config, self.key, self._is_task = tokenizer, config, key, is_task
+        self.reader: ImageReader | None = None
+        if config.images is not None:
+            if is_task:
+                raise self._refused(".images", "needs prompts, but these rows are tasks of an environment")
+            if reader is None:
+                raise self._refused(".images", "is not supported here: give prompts of text alone")
+            self.reader, self._folder = reader(), image_folder(config.path)
         if tokenizer.eos_token_id is None:
             raise RecipeError.at(
                 "models", "the tokenizer has no end-of-sequence token (eos_token), so that no response could ever end"
@@ -91,25 +127,49 @@ class RowEncoder:
         """The token ids of several rows; errors as of `texts`."""
         return self.encode_texts([self.texts(row, place) for row, place in zip(rows, places, strict=True)])
 
-    def encode_texts(self, texts: Sequence[tuple[str, str]]) -> list[Encoded]:
+    def encode_texts(self, texts: Sequence[Written]) -> list[Encoded]:
         """The token ids of the prompts and responses of rows; a fast tokenizer encodes them on all cores."""
         if self._is_task:
             assert self.tokenizer.eos_token_id is not None
             return [Encoded([self.tokenizer.eos_token_id], []) for _ in texts]
         is_plain = "{" in self.config.template or not self.is_chat  # a chat template writes special tokens itself
-        prompts = _encode_texts(self.tokenizer, [prompt for prompt, _ in texts], add_special_tokens=is_plain)
-        if self.config.response is None:
-            return [Encoded(prompt, []) for prompt in prompts]
-        assert self.tokenizer.eos_token_id is not None
-        end = [self.tokenizer.eos_token_id]
-        responses = _encode_texts(self.tokenizer, [response for _, response in texts], add_special_tokens=False)
-        return [Encoded(prompt, response + end) for prompt, response in zip(prompts, responses, strict=True)]
+        prompts = _encode_texts(self.tokenizer, [text.prompt for text in texts], add_special_tokens=is_plain)
+        responses: list[list[int]] = [[] for _ in texts]
+        if self.config.response is not None:
+            assert self.tokenizer.eos_token_id is not None
+            responses = _encode_texts(self.tokenizer, [text.response for text in texts], add_special_tokens=False)
+            responses = [[*response, self.tokenizer.eos_token_id] for response in responses]
+        return list(map(self._with_images, texts, prompts, responses))
 
-    def texts(self, row: Row, place: str) -> tuple[str, str]:
+    def _with_images(self, text: Written, prompt: list[int], response: list[int]) -> Encoded:
+        """A row as tokens, of which images have as many as they have parts."""
+        if self.reader is None:
+            return Encoded(prompt, response)
+        if taken := self.reader.reserved.intersection(response):
+            token = self.tokenizer.decode([min(taken)])
+            raise self._refused(".response", f"{text.place}: a response must not have '{token}', which marks images")
+        try:
+            tokens = expanded(prompt, self.reader, text.pictures)
+        except ValueError as error:
+            raise self._refused(".images", f"{text.place}: {error}") from error
+        return Encoded(tokens, response, placed(tokens, self.reader, text.pictures))
+
+    def kept(self, row: Row) -> Row:
+        """A row without its images, which have a column of their own."""
+        if self.config.images is None:
+            return row
+        return {name: value for name, value in row.items() if name != self.config.images}
+
+    def texts(self, row: Row, place: str, *, are_decoded: bool = False) -> Written:
         """Prompt and response of a row; the response is empty when the dataset names none.
 
+        Args:
+            row: The row.
+            place: Where it is, for errors.
+            are_decoded: Whether images are decoded, to find those that are damaged.
+
         Raises:
-            RecipeError: A column that is needed is missing or of the wrong type.
+            RecipeError: A column that is needed is missing or of the wrong type, or an image cannot be used.
         """
         for column in (self.config.answer, self.config.source):
             if column is not None:
@@ -117,28 +177,58 @@ class RowEncoder:
         for column in self.config.columns or ():
             if column not in row:
                 raise self._refused(".columns", f"{place} has no column '{column}'{nearest(column, row)}")
+        pictures = self._pictures(row, place, are_decoded=are_decoded)
         if self.config.response is None:
-            return self._prompt(row, place), ""
+            return Written(self._prompt(row, place, len(pictures)), "", place, pictures)
         response = self._value(row, self.config.response, place)
         if not isinstance(response, str):
             kind = type(response).__name__
             raise self._refused(".response", f"{place}: column '{self.config.response}' holds {kind}; it must be text")
-        return self._prompt(row, place), response
+        return Written(self._prompt(row, place, len(pictures)), response, place, pictures)
 
-    def _prompt(self, row: Row, place: str) -> str:
+    def _pictures(self, row: Row, place: str, *, are_decoded: bool) -> list[Sized]:
+        """The images of a row, with their rows and columns of tokens."""
+        if self.reader is None or self.config.images is None:
+            return []
+        if self.config.images not in row:
+            raise self._refused(".images", f"{place} has no column '{self.config.images}'")
+        value = row[self.config.images]
+        found: list[Sized] = []
+        for source in value if isinstance(value, list) else [] if value is None else [value]:
+            try:
+                data = read_image(source, self._folder)
+                picture = (decode_image if are_decoded else open_image)(data)
+                found.append((*self.reader.grid(picture.height, picture.width), data))
+            except ValueError as error:
+                raise self._refused(".images", f"{place}: {error}") from error
+        return found
+
+    def _prompt(self, row: Row, place: str, num_images: int) -> str:
         if self._is_task:
             return ""
         if "{" in self.config.template:
-            return self._fill(self.config.template, row, place)
+            return self._marked(self._fill(self.config.template, row, place), num_images, place)
         prompt = self._value(row, self.config.prompt, place)
         if self.is_chat:
-            return self._chat(self._messages(prompt, place), place)
+            return self._chat(self._messages(prompt, num_images, place), place)
         if not isinstance(prompt, str):
             what = f"column '{self.config.prompt}' holds {type(prompt).__name__}"
             raise self._refused(".prompt", f"{place}: {what}; without a chat template it must be text")
-        return prompt
+        return self._marked(prompt, num_images, place)
 
-    def _messages(self, prompt: Json, place: str) -> list[Json]:
+    def _marked(self, text: str, num_images: int, place: str) -> str:
+        """A prompt that is no chat, with the model's own mark for each image."""
+        if self.reader is None:
+            return text
+        try:
+            parts = with_places([{"content": text}], num_images)[0]["content"]
+        except ValueError as error:
+            raise self._refused(".images", f"{place}: {error}") from error
+        if not isinstance(parts, list):
+            return text
+        return "".join(str(part.get("text", self.reader.marker)) for part in parts if isinstance(part, dict))
+
+    def _messages(self, prompt: Json, num_images: int, place: str) -> list[Json]:
         messages: list[Json] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
         if isinstance(prompt, list) and all(_is_message(message) for message in prompt):
             messages = list(prompt)
@@ -146,9 +236,17 @@ class RowEncoder:
             what = "text, or a list of messages that each have a 'role' and a 'content'"
             raise self._refused(".prompt", f"{place}: column '{self.config.prompt}' must hold {what}")
         for message in messages:
-            if isinstance(message, dict) and (medium := other_than_text(message)):
+            if isinstance(message, dict) and (medium := other_than_text(message, has_images=self.reader is not None)):
                 what = f"column '{self.config.prompt}' holds a message with {medium}"
-                raise self._refused(".prompt", f"{place}: {what}, but models read only text: leave such rows out")
+                remedy = "leave such rows out"
+                if medium == "an image":
+                    remedy += f", or name the column of images in {self.key}.images, for a model that sees them"
+                raise self._refused(".prompt", f"{place}: {what}, which is not read: {remedy}")
+        if self.reader is not None:
+            try:
+                messages = [dict(one) for one in with_places([m for m in messages if isinstance(m, dict)], num_images)]
+            except ValueError as error:
+                raise self._refused(".images", f"{place}: {error}") from error
         return [{"role": "system", "content": self.config.system}, *messages] if self.config.system else messages
 
     def _chat(self, messages: Sequence[Json], place: str) -> str:

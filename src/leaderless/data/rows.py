@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from bisect import bisect_right
@@ -156,7 +157,7 @@ def plain_row(values: Mapping[str, object], place: str) -> Row:
     row: Row = {}
     for column, value in values.items():
         try:
-            row[column] = json.loads(json.dumps(value, default=_as_text))
+            row[column] = json.loads(json.dumps(_with_text_of_images(value), default=_as_text))
         except (TypeError, ValueError) as error:
             raise RecipeError.at(
                 "data",
@@ -164,6 +165,15 @@ def plain_row(values: Mapping[str, object], place: str) -> Row:
                 "leave it out of the file, or name the others in `columns`",
             ) from error
     return row
+
+
+def _with_text_of_images(value: object) -> object:
+    """A value with the files of images, as the library `datasets` writes them into Parquet files, in base64."""
+    if isinstance(value, list):
+        return [_with_text_of_images(one) for one in value] if any(isinstance(one, dict) for one in value) else value
+    if isinstance(value, dict) and value.keys() == {"bytes", "path"} and isinstance(data := value["bytes"], bytes):
+        return {**value, "bytes": base64.b64encode(data).decode()}
+    return value
 
 
 def file_fingerprint(path: Path) -> str:

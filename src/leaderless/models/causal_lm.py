@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
+from leaderless.data.images import PromptImage
 from leaderless.models.attention import Attention
 from leaderless.models.decoder import Decoder, empty_decoder, load_decoder
 from leaderless.models.products import linear_in_float32
 from leaderless.models.scoring import Entropy, score_tokens
 from leaderless.models.sums import copied
+from leaderless.models.support import sees_images
+
+if TYPE_CHECKING:
+    from leaderless.models.seen import Seen
+    from leaderless.models.vision import Pixels
 
 
 @dataclass(frozen=True)
@@ -42,28 +51,72 @@ class CausalLM(Decoder):
         targets: Tensor | None = None,
         temperature: float | Tensor = 1.0,
         entropy: Entropy = "value",
+        images: Pixels | Seen | None = None,
     ) -> Tensor | TokenOutputs:
         """Compute logits [R, vocabulary] float32 at selected tokens, or scores of the targets, [R] int64, that follow.
 
         The first arguments are those of `Decoder.hidden_states`; the temperature, one for all or [R], divides the
-        logits.
+        logits. A model that sees images gets them, or what it has seen of them.
         """
-        hidden = self.hidden_states(tokens, positions, attention, select)
-        head = cast("nn.Linear", self.model.get_output_embeddings())
+        seen = () if images is None else (images,)
+        hidden = self.hidden_states(tokens, positions, attention, select, *seen)
         part = self.vocabulary_part
         if targets is None:
             assert part is None, "engines that generate have all words"
-            return linear_in_float32(hidden, head.weight, head.bias)
+            return self.logits(hidden)
         if part is not None:
             hidden = copied(hidden, part.peers)
-        return TokenOutputs(*score_tokens(hidden, head, targets, temperature, entropy, part))
+        return TokenOutputs(*score_tokens(hidden, self.head, targets, temperature, entropy, part, self.offsets))
+
+    @property
+    def head(self) -> nn.Linear:
+        """The layer that computes logits."""
+        return cast("nn.Linear", self.model.get_output_embeddings())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute [R, vocabulary] float32 logits from [R, hidden_size]."""
+        return linear_in_float32(hidden, self.head.weight, self.head.bias if self.offsets is None else self.offsets)
+
+    def seen(self, images: Sequence[PromptImage], device: torch.device) -> Seen:  # noqa: ARG002
+        """Compute what is seen of images, each whole, at the tokens that stand for their parts."""
+        raise RuntimeError(f"{len(images)} images are given, but the model reads text alone")
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """[vocabulary] what is added to logits besides; None for nothing."""
+        return None
+
+    def pixels(self, images: Sequence[PromptImage], tokens: Tensor) -> Pixels | None:  # noqa: ARG002
+        """What the model needs of the images of a pass; None for a model of text.
+
+        Args:
+            images: Images in the order of their tokens.
+            tokens: [T] int64 tokens of the pass.
+
+        Raises:
+            RuntimeError: The tokens that stand for images are not those of the images.
+        """
+        if images:
+            raise RuntimeError(f"a pass has {len(images)} images, but the model reads text alone")
+        return None
 
 
 def load_causal_lm(config: ModelConfig, role: str) -> CausalLM:
     """Load a language model; see `load_decoder`."""
-    return CausalLM(load_decoder(AutoModelForCausalLM, config, role))
+    return _made(load_decoder(AutoModelForCausalLM, config, role), config, role)
 
 
 def empty_causal_lm(config: ModelConfig, role: str) -> CausalLM:
     """Make a language model whose weights have only names and shapes; see `empty_decoder`."""
-    return CausalLM(empty_decoder(AutoModelForCausalLM, config, role))
+    return _made(empty_decoder(AutoModelForCausalLM, config, role), config, role)
+
+
+def _made(model: PreTrainedModel, config: ModelConfig, role: str) -> CausalLM:
+    if sees_images(model.config):
+        from leaderless.models.vision import VisionLM, open_reader
+
+        return VisionLM(model, open_reader(config, role), freezes_vision=config.freeze_vision)
+    if config.freeze_vision:
+        reason = f"models of type {model.config.model_type} read text alone, so that there is nothing to freeze"
+        raise RecipeError.at(f"models.{role}.freeze_vision", reason)
+    return CausalLM(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -22,10 +24,12 @@ from transformers.utils import logging as transformers_logging
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.hub import unreachable_hub
+from leaderless.data.images import PromptImage
 from leaderless.models.attention import ATTENTION_NAME, Attention, check_window
 from leaderless.models.lora import add_adapters, trained_weights
 from leaderless.models.recomputing import recompute_layers, recomputed_layers
-from leaderless.models.support import check_reads_text, check_settings, check_supported
+from leaderless.models.shared_prompts import Family
+from leaderless.models.support import attention_names, check_family, check_settings, check_supported, sees_images
 from leaderless.models.vocabulary import VocabularyPart
 
 if TYPE_CHECKING:
@@ -57,6 +61,11 @@ class Decoder(nn.Module):
         has_types = getattr(described, "layer_types", None) is not None
         self._sliding_window: int | None = None if has_types else getattr(described, "sliding_window", None)
 
+    @property
+    def text_model(self) -> nn.Module:
+        """The layers, with the embeddings of tokens and the last norm."""
+        return cast("nn.Module", self.model.base_model)
+
     def hidden_states(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
         """Compute hidden states [R, hidden_size] of selected tokens, in the type in which the layers compute.
 
@@ -69,6 +78,15 @@ class Decoder(nn.Module):
         )
         hidden: Tensor = output.last_hidden_state.squeeze(0).index_select(0, select)
         return hidden
+
+    def positions(
+        self,
+        positions: Tensor,
+        families: Sequence[Family],  # noqa: ARG002
+        images: Sequence[PromptImage],  # noqa: ARG002
+    ) -> Tensor:
+        """Positions of tokens as the layers take them, from [T] int64 places in their samples."""
+        return positions
 
     def train(self, mode: bool = True) -> Self:
         """Let layers recompute their activations in a backward pass, if they were asked to; the mode changes no number.
@@ -84,6 +102,10 @@ class Decoder(nn.Module):
     def float32_modules(self) -> list[nn.Module]:
         """List modules that always compute in float32."""
         return []
+
+    def is_frozen(self, name: str) -> bool:  # noqa: ARG002
+        """Whether training leaves one of `trained_weights` as it is."""
+        return False
 
     def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The weights that training changes, by their names in `transformers`; see `lora.trained_weights`."""
@@ -130,13 +152,12 @@ def load_decoder(
     try:
         with _loading():
             described = _described(config)
-            check_reads_text(described, key)
             check_settings(described, key)
-            model, info = auto_class.from_pretrained(
+            model, info = class_for(described, auto_class, key).from_pretrained(
                 config.path,
                 revision=config.revision,
                 dtype=torch.float32,
-                attn_implementation=ATTENTION_NAME,
+                attn_implementation=attention_names(described),
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
@@ -166,6 +187,16 @@ def load_decoder(
     return model
 
 
+def class_for(described: PreTrainedConfig, auto_class: type[AutoModel], key: str) -> type[AutoModel]:
+    """The class of `transformers` that loads a model: another one if it sees images."""
+    check_family(described, key)
+    if not sees_images(described):
+        return auto_class
+    if auto_class is not AutoModelForCausalLM:
+        raise RecipeError.at(key, f"models of type {described.model_type} have no scalar head: choose a model of text")
+    return cast("type[AutoModel]", AutoModelForImageTextToText)
+
+
 def load_model_config(config: ModelConfig, role: str) -> PreTrainedConfig:
     """Read the description of a model.
 
@@ -192,18 +223,17 @@ def empty_decoder(auto_class: type[AutoModel], config: ModelConfig, role: str) -
 
     What it computes from its description, such as the frequencies of positions, has values.
     """
-    described = load_model_config(config, role)
-    check_reads_text(described, f"models.{role}")
+    described, key = load_model_config(config, role), f"models.{role}"
     with _without_weights():
-        model: PreTrainedModel = auto_class.from_config(
+        model: PreTrainedModel = class_for(described, auto_class, key).from_config(
             described,
             dtype=torch.float32,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=attention_names(described),
             trust_remote_code=config.trust_remote_code,
         )
-        add_adapters(model, config, f"models.{role}")
+        add_adapters(model, config, key)
     model.requires_grad_(False)
-    _prepare(model.eval(), f"models.{role}", gradient_checkpointing=False)
+    _prepare(model.eval(), key, gradient_checkpointing=False)
     return model
 
 

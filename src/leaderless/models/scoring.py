@@ -64,13 +64,15 @@ def score_tokens(
     temperature: float | Tensor,
     entropy: Entropy,
     part: VocabularyPart | None = None,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute [R] log-probabilities of tokens, and [R] entropies of the distributions they were drawn from.
 
     The tokens, targets [R] int64, are predicted at the hidden states [R, hidden_size]. The temperature is that of all
     tokens, or [R] float32, above 0. Results are at least float32; without entropies the latter are [0]. Where the head
     has a part of the words only, so has each of the ranks with the others, and together they compute the same results.
-    A gradient of the hidden states is an addend of each rank then.
+    A gradient of the hidden states is an addend of each rank then. To the logits, offsets [vocabulary] may be added in
+    place of a bias of the head.
     """
     vocabulary = head.weight.shape[0]
     # Where weights are converted to float32 for each chunk, large chunks are the faster ones.
@@ -83,8 +85,9 @@ def score_tokens(
     are_here = None
     if part is not None:
         targets, are_here = part.locate(targets)
+    bias = head.bias if offsets is None else offsets.to(torch.promote_types(hidden.dtype, torch.float32))
     settings = _Settings(temperature, entropy, is_training, rows, num_kept, part, are_here)
-    log_probs, entropies = _Scores.apply(hidden, head.weight, head.bias, targets, settings)  # type: ignore[no-untyped-call]
+    log_probs, entropies = _Scores.apply(hidden, head.weight, bias, targets, settings)  # type: ignore[no-untyped-call]
     return log_probs, entropies
 
 
@@ -141,7 +144,9 @@ class _Scores(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         # Sums over many tokens, in bfloat16 too, need the precision of float32.
         grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(ctx.bias, dtype=dtype) if ctx.bias is not None else None
+        grad_bias = None
+        if ctx.bias is not None and ctx.needs_input_grad[2]:
+            grad_bias = torch.zeros_like(ctx.bias, dtype=dtype)
         for number, chunk in enumerate(settings.chunks(len(hidden))):
             divisor = settings.divisor(chunk)
             factor = grad_log_probs[chunk] / -divisor

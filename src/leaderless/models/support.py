@@ -16,6 +16,8 @@ from transformers import (
 from leaderless.config import RecipeError
 from leaderless.models.attention import ATTENTION_NAME, Attention, PackedAttention
 
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Types of the models of images and text that are supported."""
 _LENGTHS = (5, 9)
 """Lengths of the two sequences with which a model is tried."""
 _TOLERANCE = 1e-2
@@ -36,21 +38,34 @@ def check_supported(model: PreTrainedModel, key: str) -> None:
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         problem = f"a forward pass fails: {error}"
     finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(attention_names(model.config))
         model.train(was_training)
     if problem:
         raise RecipeError.at(key, f"models of type {model.config.model_type} are not supported: {problem}")
 
 
-def check_reads_text(described: PreTrainedConfig, key: str) -> None:
-    """Refuse a model of images and text, by its description, unless its family has a language model by itself."""
+def sees_images(described: PreTrainedConfig) -> bool:
+    """Whether a model sees images and is supported, by its description."""
+    return described.model_type in SEEING
+
+
+def check_family(described: PreTrainedConfig, key: str) -> None:
+    """Refuse a model of images and text, by its description, unless its family is supported or has a language model."""
     kind = type(described)
-    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    is_of_text = kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or kind in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not (is_of_text or sees_images(described)):
         raise RecipeError.at(
             key,
-            f"models of type {described.model_type} read images and text, which is not supported: give a model of text "
-            "alone",
+            f"models of type {described.model_type} read images and text, which is supported for {', '.join(SEEING)}: "
+            "give one of these, or a model of text alone",
         )
+
+
+def attention_names(described: PreTrainedConfig) -> str | dict[str, str]:
+    """Names of the attention of a model and of its parts; a vision tower keeps that of torch."""
+    if not sees_images(described):
+        return ATTENTION_NAME
+    return {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
 def check_settings(described: PreTrainedConfig, key: str) -> None:

@@ -33,6 +33,7 @@ class RolloutEngineSpec:
             `recompute`; empty if it can take weights only between requests.
         takes_adapters: Whether it computes with adapters of low rank itself, so that only these are sent to it; else it
             is sent weights with the adapters merged in.
+        takes_images: Whether prompts may have images.
         works_in_steps: Whether it works only while it takes a step, so that other ranks may use its device in between.
     """
 
@@ -43,6 +44,7 @@ class RolloutEngineSpec:
     is_probed: bool = False
     updates: tuple[str, ...] = ()
     takes_adapters: bool = False
+    takes_images: bool = False
     works_in_steps: bool = True
 
     def compares(self, *, has_adapters: bool) -> bool:
@@ -57,7 +59,11 @@ class RolloutEngineSpec:
 ENGINES = Declarations("engine", RolloutEngineSpec, "@leaderless.rollout_engine(...)")
 BUILTIN_ENGINES = {
     "native": RolloutEngineSpec(
-        "leaderless.rollout.make:make_native", keeps_weights=False, updates=UPDATES, takes_adapters=True
+        "leaderless.rollout.make:make_native",
+        keeps_weights=False,
+        updates=UPDATES,
+        takes_adapters=True,
+        takes_images=True,
     ),
     "vllm": RolloutEngineSpec(
         "leaderless.rollout.make:make_vllm",
@@ -84,6 +90,7 @@ def rollout_engine(
     may_restart: bool = False,
     is_probed: bool = False,
     updates: Sequence[str] = (),
+    takes_images: bool = False,
 ) -> Callable[[Function], Function]:
     """Declare a function as one that makes a rollout engine, which recipes name as `package.module:function`.
 
@@ -97,6 +104,7 @@ def rollout_engine(
         is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
         updates: What can become of keys and values when it is given new weights while requests are in progress: `keep`,
             `recompute`; empty if it can take weights only between requests.
+        takes_images: Whether it takes requests whose prompts have images.
 
     Raises:
         ValueError: An axis or an update is unknown.
@@ -107,7 +115,15 @@ def rollout_engine(
             raise ValueError(f"@rollout_engine(updates={list(updates)}): '{update}' is none of {', '.join(UPDATES)}")
 
     def declare(function: Function) -> Function:
-        spec = RolloutEngineSpec(name_of(function), tuple(axes), keeps_weights, may_restart, is_probed, tuple(updates))
+        spec = RolloutEngineSpec(
+            name_of(function),
+            tuple(axes),
+            keeps_weights,
+            may_restart,
+            is_probed,
+            tuple(updates),
+            takes_images=takes_images,
+        )
         return ENGINES.declare(function, spec)
 
     return declare
@@ -129,7 +145,13 @@ def check_engines(recipe: Recipe, instances: Sequence[RoleInstance], nodes: Sequ
         RecipeError: There is no such engine, or it is not declared to span ranks along an axis.
     """
     engines = {instance.role: instance.engine for instance in instances}
-    axes = {role: engine_of(name, recipe.key_of(KEY, role)).axes for role, name in engines.items()}
+    specs = {role: engine_of(name, recipe.key_of(KEY, role)) for role, name in engines.items()}
+    axes = {role: spec.axes for role, spec in specs.items()}
+    for role in [role for role, spec in specs.items() if recipe.data.has_images and not spec.takes_images]:
+        able = " or ".join(name for name, spec in BUILTIN_ENGINES.items() if spec.takes_images)
+        raise RecipeError.at(
+            recipe.key_of(KEY, role), f"'{engines[role]}' takes no images, which prompts have (data): choose {able}"
+        )
     for node, role in [(one, role) for one in nodes for role, use in one.uses if use == "generate"]:
         wrong = " and ".join(axis for axis in node.layout.axes if axis not in ("dp", *axes[role]))
         if wrong:

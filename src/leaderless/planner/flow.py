@@ -14,6 +14,7 @@ from leaderless.workflow import (
     DATA_COLUMNS,
     DATA_RESPONSE_COLUMNS,
     EPISODE_IDS,
+    IMAGES,
     IS_GREEDY,
     Node,
     Workflow,
@@ -158,8 +159,9 @@ class Flow:
 
     def _ordered_writers(self) -> dict[str, list[str]]:
         """The nodes that write each column, in order; two without an order are refused."""
-        provided = DATA_COLUMNS + (DATA_RESPONSE_COLUMNS if self.recipe.data.has_responses else ())
-        found = {column: [DATA] for column in provided}
+        data = self.recipe.data
+        responses, images = (*DATA_RESPONSE_COLUMNS,) * data.has_responses, (IMAGES,) * data.has_images
+        found = {column: [DATA] for column in (*DATA_COLUMNS, *responses, *images)}
         for name, columns in self.writes.items():
             for column in columns:
                 found.setdefault(column, []).append(name)

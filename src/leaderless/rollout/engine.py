@@ -7,8 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 from leaderless.config.rollout import SamplingConfig
+from leaderless.data.batch import Batch
 from leaderless.data.encode import Tokenizer
+from leaderless.data.images import PromptImage, unpack_images
 from leaderless.weights.stream import WeightStream
+from leaderless.workflow.columns import IMAGES
 
 FinishReason = Literal["stop", "length", "aborted"]
 """`stop` for an end token or a stop text, `length` for a response that was cut off, `aborted` for any other."""
@@ -54,6 +57,7 @@ class Request:
         prompt: Token ids, at least one.
         sample_ids: One number for each response; with the seed they determine what the native engine samples.
         begun: Earlier parts of the responses, if aborted ones are resumed; empty if all are new.
+        images: Images of the prompt, which has tokens for their parts.
         conversation: Number of the conversation that the request continues. An engine may keep the keys and values of
             its tokens until `RolloutEngine.forget`; None if no request follows.
     """
@@ -62,12 +66,15 @@ class Request:
     sample_ids: Sequence[int]
     begun: Sequence[Completion] = ()
     conversation: int | None = None
+    images: tuple[PromptImage, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt or not self.sample_ids:
             raise ValueError("a request needs a prompt of at least one token, and at least one sample id")
         if self.conversation is not None and len(self.sample_ids) > 1:
             raise ValueError(f"a turn of a conversation has one response, but {len(self.sample_ids)} are asked for")
+        if self.conversation is not None and self.images:
+            raise ValueError("a conversation with images cannot be kept")
         if self.begun and len(self.begun) != len(self.sample_ids):
             raise ValueError(f"a request for {len(self.sample_ids)} responses resumes {len(self.begun)}")
         for completion in self.begun:
@@ -190,6 +197,15 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release memory and stop helper processes."""
+
+
+def prompts_of(batch: Batch) -> list[tuple[list[int], tuple[PromptImage, ...]]]:
+    """List the token ids and the images of each prompt of a batch."""
+    prompts = batch.jagged("prompt_tokens").to_lists()
+    if IMAGES not in batch:
+        return [(prompt, ()) for prompt in prompts]
+    packed = batch.jagged(IMAGES).rows()
+    return [(prompt, unpack_images(one.numpy().tobytes())) for prompt, one in zip(prompts, packed, strict=True)]
 
 
 def generate(

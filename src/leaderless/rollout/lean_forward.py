@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,30 @@ from leaderless.data.errors import is_out_of_memory
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.lora import LoraLinear
-from leaderless.models.products import linear_for_few, linear_in_float32
+from leaderless.models.products import linear_for_few
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from leaderless.models.seen import Seen
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl")
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-Forward = Callable[[Tensor, Tensor, Attention, Tensor], Tensor]
-"""From tokens [T], positions [T], their attention and selected tokens [R] to [R, vocabulary] float32 logits."""
+
+
+class Forward(Protocol):
+    """A way through a model without a gradient."""
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor, *, images: Seen | None = None
+    ) -> Tensor:
+        """Compute [R, vocabulary] float32 logits.
+
+        Tokens are [T], positions [T] or, as of `grid_positions`, [3, T], and selected tokens [R]; `images` is what is
+        seen at some of the tokens.
+        """
 
 
 def forward_of(model: CausalLM, *, enable_compile: bool) -> Forward:
@@ -36,9 +52,10 @@ def forward_of(model: CausalLM, *, enable_compile: bool) -> Forward:
     config = model.model.config
     if config.model_type not in FAMILIES:
         return cast("Forward", model)
-    layers = model.model.base_model.layers
+    text = cast("PreTrainedModel", model.text_model)
+    layers = text.layers
     head_dim = layers[0].self_attn.head_dim
-    turned = 2 * len(model.model.base_model.rotary_emb.inv_freq)
+    turned = 2 * len(text.rotary_emb.inv_freq)
     has_window = any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in layers)
     return cast("Forward", model) if has_window or turned != head_dim else LeanForward(model, enable_compile)
 
@@ -50,20 +67,25 @@ class LeanForward:
         self._model = model
         self._project, self._finish = (_compiled(project), _compiled(finish)) if enable_compile else (project, finish)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor, *, images: Seen | None = None
+    ) -> Tensor:
         """See `Forward`."""
-        base = self._model.model.base_model
+        base = cast("PreTrainedModel", self._model.text_model)
         hidden = base.embed_tokens(tokens)
-        cosine, sine = (values.squeeze(0).unsqueeze(1) for values in base.rotary_emb(hidden, positions.unsqueeze(0)))
+        if images is not None:
+            hidden = images.embed(hidden)
+        cosine, sine = (values.squeeze(0).unsqueeze(1) for values in base.rotary_emb(hidden, positions.unsqueeze(-2)))
         half = sine.shape[-1] // 2
         sine = torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)
         for number, layer in enumerate(base.layers):
             query, key, value = self._project(layer, hidden, cosine, sine)
             attended = attention.attend(number, query, key, value, layer.self_attn.scaling)
             hidden = self._finish(layer, hidden, attended)
+            if images is not None:
+                hidden = images.add(number, hidden)
         hidden = normalize(base.norm, hidden.index_select(0, select))
-        head = cast("nn.Linear", self._model.model.get_output_embeddings())
-        return linear_in_float32(hidden, head.weight, head.bias)
+        return self._model.logits(hidden)
 
 
 def project(layer: nn.Module, hidden: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.encode import Tokenizer
+from leaderless.data.images import PromptImage
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
+from leaderless.models.seen import Seen, grid_positions
+from leaderless.models.shared_prompts import Family
 from leaderless.rollout.conversations import Conversations
 from leaderless.rollout.cuda_graphs import DecodeGraphs
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
@@ -39,6 +42,7 @@ class _Prompt:
     """A prompt with the tokens from which a response is resumed, and the responses that continue it."""
 
     tokens: tuple[int, ...]
+    images: tuple[PromptImage, ...] = ()
     num_known: int = 0  # first tokens that need not be read for the next response
     waiting: deque[_Sequence] = field(default_factory=deque)
     num_left: int = 0  # responses that have not ended
@@ -46,6 +50,25 @@ class _Prompt:
     segment: Segment | None = None  # None until the prompt has been read
     num_loads: int = 0  # how often weights had been loaded when it was read
     logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [vocabulary] float32, for the first token
+    saved: int = field(init=False)  # positions that images save, as they have more tokens than that
+
+    def __post_init__(self) -> None:
+        self.saved = sum(image.num_saved for image in self.images)
+
+    @property
+    def key(self) -> _Key:
+        """What prompts have in common that are read once: the same tokens may be those of other images."""
+        return self.tokens, self.images
+
+    def positions(self, begin: int, count: int) -> Tensor:
+        """Positions [count] of some tokens of it, and of what continues it, or [3, count] if it has images."""
+        if not self.images:
+            return torch.arange(begin, begin + count)
+        places = torch.arange(max(begin + count, len(self.tokens)))
+        return grid_positions(places, [Family(len(places), ())], self.images)[:, begin : begin + count]
+
+
+_Key = tuple[tuple[int, ...], tuple[PromptImage, ...]]
 
 
 @dataclass(eq=False)
@@ -116,7 +139,7 @@ class NativeEngine:
 
     def _reset(self) -> None:
         self._continuing: deque[_Prompt] = deque()  # next turns of conversations that are kept; they are read first
-        self._unread: dict[tuple[int, ...], _Prompt] = {}
+        self._unread: dict[_Key, _Prompt] = {}
         self._read: deque[_Prompt] = deque()
         self._deltas: list[Delta] = []
         shapes: dict[int, LayerKeysValues] = {}
@@ -166,9 +189,9 @@ class NativeEngine:
 
     def _unread_waiting(self) -> None:
         """Have prompts read again for the responses that have not drawn their first token yet."""
-        again: dict[tuple[int, ...], _Prompt] = {}
+        again: dict[_Key, _Prompt] = {}
         for prompt in self._read:
-            fresh = again.setdefault(prompt.tokens, _Prompt(prompt.tokens))
+            fresh = again.setdefault(prompt.key, _Prompt(*prompt.key))
             for sequence in prompt.waiting:
                 sequence.prompt = fresh
             fresh.waiting += prompt.waiting
@@ -176,8 +199,8 @@ class NativeEngine:
             self._leave(prompt, len(prompt.waiting))
             prompt.waiting, prompt.logits = deque(), torch.empty(0)
         self._read.clear()
-        for tokens, prompt in self._unread.items():
-            fresh = again.setdefault(tokens, prompt)
+        for key, prompt in self._unread.items():
+            fresh = again.setdefault(key, prompt)
             if fresh is not prompt:
                 for sequence in prompt.waiting:
                     sequence.prompt = fresh
@@ -201,12 +224,12 @@ class NativeEngine:
             if len(completion.tokens) >= params.max_tokens:
                 self._deltas.append(Delta(number, sibling, (), (), "length"))
                 continue
-            tokens = (*request.prompt, *completion.tokens)
+            fresh = _Prompt((*request.prompt, *completion.tokens), request.images)
             if request.conversation in self._kept:
-                prompt = _Prompt(tokens)
+                prompt = fresh
                 self._continuing.append(prompt)
             else:
-                prompt = self._unread.setdefault(tokens, _Prompt(tokens))  # other requests may have the same prompt
+                prompt = self._unread.setdefault(fresh.key, fresh)  # other requests may have the same prompt
             sequence = _Sequence(number, sibling, sample_id, completion, params, prompt, request.conversation)
             prompt.waiting.append(sequence)
             prompt.num_left += 1
@@ -221,7 +244,7 @@ class NativeEngine:
                 sequence.prompt.waiting.remove(sequence)
             self._deltas.append(Delta(request, sequence.sibling, (), (), "aborted"))
             self._release(sequence)
-        self._unread = {tokens: prompt for tokens, prompt in self._unread.items() if prompt.waiting}
+        self._unread = {key: prompt for key, prompt in self._unread.items() if prompt.waiting}
         self._continuing, self._read = (
             deque(prompt for prompt in prompts if prompt.waiting) for prompts in (self._continuing, self._read)
         )
@@ -340,7 +363,7 @@ class NativeEngine:
             if self._continuing:
                 self._continuing.popleft()
             else:
-                del self._unread[prompt.tokens]
+                del self._unread[prompt.key]
             if num_known and conversation is not None:
                 prompt.num_known = num_known
                 prompt.segment = self._kept.resume(conversation, num_known, prompt.tokens)
@@ -354,33 +377,52 @@ class NativeEngine:
         Returns:
             [n, vocabulary] float32 logits of the last tokens that were read.
         """
-        parts: list[tuple[PromptPart, Sequence[int]]] = []
+        parts: list[_Part] = []
         for prompt in prompts:
             first = prompt.num_known + begin
-            part = prompt.tokens[first : first + PREFILL_TOKENS]
+            tokens = prompt.tokens[first : first + PREFILL_TOKENS]
             assert prompt.segment is not None
-            parts.append((PromptPart(prompt.segment, first, len(part)), part))
+            parts.append(_Part(PromptPart(prompt.segment, first, len(tokens)), tokens, prompt))
         return self._read_pass(parts)
 
-    def _read_pass(self, texts: Sequence[tuple[PromptPart, Sequence[int]]]) -> Tensor:
+    def _read_pass(self, texts: Sequence[_Part]) -> Tensor:
         """Read the tokens of parts, of which those that begin a text are the first; see `_read_parts`."""
-        parts, tokens = [part for part, _ in texts], [token for _, own in texts for token in own]
-        positions = torch.cat([torch.arange(part.position, part.position + part.count) for part in parts])
+        parts, tokens = [text.part for text in texts], [token for text in texts for token in text.tokens]
+        each = [text.prompt.positions(text.part.position, text.part.count) for text in texts]
+        if any(one.ndim > 1 for one in each):
+            each = [one.expand(3, -1) for one in each]
         last = torch.tensor([part.count for part in parts]).cumsum(0) - 1
-        return self._forward(torch.tensor(tokens), positions, PrefillAttention(parts, self.device), last)
+        attention = PrefillAttention(parts, self.device)
+        return self._forward(torch.tensor(tokens), torch.cat(each, -1), attention, last, self._seen(texts))
+
+    def _seen(self, texts: Sequence[_Part]) -> Seen | None:
+        """What is seen at those tokens of a pass that stand for parts of images."""
+        images: list[PromptImage] = []
+        is_read: list[bool] = []
+        begin = 0
+        for part, tokens, prompt in texts:
+            for image in prompt.images:
+                places = range(image.place - part.position, image.place - part.position + image.num_tokens)
+                own = [0 <= place < len(tokens) for place in places]
+                if any(own):
+                    images.append(image.moved(begin - part.position))
+                    is_read += own
+            begin += len(tokens)
+        return self.model.seen(images, self.device).only(torch.tensor(is_read, device=self.device)) if images else None
 
     def _read_again(self) -> None:
         """Compute the keys and values of all active responses, and of their prompts, with the weights of now."""
-        texts: dict[Segment, tuple[Segment | None, Sequence[int]]] = {}
+        texts: dict[Segment, tuple[Segment | None, Sequence[int], _Prompt]] = {}
         for segment, sequence in self._active.items():
             prompt, tokens = sequence.prompt, sequence.completion.tokens
             prompt.num_loads, new = self._num_loads, tokens[len(tokens) + len(prompt.tokens) - sequence.num_tokens : -1]
             if prompt.is_shared and prompt.segment is not None:
-                texts[prompt.segment] = None, prompt.tokens
-            texts[segment] = (prompt.segment, new) if prompt.is_shared else (None, (*prompt.tokens, *new))
+                texts[prompt.segment] = None, prompt.tokens, prompt
+            shared, own = (prompt.segment, new) if prompt.is_shared else (None, (*prompt.tokens, *new))
+            texts[segment] = shared, own, prompt
         # A prompt is read in the pass of the responses that share it, or in an earlier one.
         for parts in _passes(texts):
-            self._read_pass(sorted(parts, key=lambda one: not one[0].is_first))
+            self._read_pass(sorted(parts, key=lambda one: not one.part.is_first))
         self._is_stale = False
 
     def _decode(self) -> None:
@@ -389,9 +431,10 @@ class NativeEngine:
             self._rows = self._arrange()
         rows = self._rows
         places = [0 if sequence is None else sequence.num_tokens - 1 for sequence in rows.sequences]
+        positions = [0 if s is None else s.num_tokens - 1 - s.prompt.saved for s in rows.sequences]
         tokens = [0 if sequence is None else sequence.completion.tokens[-1] for sequence in rows.sequences]
         attention = DecodeAttention(self._responses, rows.shared, max(places) + 1, self._rounding, self.device)
-        logits = self._forward(torch.tensor(tokens), torch.tensor(places), attention, rows.real)
+        logits = self._forward(torch.tensor(tokens), torch.tensor(positions), attention, rows.real)
         for segment in self._active:
             segment.length += 1
         self._extend([s for s in rows.sequences if s is not None], logits, rows.draws)
@@ -408,12 +451,14 @@ class NativeEngine:
         draws = _draws([sequence for sequence in sequences if sequence is not None])
         return _Rows(sequences, torch.tensor(real, device=self.device), shared, draws)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor, images: Seen | None = None
+    ) -> Tensor:
         """Compute [n, vocabulary] float32 logits at the selected tokens."""
         tokens, positions, select = (tensor.to(self.device) for tensor in (tokens, positions, select))
         if self._graphs is not None and isinstance(attention, DecodeAttention):
             return self._graphs(tokens, positions, attention).index_select(0, select)
-        return self._pass(tokens, positions, attention, select)
+        return self._pass(tokens, positions, attention, select, images=images)
 
     def _extend(self, sequences: Sequence[_Sequence], logits: Tensor, draws: _Draws) -> None:
         """Draw a token for each response, and release those that end with it."""
@@ -456,17 +501,23 @@ def _with_memory(model: CausalLM) -> dict[str, nn.Parameter]:
     return dict(model.model.named_parameters())
 
 
-def _passes(
-    texts: Mapping[Segment, tuple[Segment | None, Sequence[int]]],
-) -> Iterator[list[tuple[PromptPart, Sequence[int]]]]:
-    """Divide texts, each with its segment and that of a prompt before it, into passes."""
-    parts: list[tuple[PromptPart, Sequence[int]]] = []
+class _Part(NamedTuple):
+    """Tokens that one pass reads, of a prompt or of what continues it."""
+
+    part: PromptPart
+    tokens: Sequence[int]
+    prompt: _Prompt
+
+
+def _passes(texts: Mapping[Segment, tuple[Segment | None, Sequence[int], _Prompt]]) -> Iterator[list[_Part]]:
+    """Divide texts, each with its segment, that of a prompt before it, and the prompt, into passes."""
+    parts: list[_Part] = []
     room = PREFILL_TOKENS
-    for segment, (prompt, tokens) in texts.items():
+    for segment, (shared, tokens, prompt) in texts.items():
         begin = 0
         while begin < len(tokens):
             some = tokens[begin : begin + room]
-            parts.append((PromptPart(segment, begin, len(some), prompt), some))
+            parts.append(_Part(PromptPart(segment, begin, len(some), shared), some, prompt))
             begin, room = begin + len(some), room - len(some)
             if not room:
                 yield parts

@@ -11,7 +11,7 @@ from leaderless.config import Json, Recipe
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, make_sample_ids
 from leaderless.data.errors import memory_explained
-from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
+from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams, prompts_of
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.rollout import TOO_MUCH
 
@@ -127,8 +127,7 @@ class ResponseField:
     def begin(self, prompts: Batch) -> None:
         """Begin the groups of some prompts."""
         rollout, siblings = self._recipe.rollout, len(self._distributions)
-        lists = prompts.jagged("prompt_tokens").to_lists()
-        for row, (group, prompt) in enumerate(zip(prompts.ids.tolist(), lists, strict=True)):
+        for row, (group, (prompt, images)) in enumerate(zip(prompts.ids.tolist(), prompts_of(prompts), strict=True)):
             one = self._groups[group] = _Group([Completion() for _ in range(siblings)], [], siblings)
             group_ids = prompts.ids[row].expand(siblings)
             ids = make_sample_ids(group_ids, prompts.ids.new_tensor(range(siblings))).tolist()
@@ -136,7 +135,8 @@ class ResponseField:
                 places = [place for place, wanted in enumerate(self._distributions) if wanted == distribution]
                 params = SamplingParams(distribution, rollout.max_response_tokens, rollout.stop, self._recipe.seed)
                 with memory_explained(TOO_MUCH):
-                    number = self._engine.submit(Request(prompt, [ids[place] for place in places]), params)
+                    request = Request(prompt, [ids[place] for place in places], images=images)
+                    number = self._engine.submit(request, params)
                 one.requests.append(number)
                 self._places[number] = group, places
 

@@ -12,7 +12,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.errors import memory_explained
 from leaderless.environments.registry import agents_of
-from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
+from leaderless.rollout.engine import Completion, Request, SamplingParams, generate, prompts_of
 from leaderless.stages.context import StageContext
 from leaderless.stages.earlier import Earlier, earlier_episodes
 from leaderless.stages.online import collect
@@ -156,7 +156,7 @@ def _complete(
 ) -> list[Completion]:
     """The responses to the first prompt in the order of the distributions, then those to the next."""
     recipe, role = context.recipe, context.role
-    prompts = batch.jagged("prompt_tokens").to_lists()
+    prompts = prompts_of(batch)
     results: list[list[Completion]] = [[Completion()] * len(distributions) for _ in prompts]
     done = 0
 
@@ -169,8 +169,8 @@ def _complete(
         for distribution in dict.fromkeys(distributions):
             places = [place for place, wanted in enumerate(distributions) if wanted == distribution]
             requests = [
-                Request(prompt, [sample_ids[place] for place in places])
-                for prompt, sample_ids in zip(prompts, ids, strict=True)
+                Request(prompt, [sample_ids[place] for place in places], images=images)
+                for (prompt, images), sample_ids in zip(prompts, ids, strict=True)
             ]
             params = SamplingParams(distribution, recipe.rollout.max_response_tokens, recipe.rollout.stop, recipe.seed)
             for result, answers in zip(results, generate(engine, requests, params, report), strict=True):

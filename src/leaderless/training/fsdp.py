@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
@@ -19,6 +20,7 @@ from leaderless.models.ring import RingParallel
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import attention_over
 from leaderless.models.tensor_parallel import TensorParallel
+from leaderless.models.vision import VisionLM
 from leaderless.planner.backends import check_divides, check_experts
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.micro_batches import MicroBatch
@@ -43,7 +45,9 @@ class FsdpEngine(ShardedModel[CausalLM]):
         if isinstance(temperature, Tensor):
             temperature = part.of(temperature).to(self.device)
         targets = _at_least_one(targets).to(self.device)
-        outputs: TokenOutputs = self.model(*part.inputs(), targets, temperature, entropy)
+        pixels = self.model.pixels(micro_batch.images, micro_batch.tokens)
+        images = () if pixels is None else (pixels.to(self.device),)
+        outputs: TokenOutputs = self.model(*part.inputs(), targets, temperature, entropy, *images)
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
         return TokenOutputs(part.gather(outputs.log_probs), entropies)
 
@@ -93,7 +97,8 @@ class _Part:
         """Tokens, positions, attention and selected tokens of the part."""
         self._engine.process_group.activity.beat()
         device, pass_, select = self._engine.device, self._micro_batch, self.of(self._micro_batch.select)
-        tokens, positions, families = pass_.tokens, pass_.positions, pass_.families
+        tokens, families = pass_.tokens, pass_.families
+        positions = self._engine.model.positions(pass_.positions, families, pass_.images)
         if self._peers is None:
             attention = attention_over(families, device, self._engine.compute_dtype)
         else:
@@ -119,6 +124,8 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     """
     model = load_value_model(setup.model, setup.role) if setup.is_critic else load_causal_lm(setup.model, setup.role)
     key, layout = f"models.{setup.role}", setup.layout
+    if isinstance(model, VisionLM) and (wrong := [axis for axis in layout.axes if axis != "dp"]):
+        raise RecipeError.at(key, f"a model that sees images cannot be divided along {', '.join(wrong)}: use dp alone")
     if layout.ep > 1:
         check_experts(key, setup.role, layout.ep, num_experts(model))
         model.divides_experts = True

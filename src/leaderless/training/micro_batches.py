@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged, ragged_index
+from leaderless.data.images import PromptImage, unpack_images
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.shared_prompts import Family
+from leaderless.workflow.columns import IMAGES
 
 TEMPERATURES = "temperatures"
 """Column of the temperatures at which sampled tokens are scored; without it they are 1."""
@@ -32,6 +34,7 @@ class MicroBatch:
         response_index: [R] int64, their places in the batch's `response_tokens` columns.
         response_lengths: [m] int64, number of sampled tokens of each sample.
         temperature: Temperature at which all tokens were sampled or, if they differ, [R] float32.
+        images: Images of the prompts, in the order of their tokens.
     """
 
     tokens: Tensor
@@ -42,6 +45,7 @@ class MicroBatch:
     response_index: Tensor
     response_lengths: Tensor
     temperature: float | Tensor = 1.0
+    images: tuple[PromptImage, ...] = ()
 
     @classmethod
     def empty(cls) -> MicroBatch:
@@ -92,6 +96,7 @@ class _Samples:
     inputs: Tensor  # tokens of the continuation before the last sampled one
     counts: Tensor  # sampled tokens
     temperatures: Tensor | None  # [total] float32, of sampled tokens
+    images: Jagged | None  # bytes of each prompt
 
     @classmethod
     def of(cls, batch: Batch) -> _Samples:
@@ -107,7 +112,9 @@ class _Samples:
         inputs = torch.zeros_like(mask.lengths).scatter_reduce_(0, row, step * mask.values, reduce="amax")
         continuations, counts = batch.jagged("tokens"), response_lengths(mask)
         temperatures = batch.jagged(TEMPERATURES).values if TEMPERATURES in batch else None
-        return cls(prompts.jagged("prompt_tokens"), prompt_of_row, continuations, mask, inputs, counts, temperatures)
+        images = prompts.jagged(IMAGES) if IMAGES in prompts else None
+        own = prompts.jagged("prompt_tokens")
+        return cls(own, prompt_of_row, continuations, mask, inputs, counts, temperatures, images)
 
 
 def _with_prompts(batch: Batch) -> Batch:
@@ -180,7 +187,8 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
     sizes = torch.tensor([len(family.rows) for family in families])
     firsts = sizes.cumsum(0) - sizes
     family_of_row = torch.repeat_interleave(torch.arange(len(families)), sizes)
-    prompts = samples.prompts.select(samples.prompt_of_row[rows[firsts]])
+    which = samples.prompt_of_row[rows[firsts]]
+    prompts = samples.prompts.select(which)
     continuations, sampled = samples.continuations.select(rows), samples.mask.select(rows).values
     before, after = prompts.lengths, samples.inputs[rows]
     # A continuation starts after all prompts so far, including its own, and all continuations so far.
@@ -209,7 +217,14 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
         response_index=response_index,
         response_lengths=counts,
         temperature=1.0 if samples.temperatures is None else _common(samples.temperatures[response_index]),
+        images=() if samples.images is None else _images(samples.images.select(which), starts[firsts] - before),
     )
+
+
+def _images(packed: Jagged, begins: Tensor) -> tuple[PromptImage, ...]:
+    """The images of prompts that begin at some places [n] of a pass."""
+    pairs = zip(packed.rows(), begins.tolist(), strict=True)
+    return tuple(image.moved(begin) for row, begin in pairs for image in unpack_images(row.numpy().tobytes()))
 
 
 def _common(temperatures: Tensor) -> float | Tensor:

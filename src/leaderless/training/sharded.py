@@ -71,8 +71,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self.policy_version = 0
         self._optimizer_config, self._num_updates = optimizer, num_updates
         self.model.requires_grad_(False)
-        for _, parameter in self.named_weights():
-            parameter.requires_grad_(optimizer is not None)
+        for name, parameter in self.named_weights():
+            parameter.requires_grad_(optimizer is not None and not model.is_frozen(name))
         self.units: list[FSDPModule] = []
         self._divided: set[nn.Parameter] = set()  # weights of experts that are not gathered
         self.is_replica, self._num_shards = False, 1
@@ -233,7 +233,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_weights():
             state[f"weights.{name}"] = self._whole(name, parameter.detach())
-            if self._optimizer is None:
+            if self._optimizer is None or not parameter.requires_grad:
                 continue
             moments = self._optimizer.state[parameter]
             if not moments:

@@ -21,7 +21,7 @@ from leaderless.observability.episode_files import What
 from leaderless.planner import Layout, Plan, answering
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
-from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, generate
+from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, generate, prompts_of
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import Grader, ModelRole
 from leaderless.stages.continuous_evaluation import HeldOut
@@ -93,7 +93,8 @@ class Evaluator:
         step: int,
     ) -> list[Graded]:
         """The graded responses to some rows, those to one row next to each other."""
-        batch = make_batch(rows, self.dataset.read(rows), has_responses=False)
+        has_images = self.dataset.encoder.reader is not None
+        batch = make_batch(rows, self.dataset.read(rows), has_responses=False, has_images=has_images)
         with memory_explained(TOO_MUCH), self.model.generating() as engine:
             if self.recipe.environment is None:
                 answers = self._sample(engine, batch, progress)
@@ -143,8 +144,10 @@ class Evaluator:
         config, rollout, done = self.recipe.evaluation, self.recipe.rollout, 0
         k = config.responses_per_prompt
         ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()
-        prompts = batch.jagged("prompt_tokens").to_lists()
-        requests = [Request(prompt, ids[i * k : (i + 1) * k]) for i, prompt in enumerate(prompts)]
+        requests = [
+            Request(prompt, ids[i * k : (i + 1) * k], images=images)
+            for i, (prompt, images) in enumerate(prompts_of(batch))
+        ]
         params = SamplingParams(config, rollout.max_response_tokens, rollout.stop, self._seed)
 
         def report(count: int) -> None:

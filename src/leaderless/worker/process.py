@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,12 @@ from leaderless.data.dataloader import open_training_set
 from leaderless.data.dataset import Dataset, TrainingSet, open_dataset
 from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.data.files import find_files
+from leaderless.data.images import ImageReader
 from leaderless.data.sources import open_source
 from leaderless.data.transport import Transport
 from leaderless.models.chat_template import check_template
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.models.vision import open_reader
 from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
@@ -165,13 +167,13 @@ class _Builder:
         """The datasets to train on; `folder` keeps what is found out about them. All ranks call it together."""
         cache = DataCache(self.transport.world, folder)
         # They are read in a thread, and a tokenizer may not be used by two at once.
-        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer, reader = copy.deepcopy(self.tokenizer), self._reader()
         sets: list[TrainingSet] = []
         for key, config in self.recipe.data.train_sets().items():
             if self.recipe.online is None:
                 self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
             with self.display.reading(config.path) as progress:
-                sets.append(open_training_set(config, key, tokenizer, self.recipe, cache, progress))
+                sets.append(open_training_set(config, key, tokenizer, self.recipe, cache, progress, reader))
             self._say(key, sets[-1], config.path)
         return sets
 
@@ -182,11 +184,18 @@ class _Builder:
         self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
         cache = DataCache(self.transport.world, RunDirectory.of(self.recipe).data)
         source, is_task = open_source(config, key, cache), self.recipe.environment is not None
-        encoder = RowEncoder(self.tokenizer, config, key, is_task=is_task)
+        encoder = RowEncoder(self.tokenizer, config, key, is_task=is_task, reader=self._reader())
         with self.display.reading(config.path) as progress:
             dataset = open_dataset(source, encoder, self.recipe, cache, progress, self.recipe.evaluation.max_prompts)
         self._say(key, dataset, config.path)
         return dataset
+
+    def _reader(self) -> Callable[[], ImageReader]:
+        """Opens what the model says of images; it keeps pixels, and each dataset has its own."""
+        role = answering(self.plan.instances).role
+        config = self.recipe.model_of(role)
+        assert config is not None
+        return partial(open_reader, config, role, self.tokenizer)
 
     def evaluator(self, held_out: Dataset, grade: Grader) -> Evaluator | None:
         """The evaluator of this rank, if it holds the model that answers."""

@@ -4,6 +4,7 @@ from leaderless.workflow.columns import COLUMNS as COLUMNS
 from leaderless.workflow.columns import DATA_COLUMNS as DATA_COLUMNS
 from leaderless.workflow.columns import DATA_RESPONSE_COLUMNS as DATA_RESPONSE_COLUMNS
 from leaderless.workflow.columns import EPISODE_IDS as EPISODE_IDS
+from leaderless.workflow.columns import IMAGES as IMAGES
 from leaderless.workflow.columns import IS_GREEDY as IS_GREEDY
 from leaderless.workflow.columns import Column as Column
 from leaderless.workflow.read import builtin_workflows as builtin_workflows

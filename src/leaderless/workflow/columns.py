@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Axis = Literal["prompt_tokens", "tokens", "response_tokens"]
+Axis = Literal["prompt_tokens", "image_bytes", "tokens", "response_tokens"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Column:
     """
 
     kind: Literal["dense", "jagged", "object"]
-    dtype: Literal["int64", "int32", "float32", "bool", "json"]
+    dtype: Literal["int64", "int32", "uint8", "float32", "bool", "json"]
     meaning: str
     axis: Axis | None = None
     is_prompt: bool = False
@@ -33,7 +33,7 @@ class Column:
     @property
     def item_bytes(self) -> int:
         """Bytes of one value; for objects an assumed size."""
-        return {"int64": 8, "int32": 4, "float32": 4, "bool": 1, "json": 512}[self.dtype]
+        return {"int64": 8, "int32": 4, "uint8": 1, "float32": 4, "bool": 1, "json": 512}[self.dtype]
 
 
 PLAY_COLUMNS = (
@@ -53,6 +53,9 @@ EPISODE_IDS = "episode_ids"
 """Column of samples that share an episode with others; `Batch.episode_ids` knows what holds without it."""
 COLUMNS: dict[str, Column] = {
     "prompt_tokens": Column("jagged", "int64", "token ids of the prompt", "prompt_tokens", is_prompt=True),
+    "images": Column(
+        "jagged", "uint8", "files of the prompt's images, with their places", "image_bytes", is_prompt=True
+    ),
     "rows": Column("object", "json", "the row of the dataset, all of its columns", is_prompt=True),
     "tokens": Column("jagged", "int64", "token ids of everything after the prompt", "tokens"),
     "response_mask": Column("jagged", "bool", "which of `tokens` the policy sampled", "tokens"),
@@ -94,6 +97,11 @@ CUSTOM_COLUMN = Column("dense", "int64", "column of a custom stage")
 """What estimates assume of a column of a custom stage."""
 DATA_COLUMNS = ("prompt_tokens", "rows")
 """Columns that the dataloader provides for every prompt."""
+IMAGES = "images"
+"""Column that it also provides if `data` names a column of images; who reads `prompt_tokens` reads it, too."""
+IMAGE_BYTES_PER_TOKEN = 256
+"""What estimates assume of a prompt with images: a photograph takes a quarter of a byte per pixel as a file, and a
+token stands for 32 x 32 pixels."""
 DATA_RESPONSE_COLUMNS = ("tokens", "response_mask")
 """Columns that it also provides if `data.train.response` names a column to imitate."""
 

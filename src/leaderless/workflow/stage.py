@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from leaderless.config import RecipeError
 from leaderless.config.functions import Declarations, Function, name_of
+from leaderless.workflow.columns import IMAGES
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
@@ -137,7 +138,9 @@ class StageSpec:
 
     def reads_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
         """Columns that a node of this stage reads under a recipe."""
-        return tuple(self.reads(recipe, node) if callable(self.reads) else self.reads)
+        columns = tuple(self.reads(recipe, node) if callable(self.reads) else self.reads)
+        has_images = recipe.data.has_images and "prompt_tokens" in columns and IMAGES not in columns
+        return (*columns, IMAGES) if has_images else columns
 
     def reads_if_made_of(self, node: Node) -> tuple[str, ...]:
         """Further columns that a node of this stage reads if an earlier node writes them."""

@@ -16,7 +16,7 @@ from leaderless.data.parts import at_places, by_part, first_places, parts_of
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard
 from leaderless.planner.costs.cluster import WorkloadConfig
 from leaderless.planner.schedule import makers
-from leaderless.workflow.columns import Axis, column_of
+from leaderless.workflow.columns import IMAGE_BYTES_PER_TOKEN, Axis, column_of
 
 Int = NDArray[np.int64]
 
@@ -93,6 +93,8 @@ class Rows:
 
     def lengths_along(self, axis: Axis) -> Int:
         """[n] length of each row along an axis."""
+        if axis == "image_bytes":
+            return self.prompt_tokens * IMAGE_BYTES_PER_TOKEN
         return self.prompt_tokens if axis == "prompt_tokens" else self.response_tokens
 
 

@@ -1,0 +1,71 @@
+"""What a model has seen of the images in a pass, and the positions of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from leaderless.data.images import PromptImage
+from leaderless.models.shared_prompts import Family
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the vision tower has computed of the images of a pass.
+
+    Attributes:
+        places: [n] int64, tokens of the pass that stand for parts of the images.
+        embeddings: [n, hidden_size], in place of those of the tokens.
+        added: [n, hidden_size] each, added to the outputs of the first layers.
+    """
+
+    places: Tensor
+    embeddings: Tensor
+    added: Sequence[Tensor] = ()
+
+    def embed(self, embeddings: Tensor) -> Tensor:
+        """Put what is seen into [T, hidden_size] embeddings of tokens."""
+        return embeddings.index_copy(0, self.places, self.embeddings.to(embeddings.dtype))
+
+    def add(self, layer: int, hidden: Tensor) -> Tensor:
+        """Add what belongs behind a layer to its output [T, hidden_size]."""
+        if layer >= len(self.added):
+            return hidden
+        return hidden.index_add(0, self.places, self.added[layer].to(hidden.dtype))
+
+    def only(self, is_read: Tensor) -> Seen:
+        """What is seen at some of the tokens, of which [n] bool is a mask."""
+        if bool(is_read.all()):
+            return self
+        return Seen(self.places[is_read], self.embeddings[is_read], [one[is_read] for one in self.added])
+
+
+def grid_positions(positions: Tensor, families: Sequence[Family], images: Sequence[PromptImage]) -> Tensor:
+    """Positions [3, T] of the tokens of a pass: time, row and column.
+
+    A token of text at place p of its sample has p three times, less what the images before it save: an image of r rows
+    and c columns takes r * c tokens, but positions only to max(r, c). A token of an image has its time, and counts its
+    row and its column from there (arXiv 2409.12191, section 2.1).
+
+    Args:
+        positions: [T] int64, place of each token in its sample.
+        families: Prompts and their continuations, of which the pass consists.
+        images: Images with the places of their tokens in the pass, in order. They belong to prompts.
+    """
+    result = torch.stack([positions] * 3)
+    begin, waiting = 0, list(images)
+    for family in families:
+        end = begin + family.num_tokens
+        while waiting and waiting[0].place < end:
+            image = waiting.pop(0)
+            first, after = image.place, image.place + image.num_tokens
+            start = int(result[0, first])
+            result[:, first:after] = start
+            result[1, first:after] += torch.arange(image.rows).repeat_interleave(image.columns)
+            result[2, first:after] += torch.arange(image.columns).repeat(image.rows)
+            result[:, after:end] -= image.num_saved
+        begin = end
+    return result

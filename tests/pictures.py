@@ -1,0 +1,84 @@
+"""Tiny models that see images, and samples with pictures."""
+
+from __future__ import annotations
+
+import functools
+import io
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+
+from leaderless.config.models import ModelConfig
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.images import PromptImage, expanded, open_image, pack_images, placed
+from leaderless.models.tiny import write_vision_model
+from leaderless.models.tokenizer import load_tokenizer
+from leaderless.models.vision import QwenReader, open_reader
+
+Family = Literal["qwen2_5_vl", "qwen3_vl"]
+WORDS = [*"0123456789", "red", "blue", "how many ", " squares? ", " and "]
+SIZES = [[(32, 32)], [], [(40, 16), (16, 24)], [(8, 64)], [], [(24, 24), (32, 32), (16, 16)]]
+"""Widths and heights of the images of each prompt: several, and none in some."""
+
+
+@functools.cache
+def vision_model(family: Family = "qwen3_vl") -> str:
+    """The folder of a model, the same for all tests of a process."""
+    folder = tempfile.TemporaryDirectory(prefix="tiny-vision-")
+    _KEPT.append(folder)
+    return str(write_vision_model(Path(folder.name) / family, WORDS, family=family, hidden_size=32))
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@functools.cache
+def reader_of(family: Family = "qwen3_vl") -> QwenReader:
+    """How it reads images."""
+    config = ModelConfig(path=vision_model(family))
+    return open_reader(config, "policy", load_tokenizer(config, "policy"))
+
+
+def picture(width: int, height: int, seed: int = 0) -> bytes:
+    """A file with colors at random."""
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "PNG")
+    return file.getvalue()
+
+
+def prompt_with(
+    sizes: Sequence[tuple[int, int]], family: Family = "qwen3_vl", seed: int = 0
+) -> tuple[list[int], tuple[PromptImage, ...]]:
+    """Tokens of a prompt with images of some widths and heights in its text, and the images."""
+    reader, tokenizer = reader_of(family), load_tokenizer(ModelConfig(path=vision_model(family)), "policy")
+    text = f"how many {' and '.join([reader.marker] * len(sizes))}red squares? {seed % 7}"
+    files = [picture(*size, seed=seed + number) for number, size in enumerate(sizes)]
+    pictures = [(*reader.grid(image.height, image.width), data) for data in files for image in [open_image(data)]]
+    tokens = expanded(tokenizer.encode(text), reader, pictures)
+    return tokens, tuple(placed(tokens, reader, pictures))
+
+
+def samples_with(
+    family: Family = "qwen3_vl", siblings: int = 3, sizes: Sequence[Sequence[tuple[int, int]]] = SIZES, longest: int = 7
+) -> Batch:
+    """Samples of prompts with images of some sizes; their tokens depend on the sample alone."""
+    prompts = [prompt_with(one, family, 10 * number) for number, one in enumerate(sizes)]
+    count, generator = len(sizes) * siblings, torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    responses = [torch.randint(2, 15, (length,), generator=generator).tolist() for length in lengths]
+    packed = [list(pack_images(images)) for _, images in prompts]
+    table = {
+        "prompt_tokens": Jagged.from_lists([tokens for tokens, _ in prompts], torch.int64, "prompt_tokens"),
+        "images": Jagged.from_lists(packed, torch.uint8, "image_bytes"),
+    }
+    tokens = Jagged.from_lists(responses, torch.int64, "tokens")
+    mask = Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens")
+    index = torch.arange(count) // siblings
+    columns = {"tokens": tokens, "response_mask": mask}
+    return Batch(torch.arange(count), columns, Batch(torch.arange(len(prompts)), table), index)

@@ -1,0 +1,186 @@
+"""Images in rows: where they come from, how prompts have places for them, and what is refused before a run."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+from tests.pictures import picture, reader_of, vision_model
+from tests.tiny import tiny_model
+
+from leaderless.config import Json, RecipeError
+from leaderless.config.data import DatasetConfig
+from leaderless.config.models import ModelConfig
+from leaderless.data.encode import Encoded, RowEncoder
+from leaderless.data.images import decode_image
+from leaderless.data.parquet import ParquetSource
+from leaderless.models.tokenizer import load_tokenizer
+from leaderless.models.vision import open_reader
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def encoder_of(folder: Path, *, template: str | None = None, **settings: str | None) -> RowEncoder:
+    tokenizer = load_tokenizer(ModelConfig(path=vision_model()), "policy")
+    tokenizer.chat_template = template
+    config = DatasetConfig.model_validate({"path": str(folder / "rows.jsonl"), "images": "images", **settings})
+    return RowEncoder(tokenizer, config, "data.train", reader=reader_of)
+
+
+def encoded(folder: Path, row: dict[str, Json], **settings: str | None) -> Encoded:
+    encoder = encoder_of(folder, **settings)
+    return encoder.encode_texts([encoder.texts(row, "rows.jsonl:7", are_decoded=True)])[0]
+
+
+def url_of(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def file_of(image: Image.Image, form: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def test_paths_and_data_urls_and_what_parquet_files_hold_are_read(tmp_path: Path) -> None:
+    data = picture(32, 24)
+    (tmp_path / "a.png").write_bytes(data)
+    table = pa.table({"prompt": ["red"], "images": [[{"bytes": data, "path": "a.png"}]]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    row = ParquetSource(tmp_path / "rows.parquet").row(0)
+    given: list[Json] = [
+        "a.png",
+        str(tmp_path / "a.png"),
+        url_of(data),
+        row["images"],
+        {"bytes": None, "path": "a.png"},
+    ]
+    results = [encoded(tmp_path, {"prompt": "red", "images": one}) for one in given]
+    assert all(result == results[0] for result in results)
+    (image,) = results[0].images
+    assert (image.rows, image.columns, image.data) == (3, 4, data)
+    assert encoded(tmp_path, {"prompt": "red", "images": None}).images == ()
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "chat"])
+def test_marks_say_where_images_stand(tmp_path: Path, template: str | None) -> None:
+    files: list[Json] = [url_of(picture(16, 16)), url_of(picture(32, 8))]
+    reader = reader_of()
+    start, part, end = reader._marks
+    red, blue = encoder_of(tmp_path).tokenizer.encode("redblue")
+    first, second = [start, part, part, part, part, end], [start, part, part, part, part, end]
+    cases: dict[str, list[int]] = {
+        "red<image>blue<image>": [red, *first, blue, *second],
+        "<image><image>red": [*first, *second, red],
+        "red": [*first, *second, red],  # without marks, images come first
+    }
+    for prompt, expected in cases.items():
+        result = encoded(tmp_path, {"prompt": prompt, "images": files}, template=template)
+        assert result.prompt == expected, prompt
+        for image in result.images:
+            assert result.prompt[image.place : image.place + image.num_tokens] == [part] * image.num_tokens
+        assert [(image.rows, image.columns) for image in result.images] == [(2, 2), (1, 4)]
+    if template:
+        parts: list[Json] = [
+            {"type": "text", "text": "red"},
+            {"type": "image"},
+            {"type": "text", "text": "blue<image>"},
+        ]
+        messages: list[Json] = [{"role": "user", "content": parts}]
+        result = encoded(tmp_path, {"prompt": messages, "images": files}, template=template)
+        assert result.prompt == cases["red<image>blue<image>"]
+
+
+def film() -> bytes:
+    first, second = (Image.new("L", (8, 8), shade) for shade in (0, 99))
+    return file_of(first, "GIF", save_all=True, append_images=[second])
+
+
+def damaged() -> bytes:
+    return picture(64, 64)[:400]
+
+
+REFUSED: dict[str, tuple[Callable[[], Json], str]] = {
+    "no image": (lambda: url_of(b"hello"), r"5 bytes that begin with b'hello' are no image"),
+    "no base64": (lambda: "data:image/png;base64,!!", "an image is no base64"),
+    "damaged": (lambda: url_of(damaged()), "an image of 64 x 64 pixels is damaged"),
+    "missing": (lambda: "b.png", r"b.png cannot be read: No such file or directory"),
+    "wide": (lambda: url_of(file_of(Image.new("1", (20_000, 2)), "PNG")), r"20,000 x 2 pixels; at most 10,000 a side"),
+    "thin": (lambda: url_of(file_of(Image.new("1", (9_000, 2)), "PNG")), r"9000 x 2 pixels does not suit the model"),
+    "video": (
+        lambda: url_of(
+            file_of(Image.new("L", (8, 8)), "GIF", save_all=True, append_images=[Image.new("L", (8, 8), 9)])
+        ),
+        "a file of 2 frames is a video",
+    ),
+    "network": (lambda: "https://example.org/a.png", "is on the network: download images"),
+    "number": (lambda: 7, "an image must be a path or a data URL, not 7"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_image_that_cannot_be_used_is_named(tmp_path: Path, name: str) -> None:
+    make, problem = REFUSED[name]
+    with pytest.raises(RecipeError, match=f"data.train.images: rows.jsonl:7: .*{problem}"):
+        encoded(tmp_path, {"prompt": "red", "images": [make()]})
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "problem"),
+    [
+        ({"prompt": "<image><image>red"}, {}, r"images: .* has places for 2 images \(<image>\), but the row has 1"),
+        ({"prompt": "red<|image_pad|>"}, {}, r"images: .* has 2 tokens that stand for an image, but there are 1"),
+        (
+            {"prompt": "red", "images": None, "r": "<|image_pad|>"},
+            {"response": "r"},
+            "response: .* must not have '<|im",
+        ),
+        ({"prompt": "red"}, {"images": "pictures"}, "images: rows.jsonl:7 has no column 'pictures'"),
+    ],
+)
+def test_a_row_whose_images_do_not_fit_its_text_is_named(
+    tmp_path: Path, row: dict[str, Json], settings: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(RecipeError, match=f"data.train.{problem}"):
+        encoded(tmp_path, {"images": url_of(picture(8, 8)), **row}, **settings)
+
+
+def test_an_image_in_a_message_and_a_video_are_refused(tmp_path: Path) -> None:
+    for part, problem in (
+        ({"type": "image", "image": "a.png"}, "images: .* gives an image itself, by 'image': put it into the column"),
+        ({"type": "video"}, "prompt: .* holds a message with a video, which is not read: leave such rows out$"),
+    ):
+        messages: list[Json] = [{"role": "user", "content": [part]}]
+        with pytest.raises(RecipeError, match=f"data.train.{problem}"):
+            encoded(tmp_path, {"prompt": messages, "images": None}, template=TEMPLATE)
+
+
+def test_a_text_model_is_refused_where_rows_have_images(tmp_path: Path) -> None:
+    config = ModelConfig(path=tiny_model())
+    tokenizer, data = load_tokenizer(config, "policy"), DatasetConfig(path="x", images="images", template="plain")
+    with pytest.raises(RecipeError, match=r"^models.policy: models of type qwen2 read text alone"):
+        RowEncoder(tokenizer, data, "data.train", reader=lambda: open_reader(config, "policy", tokenizer))
+    with pytest.raises(RecipeError, match=r"^data.train.images: needs prompts, but these rows are tasks"):
+        RowEncoder(tokenizer, data, "data.train", is_task=True, reader=reader_of)
+    (tmp_path / "config.json").write_text((Path(vision_model()) / "config.json").read_text())
+    with pytest.raises(RecipeError, match=r"^models.policy: the image processor of .* cannot be loaded"):
+        open_reader(ModelConfig(path=str(tmp_path)), "policy")
+
+
+def test_what_is_transparent_is_white_and_a_photograph_is_turned() -> None:
+    clear = decode_image(file_of(Image.new("RGBA", (4, 2), (255, 0, 0, 0)), "PNG"))
+    assert clear.getpixel((0, 0)) == (255, 255, 255)
+    turned = Image.new("RGB", (8, 4))
+    exif = turned.getexif()
+    exif[0x0112] = 6  # turned by a quarter
+    assert decode_image(file_of(turned, "JPEG", exif=exif)).size == (4, 8)

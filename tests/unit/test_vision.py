@@ -1,0 +1,345 @@
+"""Models that see images: what they compute, learn and sample is what `transformers` computes of a row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from tests.pictures import SIZES, Family, picture, prompt_with, reader_of, samples_with, vision_model
+from torch import Tensor
+
+from leaderless.config import RecipeError
+from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
+from leaderless.config.rollout import SamplingConfig
+from leaderless.data.batch import Batch
+from leaderless.data.images import PromptImage, pack_images, unpack_images
+from leaderless.data.transport import ProcessGroup
+from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
+from leaderless.models.seen import grid_positions
+from leaderless.models.shared_prompts import Family as Rows
+from leaderless.models.shared_prompts import attention_over
+from leaderless.models.tokenizer import load_tokenizer
+from leaderless.models.vision import VisionLM
+from leaderless.rollout import native
+from leaderless.rollout.engine import Completion, Request, SamplingParams, generate, prompts_of
+from leaderless.rollout.native import NativeEngine
+from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.micro_batches import MicroBatch
+from leaderless.weights.stream import WeightStream
+
+FAMILIES = get_args(Family)
+CPU = torch.device("cpu")
+
+
+def model_of(family: Family, **settings: object) -> VisionLM:
+    config = ModelConfig(path=vision_model(family), **settings)  # type: ignore[arg-type]
+    model = load_causal_lm(config, "policy")
+    assert isinstance(model, VisionLM)
+    return model
+
+
+def engine_of(family: Family, micro_batch_tokens: int = 4096, **settings: object) -> FsdpEngine:
+    config = ModelConfig(path=vision_model(family), **settings)  # type: ignore[arg-type]
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    return FsdpEngine(
+        model_of(family, **settings), config, ProcessGroup((0,), 0), CPU, micro_batch_tokens, optimizer=optimizer
+    )
+
+
+def alone(model: VisionLM, prompt: Sequence[int], images: Sequence[PromptImage], response: Sequence[int]) -> Tensor:
+    """Log-probabilities of a response by the model's own forward pass, without what is never drawn."""
+    tokens = torch.tensor([[*prompt, *response]])
+    inputs: dict[str, Tensor] = {"mm_token_type_ids": (tokens == model.reader.token).int()}
+    if images:
+        pixels = model.reader.pixels(images)
+        inputs |= {"pixel_values": pixels.patches, "image_grid_thw": pixels.grids}
+    logits = model.model(input_ids=tokens, **inputs).logits[0, len(prompt) - 1 : -1]
+    logits[:, sorted(model.reader.reserved)] = -torch.inf
+    return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1)
+
+
+def rows_of(batch: Batch) -> list[tuple[Sequence[int], Sequence[PromptImage], Sequence[int]]]:
+    assert batch.prompts is not None
+    assert batch.prompt_index is not None
+    prompts, responses = prompts_of(batch.prompts), batch.jagged("tokens").to_lists()
+    index = batch.prompt_index.tolist()
+    return [(*prompts[place], response) for place, response in zip(index, responses, strict=True)]
+
+
+@given(some.lists(some.tuples(some.integers(0, 4), some.integers(1, 5), some.integers(1, 5)), max_size=4))
+def test_positions_are_those_of_transformers(images: list[tuple[int, int, int]]) -> None:
+    model, place = model_of("qwen3_vl"), 1
+    placed: list[PromptImage] = []
+    for text, rows, columns in images:
+        place += text + bool(placed)  # transformers takes images without a text between them for one
+        placed.append(PromptImage(place, rows, columns, b""))
+        place += rows * columns
+    tokens = torch.full((place + 3,), 5)
+    for image in placed:
+        tokens[image.place : image.place + image.num_tokens] = model.reader.token
+    found = grid_positions(torch.arange(len(tokens)), [Rows(len(tokens), ())], placed)
+    grids = torch.tensor([[1, 2 * rows, 2 * columns] for _, rows, columns in images]).view(-1, 3)
+    kinds = (tokens == model.reader.token).int()[None]
+    expected, _ = model.model.model.get_rope_index(tokens[None], mm_token_type_ids=kinds, image_grid_thw=grids)
+    assert torch.equal(found, expected[:, 0])
+    packed = pack_images(placed)
+    assert unpack_images(packed) == tuple(placed)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("micro_batch_tokens", [40, 90, 4096])
+def test_scores_are_those_of_a_row_alone(family: Family, micro_batch_tokens: int) -> None:
+    batch, engine = samples_with(family), engine_of(family, micro_batch_tokens)
+    found = engine.log_probs(batch).rows()
+    again = engine.log_probs(batch.select(torch.arange(len(batch)).flip(0))).rows()[::-1]
+    reference = model_of(family)
+    reference.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for row, one, other in zip(rows_of(batch), found, again, strict=True):
+            expected = alone(reference, *row)
+            torch.testing.assert_close(one, expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(other, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_rows_alone(family: Family) -> None:
+    batch, engine = samples_with(family), engine_of(family, 90)
+    for micro_batch in engine.micro_batches(batch):
+        loss_of(engine.forward(micro_batch), micro_batch).backward()
+    reference = model_of(family)
+    reference.model.set_attn_implementation("eager")
+    reference.requires_grad_(True)
+    for row in rows_of(batch):
+        (gain(torch.tensor(row[2])) * alone(reference, *row)).sum().backward()
+    expected = dict(reference.model.named_parameters())
+    for name, weight in engine.named_weights():
+        assert weight.grad is not None, name
+        other = expected[name].grad
+        assert other is not None
+        assert float((weight.grad - other).norm()) < 1e-5 * max(1.0, float(other.norm())), name
+
+
+def gain(targets: Tensor) -> Tensor:
+    return (targets % 5 - 2) * 0.1
+
+
+def loss_of(outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
+    return (gain(micro_batch.targets) * outputs.log_probs[: len(micro_batch.targets)]).sum()
+
+
+def test_an_image_is_computed_once_for_all_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, engine = samples_with(siblings=4), engine_of("qwen3_vl")
+    (micro_batch,) = engine.micro_batches(batch)
+    assert len(micro_batch.images) == sum(map(len, SIZES))
+    counted: list[int] = []
+    tower = engine.model.model.model.visual
+    monkeypatch.setattr(tower.blocks[0], "forward", counting(tower.blocks[0].forward, counted))
+    engine.forward(micro_batch)
+    assert counted == [4 * sum(image.num_tokens for image in micro_batch.images)]
+
+
+def counting(function: object, counted: list[int]) -> object:
+    def call(hidden: Tensor, **options: object) -> object:
+        counted.append(len(hidden))
+        return function(hidden, **options)  # type: ignore[operator]
+
+    return call
+
+
+def test_a_pass_without_images_has_gradients_for_what_sees_of_zero() -> None:
+    engine = engine_of("qwen3_vl")
+    (micro_batch,) = engine.micro_batches(samples_with(sizes=[[], []]))
+    loss_of(engine.forward(micro_batch), micro_batch).backward()
+    for name, weight in engine.named_weights():
+        assert weight.grad is not None, name
+        assert bool(weight.grad.any()) != name.startswith("model.visual"), name
+
+
+def test_tokens_that_stand_for_images_are_counted_before_a_pass() -> None:
+    batch, engine = samples_with(siblings=1), engine_of("qwen3_vl")
+    assert batch.prompts is not None
+    with pytest.raises(RuntimeError, match="a pass has 69 tokens that stand for parts of images, but its 0 images"):
+        engine.log_probs(Batch(batch.ids, batch.columns, batch.prompts.only(["prompt_tokens"]), batch.prompt_index))
+    tokens = batch.jagged("tokens")
+    tokens.values[2] = reader_of().token  # as if a model had sampled it
+    with pytest.raises(RuntimeError, match="a pass has 70 tokens"):
+        engine.log_probs(batch)
+
+
+def test_what_sees_may_be_left_as_it_is() -> None:
+    batch, engine = samples_with(), engine_of("qwen3_vl", freeze_vision=True)
+    before = {name: weight.detach().clone() for name, weight in engine.named_weights()}
+    for micro_batch in engine.micro_batches(batch):
+        loss_of(engine.forward(micro_batch), micro_batch).backward()
+    engine.optimizer_step()
+    for name, weight in engine.named_weights():
+        assert torch.equal(weight, before[name]) == name.startswith("model.visual"), name
+    kept = [name for name in engine.state() if name.startswith("optimizer.")]
+    assert kept
+    assert not any("visual" in name for name in kept)
+
+
+def test_there_is_nothing_to_freeze_in_a_model_of_text(tiny: str) -> None:
+    with pytest.raises(RecipeError, match=r"^models.policy.freeze_vision: .* read text alone"):
+        load_causal_lm(ModelConfig(path=tiny, freeze_vision=True), "policy")
+
+
+@pytest.fixture
+def tiny() -> str:
+    from tests.tiny import tiny_model
+
+    return tiny_model()
+
+
+def test_adapters_take_part() -> None:
+    lora = LoraConfig(rank=4)
+    batch, engine = samples_with(), engine_of("qwen3_vl", lora=lora)
+    before = engine.log_probs(batch).values
+    torch.testing.assert_close(before, engine_of("qwen3_vl").log_probs(batch).values, rtol=0, atol=1e-6)
+    for micro_batch in engine.micro_batches(batch):
+        loss_of(engine.forward(micro_batch), micro_batch).backward()
+    engine.optimizer_step()
+    assert float((engine.log_probs(batch).values - before).abs().max()) > 1e-4
+
+
+def native_of(family: Family, max_sequences: int = 64) -> NativeEngine:
+    config = ModelConfig(path=vision_model(family))
+    return NativeEngine(
+        model_of(family).eval().requires_grad_(False),
+        load_tokenizer(config, "policy"),
+        frozenset({0}),
+        max_sequences,
+        CPU,
+    )
+
+
+def requests(family: Family, siblings: Sequence[int] = (3, 1, 2, 4, 1, 2)) -> list[Request]:
+    prompts = [prompt_with(one, family, 10 * number) for number, one in enumerate(SIZES)]
+    return [
+        Request(tokens, [100 * number + place for place in range(count)], images=images)
+        for number, ((tokens, images), count) in enumerate(zip(prompts, siblings, strict=True))
+    ]
+
+
+def answered(engine: NativeEngine, asked: Sequence[Request], max_tokens: int = 9) -> list[list[Completion]]:
+    return generate(engine, asked, SamplingParams(SamplingConfig(temperature=1.0), max_tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefill", [8192, 11])
+@torch.no_grad()
+def test_sampled_tokens_have_the_log_probabilities_of_training(
+    monkeypatch: pytest.MonkeyPatch, family: Family, prefill: int
+) -> None:
+    monkeypatch.setattr(native, "PREFILL_TOKENS", prefill)  # images are read in parts, too
+    asked, model = requests(family), model_of(family)
+    model.model.set_attn_implementation("eager")
+    for request, completions in zip(asked, answered(native_of(family, 5), asked), strict=True):
+        for completion in completions:
+            expected = alone(model, request.prompt, request.images, completion.tokens)
+            torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-5)
+
+
+def test_equal_tokens_of_other_images_are_another_prompt() -> None:
+    (tokens, images), (others, seen) = (prompt_with([(32, 32)], seed=seed) for seed in (0, 7))
+    assert tokens == others
+    apart = [answered(native_of("qwen3_vl"), [Request(tokens, [1], images=one)])[0][0] for one in (images, seen)]
+    both = answered(native_of("qwen3_vl"), [Request(tokens, [1], images=images), Request(tokens, [1], images=seen)])
+    assert apart[0].log_probs[0] != apart[1].log_probs[0]
+    for (together,), other in zip(both, apart, strict=True):
+        assert together.log_probs == pytest.approx(other.log_probs[: len(together.log_probs)], abs=1e-5)
+
+
+def test_resumed_responses_and_new_weights_go_on_with_what_is_seen() -> None:
+    engine, asked = native_of("qwen3_vl"), requests("qwen3_vl")
+    whole = answered(engine, asked)
+    begun = answered(engine, asked, 4)
+    for completions in begun:
+        for completion in completions:
+            completion.finish_reason = None
+            completion.policy_versions = [0] * len(completion.tokens)
+    left = [
+        Request(one.prompt, one.sample_ids, completions, images=one.images)
+        for one, completions in zip(asked, begun, strict=True)
+        if all(completion.tokens[-1] != 0 for completion in completions)
+    ]
+    assert len(left) >= 3
+    wanted = [
+        completions for one, completions in zip(asked, whole, strict=True) if one.prompt in [o.prompt for o in left]
+    ]
+    for completions, expected in zip(answered(engine, left), wanted, strict=True):
+        assert [one.tokens for one in completions] == [one.tokens for one in expected]
+    # The same weights again, after three tokens: keys and values are computed anew, from the images.
+    params = SamplingParams(SamplingConfig(temperature=1.0), 9)
+    numbers = [engine.submit(request, params) for request in asked]
+    results: dict[int, list[Completion]] = dict(zip(numbers, (one.begin() for one in asked), strict=True))
+    for step in range(12):
+        for delta in engine.step():
+            results[delta.request][delta.sibling].add(delta)
+        if step == 2:
+            weights = [(name, weight.detach().clone()) for name, weight in engine.model.trained_weights()]
+            engine.load_weights(WeightStream(iter(weights)), keep_cache=False)
+            engine.policy_version = 0
+    for completions, expected in zip(results.values(), whole, strict=True):
+        assert [one.tokens for one in completions] == [one.tokens for one in expected]
+
+
+def test_tokens_of_images_are_never_drawn() -> None:
+    engine = native_of("qwen3_vl")
+    reserved = sorted(engine.model.reader.reserved)  # type: ignore[attr-defined]
+    with torch.no_grad():  # all embeddings but theirs become so small that nothing else would be drawn
+        weight = engine.model.head.weight
+        weight[: min(reserved)] *= 1e-3
+        weight[reserved] *= 50
+    for completions in answered(engine, requests("qwen3_vl")):
+        for completion in completions:
+            assert not set(completion.tokens) & set(reserved)
+            assert min(completion.log_probs) > -20
+
+
+def test_a_text_model_refuses_images(tiny: str) -> None:
+    config = ModelConfig(path=tiny)
+    engine = NativeEngine(load_causal_lm(config, "policy"), load_tokenizer(config, "policy"), frozenset({0}), 4, CPU)
+    with pytest.raises(RuntimeError, match="1 images are given, but the model reads text alone"):
+        answered(engine, [Request([1, 2, 3], [0], images=(PromptImage(1, 1, 1, picture(8, 8)),))])
+
+
+def test_pixels_do_not_depend_on_other_images() -> None:
+    reader = reader_of()
+    _, images = prompt_with([(24, 24), (32, 32), (16, 16)])
+    together = reader.pixels(images)
+    apart = [reader.pixels([image]) for image in images]
+    assert torch.equal(together.patches, torch.cat([one.patches for one in apart]))
+    ends = [0, *(4 * image.num_tokens for image in images)]
+    assert all(begin <= end for begin, end in pairwise(torch.tensor(ends).cumsum(0).tolist()))
+
+
+def test_attention_over_a_family_sees_its_own_images_alone() -> None:
+    model = model_of("qwen3_vl").eval()
+    (tokens, images), _ = prompt_with([(32, 32)]), None
+    after = [image.moved(len(tokens)) for image in prompt_with([(32, 32)], seed=7)[1]]
+    both, rows = torch.tensor([*tokens, *tokens]), [Rows(len(tokens), ()), Rows(len(tokens), ())]
+    places = torch.arange(len(tokens)).repeat(2)
+    with torch.no_grad():
+        pixels = model.pixels([*images, *after], both)
+        found = model(
+            both,
+            model.positions(places, rows, [*images, *after]),
+            attention_over(rows, CPU, torch.float32),
+            torch.arange(len(both)),
+            images=pixels,
+        )
+        alone_ = model(
+            both[: len(tokens)],
+            model.positions(places[: len(tokens)], rows[:1], images),
+            attention_over(rows[:1], CPU, torch.float32),
+            torch.arange(len(tokens)),
+            images=model.pixels(images, both[: len(tokens)]),
+        )
+    torch.testing.assert_close(found[: len(tokens)], alone_, rtol=0, atol=1e-5)
+    assert not torch.allclose(found[: len(tokens)], found[len(tokens) :], atol=1e-3)
