@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import io
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Literal
 import numpy as np
 import torch
 from PIL import Image
+from tests.tiny import scatter_vectors
+from transformers import AutoModelForImageTextToText
 
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
@@ -31,7 +35,9 @@ def vision_model(family: Family = "qwen3_vl") -> str:
     """The folder of a model, the same for all tests of a process."""
     folder = tempfile.TemporaryDirectory(prefix="tiny-vision-")
     _KEPT.append(folder)
-    return str(write_vision_model(Path(folder.name) / family, WORDS, family=family, hidden_size=32))
+    path = write_vision_model(Path(folder.name) / family, WORDS, family=family, hidden_size=32)
+    scatter_vectors(path, AutoModelForImageTextToText)
+    return str(path)
 
 
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
@@ -50,6 +56,19 @@ def picture(width: int, height: int, seed: int = 0) -> bytes:
     file = io.BytesIO()
     Image.fromarray(values).save(file, "PNG")
     return file.getvalue()
+
+
+def write_rows(path: Path, count: int = 24) -> Path:
+    """A file of questions with images, several, and none in some."""
+    rows = []
+    for number in range(count):
+        sizes = SIZES[number % len(SIZES)]
+        files = [picture(*size, seed=10 * number + place) for place, size in enumerate(sizes)]
+        urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
+        text = f"how many {' and '.join(['<image>'] * len(sizes))}red squares? {number % 7}"
+        rows.append({"question": text, "images": urls, "answer": str(number % 5)})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def prompt_with(

@@ -46,7 +46,7 @@ def _write_once(family: Literal["qwen2", "qwen3"], chat_template: str | None, he
         num_heads=4,
         chat_template=chat_template,
     )
-    _scatter_vectors(path)
+    scatter_vectors(path)
     return str(path)
 
 
@@ -64,9 +64,9 @@ def untied_model(path: str) -> str:
     return folder.name
 
 
-def _scatter_vectors(path: Path) -> None:
+def scatter_vectors(path: Path, kind: type[AutoModelForCausalLM] = AutoModelForCausalLM) -> None:
     """Give biases and norms values as after training: with all zeros and ones, mistakes could hide."""
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model = kind.from_pretrained(path)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.distributed.ranks import RankPool
+from tests.pictures import vision_model, write_rows
 from tests.tiny import tiny_model, write_recipe
 
 from leaderless.data.batch import Batch
@@ -103,6 +104,10 @@ LAYOUTS |= {
     )
     for layout in ("2 ranks, adapters", "rollout on 0-1, update on 2-3, in windows, adapters")
 }
+LAYOUTS |= {
+    f"{layout}, images": (LAYOUTS[layout][0], LAYOUTS[layout][1] | {"data.max_prompt_tokens": 50})
+    for layout in ("1 rank", "2 ranks", "rollout on 0-1, update on 2-3, in windows", "every node elsewhere")
+}
 SETTINGS = {
     "batch.updates_per_step": 2,
     "algorithm.kl.coefficient": 0.1,
@@ -121,7 +126,13 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         world_size, changes = LAYOUTS[layout]
         if "adapters" in layout:
             changes = changes | {"models": {"policy": {"path": tiny_model(), "lora": {"rank": 4}}}}
-        recipe = write_recipe(tmp_path_factory.mktemp("walk"), tiny_model(), SETTINGS | changes)
+        folder = tmp_path_factory.mktemp("walk")
+        if "images" in layout:
+            rows = str(write_rows(folder / "rows.jsonl"))
+            data = {"path": rows, "prompt": "question", "images": "images", "answer": "answer", "template": "plain"}
+            changes = changes | {"data.train": data, "models": {"policy": vision_model()}}
+            changes["reward"] = {"format": {"pattern": ".*7.*"}}  # of its words, half are digits
+        recipe = write_recipe(folder, tiny_model(), SETTINGS | changes)
         return ranks.run(world_size, walk_steps, str(recipe), "walk", NUM_STEPS, init_group=False)
 
     return walk
@@ -138,7 +149,8 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 def test_samples_gradients_and_weights_are_those_of_one_rank(
     walked: Callable[[str], list[list[Step]]], layout: str
 ) -> None:
-    single, several = walked("1 rank, adapters" if "adapters" in layout else "1 rank"), walked(layout)
+    kind = next((f", {kind}" for kind in ("adapters", "images") if kind in layout), "")
+    single, several = walked(f"1 rank{kind}"), walked(layout)
     for step in range(NUM_STEPS):
         expected, result = merged(single, step), merged(several, step)
         assert result["samples"] == expected["samples"], f"step {step + 1}"

@@ -165,7 +165,7 @@ class RowEncoder:
 
         Args:
             row: The row.
-            place: Where it is, for errors.
+            place: Name of its place, for errors.
             are_decoded: Whether images are decoded, to find those that are damaged.
 
         Raises:

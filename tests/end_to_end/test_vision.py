@@ -1,0 +1,74 @@
+"""The recipes for models that see images, on small data of the published forms."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+from examples.counting.prepare import prepare
+from pyarrow import parquet
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.cli import ROOT, metrics, succeed
+from tests.pictures import picture, vision_model
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from leaderless.config.models import ModelConfig
+from leaderless.models.vision import open_reader
+
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_counting_is_imitated_exported_and_reinforced(ranks: RankPool, tmp_path: Path) -> None:
+    prepare(tmp_path, num_pictures=64)
+    texts = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("test", "shuffled")]
+    asked, shuffled = ([json.loads(line) for line in lines] for lines in texts)
+    assert [row["answer"] for row in asked] == [row["answer"] for row in shuffled]
+    assert sum(one["image"] != other["image"] for one, other in zip(asked, shuffled, strict=True)) > 480
+    common = (
+        f"data.train.path={tmp_path}/train.jsonl",
+        f"data.evaluation.path={tmp_path}/test.jsonl",
+        f"run.directory={tmp_path}/runs",
+        *("evaluation.max_prompts=8", "steps=2", "batch.prompts_per_step=8"),
+    )
+    recipes, out = ROOT / "recipes/vision/counting", tmp_path / "base"
+    succeed(ranks, tmp_path, "train", recipes / "sft.yaml", f"models.policy={tmp_path}/model", *common)
+    succeed(ranks, tmp_path, "export", f"{tmp_path}/runs/counting-sft", str(out))
+    model, _ = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
+    before = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    assert any(bool((a != b).any()) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+    assert open_reader(ModelConfig(path=str(out)), "policy").grid(32, 32) == (4, 4)
+    succeed(ranks, tmp_path, "train", recipes / "grpo.yaml", f"models.policy={out}", *common, num_ranks=2)
+    lines = metrics(tmp_path / "runs/counting")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[0]["evaluation/failed"] == 0
+    assert all(line["mismatch/abs_mean"] < 1e-5 for line in lines[1:])
+
+
+def test_geometry3k_is_read_as_published(ranks: RankPool, tmp_path: Path) -> None:
+    figures = [[{"bytes": picture(40, 24, seed), "path": None}] for seed in range(8)]
+    table = pa.table({"images": figures, "problem": [f"<image>Find x{i}." for i in range(8)], "answer": ["3"] * 8})
+    parquet.write_table(table, tmp_path / "train-00000-of-00001.parquet")
+    shutil.copytree(vision_model("qwen2_5_vl"), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(tmp_path / "model")
+    file = tmp_path / "train-00000-of-00001.parquet"
+    overrides = (
+        f"models.policy={{path: {tmp_path}/model, compute_dtype: float32}}",
+        *(f"data.train.path={file}", f"data.evaluation.path={file}", f"run.directory={tmp_path}/runs"),
+        *("batch.prompts_per_step=4", "batch.responses_per_prompt=4", "batch.micro_batch_tokens=1024", "steps=1"),
+        *("rollout.max_response_tokens=8", "data.max_prompt_tokens=60", "evaluation.every_steps=1"),
+    )
+    succeed(ranks, tmp_path, "train", ROOT / "recipes/vision/geometry3k.yaml", *overrides)
+    (_, line) = metrics(tmp_path / "runs/geometry3k-grpo")
+    assert line["reward/failed"] == 0
+    assert line["mismatch/abs_mean"] < 1e-5
+    samples = tmp_path / "runs/geometry3k-grpo/samples/step-000001.rank-0.jsonl"
+    assert json.loads(samples.read_text().splitlines()[0])["answer"] == "3"
