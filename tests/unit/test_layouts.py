@@ -28,6 +28,9 @@ def test_a_run_that_follows_takes_on_what_was_in_force_after_each_step(tmp_path:
     found = past.plan_after(9, NARROW)
     assert found is not None
     assert found.layout == WIDE.layout
+    shorter = PastLayouts(directory.journal, recipe.model_copy(update={"steps": 9}))
+    assert not shorter.is_due(9), "ranks that generate have ended then"
+    assert shorter.made_before_next(4) == 9
     note_layout(directory, WIDE, 3, 5)
     assert not PastLayouts(directory.journal, recipe).is_due(9), "what comes after a checkpoint is done again"
 

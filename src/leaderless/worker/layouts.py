@@ -59,13 +59,13 @@ class PastLayouts:
                 self._lines[step], before = line, _place(line)
 
     def is_due(self, trained: int) -> bool:
-        """Whether the run took on another layout after a step of training."""
-        return trained in self._lines
+        """Whether the run took on another layout after a step of training that is not the last one here."""
+        return trained in self._lines and trained < self._recipe.steps
 
     def made_before_next(self, trained: int) -> int:
         """Iterations to hand over before the layout changes again after a step of training; all if it does not."""
-        found = [step for step in self._lines if step > trained]
-        return min((int(str(self._lines[step]["made"])) for step in found), default=self._recipe.steps)
+        found = (int(str(line["made"])) for step, line in self._lines.items() if step > trained)
+        return min([self._recipe.steps, *found])
 
     def plan_after(self, trained: int, like: Plan) -> Plan | None:
         """The plan that was in force after a step of training, for the cluster of another one; None if it is that one.
