@@ -118,6 +118,30 @@ def test_a_rank_whose_experts_get_no_tokens_leaves_no_other_alone(ranks: RankPoo
     assert largest_difference(ranks.run(2, apply_first, 2), expected) < 1e-6
 
 
+def apply_all(weights: list[float]) -> Numbers:
+    """Output and gradient of a token that goes with these weights to experts that are all the same, in bfloat16."""
+    transport = Transport(torch.device("cpu"), timeout_s=30)
+    torch.manual_seed(0)
+    layer = AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"]).model.layers[0].mlp
+    for weight in layer.experts.parameters():
+        weight.data = weight.data[:1].expand_as(weight).clone()
+    inputs = torch.randn(1, 32).bfloat16().requires_grad_()
+    mesh = DeviceMesh.from_group(transport.world.torch_group, "cpu", mesh_dim_names=("dp",))
+    divide_experts(layer, transport.world, mesh, torch.device("cpu"))
+    chosen = torch.arange(len(weights)).unsqueeze(0)
+    output = layer.experts(inputs, chosen, torch.tensor([weights]).bfloat16())
+    output.backward(torch.ones_like(output))
+    assert inputs.grad is not None
+    return {"output": output.detach(), "gradient": inputs.grad}
+
+
+def test_what_the_experts_of_a_token_add_is_rounded_once(ranks: RankPool) -> None:
+    small = [2.0**-9] * 5  # each alone is lost next to 1 in bfloat16
+    (one,), (found,) = ranks.run(1, apply_all, [1.0]), ranks.run(1, apply_all, [1.0, *small])
+    for name, value in one.items():
+        torch.testing.assert_close(found[name], (value.float() * (1 + sum(small))).bfloat16(), atol=0, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [

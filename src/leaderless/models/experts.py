@@ -77,15 +77,19 @@ class _Experts:
         """Apply experts [T, k] with weights [T, k] to the tokens [T, hidden] of this rank."""
         num_choices = top_k_index.shape[1]
         order = top_k_index.flatten().argsort(stable=True)
-        experts, tokens = top_k_index.flatten()[order], order // num_choices
+        experts = top_k_index.flatten()[order]
         counts = torch.bincount(experts // self._num_own, minlength=self._peers.size)
         arriving = self._peers.swap(counts, ROUTED)
         sent, received = counts.tolist(), arriving.tolist()
-        rows = _moved(hidden_states[tokens], self._peers, sent, received)
+        # A token's results, and its gradients, are added up over its choices, in float32 and in a fixed order; adding
+        # them to their places one by one would round each time, and on accelerators in the order in which they come.
+        copies = hidden_states.unsqueeze(1).expand(-1, num_choices, -1).flatten(0, 1)
+        rows = _moved(copies.index_select(0, order), self._peers, sent, received)
         wanted = self._peers.swap_uneven(experts % self._num_own, sent, received, ROUTED)
         results = _moved(self._apply(rows, wanted), self._peers, received, sent)
         weighted = results * top_k_weights.flatten()[order].unsqueeze(1)
-        return torch.zeros_like(hidden_states).index_add(0, tokens, weighted.to(hidden_states.dtype))
+        by_token = weighted.index_select(0, order.argsort()).view(*top_k_index.shape, -1)
+        return by_token.sum(1).to(hidden_states.dtype)
 
     def _apply(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Apply this rank's experts, [n], one to each of the rows [n, hidden]."""
