@@ -49,6 +49,8 @@ def test_counting_is_imitated_exported_and_reinforced(ranks: RankPool, tmp_path:
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[0]["evaluation/failed"] == 0
     assert all(line["mismatch/abs_mean"] < 1e-5 for line in lines[1:])
+    page = (tmp_path / "runs/counting/report.html").read_text()
+    assert page.count("data:image/png;base64,iVBOR") >= 2, "the report shows pictures of training and of evaluation"
 
 
 def test_geometry3k_is_read_as_published(ranks: RankPool, tmp_path: Path) -> None:

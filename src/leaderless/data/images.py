@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MAX_SIDE = 10_000
 """Most pixels along a side: a larger image would be decoded whole, to be shrunk to a small part of its size."""
+THUMBNAIL_SIDE = 256
+"""Most pixels along a side of what reports show."""
 _HEADER = struct.Struct("<IHHI")
 """Place, rows and columns of tokens, and bytes of the file."""
 
@@ -173,6 +175,16 @@ def decode_image(data: bytes) -> Picture:
         return picture.convert("RGB")
     except (OSError, SyntaxError, ValueError, struct.error) as error:
         raise ValueError(f"an image of {picture.width} x {picture.height} pixels is damaged: {error}") from error
+
+
+def thumbnail(data: bytes) -> str:
+    """A data URL of an image of at most 256 pixels a side, for a page; a small one stays as it is."""
+    picture = decode_image(data)
+    form, options = ("PNG", {}) if max(picture.size) <= THUMBNAIL_SIDE else ("JPEG", {"quality": 80})
+    picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    file = io.BytesIO()
+    picture.save(file, form, **options)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def expanded(tokens: Sequence[int], reader: ImageReader, pictures: Sequence[Sized]) -> list[int]:

@@ -10,10 +10,12 @@ import torch
 from leaderless.config import Json
 from leaderless.data.batch import Batch
 from leaderless.data.encode import Tokenizer
+from leaderless.data.images import thumbnail, unpack_images
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import StageContext
 from leaderless.stages.reward import inputs_of
+from leaderless.workflow.columns import IMAGES
 
 MAX_RECORDED_TOKENS = 8192
 """Number of tokens of a step, from its first responses, that are recorded one by one."""
@@ -88,6 +90,7 @@ def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
     log_probs = {name: batch.jagged(column).rows() for name, column in LOG_PROBS.items() if column in batch}
     recorder, roles = TokenRecorder(context.tokenizer), _roles(batch, context)
     samples: list[dict[str, Json]] = []
+    pictures = thumbnails(batch)
     for index, sample in enumerate(inputs):
         details = batch.objects("reward_details")[index]
         assert isinstance(details, Mapping)
@@ -102,12 +105,24 @@ def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
             "sample_id": int(batch.ids[index]),
             "advantage": float(advantages[0]) if len(advantages) else 0.0,
         }
+        if shown := pictures.pop(int(batch.group_ids[index]), None):
+            place["images"] = shown
         if "joint_ids" in batch:
             place["joint_id"] = int(batch.dense("joint_ids")[index])
         if roles:
             place["role"] = roles[index]
         samples.append(place | describe_sample(sample, graded, recorder.describe(tokens[index], known, mask)))
     return samples
+
+
+def thumbnails(batch: Batch) -> dict[int, Json]:
+    """The images of each prompt that has some, small and as data URLs, by the id of its group."""
+    prompts = batch if batch.prompts is None else batch.prompts
+    if IMAGES not in prompts:
+        return {}
+    packed = zip(prompts.ids.tolist(), prompts.jagged(IMAGES).rows(), strict=True)
+    shown = ((number, [thumbnail(one.data) for one in unpack_images(row.numpy().tobytes())]) for number, row in packed)
+    return {number: list(urls) for number, urls in shown if urls}
 
 
 def _roles(batch: Batch, context: StageContext) -> list[str]:

@@ -27,7 +27,7 @@ from leaderless.stages.context import Grader, ModelRole
 from leaderless.stages.continuous_evaluation import HeldOut
 from leaderless.stages.play import play_tasks, played_before
 from leaderless.stages.played import Play
-from leaderless.stages.record import TokenRecorder, describe_sample
+from leaderless.stages.record import TokenRecorder, describe_sample, thumbnails
 from leaderless.stages.reward import grade_of, last_said, reward_inputs, transcripts, with_environment
 from leaderless.stages.rollout import TOO_MUCH
 from leaderless.worker.roles import Roles
@@ -111,12 +111,13 @@ class Evaluator:
             lines = [text_of(grade_of(a.sample_id, a.actor, one)) for a, one in zip(answers, graded, strict=True)]
             journal("graded", lambda: lines)
         if record is not None:
-            recorder = TokenRecorder(self.tokenizer)
+            recorder, pictures = TokenRecorder(self.tokenizer), thumbnails(batch)
             kept = zip(inputs, graded, answers, strict=True)
             record(
                 [
                     {"sample_id": answer.sample_id, "group_id": int(batch.ids[index // k])}
                     | ({} if self.recipe.environment is None else {"joint_id": answer.sample_id})
+                    | ({"images": shown} if (shown := pictures.pop(int(batch.ids[index // k]), None)) else {})
                     | describe_sample(
                         sample, one, recorder.describe(answer.tokens, {"rollout": answer.log_probs}, answer.is_sampled)
                     )

@@ -12,7 +12,7 @@ from leaderless.environments.programs.doorway import doorway_refusal
 from leaderless.environments.registry import agents_of, environment_class, world_maker
 from leaderless.environments.tools.formats import named_reader
 from leaderless.environments.tools.sources import python_tools
-from leaderless.workflow.columns import EPISODE_IDS, PLAY_COLUMNS
+from leaderless.workflow.columns import EPISODE_IDS, IMAGES, PLAY_COLUMNS
 from leaderless.workflow.stage import STAGES, StageSpec
 from leaderless.workflow.training_stages import (
     SEQUENCE,
@@ -119,6 +119,7 @@ def _reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 def _record_reads(recipe: Recipe, node: Node) -> list[str]:
     columns = ["rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"]
     # Without the mask, what an environment has said would be taken for a part of the response.
+    columns += [IMAGES] * recipe.data.has_images
     return columns + ["agent"] * (len(node.agents) > 1) + ["response_mask"] * recipe.has_episodes
 
 

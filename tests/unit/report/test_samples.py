@@ -24,6 +24,13 @@ def test_equal_responses_to_a_prompt_are_shown_once_with_their_number():
     assert step.num_samples == step.num_recorded == 17
 
 
+def test_images_are_shown_with_their_prompt_if_they_are_in_the_file():
+    first, second = sample_rows(1, 1.0, random.Random(0))[:2]
+    urls = ["data:image/png;base64,AA==", "https://example.org/a.png", "data:text/html;base64,AA==", 7]
+    step = step_of([first | {"group_id": 5}, second | {"group_id": 5, "images": urls}, first | {"group_id": 6}])
+    assert {group.group_id: group.images for group in step.groups} == {"5": ("data:image/png;base64,AA==",), "6": ()}
+
+
 def test_equal_responses_of_two_roles_are_apart():
     row = sample_rows(1, 1.0, random.Random(0))[0]
     step = step_of([row | {"sample_id": role, "role": role} for role in ("solver", "judge")])

@@ -29,6 +29,8 @@ MAX_ERROR_CHARACTERS = 2_000
 """Length at which an error of a reward is cut."""
 MAX_TOKEN_CHARACTERS = 80
 """Length at which the text of a token is cut."""
+IMAGE_URL = ("data:image/png;base64,", "data:image/jpeg;base64,")
+"""How the address of an image in a sample begins."""
 TOKEN_COLUMNS = ("rollout", "old", "mask")
 """Recorded values of tokens: log-probs as sampled and of the trainer, and whether the policy sampled the token."""
 
@@ -88,12 +90,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt, its expected answer and all its responses."""
+    """A prompt with its images as data URLs, its expected answer and all its responses."""
 
     group_id: str
     prompt: str
     answer: str
     samples: tuple[Sample, ...]
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,11 @@ def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> 
     last = {as_text(row.get("sample_id")) or f"line {line}": row for line, row in enumerate(rows)}
     groups: dict[tuple[str, str, str], dict[Sample, Sample]] = {}
     tokens: dict[str, Mapping[str, object]] = {}
+    images: dict[str, tuple[str, ...]] = {}
     for row in last.values():
+        urls = [as_text(url) for url in as_list(row.get("images"))]  # recorded with the first response alone
+        if urls:
+            images[as_text(row.get("group_id"))] = tuple(url for url in urls if url.startswith(IMAGE_URL))
         key = (as_text(row.get("group_id")), _prompt_text(row.get("prompt")), as_text(row.get("answer")))
         alike = groups.setdefault(key, {})
         sample = _sample(row, judge)
@@ -233,7 +240,7 @@ def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> 
             if recorded := _tokens(as_mapping(row.get("tokens"))):
                 tokens[sample.sample_id] = recorded
     shown = (
-        Group(group_id, _clip(prompt), _clip(answer), tuple(alike.values()))
+        Group(group_id, _clip(prompt), _clip(answer), tuple(alike.values()), images.get(group_id, ()))
         for (group_id, prompt, answer), alike in groups.items()
     )
     return RecordedStep(step, tuple(shown), len(last), tokens)

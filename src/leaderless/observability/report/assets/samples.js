@@ -94,7 +94,13 @@
       facts.push(make("span", "", "no signal: these responses change no weight"));
     }
     if (group.group_id) facts.push(make("span", "", `group ${group.group_id}`));
-    return make("header", "", ...foldable(group.prompt, "prompt"), make("div", "summary", ...facts));
+    const pictures = group.images.map((source, index) => {
+      const picture = make("img", "picture");
+      picture.src = source;
+      picture.alt = `image ${index + 1} of the prompt`;
+      return picture;
+    });
+    return make("header", "", ...pictures, ...foldable(group.prompt, "prompt"), make("div", "summary", ...facts));
   }
 
   // Tokens one by one: the darker, the less probable.
