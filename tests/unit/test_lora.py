@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tests.unit.test_native_engine import engine_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from leaderless.checkpoint.manifest import DamagedCheckpointError
+from leaderless.checkpoint.reader import ROLE_FILE, STATE_FILE, RoleState, RunState, fingerprint, load_checkpoint
 from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.config.rollout import SamplingConfig
@@ -168,6 +171,36 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str,
     file.write_text(json.dumps(json.loads(file.read_text()) | changes), encoding="utf-8")
     with pytest.raises(RecipeError, match=message):
         load_causal_lm(ModelConfig(path=tiny_model("qwen3"), lora=LoraConfig(adapter=str(tmp_path))), "policy")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora": LoraConfig(rank=3, alpha=7)}, r"policy.lora.alpha: is 7.0, but the adapters in .* trained with 6.0"),
+        ({"lora": LoraConfig(rank=3, alpha=6, rslora=True)}, "policy.lora.rslora: is True, but .* with False"),
+        ({"path": "/elsewhere/larger"}, "policy.path: is /elsewhere/larger, but the adapters in .* leave it as it was"),
+        ({"revision": "v2"}, "policy.revision: is v2, but .* trained with None"),
+    ],
+    ids=str,
+)
+def test_a_run_does_not_continue_with_adapters_that_compute_otherwise(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    settings = settings_of({"rank": 3, "alpha": 6.0})
+    model, folder = load_causal_lm(settings, "policy"), tmp_path / "policy"
+    folder.mkdir()
+
+    def engine_with(config: ModelConfig) -> FsdpEngine:
+        return FsdpEngine(model, config, ALONE, torch.device("cpu"), 64)
+
+    engine_with(settings).write_description(folder)
+    (tmp_path / STATE_FILE).write_text(json.dumps(asdict(RunState(1, 0, 0.0))))
+    (folder / ROLE_FILE).write_text(json.dumps(asdict(RoleState(1, fingerprint(engine_with(settings))))))
+    with pytest.raises(RecipeError, match=message):
+        load_checkpoint(tmp_path, {"policy": engine_with(settings.model_copy(update=changes))})
+    moved = {"path": f"/elsewhere/{Path(settings.path).name}"}
+    with pytest.raises(DamagedCheckpointError):  # its description fits, but it has no weights
+        load_checkpoint(tmp_path, {"policy": engine_with(settings.model_copy(update=moved))})
 
 
 def test_plans_that_cannot_train_adapters_are_refused(tmp_path: Path) -> None:

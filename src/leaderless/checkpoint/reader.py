@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from leaderless.checkpoint.shards import read_tensors
 from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
 from leaderless.observability.run_directory import list_checkpoints
+from leaderless.planner.adapters import CONFIG_FILE
 from leaderless.training.engine import Trainable
 
 STATE_FILE, ROLE_FILE, NODE_FILE, LOOP_FILE = "state.json", "role.json", "node-{}.json", "loop-{}.json"
@@ -143,9 +145,35 @@ def load_checkpoint(path: Path, engines: Mapping[str, Trainable]) -> RunState:
                 f"checkpoint {path} does not fit: its weights have other names or shapes; "
                 "use the model that the run was started with, or another run name",
             )
+        _check_adapters(path, role, engine)
         read_tensors(path / role, engine.state())
         engine.state_loaded(role_state.policy_version)
     return state
+
+
+def _check_adapters(path: Path, role: str, engine: Trainable) -> None:
+    """Refuse adapters that compute otherwise here, though their matrices have the names and shapes of the engine's."""
+    file = path / role / CONFIG_FILE
+    if not file.exists():
+        return
+    with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
+        engine.write_description(Path(folder))
+        here = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    base = "base_model_name_or_path"
+    is_moved = Path(saved[base]).name == Path(here[base]).name  # a folder may be in another place
+    for name, setting in (
+        (base, "path"),
+        ("revision", "revision"),
+        ("lora_alpha", "lora.alpha"),
+        ("use_rslora", "lora.rslora"),
+    ):
+        if saved[name] != here[name] and not (name == base and is_moved):
+            raise RecipeError.at(
+                f"models.{role}.{setting}",
+                f"is {here[name]}, but the adapters in checkpoint {path} were trained with {saved[name]}: leave it as "
+                "it was, or give the new run another name",
+            )
 
 
 def read_state(path: Path) -> RunState:
