@@ -153,11 +153,22 @@ def test_a_folder_of_peft_is_where_training_begins(tmp_path: Path) -> None:
     torch.testing.assert_close(packed_logits(model, TOKENS), expected, atol=1e-5, rtol=0)
 
 
+def test_adapters_for_a_base_that_peft_changes_are_refused(tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
+    before = base.model.layers[0].self_attn.q_proj.weight.clone()
+    twin = get_peft_model(base, PeftConfig(target_modules=["q_proj"], init_lora_weights="pissa"))
+    twin.save_pretrained(tmp_path)
+    assert not torch.equal(base.model.layers[0].self_attn.q_proj.weight, before)
+    with pytest.raises(RecipeError, match="init_lora_weights is pissa, but must be True here"):
+        load_causal_lm(ModelConfig(path=tiny_model("qwen3"), lora=LoraConfig(adapter=str(tmp_path))), "policy")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"base_model_name_or_path": "other/model"}, "the adapters are of the model 'other/model'"),
-        ({"use_dora": True}, "use_dora is True, but must be False here"),
+        ({"use_dora": True}, "use_dora is True, but must be False here: merge these adapters into their model"),
+        ({"alora_invocation_tokens": [3]}, r"alora_invocation_tokens is \[3\], but must be \[\] here"),
         ({"r": 4}, "the adapters are those of another model"),
         ({"target_modules": ["q_proj"]}, "which the model lacks: the adapters are those of another model"),
         ({"target_modules": ["c_proj"]}, "'c_proj' is no linear layer of qwen3: these are down_proj, gate_proj"),

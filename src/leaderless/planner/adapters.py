@@ -25,8 +25,10 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
     "modules_to_save": ([], None),
     "layers_to_transform": ([], None),
     "target_parameters": ([], None),
+    "alora_invocation_tokens": ([], None),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""What adapters can be here, by entries of their description."""
+"""What adapters can be here, by entries of their description. Other ways to begin, such as PiSSA, change the base."""
 
 
 def lora_of(model: ModelConfig, key: str) -> LoraConfig | None:
@@ -50,7 +52,11 @@ def lora_of(model: ModelConfig, key: str) -> LoraConfig | None:
         raise RecipeError.at(key, f"{path} cannot be read: {error}; name a folder that peft has saved") from error
     for name, allowed in PLAIN.items():
         if said.get(name) not in allowed:
-            raise RecipeError.at(key, f"{path}: {name} is {said[name]}, but must be {allowed[0]} here")
+            raise RecipeError.at(
+                key,
+                f"{path}: {name} is {said[name]}, but must be {allowed[0]} here: merge these adapters into their model "
+                "with peft, and begin with the result",
+            )
     base = said.get("base_model_name_or_path") or ""
     if base and Path(base).name != Path(model.path).name:
         raise RecipeError.at(
