@@ -71,6 +71,25 @@ def test_weights_are_counted_as_the_model_has_them(tmp_path, family, changes, is
     assert size.kv_values_per_token == 2 * 3 * size.num_kv_heads * size.head_dim
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_weights_of_models_that_see_images_are_counted(tmp_path, family, is_frozen):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from leaderless.models.tiny import write_vision_model
+
+    write_vision_model(tmp_path, "ab", family=family, num_vision_layers=3)
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    size = read_model_size(ModelConfig(path=str(tmp_path), freeze_vision=is_frozen))
+    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert size.num_parameters == sum(counts.values())
+    assert size.vision.num_parameters == sum(count for name, count in counts.items() if ".visual." in name)
+    assert size.num_trained == size.num_parameters - is_frozen * size.vision.num_parameters
+    assert (size.vision.num_layers, size.vision.patches_per_token, size.num_layers) == (3, 4, 2)
+
+
 @pytest.mark.parametrize("family", ["gemma", "llama", "smollm3"])
 def test_embeddings_are_tied_as_the_family_has_it_when_the_file_does_not_say(tmp_path, family):
     transformers = pytest.importorskip("transformers")

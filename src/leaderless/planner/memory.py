@@ -247,6 +247,12 @@ class _Model:
         kept = size.num_layers * (size.hidden_size if self.config.gradient_checkpointing else layer)
         return kept + layer * self.config.gradient_checkpointing + 3 * size.intermediate_size
 
+    def seen_values(self) -> int:
+        """The same of the part that sees, for each token of an image."""
+        if self.size.vision is None:
+            return 0
+        return self.size.vision.kept_values(gradient_checkpointing=self.config.gradient_checkpointing)
+
 
 @dataclass(frozen=True)
 class _Rank:
@@ -319,7 +325,8 @@ class _Rank:
             if channel.sync is not None:
                 role = channel.sync.role
                 model = next(x for x in self.models if x.instance.role == role and x.instance.is_trained)
-                sent = model.part.num_trained if model.engine.takes_adapters else model.part.num_parameters
+                is_small = model.has_adapters and model.engine.takes_adapters
+                sent = model.part.num_trained if is_small else model.part.num_parameters
                 size = -(-sent * FLOAT32_BYTES // model.shards)
             name = f"{channel.kind} in flight"
             parts[name] = parts.get(name, 0) + channel.capacity * size
@@ -424,7 +431,9 @@ class _Rank:
     def _training(self, model: _Model) -> Iterator[dict[str, int]]:
         """Memory is fullest when the backward pass begins, or when it ends."""
         batch, size, width = self.recipe.batch, model.part, model.width
-        tokens, num_passes = self._pass(model, -(-batch.prompts_per_step // batch.updates_per_step))
+        prompts = -(-batch.prompts_per_step // batch.updates_per_step)
+        tokens, num_passes = self._pass(model, prompts)
+        seen = min(tokens, -(-prompts // model.instance.layout.dp) * self.recipe.data.max_prompt_tokens)
         gradients = model.trained_bytes()
         gathered, embedding = model.gathered_bytes(), size.vocab_size * size.hidden_size
         chunk = self._chunk(size, tokens)
@@ -432,7 +441,7 @@ class _Rank:
         head = embedding * FLOAT32_BYTES + (embedding * width if width != FLOAT32_BYTES else 0)
         yield {
             "gathered weights": gathered,
-            "activations": tokens * model.kept_values() * width,
+            "activations": (tokens * model.kept_values() + seen * model.seen_values()) * width,
             "logits": logits * (not model.instance.is_critic),
             "gradient of the head": head * (not model.instance.is_critic and not model.has_adapters),
             "gradients": gradients if num_passes > 1 else 0,

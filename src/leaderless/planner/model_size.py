@@ -11,6 +11,7 @@ from leaderless.config.errors import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.planner.adapters import lora_of, num_adapter_weights
 from leaderless.planner.layout import Layout
+from leaderless.planner.vision_size import TEXT, VisionSize, text_config, vision_size
 
 QKV_BIAS = {"qwen2", "qwen2_moe"}
 """Families with biases in queries, keys and values, whatever their configuration says."""
@@ -38,7 +39,8 @@ class ModelSize:
     Tied weights are counted once. The weights of all layers are `num_layer_parameters`; the others are embeddings, head
     and last norm. `intermediate_size` is the width of the feed-forward layer that a token goes through, over all of its
     experts. The longest sequence has `max_positions` tokens. Adapters have `num_adapter_parameters` besides.
-    Of the weights, `num_expert_parameters` are those of the `num_experts` of all layers.
+    Of the weights, `num_expert_parameters` are those of the `num_experts` of all layers. In a model that sees images,
+    layers include those of `vision`.
     """
 
     num_parameters: int
@@ -55,11 +57,13 @@ class ModelSize:
     num_adapter_parameters: int = 0
     num_experts: int = 0
     num_expert_parameters: int = 0
+    vision: VisionSize | None = None
 
     @property
     def num_trained(self) -> int:
         """Weights that training changes."""
-        return self.num_adapter_parameters or self.num_parameters
+        frozen = self.vision.num_parameters if self.vision and self.vision.is_frozen else 0
+        return self.num_adapter_parameters or self.num_parameters - frozen
 
     @property
     def num_root_parameters(self) -> int:
@@ -109,15 +113,29 @@ def read_model_size(model: ModelConfig, key: str = "models", *, is_critic: bool 
         return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict) or str(config.get("model_type")) not in FAMILIES:
+        if not isinstance(config, dict) or str(config.get("model_type")) not in {*FAMILIES, *TEXT}:
             return None
+        vision: VisionSize | None = None
+        if config["model_type"] in TEXT:
+            vision, config = vision_size(config, is_frozen=model.freeze_vision), text_config(config)
         nothing = next((name for name in _COUNTS if int(config[name]) < 1), None)
         if nothing is None:
-            size = _decoder_size(config, is_critic=is_critic)
+            size = _with_vision(_decoder_size(config, is_critic=is_critic), vision)
             return replace(size, num_adapter_parameters=_num_adapter_weights(lora, size, config)) if lora else size
     except (OSError, ValueError, KeyError, TypeError):
         return None
     raise RecipeError.at(key, f"{path}: {nothing} is {config[nothing]}, but must be at least 1: the file is damaged")
+
+
+def _with_vision(size: ModelSize, vision: VisionSize | None) -> ModelSize:
+    if vision is None:
+        return size
+    return replace(
+        size,
+        num_parameters=size.num_parameters + vision.num_parameters,
+        num_layer_parameters=size.num_layer_parameters + vision.num_parameters,
+        vision=vision,
+    )
 
 
 def model_file(model: ModelConfig, name: str) -> Path | None:
