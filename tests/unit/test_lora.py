@@ -28,6 +28,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.lora import PREFIX, adapted_layers, is_adapter, merged, without_adapters, write_adapters
 from leaderless.planner import Plan
+from leaderless.planner.adapters import described
 from leaderless.planner.memory import Memory
 from leaderless.planner.show import print_plan
 from leaderless.rollout.engine import Request, SamplingParams, generate
@@ -151,6 +152,17 @@ def test_a_folder_of_peft_is_where_training_begins(tmp_path: Path) -> None:
     model = load_causal_lm(ModelConfig(path=tiny_model("qwen3"), lora=LoraConfig(adapter=str(tmp_path))), "policy")
     expected = torch.cat([twin(input_ids=one[None]).logits[0] for one in TOKENS])
     torch.testing.assert_close(packed_logits(model, TOKENS), expected, atol=1e-5, rtol=0)
+
+
+def test_a_folder_says_which_of_the_layers_with_a_name_have_adapters(tmp_path: Path) -> None:
+    lora: dict[str, object] = {"rank": 2, "targets": ["1.self_attn.q_proj", "down_proj"]}
+    model = adapted(lora)
+    write_adapters(tmp_path, weights_of(model), settings_of(lora))
+    assert weights_of(load_causal_lm(described(tmp_path, "policy"), "policy")).keys() == weights_of(model).keys()
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
+    twin = PeftModel.from_pretrained(plain, tmp_path)
+    names = {name.replace(".default.", ".") for name, _ in twin.named_parameters() if "lora_" in name}
+    assert names == {f"{PREFIX}{name}.weight" for name in weights_of(model)}
 
 
 def test_adapters_for_a_base_that_peft_changes_are_refused(tmp_path: Path) -> None:

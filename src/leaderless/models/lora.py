@@ -131,7 +131,11 @@ def write_adapters(folder: Path, weights: Mapping[str, Tensor], settings: ModelC
 
 def describe_adapters(folder: Path, names: Iterable[str], settings: ModelConfig) -> None:
     """Write what `peft` has to know of adapters whose matrices have some names."""
+    lora = settings.lora
+    assert lora is not None, "only adapters are described"
     targets = sorted({name.split(".")[-2] for name in names if is_adapter(name)})
+    if lora.targets != "all-linear":
+        targets = [*lora.targets]  # which may be some of the layers with a name
     text = json.dumps(describe(settings, targets), indent=2)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
