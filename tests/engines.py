@@ -71,9 +71,13 @@ class CopyDriver:
     def start(self) -> None:
         """Start with meaningless weights."""
         self._called("start", needs_memory=False)
+        self.load_from_folder()
+        self._forget_weights()
+
+    def load_from_folder(self) -> None:
+        """Have the weights of the folder."""
         self._model = load_causal_lm(ModelConfig(path=self.path), "policy").model
         self._model.set_attn_implementation("eager")
-        self._forget_weights()
 
     @torch.no_grad()
     def _forget_weights(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from safetensors.torch import load_file
 from tests.engines import CopyDriver
 
 from leaderless.rollout.apart.messages import Ask
@@ -29,13 +30,17 @@ LOG_VARIABLE = "FAKE_SGLANG_LOG"
 VALUES = {"model-path", "host", "port", "dtype", "context-length", "max-running-requests", "load-format"}
 VALUES |= {"mem-fraction-static", "sampling-defaults", "device", "base-gpu-id", "revision"}
 FLAGS = {"skip-tokenizer-init", "enable-memory-saver", "enable-weights-cpu-backup", "trust-remote-code"}
-FLAGS |= {"disable-cuda-graph"}
+VALUES |= {"max-lora-rank", "max-loras-per-batch", "max-loaded-loras"}
+FLAGS |= {"disable-cuda-graph", "enable-lora"}
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop_token_ids", "ignore_eos", "sampling_seed"}
 FIELDS: Mapping[str, set[str]] = {
-    "/generate": {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream"},
+    "/generate": {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream", "lora_path"},
     "/abort_request": {"rid", "abort_all"},
     "/update_weights_from_tensor": {"serialized_named_tensors", "load_format", "flush_cache", "weight_version"},
     "/flush_cache": set(),
+    "/load_lora_adapter": {"lora_name", "lora_path", "pinned"},
+    "/unload_lora_adapter": {"lora_name"},
+    "/update_weight_version": {"new_version", "abort_all_requests"},
     "/release_memory_occupation": {"tags"},
     "/resume_memory_occupation": {"tags"},
 }
@@ -48,10 +53,25 @@ class Server:
         self.driver = CopyDriver(arguments["model-path"])
         self.driver.start()
         self.driver.wake()
+        if arguments["load-format"] == "auto":
+            self.driver.load_from_folder()
         self.weights = dict(self.driver._model.named_parameters())
+        self.base = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        self.adapter: str | None = None
         self.token, self.version = arguments["api-key"], "default"
         self.max_running = int(arguments["max-running-requests"])
         self.lock, self.aborted, self.running = threading.Lock(), set[str](), set[str]()
+
+    @torch.no_grad()
+    def add(self, folder: Path) -> None:
+        """Merge adapters into the weights of the folder from which they were read."""
+        said = json.loads((folder / "adapter_config.json").read_text())
+        matrices = load_file(folder / "adapter_model.safetensors")
+        for name, base in self.base.items():
+            found = [matrices.pop(f"base_model.model.{name.removesuffix('weight')}lora_{x}.weight", None) for x in "AB"]
+            if found[0] is not None and found[1] is not None:
+                self.weights[name].copy_(base + found[1] @ found[0] * (said["lora_alpha"] / said["r"]))
+        assert not matrices, f"adapters of nothing: {list(matrices)}"
 
     def answer(self, path: str, body: dict[str, Any]) -> object:
         """Handle all calls but streams."""
@@ -63,6 +83,18 @@ class Server:
                         self.weights[name].copy_(tensor)
                 self.version = body["weight_version"]
                 return {"success": True, "message": "Succeeded to update parameter online from tensors."}
+            case "/load_lora_adapter":
+                assert self.adapter is None, "--max-loaded-loras is 1"
+                self.adapter = body["lora_name"]
+                self.add(Path(body["lora_path"]))
+                return {"success": True, "error_message": "", "loaded_adapters": {self.adapter: body["lora_path"]}}
+            case "/unload_lora_adapter":
+                assert self.adapter == body["lora_name"]
+                self.adapter = None
+                return {"success": True, "error_message": "", "loaded_adapters": {}}
+            case "/update_weight_version":
+                self.version = body["new_version"]
+                return {"success": True, "message": "", "new_version": self.version}
             case "/abort_request":
                 every = body.get("abort_all")
                 self.aborted |= {rid for rid in self.running if every or rid.startswith(body["rid"])}
@@ -76,6 +108,7 @@ class Server:
                 self.driver.wake()
                 return None
             case "/generate":
+                assert body.get("lora_path") == self.adapter
                 scores = self.driver.prompt_log_probs(body["input_ids"])
                 entries = [[None, body["input_ids"][0], None]]
                 entries += [[score, token, None] for score, token in zip(scores, body["input_ids"][1:], strict=True)]
@@ -100,6 +133,7 @@ class Server:
                 zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
             )
         }
+        assert {*body.get("lora_path", [None])} == {self.adapter}
         grown: dict[str, list[list[float | None]]] = {rid: [] for rid in asks}
         self.running |= set(asks)
         try:
@@ -183,6 +217,10 @@ def main() -> None:
     arguments: dict[str, str] = {}
     while given:
         name = given.pop(0).removeprefix("--")
+        if name == "lora-target-modules":
+            while given and not given[0].startswith("--"):
+                given.pop(0)
+            continue
         assert name in VALUES | FLAGS, f"unknown argument {name}"
         arguments[name] = given.pop(0) if name in VALUES else ""
     arguments["api-key"] = sys.stdin.readline().strip()  # SGLang's launcher would have passed it on

@@ -17,6 +17,7 @@ from tests.tiny import tiny_model, write_recipe
 PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")
 """Python of an environment with vLLM."""
 APART = {"layout": {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}}}
+LORA = {"lora": {"rank": 4}}
 LETTERS = {"format": {"pattern": r"[^0-9]*"}}
 """A reward that an untrained model gets now and then."""
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="`make test-vllm` runs this with vLLM")
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.skipif(PYTHON is None, reason="`make test-vllm` runs th
 def train(folder: Path, changes: Mapping[str, object], workers: int) -> list[dict[str, float]]:
     """The metrics of each step of a short run, in which the policy changes fast."""
     settings = {"rollout.engine": "vllm", "steps": 3, "reward": LETTERS, "run.timeout_s": 300, **changes}
-    recipe = write_recipe(folder, tiny_model(head_dim=32), settings)
+    model = {"path": tiny_model(head_dim=32), "lora": settings.pop("lora", None)}
+    recipe = write_recipe(folder, "", {"models.policy": model, **settings})
     command = [sys.executable, "-m", "leaderless", "train", str(recipe), "--workers", str(workers)]
     command.append("optimizer.learning_rate=0.003")
     done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
@@ -44,6 +46,9 @@ CASES: Mapping[str, tuple[Mapping[str, object], int]] = {
         {**SERVER, "layout": {"rollout": {"ranks": "0-1", "tp": 2}, "policy": {"ranks": "2"}}},
         3,
     ),
+    "server that is sent adapters": ({**SERVER, **LORA}, 2),
+    "server of a pool that is sent adapters": ({**SERVER, **APART, **LORA}, 2),
+    "servers of one engine that are sent adapters": ({**SERVER, **LORA, "layout": {"rollout": {"tp": 2}}}, 2),
     "in process": ({}, 1),
     "in two processes": ({}, 2),
     "in four processes that make two engines": ({"layout": {"rollout": {"tp": 2}}}, 4),

@@ -97,6 +97,20 @@ def test_the_plan_counts_the_weights_of_an_engine_of_its_own(tmp_path: Path) -> 
     assert 0 < vllm["kv cache"] < native["kv cache"], "only the native engine has slots of powers of two"
 
 
+def test_the_plan_counts_an_engine_that_is_sent_adapters(tmp_path: Path) -> None:
+    lora = {**PYTHON, "models.policy": {"path": tiny_model(), "lora": {"rank": 2}}}
+    merged = lora | {"rollout.external.merge_adapters": True}
+    apart, whole = (plan_of(tmp_path, one, engine="vllm").memory for one in (lora, merged))
+    assert apart is not None
+    assert whole is not None
+    num_weights = sum(p.numel() for p in load_causal_lm(ModelConfig(path=tiny_model()), "policy").parameters())
+    assert apart.cpu.phases["policy generates"]["engine's weights"] == 4 * num_weights
+    assert whole.cpu.phases["policy generates"]["engine's weights"] == 8 * num_weights, "merged copies are sent"
+    assert apart.accelerator.host["bases of engines asleep"] == 4 * num_weights
+    assert "bases of engines asleep" not in whole.accelerator.host
+    assert "policy engine's base" not in apart.cpu.resident, "it is counted while it generates"
+
+
 def test_auto_is_vllm_where_it_is_and_a_cuda_device_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for has_cuda in (False, True):
         monkeypatch.setattr(choose, "find_accelerator", Mock(return_value="cuda" if has_cuda else None))
@@ -134,12 +148,19 @@ def test_an_engine_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("memory_fraction", 0.7), ("graphs", False), ("start_timeout_s", 5.0), ("answer_timeout_s", 6.0)],
+    [
+        ("memory_fraction", 0.7),
+        ("graphs", False),
+        ("merge_adapters", True),
+        ("start_timeout_s", 5.0),
+        ("answer_timeout_s", 6.0),
+    ],
 )
 def test_every_setting_of_external_engines_changes_something(tmp_path: Path, setting: str, value: object) -> None:
     described = []
     for changes in ({}, {f"rollout.external.{setting}": value}):
-        recipe = recipe_of(tmp_path, {**PYTHON, **changes})
+        model = {"models.policy": {"path": tiny_model(), "lora": {"rank": 2}}}
+        recipe = recipe_of(tmp_path, {**PYTHON, **model, **changes})
         setup = setup_of(tmp_path, recipe, max_tokens=64, device="cuda:0")
         settings, driver = make._settings(setup), make._driver("vllm", setup)
         assert isinstance(driver, VllmServer)
@@ -149,7 +170,7 @@ def test_every_setting_of_external_engines_changes_something(tmp_path: Path, set
 
 
 def test_all_settings_of_external_engines_are_tried_above() -> None:
-    tried = {"memory_fraction", "graphs", "start_timeout_s", "answer_timeout_s"}
+    tried = {"memory_fraction", "graphs", "merge_adapters", "start_timeout_s", "answer_timeout_s"}
     assert set(ExternalConfig.model_fields) == {"python", *tried}
 
 

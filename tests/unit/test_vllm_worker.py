@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import Literal
 from unittest.mock import Mock
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from leaderless.rollout import vllm
 from leaderless.rollout.apart import vllm_worker
+from leaderless.rollout.apart.adapters import AdapterFolder
 from leaderless.rollout.apart.messages import PackedWeight, checksum
 from leaderless.rollout.apart.vllm_worker import VllmWorker, check_version
 from leaderless.rollout.vllm import InProcessVllm
@@ -43,10 +45,16 @@ def test_a_version_of_vllm_that_lacks_something_is_refused_at_the_start(monkeypa
         check_version()
 
 
-@pytest.mark.parametrize(("keep_weights", "level"), [(True, 1), (False, 2)])
-def test_weights_that_are_not_needed_again_are_not_copied_to_host_memory(keep_weights: bool, level: int) -> None:
+@pytest.mark.parametrize(
+    ("keep_weights", "adapters", "level"),
+    [(True, None, 1), (False, None, 2), (False, AdapterFolder({}, ()), 1)],
+    ids=["needed again", "not needed", "adapters belong to them"],
+)
+def test_weights_that_are_not_needed_again_are_not_copied_to_host_memory(
+    keep_weights: bool, adapters: AdapterFolder | None, level: int
+) -> None:
     worker, engine = VllmWorker.__new__(VllmWorker), Mock()
-    worker._llm, worker._is_on_accelerator, worker._open = engine, True, {"3"}
+    worker._llm, worker._is_on_accelerator, worker._open, worker._adapters = engine, True, {"3"}, adapters
     worker.sleep(keep_weights=keep_weights)
     engine.abort_request.assert_called_once_with(["3"])
     engine.sleep.assert_called_once_with(level=level)
@@ -54,7 +62,7 @@ def test_weights_that_are_not_needed_again_are_not_copied_to_host_memory(keep_we
 
 def test_a_bucket_from_another_process_that_was_damaged_is_refused() -> None:
     worker = VllmWorker.__new__(VllmWorker)
-    worker._llm, worker._arrived = Mock(), None
+    worker._llm, worker._arrived, worker._adapters = Mock(), None, None
     worker._llm.collective_rpc.return_value = [{"bias"}]
     weights, data = [PackedWeight("bias", "float32", (2,), 0)], torch.ones(2).view(torch.uint8)
     expected = checksum(data)
@@ -68,7 +76,7 @@ def test_a_bucket_from_another_process_that_was_damaged_is_refused() -> None:
 def test_no_checksum_is_computed_of_weights_that_stay_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = InProcessVllm.__new__(InProcessVllm)
     worker.settings, worker._device = Mock(torch_dtype=torch.float32), torch.device("cpu")
-    worker._llm, worker._arrived, worker._open = Mock(), None, set()
+    worker._llm, worker._arrived, worker._open, worker._adapters = Mock(), None, set(), None
     worker._llm.collective_rpc.side_effect = [[{"bias"}], [{"bias"}]]
     for module in (vllm, vllm_worker):
         monkeypatch.setattr(module, "checksum", Mock(side_effect=AssertionError("nothing to check")))
@@ -77,3 +85,15 @@ def test_no_checksum_is_computed_of_weights_that_stay_in_the_process(monkeypatch
     ((name, tensor),) = loaded
     assert (name, tensor.tolist()) == ("bias", [1.0, 1.0])
     assert worker._policy_version == 3
+
+
+def test_vllm_is_started_for_ranks_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.config", ModuleType("vllm.config"))
+    known = ModuleType("vllm.config.lora")
+    monkeypatch.setattr(known, "MaxLoRARanks", Literal[1, 8, 16, 512], raising=False)
+    monkeypatch.setitem(sys.modules, "vllm.config.lora", known)
+    found = [vllm_worker._weights_of(Mock(adapters={"r": rank}))["max_lora_rank"] for rank in (1, 2, 8, 9, 512)]
+    assert found == [1, 8, 8, 16, 512]
+    with pytest.raises(RuntimeError, match=r"rank 512 at most, and these have 513: .* rollout.external.merge_adapters"):
+        vllm_worker._weights_of(Mock(adapters={"r": 513}))
+    assert vllm_worker._weights_of(Mock(adapters=None)) == {"load_format": "dummy"}

@@ -76,6 +76,9 @@ class ExternalConfig(Section):
     most what `max_sequences` of the longest sequences need."""
     graphs: bool = True
     """Compile the model and capture its passes on an accelerator: generation is faster, starting takes longer."""
+    merge_adapters: bool = False
+    """Send whole weights with `models.ROLE.lora` merged in, and not the adapters alone. An engine generates a little
+    faster so, and can have models whose adapters it does not know; but all weights travel after each update."""
     start_timeout_s: float = Field(default=900.0, gt=0)
     """Seconds that a server may take until its first answer."""
     answer_timeout_s: float = Field(default=300.0, gt=0)

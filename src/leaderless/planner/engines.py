@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.functions import Declarations, Function, name_of
+from leaderless.config.rollout import RolloutConfig
 from leaderless.planner.layout import Layout, check_model_axes
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ BUILTIN_ENGINES = {
         may_restart=True,
         is_probed=True,
         updates=("recompute",),
+        takes_adapters=True,
         works_in_steps=False,
     ),
     "sglang": RolloutEngineSpec(
@@ -78,6 +80,7 @@ BUILTIN_ENGINES = {
         may_restart=True,
         is_probed=True,
         updates=("recompute",),
+        takes_adapters=True,
         works_in_steps=False,
     ),
 }
@@ -136,6 +139,14 @@ def engine_of(name: str, key: str = KEY) -> RolloutEngineSpec:
         RecipeError: There is no such engine, or the function cannot be used as one.
     """
     return ENGINES.find(name, key, BUILTIN_ENGINES)
+
+
+def engine_for(rollout: RolloutConfig, name: str) -> RolloutEngineSpec:
+    """The contract of an engine as some settings use it: other engines than the native one may get merged weights."""
+    spec = engine_of(name)
+    return replace(
+        spec, takes_adapters=spec.takes_adapters and not (spec.keeps_weights and rollout.external.merge_adapters)
+    )
 
 
 def check_engines(recipe: Recipe, instances: Sequence[RoleInstance], nodes: Sequence[PlannedNode]) -> None:

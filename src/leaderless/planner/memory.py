@@ -11,7 +11,7 @@ from leaderless.config.rollout import RolloutConfig
 from leaderless.environments.registry import environment_class
 from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
-from leaderless.planner.engines import RolloutEngineSpec, engine_of
+from leaderless.planner.engines import RolloutEngineSpec, engine_for
 from leaderless.planner.layout import all_ranks, most_prompts_of_rank
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.plan import Channel, RoleInstance, answering
@@ -188,7 +188,18 @@ class _Model:
     def has_own_base(self) -> bool:
         """Whether an engine next to the trainer has the weights once more, to which it adds adapters."""
         is_beside = self.generates and not self.instance.is_engine_only
-        return is_beside and self.has_adapters and self.engine.takes_adapters
+        return is_beside and self.adds_adapters and not self.engine.keeps_weights
+
+    @property
+    def keeps_base_asleep(self) -> bool:
+        """Whether an engine next to the trainer copies the weights, to which it adds adapters, to the host to sleep."""
+        is_beside = self.generates and not self.instance.is_engine_only
+        return is_beside and self.adds_adapters and self.engine.keeps_weights
+
+    @property
+    def adds_adapters(self) -> bool:
+        """Whether its engine adds adapters to weights that it reads itself, so that only they are sent."""
+        return self.has_adapters and self.engine.takes_adapters
 
     def trained_bytes(self) -> int:
         """A rank's share of the weights that training changes."""
@@ -208,7 +219,11 @@ class _Model:
     @property
     def engine(self) -> RolloutEngineSpec:
         """The contract of its engine."""
-        return engine_of(self.instance.engine)
+        return engine_for(self.sampling, self.instance.engine)
+
+    def sent_bytes(self) -> int:
+        """What its engine is sent."""
+        return (self.size.num_trained if self.adds_adapters else self.size.num_parameters) * self.width
 
     def engine_bytes(self) -> int:
         """An engine's own weights on one of the ranks that it spans."""
@@ -278,7 +293,7 @@ class _Rank:
                 loading = max(loading, whole + model.size.num_parameters * FLOAT32_BYTES * model.has_own_base)
                 whole += model.adapted_bytes() * model.has_own_base
             if model.instance.is_engine_only and model.engine.restarts_on(model.instance.serving_layout):
-                again += model.size.num_parameters * model.width
+                again += model.sent_bytes()
             copied += 3 * model.trained_bytes() * model.instance.is_trained
             for name, held in self._resident(model, share):
                 resident[name] = resident.get(name, 0) + held
@@ -300,6 +315,8 @@ class _Rank:
         if len(all_ranks(*(model.instance.layout for model in self.everywhere))) > 1:
             resident["communication"] = COMMUNICATION_BYTES
         host = libraries | kept | self._in_flight() | {"whole weights": loading}
+        if asleep := sum(model.engine_bytes() for model in self.models if model.keeps_base_asleep):
+            host["bases of engines asleep"] = asleep
         return Memory(resident, phases, self._commands({}), host)
 
     def _resident(self, model: _Model, share: int) -> Iterator[tuple[str, int]]:
@@ -325,14 +342,13 @@ class _Rank:
             if channel.sync is not None:
                 role = channel.sync.role
                 model = next(x for x in self.models if x.instance.role == role and x.instance.is_trained)
-                is_small = model.has_adapters and model.engine.takes_adapters
-                sent = model.part.num_trained if is_small else model.part.num_parameters
+                sent = model.part.num_trained if model.adds_adapters else model.part.num_parameters
                 size = -(-sent * FLOAT32_BYTES // model.shards)
             name = f"{channel.kind} in flight"
             parts[name] = parts.get(name, 0) + channel.capacity * size
         arriving = [x for x in self.models if x.instance.is_engine_only and self._iterations() > 1]
         if arriving:
-            parts["weights that arrive"] = sum(x.size.num_parameters * x.width for x in arriving)
+            parts["weights that arrive"] = sum(x.sent_bytes() for x in arriving)
         return parts
 
     def _phases(self, model: _Model) -> Iterator[tuple[str, dict[str, int]]]:

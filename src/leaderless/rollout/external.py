@@ -35,7 +35,9 @@ class Driver(Protocol):
         """Abort everything in progress and release memory, except for weights that are needed again."""
 
     def load(self, weights: WeightStream) -> None:
-        """Abort everything in progress, and use whole weights, named as in `transformers`, from now on.
+        """Abort everything in progress, and use other weights, named as in `transformers`, from now on.
+
+        They are all of the model's, or all adapters for the weights that the engine has read from the model's folder.
 
         Nothing that was computed with earlier weights is used any more.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import empty_causal_lm, load_causal_lm
 from leaderless.models.tokenizer import end_tokens
 from leaderless.planner import Layout, format_ranks
+from leaderless.planner.adapters import describe, lora_of
 from leaderless.planner.engines import engine_of
 from leaderless.planner.model_size import read_model_size
 from leaderless.rollout.apart.messages import Settings
@@ -143,6 +144,7 @@ def _settings(setup: RolloutSetup) -> Settings:
     rollout, config, max_tokens = setup.rollout, setup.model, max(setup.max_tokens, LEAST_TOKENS)
     external, is_cpu = rollout.external, setup.device.type == "cpu"
     is_in_process, place = external.python is None, setup.layout.place_in_shard(setup.rank)
+    adapters, matrices = _adapters(setup)
     return Settings(
         model=config.path,
         revision=config.revision,
@@ -157,7 +159,19 @@ def _settings(setup: RolloutSetup) -> Settings:
         meeting=_meeting(setup) if setup.shard.size > 1 or (is_in_process and setup.world_size > 1) else None,
         rank=setup.rank if is_in_process else place,
         device_index=(setup.device.index or 0) if is_in_process else 0,
+        adapters=adapters,
+        matrices=matrices,
     )
+
+
+def _adapters(setup: RolloutSetup) -> tuple[Mapping[str, object] | None, Sequence[str]]:
+    """What an engine that takes adapters has to know of them, and the names of their matrices."""
+    lora = lora_of(setup.model, f"models.{setup.role}")
+    if lora is None or setup.rollout.external.merge_adapters:
+        return None, ()
+    names = [name for name, _ in empty_causal_lm(setup.model, setup.role).trained_weights()]
+    targets = sorted({name.split(".")[-2] for name in names})
+    return describe(setup.model.model_copy(update={"lora": lora}), targets), names
 
 
 def _meeting(setup: RolloutSetup) -> str:

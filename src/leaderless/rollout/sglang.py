@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from leaderless.config import Json
+from leaderless.rollout.apart.adapters import AdapterFolder
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
 from leaderless.rollout.child_server import ChildServer, EngineError, bound_command
 from leaderless.rollout.weights import LocalStaging, make_buckets
@@ -40,6 +41,8 @@ class SglangServer:
     def __init__(self, python: str, settings: Settings, device: torch.device, server: ChildServer) -> None:
         """Start nothing yet; `python` is an interpreter that has SGLang, and `server` runs it."""
         self._python, self._settings, self._device, self._server = python, settings, device, server
+        self._adapters = None if settings.adapters is None else AdapterFolder(settings.adapters, settings.matrices)
+        self._adapter_name: str | None = None  # of the adapters in use
         self._waiting: list[Ask] = []
         self._streams: list[threading.Thread] = []
         self._news: queue.SimpleQueue[Gain | EngineError] = queue.SimpleQueue()
@@ -47,6 +50,7 @@ class SglangServer:
     def start(self) -> None:
         """See `Driver`."""
         self._server.prepare()
+        self._adapter_name = None
         self._server.start(bound_command(self._python, START, *self._arguments()), self._server.token)
         self.sleep(keep_weights=False)
 
@@ -60,17 +64,22 @@ class SglangServer:
             "context-length": settings.max_tokens,
             "max-running-requests": settings.max_sequences,
             "mem-fraction-static": settings.memory_fraction,
-            "load-format": "dummy",
+            "load-format": "dummy" if settings.adapters is None else "auto",
             "sampling-defaults": "openai",
             "device": self._device.type,
             "base-gpu-id": self._device.index or 0,
         }
         if settings.revision is not None:
             arguments["revision"] = settings.revision
-        flags = ["skip-tokenizer-init", "enable-memory-saver", "enable-weights-cpu-backup"]
+        if settings.adapters is not None:
+            arguments |= {"max-lora-rank": settings.adapters["r"], "max-loras-per-batch": 1, "max-loaded-loras": 1}
+        flags = ["enable-lora"] * (settings.adapters is not None)
+        flags += ["skip-tokenizer-init", "enable-memory-saver", "enable-weights-cpu-backup"]
         flags += ["trust-remote-code"] * settings.trust_remote_code
         flags += ["disable-cuda-graph"] * (not settings.enable_graphs)
         given = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+        if settings.adapters is not None:
+            given += ["--lora-target-modules", *cast("Sequence[str]", settings.adapters["target_modules"])]
         return given + [f"--{flag}" for flag in flags]
 
     def wake(self) -> None:
@@ -93,6 +102,16 @@ class SglangServer:
         """See `Driver`. SGLang gets CUDA IPC handles of the buckets; on the CPU, their bytes."""
         if self._streams or self._waiting:
             self._abort_all()  # SGLang does not flush its cache while it is in use
+        if self._adapters is None:
+            self._load_whole(weights)
+        else:
+            for name, matrix in weights:
+                self._adapters.add(name, matrix)
+            with self._adapters.written() as folder:
+                self._load_adapters(folder, weights.policy_version)
+        self._server.call("/flush_cache", {})
+
+    def _load_whole(self, weights: WeightStream) -> None:
         for bucket in make_buckets(weights, self._settings.torch_dtype, LocalStaging(self._device)):
             tensors = [(weight.name, weight.view(bucket.data)) for weight in bucket.weights]
             torch.get_device_module(self._device).synchronize()  # the server may read the bucket from now on
@@ -104,7 +123,19 @@ class SglangServer:
             answer = self._server.call("/update_weights_from_tensor", body)
             if not isinstance(answer, Mapping) or answer.get("success") is not True:
                 raise EngineError(f"SGLang has refused {len(tensors)} weights, such as {tensors[0][0]}: {answer}")
-        self._server.call("/flush_cache", {})
+
+    def _load_adapters(self, folder: str, policy_version: int) -> None:
+        """Load adapters in place of those before. Their name has the policy version: a request cannot use others."""
+        before, self._adapter_name = self._adapter_name, f"policy-{policy_version}"
+        if before is not None:
+            self._change("/unload_lora_adapter", {"lora_name": before})
+        self._change("/load_lora_adapter", {"lora_name": self._adapter_name, "lora_path": folder})
+        self._change("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
+
+    def _change(self, path: str, body: Json) -> None:
+        answer = self._server.call(path, body)
+        if not isinstance(answer, Mapping) or answer.get("success") is not True:
+            raise EngineError(f"SGLang has refused {path} with {body}: {answer}")
 
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
         """See `Driver`."""
@@ -113,6 +144,7 @@ class SglangServer:
             "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
             "return_logprob": True,
             "logprob_start_len": 0,
+            **({} if self._adapter_name is None else {"lora_path": self._adapter_name}),
         }
         answer = cast("Mapping[str, Mapping[str, Sequence[Sequence[float]]]]", self._server.call("/generate", body))
         scored = answer["meta_info"]["input_token_logprobs"][1:]
@@ -153,7 +185,7 @@ class SglangServer:
         """Read the responses of one call to their end; runs in a thread."""
         known = dict.fromkeys((ask.id for ask in asks), 0)
         try:
-            for line in self._server.stream("/generate", _generate_body(asks)):
+            for line in self._server.stream("/generate", _generate_body(asks, self._adapter_name)):
                 if line.startswith(b"data:") and line != b"data: [DONE]":
                     gain = _read_gain(json.loads(line.removeprefix(b"data:")), known)
                     news.put(gain)
@@ -182,8 +214,9 @@ def _name(number: int) -> str:
     return f"{number:020d}"
 
 
-def _generate_body(asks: Sequence[Ask]) -> Json:
+def _generate_body(asks: Sequence[Ask], adapter_name: str | None) -> Json:
     return {
+        **({} if adapter_name is None else {"lora_path": [adapter_name] * len(asks)}),
         "rid": [_name(ask.id) for ask in asks],
         "input_ids": [list(ask.prompt) for ask in asks],
         "sampling_params": [

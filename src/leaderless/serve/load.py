@@ -24,7 +24,7 @@ from leaderless.models.decoder import load_model_config
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
-from leaderless.planner.engines import engine_of
+from leaderless.planner.engines import engine_for
 from leaderless.rollout.choose import choose_engine
 from leaderless.rollout.make import RolloutSetup, make_engine
 from leaderless.rollout.serving import Colocated, Serving
@@ -168,7 +168,7 @@ def open_model(
             report=say,
             beat=lambda: None,
         )
-        spec, dtype = engine_of(name), getattr(torch, source.config.compute_dtype)
+        spec, dtype = engine_for(source.rollout, name), getattr(torch, source.config.compute_dtype)
         has_adapters = source.config.lora is not None
         serving = Colocated(
             make_engine(name, setup),

@@ -20,7 +20,7 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering, trained_instance
 from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
-from leaderless.planner.engines import engine_of
+from leaderless.planner.engines import engine_for, engine_of
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
 from leaderless.rollout.probe import probe_of
 from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, shapes_of
@@ -156,7 +156,7 @@ class Roles:
 
     def _colocated(self, instance: RoleInstance, recipe: Recipe, trainer: TrainEngine) -> Serving:
         """An engine on ranks that also train or score the model."""
-        setup, spec = self._setup(instance, recipe), engine_of(instance.engine)
+        setup, spec = self._setup(instance, recipe), engine_for(recipe.rollout, instance.engine)
         return Colocated(
             make_engine(instance.engine, setup),
             trainer,
@@ -341,8 +341,11 @@ class Roles:
 
     def _is_probed(self, role: str) -> bool:
         """Whether the engines of a role compare the trainer's log-probabilities of a text with their own."""
-        spec = engine_of(next(one.engine for one in self._plan.instances if one.role == role))
-        model = self._recipe.model_of(role)
+        recipe, name = (
+            self._recipe.as_seen_by(role),
+            next(one.engine for one in self._plan.instances if one.role == role),
+        )
+        spec, model = engine_for(recipe.rollout, name), recipe.model_of(role)
         return spec.compares(has_adapters=model is not None and model.lora is not None)
 
     def _log_probs(self, action: SyncWeights, source: Trainable | None) -> Tensor | None:
@@ -383,7 +386,8 @@ def _instances_of(role: str, plan: Plan, recipe: Recipe) -> dict[RoleInstance, b
 def _is_merged(instance: RoleInstance, recipe: Recipe) -> bool:
     """Whether the engine of an instance is given weights with adapters merged in."""
     config = recipe.model_of(instance.role)
-    return config is not None and config.lora is not None and not engine_of(instance.engine).takes_adapters
+    spec = engine_for(recipe.rollout, instance.engine)
+    return config is not None and config.lora is not None and not spec.takes_adapters
 
 
 def _trains_like(old: RoleInstance, new: RoleInstance) -> bool:

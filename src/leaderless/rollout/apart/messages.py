@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,7 +18,7 @@ CHECKSUM_WORDS = 1 << 16
 class Settings:
     """Settings of an engine."""
 
-    model: str  # folder or hub name; only shapes are read from it, weights come later
+    model: str  # folder or hub name; weights are read from it only if adapters come, and else only shapes
     revision: str | None
     trust_remote_code: bool
     dtype: str  # of weights and activations
@@ -31,6 +31,8 @@ class Settings:
     meeting: str | None = None  # file in which processes of an engine find each other; None for one that is alone
     rank: int = 0  # of this process among those that meet
     device_index: int = 0  # of this process's device, among those that it sees
+    adapters: Mapping[str, object] | None = None  # what `peft` has to know of those that come in place of whole weights
+    matrices: Sequence[str] = ()  # names of all of their matrices
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
+from .adapters import AdapterFolder
 from .messages import Ask, Gain, PackedWeight, Settings, checksum
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
     from vllm.v1.worker.gpu_worker import Worker
@@ -33,6 +35,8 @@ class VllmWorker:
         self._arrived: set[str] | None = None
         self._cache_bytes: list[int] = []
         self._policy_version = -1
+        self._adapters = None if settings.adapters is None else AdapterFolder(settings.adapters, settings.matrices)
+        self._lora_request: LoRARequest | None = None
         self._is_on_accelerator = torch.accelerator.is_available()
         self._llm: LLMEngine | None = None
 
@@ -69,10 +73,10 @@ class VllmWorker:
             distributed_executor_backend=_executor(settings) if settings.meeting else None,
             enable_sleep_mode=self._is_on_accelerator,
             skip_tokenizer_init=True,
-            load_format="dummy",
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
+            **_weights_of(settings),
         )
         self._llm = LLMEngine.from_engine_args(arguments)
         self.sleep(keep_weights=False)
@@ -99,7 +103,8 @@ class VllmWorker:
             )
             # The interface refuses higher temperatures and raises very low ones.
             params.temperature = ask.temperature
-            self._engine.add_request(str(ask.id), TokensPrompt(prompt_token_ids=list(ask.prompt)), params)
+            prompt = TokensPrompt(prompt_token_ids=list(ask.prompt))
+            self._engine.add_request(str(ask.id), prompt, params, lora_request=self._lora_request)
             self._open.add(str(ask.id))
 
     def step(self) -> list[Gain]:
@@ -131,7 +136,8 @@ class VllmWorker:
         from vllm import SamplingParams, TokensPrompt
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        self._engine.add_request("probe", TokensPrompt(prompt_token_ids=list(tokens)), params)
+        prompt = TokensPrompt(prompt_token_ids=list(tokens))
+        self._engine.add_request("probe", prompt, params, lora_request=self._lora_request)
         log_probs: list[float] = []
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
@@ -159,25 +165,43 @@ class VllmWorker:
         own = data.clone()
         if expected is not None and (found := checksum(own)) != expected:
             raise RuntimeError(f"a bucket of {len(data)} bytes arrived damaged: checksum {found}, expected {expected}")
+        if self._adapters is not None:
+            for weight in weights:
+                self._adapters.add(weight.name, weight.view(own))
+            return
         arrived = self._on_worker(_load, [(weight.name, weight.view(own)) for weight in weights], self._arrived is None)
         self._arrived = arrived | (self._arrived or set())
 
     def finish_load(self, policy_version: int) -> None:
         """Use the weights that have been loaded, and drop all that is in progress or computed with earlier ones."""
-        arrived, self._arrived = self._arrived or set(), None
-        lacking = sorted(self._on_worker(_finish_loading) - arrived)
-        if lacking:
-            raise RuntimeError(f"{len(lacking)} of vLLM's weights have not been sent, such as {lacking[0]}")
         self._abort_all()
+        if self._adapters is None:
+            arrived, self._arrived = self._arrived or set(), None
+            lacking = sorted(self._on_worker(_finish_loading) - arrived)
+            if lacking:
+                raise RuntimeError(f"{len(lacking)} of vLLM's weights have not been sent, such as {lacking[0]}")
+        else:
+            with self._adapters.written() as folder:
+                self._use_adapters(folder)
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM still uses keys and values of earlier weights, though nothing is in progress")
         self._policy_version = policy_version
 
+    def _use_adapters(self, folder: str) -> None:
+        """Load adapters in place of those before; requests name them, and no longer their folder."""
+        from vllm.lora.request import LoRARequest
+
+        self._engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+        self._lora_request = LoRARequest("policy", 1, folder)
+
     def sleep(self, *, keep_weights: bool) -> None:
-        """See `Driver`. An accelerator copies weights that are kept to host memory."""
+        """See `Driver`. An accelerator copies weights that are kept to host memory, as those to which adapters belong.
+
+        They would have to be read again.
+        """
         self._abort_all()
         if self._is_on_accelerator:
-            self._engine.sleep(level=1 if keep_weights else 2)
+            self._engine.sleep(level=1 if keep_weights or self._adapters is not None else 2)
         else:
             self._engine.reset_prefix_cache()
             self._cache_bytes = self._on_worker(_give_memory)
@@ -192,6 +216,21 @@ class VllmWorker:
         """Call a function with vLLM's worker, which owns the model."""
         result: Result = self._engine.collective_rpc(function, args=arguments)[0]
         return result
+
+
+def _weights_of(settings: Settings) -> dict[str, object]:
+    """Arguments of vLLM for the origin of its weights: the rank, or the model's folder if adapters come."""
+    if settings.adapters is None:
+        return {"load_format": "dummy"}
+    from vllm.config.lora import MaxLoRARanks
+
+    rank, known = settings.adapters["r"], get_args(MaxLoRARanks)
+    if not (able := [one for one in known if one >= rank]):
+        raise RuntimeError(
+            f"vLLM takes adapters of rank {max(known)} at most, and these have {rank}: lower models.ROLE.lora.rank, or "
+            "set rollout.external.merge_adapters"
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": min(able)}
 
 
 def check_version() -> None:

@@ -1,0 +1,175 @@
+"""Engines that add adapters of low rank to weights that they read themselves; `sglang` talks to a fake server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import cast
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests.engines import ALONE, MAX_TOKENS, fake_sglang_python
+from tests.tiny import tiny_model
+
+from leaderless.config.models import LoraConfig, ModelConfig
+from leaderless.config.rollout import ExternalConfig, RolloutConfig, SamplingConfig
+from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.lora import adapted_layers
+from leaderless.models.tokenizer import load_tokenizer
+from leaderless.planner import Layout
+from leaderless.planner.engines import engine_for
+from leaderless.rollout.apart.adapters import AdapterFolder
+from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.external import ExternalEngine
+from leaderless.rollout.make import RolloutSetup, make_engine
+from leaderless.rollout.probe import make_probe, probe_of
+from leaderless.rollout.serving import Colocated
+from leaderless.rollout.sglang import SglangServer
+from leaderless.training.fsdp import FsdpEngine
+from leaderless.weights.blocks import Pool, everything
+from leaderless.weights.stream import WeightStream
+
+VLLM_PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")
+"""Python of an environment with vLLM."""
+LAYOUT = Layout((0,), 1)
+REQUESTS = [Request([5, 6, 7], [1, 2]), Request([9, 8, 7, 6], [3])]
+
+
+def config_of(targets: object = "all-linear") -> ModelConfig:
+    lora = LoraConfig(rank=3, alpha=7.0, targets=targets)  # type: ignore[arg-type]
+    return ModelConfig(path=tiny_model(head_dim=32), lora=lora)
+
+
+def trainer_of(config: ModelConfig) -> FsdpEngine:
+    return FsdpEngine(load_causal_lm(config, "policy"), config, ALONE, torch.device("cpu"), 512)
+
+
+def train(trainer: FsdpEngine) -> None:
+    """Change the adapters, as an update does."""
+    for number, (_, layer) in enumerate(adapted_layers(trainer.model)):
+        generator = torch.Generator().manual_seed(100 * trainer.policy_version + number)
+        torch.nn.init.normal_(layer.lora_B, std=0.3, generator=generator)
+    trainer.policy_version += 1
+
+
+def setup_of(config: ModelConfig, python: str | None, folder: Path, *, merges: bool) -> RolloutSetup:
+    return RolloutSetup(
+        role="policy",
+        rollout=RolloutConfig(max_sequences=4, external=ExternalConfig(python=python, merge_adapters=merges)),
+        model=config,
+        max_tokens=MAX_TOKENS,
+        tokenizer=load_tokenizer(config, "policy"),
+        layout=LAYOUT,
+        shard=ALONE,
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
+        logs=folder,
+        report=print,
+        beat=lambda: None,
+    )
+
+
+@pytest.fixture(params=["sglang", "vllm", "vllm-in-process"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Colocated, FsdpEngine]]:
+    """An engine that is made for a recipe with adapters, next to their trainer."""
+    name, folder = request.param, tmp_path
+    if name == "vllm" and VLLM_PYTHON is None:
+        pytest.skip("`make test-vllm` runs this with vLLM")
+    if name == "vllm-in-process" and find_spec("vllm") is None:
+        pytest.skip("`make test-vllm` runs this with vLLM")
+    python = {"sglang": fake_sglang_python(folder), "vllm": VLLM_PYTHON}.get(name)
+    config, name = config_of(), name.partition("-")[0]
+    setup, trainer = setup_of(config, python, folder, merges=False), trainer_of(config)
+    engine = make_engine(name, setup)
+    serving = Colocated(
+        engine,
+        trainer,
+        Pool(LAYOUT, everything),
+        torch.float32,
+        probe=make_probe(trainer.vocab_size, 64),
+        may_restart=True,
+    )
+    yield serving, trainer
+    engine.close()
+
+
+@pytest.mark.timeout(900)
+def test_each_version_is_sampled_with_its_adapters(served: tuple[Colocated, FsdpEngine]) -> None:
+    check_samples(*served)
+    check_faults(*served)
+
+
+def test_adapters_may_be_merged_for_an_engine(tmp_path: Path) -> None:
+    settings = []
+    for merges in (False, True):
+        setup = setup_of(config_of(), fake_sglang_python(tmp_path), tmp_path, merges=merges)
+        assert engine_for(setup.rollout, "sglang").takes_adapters != merges
+        assert engine_for(setup.rollout, "native").takes_adapters
+        settings.append(cast("SglangServer", cast("ExternalEngine", make_engine("sglang", setup))._driver)._settings)
+    assert settings[0].adapters is not None
+    assert (settings[0].adapters["r"], settings[0].adapters["lora_alpha"]) == (3, 7.0)
+    assert "model.layers.0.mlp.up_proj.lora_A" in settings[0].matrices
+    assert replace(settings[0], adapters=None, matrices=()) == settings[1]
+
+
+def check_samples(serving: Colocated, trainer: FsdpEngine) -> None:
+    """The engine samples with the trainer's adapters, which it is sent once for each version."""
+    seen = []
+    for num_phases in (1, 2, 1):
+        for _ in range(num_phases):
+            with serving.phase() as engine:
+                results = generate(engine, REQUESTS, SamplingParams(SamplingConfig(), 6))
+            for request, group in zip(REQUESTS, results, strict=True):
+                for completion in group:
+                    assert set(completion.policy_versions) == {trainer.policy_version}
+                    text = [*request.prompt, *completion.tokens]
+                    known = probe_of(trainer, text)
+                    assert known is not None
+                    expected = known.log_probs[len(request.prompt) - 1 :]
+                    torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-4, rtol=0)
+            seen.append([completion.tokens for group in results for completion in group])
+        train(trainer)
+    assert seen[0] != seen[1] == seen[2] != seen[3]
+
+
+def check_faults(serving: Colocated, trainer: FsdpEngine) -> None:
+    """Adapters that stay as they were, and a matrix that is lost on its way to the engine, are errors."""
+    engine, load = cast("ExternalEngine", serving.engine), cast("ExternalEngine", serving.engine)._driver.load
+    lost = "model.layers.1.mlp.up_proj.lora_B"
+    for fault, message in (
+        ("stale", "does not use the weights of policy version 3 that were loaded"),
+        ("lost", f"1 matrices of adapters have not been sent, such as {lost}"),
+    ):
+
+        def load_other(weights: WeightStream, fault: str = fault) -> None:
+            arrived = {name: value.clone() for name, value in weights}
+            arrived = {name: value for name, value in arrived.items() if fault == "stale" or name != lost}
+            for name, value in arrived.items():
+                value.mul_(0.0 if name == lost else 1.0)
+            load(WeightStream(iter(arrived.items()), weights.policy_version))
+
+        wrong = pytest.raises(RuntimeError, match=message)
+        with patch.object(engine._driver, "load", load_other), wrong, serving.phase():
+            pass
+
+
+def test_a_folder_for_an_engine_is_refused_if_matrices_are_missing_or_unknown() -> None:
+    folder = AdapterFolder({"r": 1}, ["q_proj.lora_A", "q_proj.lora_B"])
+    folder.add("q_proj.lora_A", torch.ones(1, 2))
+    with (
+        pytest.raises(RuntimeError, match=r"1 matrices of adapters have not been sent, such as q_proj.lora_B"),
+        folder.written(),
+    ):
+        pass
+    for name in ("q_proj.lora_A", "q_proj.lora_B", "k_proj.lora_A"):
+        folder.add(name, torch.ones(1, 2))
+    with (
+        pytest.raises(RuntimeError, match=r"1 matrices .* which the model does not have, such as k_proj.lora_A"),
+        folder.written(),
+    ):
+        pass
