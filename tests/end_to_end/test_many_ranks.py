@@ -108,6 +108,10 @@ LAYOUTS |= {
     f"{layout}, images": (LAYOUTS[layout][0], LAYOUTS[layout][1] | {"data.max_prompt_tokens": 50})
     for layout in ("1 rank", "2 ranks", "rollout on 0-1, update on 2-3, in windows", "every node elsewhere")
 }
+LAYOUTS |= {
+    f"{layout} and adapters": (LAYOUTS[layout][0], LAYOUTS[layout][1] | {"optimizer.learning_rate": 0.01})
+    for layout in ("1 rank, images", "rollout on 0-1, update on 2-3, in windows, images")
+}
 SETTINGS = {
     "batch.updates_per_step": 2,
     "algorithm.kl.coefficient": 0.1,
@@ -130,7 +134,8 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         if "images" in layout:
             rows = str(write_rows(folder / "rows.jsonl"))
             data = {"path": rows, "prompt": "question", "images": "images", "answer": "answer", "template": "plain"}
-            changes = changes | {"data.train": data, "models": {"policy": vision_model()}}
+            model = {"path": vision_model(), "lora": {"rank": 4}} if "adapters" in layout else vision_model()
+            changes = changes | {"data.train": data, "models": {"policy": model}}
             changes["reward"] = {"format": {"pattern": ".*7.*"}}  # of its words, half are digits
         recipe = write_recipe(folder, tiny_model(), SETTINGS | changes)
         return ranks.run(world_size, walk_steps, str(recipe), "walk", NUM_STEPS, init_group=False)
@@ -149,7 +154,7 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 def test_samples_gradients_and_weights_are_those_of_one_rank(
     walked: Callable[[str], list[list[Step]]], layout: str
 ) -> None:
-    kind = next((f", {kind}" for kind in ("adapters", "images") if kind in layout), "")
+    kind = next((f", {kind}" for kind in ("images and adapters", "images", "adapters") if kind in layout), "")
     single, several = walked(f"1 rank{kind}"), walked(layout)
     for step in range(NUM_STEPS):
         expected, result = merged(single, step), merged(several, step)

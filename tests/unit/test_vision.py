@@ -28,6 +28,7 @@ from leaderless.models.vision import VisionLM
 from leaderless.rollout import native
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate, prompts_of
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.probe import make_probe, probe_of
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.weights.stream import WeightStream
@@ -317,6 +318,17 @@ def test_pixels_do_not_depend_on_other_images() -> None:
     assert torch.equal(together.patches, torch.cat([one.patches for one in apart]))
     ends = [0, *(4 * image.num_tokens for image in images)]
     assert all(begin <= end for begin, end in pairwise(torch.tensor(ends).cumsum(0).tolist()))
+
+
+def test_a_probe_has_no_tokens_that_stand_for_images() -> None:
+    engine = engine_of("qwen3_vl")
+    for count in (23, 24, 60):
+        probe = make_probe(count, 100, engine.model.reader.reserved)
+        assert not engine.model.reader.reserved & {*probe}
+        assert len({*probe}) > 5
+    found = probe_of(engine, make_probe(engine.vocab_size, 100, engine.model.reader.reserved))
+    assert found is not None
+    assert float(found.log_probs.min()) > -100
 
 
 def test_attention_over_a_family_sees_its_own_images_alone() -> None:

@@ -29,7 +29,14 @@ from leaderless.models.attention import ATTENTION_NAME, Attention, check_window
 from leaderless.models.lora import add_adapters, trained_weights
 from leaderless.models.recomputing import recompute_layers, recomputed_layers
 from leaderless.models.shared_prompts import Family
-from leaderless.models.support import attention_names, check_family, check_settings, check_supported, sees_images
+from leaderless.models.support import (
+    attention_names,
+    check_family,
+    check_settings,
+    check_supported,
+    image_tokens,
+    sees_images,
+)
 from leaderless.models.vocabulary import VocabularyPart
 
 if TYPE_CHECKING:
@@ -209,6 +216,11 @@ def load_model_config(config: ModelConfig, role: str) -> PreTrainedConfig:
     except Exception as error:
         # `transformers` raises errors of every kind for damaged folders.
         raise RecipeError.at(f"models.{role}", f"'{config.path}' cannot be read: {error}{unreachable}") from error
+
+
+def reserved_tokens(config: ModelConfig, role: str) -> frozenset[int]:
+    """Tokens that stand for images, which no response has; none for a model of text."""
+    return image_tokens(load_model_config(config, role))
 
 
 def _described(config: ModelConfig) -> PreTrainedConfig:

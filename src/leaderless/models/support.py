@@ -18,6 +18,7 @@ from leaderless.models.attention import ATTENTION_NAME, Attention, PackedAttenti
 
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Types of the models of images and text that are supported."""
+_IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _LENGTHS = (5, 9)
 """Lengths of the two sequences with which a model is tried."""
 _TOLERANCE = 1e-2
@@ -47,6 +48,12 @@ def check_supported(model: PreTrainedModel, key: str) -> None:
 def sees_images(described: PreTrainedConfig) -> bool:
     """Whether a model sees images and is supported, by its description."""
     return described.model_type in SEEING
+
+
+def image_tokens(described: PreTrainedConfig) -> frozenset[int]:
+    """Tokens that stand for images and videos, or for their ends; none if the model reads text alone."""
+    ids = (getattr(described, name, None) for name in _IMAGE_TOKENS)
+    return frozenset(one for one in ids if one is not None) if sees_images(described) else frozenset()
 
 
 def check_family(described: PreTrainedConfig, key: str) -> None:

@@ -29,7 +29,7 @@ from leaderless.models.attention import Attention, check_window
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.seen import Seen, grid_positions
 from leaderless.models.shared_prompts import Family
-from leaderless.models.support import check_family, sees_images
+from leaderless.models.support import check_family, image_tokens, sees_images
 
 IMPOSSIBLE = -1e9
 """Logit of a token that is never drawn: its probability is 0, and no number becomes infinite."""
@@ -63,11 +63,11 @@ class QwenReader(ImageReader):
 
     def __init__(self, processor: Qwen2VLImageProcessorPil, described: PreTrainedConfig) -> None:
         self.processor = processor
-        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        ids = [getattr(described, name, None) for name in names]
         self.token: int = described.image_token_id
-        self.reserved = frozenset(one for one in ids if one is not None)
-        self._marks = [one for one in (ids[2], self.token, ids[3]) if one is not None]
+        self.reserved = image_tokens(described)
+        ends = (getattr(described, f"vision_{end}_token_id", None) for end in ("start", "end"))
+        start, end = ([] if one is None else [one] for one in ends)
+        self._marks = [*start, self.token, *end]
         self.fingerprint = hashlib.sha256(f"{self.token} {processor.to_json_string()}".encode()).hexdigest()
         self._pixels = lru_cache(KEPT_IMAGES)(self._read)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from leaderless.config.rollout import RolloutConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import empty_causal_lm, load_causal_lm
+from leaderless.models.decoder import reserved_tokens
 from leaderless.models.tokenizer import end_tokens
 from leaderless.planner import Layout, format_ranks
 from leaderless.planner.adapters import describe, lora_of
@@ -83,12 +84,17 @@ class RolloutSetup:
     @property
     def probe(self) -> list[int]:
         """A text that fits, for the log-probabilities that show that an engine has the right weights."""
-        return probe_text(self.tokenizer, self.max_tokens)
+        return probe_text(self.tokenizer, self.max_tokens, self.reserved_tokens)
+
+    @property
+    def reserved_tokens(self) -> frozenset[int]:
+        """Tokens that are never drawn."""
+        return reserved_tokens(self.model, self.role)
 
 
-def probe_text(tokenizer: Tokenizer, max_tokens: int) -> list[int]:
+def probe_text(tokenizer: Tokenizer, max_tokens: int, reserved: Container[int]) -> list[int]:
     """Make the text whose log-probabilities show whether an engine has the right weights; it fits into the engine."""
-    return make_probe(len(tokenizer), max(max_tokens, LEAST_TOKENS))
+    return make_probe(len(tokenizer), max(max_tokens, LEAST_TOKENS), reserved)
 
 
 def make_engine(name: str, setup: RolloutSetup) -> RolloutEngine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
@@ -20,11 +20,18 @@ text is unlikely, so its log-probabilities are large and a single one may differ
 differences are far larger."""
 
 
-def make_probe(num_tokens: int, max_tokens: int) -> list[int]:
-    """Make a text of at least two tokens, the same on every rank, that leaves one token of the context free."""
+def make_probe(num_tokens: int, max_tokens: int, reserved: Container[int] = ()) -> list[int]:
+    """Make a text of at least two tokens, the same on every rank, that leaves one token of the context free.
+
+    Args:
+        num_tokens: Number of tokens that there are.
+        max_tokens: Length of the context.
+        reserved: Tokens that no text has.
+    """
     length = max(2, min(PROBE_TOKENS, max_tokens - 1))
     digests = (hashlib.blake2b(f"0/0/{place}".encode(), digest_size=4).digest() for place in range(length))
-    return [(int.from_bytes(digest, "big") >> 1) % num_tokens for digest in digests]
+    drawn = [(int.from_bytes(digest, "big") >> 1) % num_tokens for digest in digests]
+    return [next(one for one in (*range(token, num_tokens), *range(token)) if one not in reserved) for token in drawn]
 
 
 def probe_of(trainer: TrainEngine, tokens: Sequence[int]) -> Probe | None:

@@ -16,6 +16,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.environments.tools.use import close_tools
 from leaderless.models.causal_lm import empty_causal_lm
+from leaderless.models.decoder import reserved_tokens
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering, trained_instance
 from leaderless.planner.adapters import base_of
@@ -352,9 +353,15 @@ class Roles:
         """The trainer's log-probabilities of a probe, where an engine is to be asked for its own."""
         if source is None or not self._is_probed(action.role) or not self._is_engine_only(action):
             return None
-        recipe = self._recipe.as_seen_by(action.role)
-        probe = probe_of(cast("TrainEngine", source), probe_text(self._tokenizer, _longest(recipe)))
+        probe = probe_of(
+            cast("TrainEngine", source), self._probe_text(self._recipe.as_seen_by(action.role), action.role)
+        )
         return None if probe is None else probe.log_probs
+
+    def _probe_text(self, recipe: Recipe, role: str) -> list[int]:
+        config = recipe.model_of(role)
+        assert config is not None, "checked by the planner"
+        return probe_text(self._tokenizer, _longest(recipe), reserved_tokens(config, role))
 
     def _probe(
         self, action: SyncWeights, recipe: Recipe, log_probs: Tensor | None, process_group: ProcessGroup
@@ -362,7 +369,7 @@ class Roles:
         """The probe with the trainer's log-probabilities, on all ranks of both layouts."""
         if not self._is_probed(action.role):
             return None
-        tokens = probe_text(self._tokenizer, _longest(recipe))
+        tokens = self._probe_text(recipe, action.role)
         known = torch.zeros(len(tokens) - 1) if log_probs is None else log_probs
         what = f"the probe of role '{action.role}'"
         return Probe(tokens, process_group.broadcast(known, action.source_layout.ranks[0], what))
