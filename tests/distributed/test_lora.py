@@ -17,8 +17,13 @@ from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.lora import is_adapter, without_adapters
 from leaderless.planner import Layout
+from leaderless.rollout.serving import held_by
 from leaderless.training.fsdp import FsdpEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
+from leaderless.weights.blocks import Pool, everything
+from leaderless.weights.route import Route
+from leaderless.weights.stream import receive_weights
+from leaderless.weights.tensor_parallel import tensor_rows
 
 SHARES = {1: [11], 2: [6, 5], 4: [3, 0, 4, 4]}
 """Samples of each shard."""
@@ -51,10 +56,11 @@ def train(path: str, sizes: dict[str, int], changes: Mapping[str, object], num_u
     assert not engine.is_replica
     weights = {f"weights.{name}": value.clone() for name, value in engine.full_weights()}
     assert all(map(is_adapter, weights))
-    merged = (
-        {f"merged.{one.name}": one.local.clone() for one in engine.merged_weights()} if len(layout.ranks) == 1 else {}
-    )
-    return numbers | weights | merged
+    held = held_by(engine, is_merged=True)
+    pools = Pool(layout, tensor_rows), Pool(layout, everything)
+    route = Route("policy", held.shapes, *pools, torch.float32, transport.rank, is_gathered=True)
+    merged = receive_weights(route, transport.world, transport.world, held)
+    return numbers | weights | {f"merged.{name}": value.clone() for name, value in merged}
 
 
 @pytest.mark.parametrize(
@@ -63,11 +69,14 @@ def train(path: str, sizes: dict[str, int], changes: Mapping[str, object], num_u
         ({"dp": 2}, {}),
         ({"dp": 4}, {"gradient_checkpointing": True}),
         ({"dp": 1, "cp": 2}, {}),
+        ({"dp": 1, "tp": 2}, {}),
+        ({"dp": 2, "tp": 2}, {"gradient_checkpointing": True}),
     ],
     ids=str,
 )
 def test_ranks_learn_what_one_does(ranks: RankPool, sizes: dict[str, int], changes: dict[str, object]) -> None:
     path = tiny_model("qwen3")
     (expected,) = ranks.run(1, train, path, {"dp": 1}, {})
-    found = ranks.run(len(SHARES[sizes["dp"]]) * sizes.get("cp", 1), train, path, sizes, changes)
-    assert largest_difference(found, {k: v for k, v in expected.items() if not k.startswith("merged.")}) < 1e-5
+    num_ranks = sizes["dp"] * sizes.get("cp", 1) * sizes.get("tp", 1)
+    found = ranks.run(num_ranks, train, path, sizes, changes)
+    assert largest_difference(found, expected) < 1e-5

@@ -35,6 +35,7 @@ from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.probe import make_probe, probe_of
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.weights.stream import WeightStream
+from leaderless.weights.tensor_parallel import divided_dim
 
 TOKENS = [torch.tensor(one) for one in ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9, 7, 9, 3])]
 SETTINGS = [{"rank": 3, "alpha": 7.0}, {"rank": 4, "rslora": True, "targets": ["q_proj", "mlp.down_proj"]}]
@@ -229,8 +230,6 @@ def test_a_run_does_not_continue_with_adapters_that_compute_otherwise(
 def test_plans_that_cannot_train_adapters_are_refused(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     model: dict[str, object] = {"policy": {"path": path, "lora": {"rank": 4}}}
-    with pytest.raises(RecipeError, match=r"layout.policy.tp: ranks cannot divide the layers of 'policy', which have"):
-        plan_of("grpo", 2, models=model, layout={"policy": {"tp": 2}})
     backend = "tests.contracts.replicated:make_engine"
     with pytest.raises(RecipeError, match="cannot train adapters, as role 'policy' needs"):
         plan_of("grpo", 2, models=model, training={"backend": backend})
@@ -263,6 +262,20 @@ def test_a_plan_counts_what_is_trained(tmp_path: Path) -> None:
     for command in ("loading", "serve"):
         before, after = (memory.totals[command] for memory in memories)
         assert after >= before + full["policy weights"] * (command == "serve"), "the engine has the weights once more"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_plan_counts_the_parts_of_adapters_that_a_rank_has(tmp_path: Path, tp: int) -> None:
+    path = write_model(tmp_path / "model")
+    lora, layout = {"rank": 3, "targets": ["q_proj", "down_proj"]}, {"policy": {"tp": tp}, "rollout": {"dp": tp}}
+    plan = plan_of("grpo", tp, models={"policy": {"path": path, "lora": lora}}, layout=layout)
+    made = empty_causal_lm(ModelConfig(path=path, lora=LoraConfig(**lora)), "policy")  # type: ignore[arg-type]
+    num_weights = 0
+    for name, weight in made.trained_weights():
+        is_whole = divided_dim(name, tuple(weight.shape), tp) is None
+        num_weights += weight.numel() // (1 if is_whole else tp)
+    assert plan.memory is not None
+    assert plan.memory.cpu.resident["policy optimizer"] == 8 * num_weights
 
 
 def test_what_a_folder_says_is_not_said_again() -> None:

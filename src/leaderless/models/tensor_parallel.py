@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.decoder import Decoder
+from leaderless.models.lora import LoraLinear, is_adapter
 from leaderless.models.sums import ADDENDS, copied, summed
 from leaderless.models.vocabulary import VocabularyPart
 from leaderless.weights.tensor_parallel import NARROWING, WIDENING, WORDS, divided_dim
@@ -54,7 +55,7 @@ class TensorParallel:
         for name, module in [*model.named_modules()]:
             kind = name.rpartition(".")[2]
             if kind in NARROWING:
-                _SummedLinear.make(module, peers)
+                (_SummedLora if isinstance(module, LoraLinear) else _SummedLinear).make(module, peers)
             elif kind in WORDS and parallel.dim_of(f"{name}.weight") is not None:
                 part = VocabularyPart(peers, parallel.shapes[f"{name}.weight"][0] // peers.size)
                 if isinstance(module, nn.Embedding):
@@ -77,11 +78,15 @@ class TensorParallel:
 
     def sum_gradients(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Sum the gradients of weights of which each rank has computed an addend; others stay as they are."""
-        addends = [gradient for name, gradient in gradients if name.split(".")[-2] in HEAD_NORMS]
+        addends = [gradient for name, gradient in gradients if self._is_addend(name)]
         if addends:
             total = self.peers.sum(torch.cat([gradient.flatten() for gradient in addends]), ADDENDS)
             for gradient, values in zip(addends, torch.split(total, [one.numel() for one in addends]), strict=True):
                 gradient.copy_(values.view_as(gradient))
+
+    def _is_addend(self, name: str) -> bool:
+        """Whether each rank computes an addend of a gradient: of its heads, or of its inputs or outputs."""
+        return name.split(".")[-2] in HEAD_NORMS or (is_adapter(name) and self.dim_of(name) is None)
 
     def counted(self, gradients: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
         """Of gradients, those that count on this rank, so that each number of the whole counts once."""
@@ -113,7 +118,7 @@ def _check_family(model: PreTrainedModel, key: str, tp: int) -> None:
         if wrong:
             raise RecipeError.at(key, f"{family}it is not known how to divide {name}.{wrong[0]}; leave out tp")
     matrices = {name: weight.shape for name, weight in model.base_model.named_parameters() if weight.ndim > 1}
-    layers = {name: shape for name, shape in matrices.items() if name.split(".")[-2] not in WORDS}
+    layers = {n: shape for n, shape in matrices.items() if not (n.split(".")[-2] in WORDS or is_adapter(n))}
     unknown = [name for name, shape in layers.items() if divided_dim(name, shape, tp) is None]
     words = type(model.get_input_embeddings())
     if unknown or words is not nn.Embedding:
@@ -135,6 +140,23 @@ class _SummedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         result = summed(linear(input, self.weight), self.peers)
+        return result if self.bias is None else result + self.bias
+
+
+class _SummedLora(LoraLinear):
+    """See `_SummedLinear`. What the adapter adds is a part of a rank's addend, so that it needs no sum of its own."""
+
+    peers: ProcessGroup
+
+    @classmethod
+    def make(cls, module: nn.Module, peers: ProcessGroup) -> None:
+        """Make one of a layer with an adapter."""
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module.peers = peers
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        result = summed(self.adapted(input, linear(input, self.weight)), self.peers)
         return result if self.bias is None else result + self.bias
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from leaderless.planner.plan import RoleInstance
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+NARROWING = {"o_proj", "down_proj"}
+"""Layers whose inputs ranks along `tp` divide; of others, they divide the outputs."""
 PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -92,16 +94,20 @@ def base_of(recipe: Recipe, instances: Sequence[RoleInstance], instance: RoleIns
     return next((one for one in found if one.layout == instance.layout), None)
 
 
-def num_adapter_weights(lora: LoraConfig, layers: Mapping[str, tuple[int, int, int]]) -> int:
-    """Number of weights of adapters.
+def num_adapter_weights(lora: LoraConfig, layers: Mapping[str, tuple[int, int, int]]) -> tuple[int, int]:
+    """Number of weights of adapters, and how many of them ranks along `tp` do not divide.
 
     Args:
         lora: Settings of the adapters.
         layers: Linear layers by their last name: how many there are, their inputs and their outputs.
     """
     targets = [*layers] if lora.targets == "all-linear" else {target.rpartition(".")[2] for target in lora.targets}
-    found = (layers[name] for name in targets if name in layers)
-    return sum(count * lora.rank * (inputs + outputs) for count, inputs, outputs in found)
+    found = [(name, *layers[name]) for name in targets if name in layers]
+    total = sum(count * lora.rank * (inputs + outputs) for _, count, inputs, outputs in found)
+    whole = sum(
+        count * lora.rank * (outputs if name in NARROWING else inputs) for name, count, inputs, outputs in found
+    )
+    return total, whole
 
 
 def described(folder: Path, key: str) -> ModelConfig:

@@ -175,13 +175,6 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
                 f"{node.layout}: the back end '{backend}' divides the ranks of a model by {' and '.join(can)} only; "
                 f"leave out {' and '.join(wrong)}",
             )
-        model = recipe.model_of(role)
-        if model is not None and model.lora is not None and node.layout.tp > 1:
-            raise RecipeError.at(
-                f"layout.{node.name}.tp",
-                f"ranks cannot divide the layers of '{role}', which have adapters: use dp and cp, or leave out "
-                f"models.{role}.lora",
-            )
 
 
 def check_heads(

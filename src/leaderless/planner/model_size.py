@@ -38,9 +38,9 @@ class ModelSize:
 
     Tied weights are counted once. The weights of all layers are `num_layer_parameters`; the others are embeddings, head
     and last norm. `intermediate_size` is the width of the feed-forward layer that a token goes through, over all of its
-    experts. The longest sequence has `max_positions` tokens. Adapters have `num_adapter_parameters` besides.
-    Of the weights, `num_expert_parameters` are those of the `num_experts` of all layers. In a model that sees images,
-    layers include those of `vision`.
+    experts. The longest sequence has `max_positions` tokens. Adapters have `num_adapter_parameters` besides, of which
+    ranks that divide layers have `num_whole_adapter_parameters` each. Of the weights, `num_expert_parameters` are those
+    of the `num_experts` of all layers. In a model that sees images, layers include those of `vision`.
     """
 
     num_parameters: int
@@ -55,6 +55,7 @@ class ModelSize:
     has_head_norms: bool
     max_positions: int
     num_adapter_parameters: int = 0
+    num_whole_adapter_parameters: int = 0
     num_experts: int = 0
     num_expert_parameters: int = 0
     vision: VisionSize | None = None
@@ -84,13 +85,14 @@ class ModelSize:
         """What a rank has that divides the layers with others, and the words, if their number allows it."""
         if tp == 1:
             return self
-        layers = -(-self.num_layer_parameters // tp)
+        layers, whole = -(-self.num_layer_parameters // tp), self.num_whole_adapter_parameters
         is_divided = self.vocab_size % tp == 0
         root = -(-self.num_root_parameters // tp) if is_divided else self.num_root_parameters
         return replace(
             self,
             num_parameters=layers + root,
             num_layer_parameters=layers,
+            num_adapter_parameters=whole - (whole - self.num_adapter_parameters) // tp,
             intermediate_size=-(-self.intermediate_size // tp),
             vocab_size=self.vocab_size // tp if is_divided else self.vocab_size,
             num_heads=-(-self.num_heads // tp),
@@ -121,7 +123,7 @@ def read_model_size(model: ModelConfig, key: str = "models", *, is_critic: bool 
         nothing = next((name for name in _COUNTS if int(config[name]) < 1), None)
         if nothing is None:
             size = _with_vision(_decoder_size(config, is_critic=is_critic), vision)
-            return replace(size, num_adapter_parameters=_num_adapter_weights(lora, size, config)) if lora else size
+            return _with_adapters(lora, size, config) if lora else size
     except (OSError, ValueError, KeyError, TypeError):
         return None
     raise RecipeError.at(key, f"{path}: {nothing} is {config[nothing]}, but must be at least 1: the file is damaged")
@@ -191,13 +193,13 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
     )
 
 
-def _num_adapter_weights(lora: LoraConfig, size: ModelSize, config: Mapping[str, int]) -> int:
-    """Weights of adapters on linear layers; experts are none."""
+def _with_adapters(lora: LoraConfig, size: ModelSize, config: Mapping[str, int]) -> ModelSize:
+    """A model with adapters on linear layers; experts are none."""
     hidden, query, key = size.hidden_size, size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
     dense, layers = config["intermediate_size"], size.num_layers
     is_mixed = bool(config.get("num_experts") or config.get("num_local_experts"))
     num_dense = sum(not (is_mixed and _is_mixture(config, layer)) for layer in range(layers))
-    return num_adapter_weights(
+    total, whole = num_adapter_weights(
         lora,
         {
             "q_proj": (layers, hidden, query),
@@ -209,6 +211,7 @@ def _num_adapter_weights(lora: LoraConfig, size: ModelSize, config: Mapping[str,
             "down_proj": (num_dense, dense, hidden),
         },
     )
+    return replace(size, num_adapter_parameters=total, num_whole_adapter_parameters=whole)
 
 
 def _feed_forward(config: dict[str, int], layer: int) -> tuple[int, int]:

@@ -196,7 +196,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         for name, weight in self.model.model.named_parameters():
             if is_adapter(name):
                 continue
-            own = LocalWeight.of(name, weight)
+            own = LocalWeight.of(name, self._whole(name, weight))
             if (layer := layers.get(id(weight))) is not None:
                 matrix_a, rows_b = _gathered(layer.lora_A), LocalWeight.of("", layer.lora_B).local
                 own = replace(own, local=merged(layer, own.local, matrix_a, rows_b))

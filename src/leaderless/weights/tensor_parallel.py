@@ -16,6 +16,8 @@ WIDENING = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 """Layers of which each rank has some rows of the weight, and of the bias."""
 NARROWING = {"o_proj", "down_proj"}
 """Layers of which each rank has some columns of the weight, and the whole bias."""
+ROWS, COLUMNS = {"weight", "bias", "lora_B"}, {"weight", "lora_A"}
+"""Of a layer that widens, what has an output in each row; of one that narrows, what has an input in each column."""
 WORDS = {"embed_tokens", "lm_head"}
 """Embeddings of which each rank has those of some words, if the ranks divide their number."""
 
@@ -23,7 +25,8 @@ WORDS = {"embed_tokens", "lm_head"}
 def divided_dim(name: str, shape: Shape, tp: int) -> int | None:
     """The dimension along which `tp` ranks divide a weight or what the optimizer keeps of it; None if all have it."""
     *_, module, kind = ("", *name.split("."))
-    dim = 0 if module in WIDENING | WORDS else 1 if module in NARROWING and kind == "weight" else None
+    is_rows, is_columns = module in WIDENING | WORDS and kind in ROWS, module in NARROWING and kind in COLUMNS
+    dim = 0 if is_rows else 1 if is_columns else None
     return dim if dim is not None and dim < len(shape) and shape[dim] % tp == 0 else None
 
 
