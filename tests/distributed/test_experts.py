@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, 
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
+from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.experts import divide_experts
@@ -49,8 +50,29 @@ def experts_model(folder: Path, family: str) -> str:
     return str(folder / family)
 
 
-def train_divided(model: str, sizes: dict[str, int], changes: dict[str, object]) -> Numbers:
-    """Scores, the gradient's norm and weights of two updates, with experts that stay divided."""
+def with_experts(batch: Batch, num_experts: int) -> Batch:
+    """Samples with random experts for each token, two in each of two layers; siblings share those of their prompt."""
+
+    def choose(count: int, seed: int) -> Tensor:
+        noise = torch.rand(count, 2, num_experts, generator=torch.Generator().manual_seed(seed))
+        return noise.topk(2).indices.flatten().byte()
+
+    prompts, tokens = batch.jagged("prompt_tokens").lengths.tolist(), batch.jagged("tokens").lengths.tolist()
+    rows = [
+        torch.cat([choose(before, group), choose(max(0, after - 1), 100 + row)])
+        for row, group, before, after in zip(batch.ids.tolist(), batch.group_ids.tolist(), prompts, tokens, strict=True)
+    ]
+    values = torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
+    return batch.with_columns(experts=Jagged(values, torch.tensor([*map(len, rows)], dtype=torch.int64), "experts"))
+
+
+def train_divided(
+    model: str, sizes: dict[str, int], changes: dict[str, object], num_replayed: int = 0, balance: float = 0
+) -> Numbers:
+    """Scores, the gradient's norm and weights of two updates, with experts that stay divided.
+
+    Choices of some experts, if any, are replayed, and loads are balanced.
+    """
     transport = Transport(torch.device("cpu"), timeout_s=60)
     layout = Layout(transport.world.ranks, **sizes)
     setup = setup_of(transport, layout, model)
@@ -60,10 +82,17 @@ def train_divided(model: str, sizes: dict[str, int], changes: dict[str, object])
     shares = SHARES[layout.dp]
     first = sum(shares[:shard])
     batch = random_samples(LENGTHS, siblings=3).select(torch.arange(first, first + shares[shard]))
+    if num_replayed:
+        batch = with_experts(batch, num_replayed)
     for update in range(2):
+        if balance:
+            engine.balance_experts(batch, balance)
         for row, values in zip(batch.ids.tolist(), engine.log_probs(batch).rows(), strict=True):
             numbers[f"scores.{update}.{row}"] = values
         add_gradients(engine, batch, loss_of)
+        loads = engine.expert_loads()
+        assert loads is not None
+        numbers[f"loads.{update}"] = loads / loads.sum(-1, keepdim=True)
         numbers[f"norm.{update}"] = torch.tensor(engine.optimizer_step().grad_norm)
     return numbers | {f"weights.{name}": value.clone() for name, value in engine.full_weights()}
 
@@ -88,6 +117,33 @@ def test_ranks_that_send_tokens_to_experts_learn_like_one(
     model = experts_model(tmp_path, family)
     (expected,) = ranks.run(1, train_divided, model, {"dp": 1}, {})
     found = ranks.run(sizes["ep"], train_divided, model, sizes, changes)
+    assert largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "num_replayed", "balance"),
+    [
+        ({"dp": 2, "ep": 2}, {"gradient_checkpointing": True}, 6, 0.0),
+        ({"dp": 2, "ep": 2}, {"gradient_checkpointing": True}, 0, 0.5),
+        ({"dp": 1, "cp": 2}, {}, 6, 0.5),
+        ({"dp": 4}, {}, 6, 0.5),
+    ],
+    ids=str,
+)
+def test_replayed_and_balanced_experts_do_not_depend_on_ranks(
+    ranks: RankPool,
+    tmp_path: Path,
+    sizes: dict[str, int],
+    changes: dict[str, object],
+    num_replayed: int,
+    balance: float,
+) -> None:
+    model = experts_model(tmp_path, "qwen3_moe")
+    (plain,) = ranks.run(1, train_divided, model, {"dp": 1}, {})
+    (expected,) = ranks.run(1, train_divided, model, {"dp": 1}, {}, num_replayed, balance)
+    assert largest_difference([plain], expected) > 1e-3
+    world_size = sizes["dp"] * sizes.get("cp", 1)
+    found = ranks.run(world_size, train_divided, model, sizes, changes, num_replayed, balance)
     assert largest_difference(found, expected) < 1e-5
 
 

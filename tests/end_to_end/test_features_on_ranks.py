@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.distributed.ranks import RankPool
+from tests.distributed.test_experts import experts_model
 from tests.end_to_end.own_code import OWN_WORKFLOW
 from tests.end_to_end.test_algorithms_run import CASES as ALGORITHMS
 from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
@@ -50,6 +51,7 @@ FEATURES: dict[str, dict[str, object]] = {
     "stop texts": {"rollout.stop": ["1", "a"]},
     "recomputed activations": {"models.policy": {"path": tiny_model(), "gradient_checkpointing": True}},
     "another family": {"models.policy": tiny_model("qwen3")},
+    "replayed experts": {"algorithm.replay_experts": True, "algorithm.kl.coefficient": 0.1},
     "falling rate": {"optimizer": {"schedule": "cosine", "warmup_updates": 1, "weight_decay": 0.1}},
     "skipped updates": {"guards.grad_norm_limit": 1e-3},
     "failed rewards": {"reward": {"tests.end_to_end.own_code:fail_on_small_letters": 1.0}}
@@ -76,6 +78,8 @@ def cases() -> Iterator[pytest.param]:
         short = "2 ranks" if first_half(feature) else "pools of 1 and 1"
         if feature == "supervised":
             short = "2 ranks"
+        elif feature == "replayed experts":
+            short = "pools of 1 and 1"
         elif feature in {"dynamic sampling", "windows"}:
             short = "pools of 2 and 2"
         for place in PLACES:
@@ -101,6 +105,8 @@ def walk(
             changes["layout"] = {"rollout": {"ranks": samplers}, "policy": {"ranks": trainers}}
         if feature == "distillation":
             changes["models.reference"] = tiny_model("qwen3")
+        if feature == "replayed experts":
+            changes["models.policy"] = experts_model(folder, "qwen3_moe")
         if feature == "own workflow":
             changes["workflow"] = str(folder / "own.yaml")
         if feature == "episodes of several samples":

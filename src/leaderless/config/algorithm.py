@@ -119,6 +119,12 @@ class AlgorithmConfig(Section):
     """Log-probabilities before the updates of a step, from which ratios are taken: `recomputed` by a pass over the
     samples, or `interpolated` between those of the engine that sampled and the current ones, by the number of updates
     that lie between (A-3PO)."""
+    replay_experts: bool = False
+    """Let a model with experts use for each token those that the engine chose when it sampled, with weights of its own
+    (R3). Otherwise some tokens go through other experts in training than in generation."""
+    expert_balance: float = Field(default=0.0, ge=0)
+    """Weight of a loss that makes the loads of experts equal, over all sampled tokens of an update; it takes one more
+    pass over the samples. 0 for none."""
     overlong: OverlongConfig = OverlongConfig()
     """Treatment of responses that are too long."""
     repeat: RepeatConfig = RepeatConfig()

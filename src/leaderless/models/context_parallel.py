@@ -56,8 +56,8 @@ class ContextParallel:
         return [*families, *[Family(1, ())] * missing]
 
     def part(self, values: Tensor) -> Tensor:
-        """This rank's part of [T] numbers of a pass that is not padded yet; padding is 0."""
-        values = torch.cat([values, values.new_zeros(-len(values) % self.num_chunks)])
+        """This rank's part of [T, ...] numbers of a pass that is not padded yet; padding is 0."""
+        values = torch.cat([values, values.new_zeros(-len(values) % self.num_chunks, *values.shape[1:])])
         chunks = values.chunk(self.num_chunks)
         return torch.cat([chunks[chunk] for chunk in self.chunks(self.place)])
 

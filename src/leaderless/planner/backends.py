@@ -32,6 +32,7 @@ class BackendSpec:
         shards_along_axes: Whether the ranks along these axes divide weights and optimizer, too.
         trains_adapters: Whether it can train adapters in place of weights, and hand out weights with these merged in.
         divides_experts: Whether ranks can keep some experts of a layer each, as `layout.<node>.ep` asks.
+        knows_experts: Whether its engines replay choices of experts, and balance their loads.
     """
 
     implementation: str
@@ -43,6 +44,7 @@ class BackendSpec:
     shards_along_axes: bool = False
     trains_adapters: bool = False
     divides_experts: bool = False
+    knows_experts: bool = False
 
     def num_shards(self, layout: Layout) -> int:
         """Number of parts into which the ranks of a layout divide weights and optimizer."""
@@ -59,6 +61,7 @@ BUILTIN_BACKENDS = {
         shards_along_axes=True,
         trains_adapters=True,
         divides_experts=True,
+        knows_experts=True,
     )
 }
 

@@ -9,7 +9,7 @@ from leaderless.planner.entries import Reshard
 from leaderless.planner.plan import Edge, EdgeKind, Loop, PlannedNode
 from leaderless.planner.row_sets import DATA
 from leaderless.planner.schedule import is_expanded
-from leaderless.workflow.columns import IMAGE_BYTES_PER_TOKEN, column_of
+from leaderless.workflow.columns import EXPERTS_PER_TOKEN, IMAGE_BYTES_PER_TOKEN, column_of
 
 
 def edges_of(recipe: Recipe, nodes: Sequence[PlannedNode], loops: Sequence[Loop]) -> tuple[Edge, ...]:
@@ -52,6 +52,7 @@ def _max_bytes(recipe: Recipe, name: str, agents: Sequence[str], *, is_sampled: 
         None: 1,
         "prompt_tokens": data.max_prompt_tokens,
         "image_bytes": data.max_prompt_tokens * IMAGE_BYTES_PER_TOKEN,
+        "experts": (data.max_prompt_tokens + response) * EXPERTS_PER_TOKEN,
     }.get(column.axis, response)
     siblings = batch.responses_per_prompt * max(1, len(agents)) if is_sampled and not column.is_prompt else 1
     return batch.prompts_per_step * siblings * longest * column.item_bytes

@@ -35,6 +35,7 @@ class RolloutEngineSpec:
         takes_adapters: Whether it computes with adapters of low rank itself, so that only these are sent to it; else it
             is sent weights with the adapters merged in.
         takes_images: Whether prompts may have images.
+        records_experts: Whether it can record which experts it chooses.
         works_in_steps: Whether it works only while it takes a step, so that other ranks may use its device in between.
     """
 
@@ -46,6 +47,7 @@ class RolloutEngineSpec:
     updates: tuple[str, ...] = ()
     takes_adapters: bool = False
     takes_images: bool = False
+    records_experts: bool = False
     works_in_steps: bool = True
 
     def compares(self, *, has_adapters: bool) -> bool:
@@ -65,6 +67,7 @@ BUILTIN_ENGINES = {
         updates=UPDATES,
         takes_adapters=True,
         takes_images=True,
+        records_experts=True,
     ),
     "vllm": RolloutEngineSpec(
         "leaderless.rollout.make:make_vllm",

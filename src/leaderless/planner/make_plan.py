@@ -18,6 +18,7 @@ from leaderless.planner.loops import make_loops, with_staleness
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
 from leaderless.planner.plan import BatchSizes, Plan, PlannedNode, RoleInstance, answering
+from leaderless.planner.replay import check_experts_settings
 from leaderless.planner.row_sets import DATA
 from leaderless.planner.schedule import is_expanded, keeps_groups
 from leaderless.planner.vocabulary import check_vocabularies
@@ -69,6 +70,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     _check_vllm(recipe, instances, cluster)
     sizes = _model_sizes(recipe, instances)
     check_heads(nodes, instances, sizes)
+    check_experts_settings(recipe, instances, sizes)
     check_vocabularies(recipe, nodes)
     batch = _batch_sizes(recipe, nodes, instances)
     loops, channels = make_loops(recipe, nodes, instances, workflow.repeated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from leaderless.rollout.kv_cache import Segment, SegmentStore
@@ -10,10 +11,11 @@ Tokens = tuple[int, ...]
 
 
 class _Kept(NamedTuple):
-    """A segment with the keys and values of the first of some tokens."""
+    """A segment with the keys and values of the first of some tokens, and their experts if they are recorded."""
 
     tokens: Tokens
     segment: Segment
+    experts: Sequence[bytes]
 
 
 class Conversations:
@@ -31,21 +33,25 @@ class Conversations:
         """Check whether a conversation is kept."""
         return conversation in self._kept
 
-    def keep(self, conversation: int, tokens: Tokens, segment: Segment) -> None:
+    def keep(self, conversation: int, tokens: Tokens, segment: Segment, experts: Sequence[bytes] = ()) -> None:
         """Keep an active segment, which has keys and values of the first tokens, instead of an earlier one."""
         self.forget(conversation)
         segment.home.keep(segment)
-        self._kept[conversation] = _Kept(tokens, segment)
+        self._kept[conversation] = _Kept(tokens, segment, experts)
 
     def num_known(self, conversation: int | None, prompt: Tokens) -> int:
         """Count the first tokens of a prompt that need not be read. Its last token always has to be."""
         if conversation not in self._kept:
             return 0
-        tokens, segment = self._kept[conversation]
+        tokens, segment, _ = self._kept[conversation]
         most = min(segment.length, len(prompt) - 1)
         if tokens[:most] == prompt[:most]:
             return most
         return next(place for place in range(most) if tokens[place] != prompt[place])
+
+    def experts(self, conversation: int, num_known: int) -> list[bytes]:
+        """Experts of the first tokens of a conversation that is kept."""
+        return [*self._kept[conversation].experts[:num_known]]
 
     def resume(self, conversation: int, num_known: int, prompt: Tokens) -> Segment:
         """Make the segment of a conversation active, for a prompt of which it has the first tokens."""

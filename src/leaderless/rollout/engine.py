@@ -27,12 +27,15 @@ class Completion:
             the model.
         finish_reason: Reason for its end; None before the end.
         policy_versions: Version of the weights that sampled each token; a resumed response may have several.
+        experts: Experts that the engine chose for each token of the prompt and of the response but its last one, a
+            byte for each layer and choice, if it was asked to record them.
     """
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     policy_versions: list[int] = field(default_factory=list)
+    experts: list[bytes] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         """Add what a step has sampled."""
@@ -41,6 +44,7 @@ class Completion:
         if delta.tokens:
             assert delta.policy_version is not None, "each token has the version of the weights that sampled it"
             self.policy_versions += [delta.policy_version] * len(delta.tokens)
+            self.experts += delta.experts
         self.finish_reason = delta.finish_reason
 
     @property
@@ -92,7 +96,9 @@ class Request:
         if not self.begun:
             return [Completion() for _ in self.sample_ids]
         return [
-            Completion(list(begun.tokens), list(begun.log_probs), policy_versions=list(begun.policy_versions))
+            Completion(
+                list(begun.tokens), list(begun.log_probs), None, list(begun.policy_versions), list(begun.experts)
+            )
             for begun in self.begun
         ]
 
@@ -129,6 +135,7 @@ class Delta(NamedTuple):
         finish_reason: Reason for the end of the response; None if it continues.
         policy_version: Version of the weights that sampled the new tokens; None without any.
         cached_tokens: Tokens of the prompt whose keys and values the engine still had; once for each response.
+        experts: What is new of `Completion.experts`.
     """
 
     request: int
@@ -138,6 +145,7 @@ class Delta(NamedTuple):
     finish_reason: FinishReason | None
     policy_version: int | None = None
     cached_tokens: int = 0
+    experts: Sequence[bytes] = ()
 
 
 class RolloutEngine(Protocol):

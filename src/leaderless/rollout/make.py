@@ -22,6 +22,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import empty_causal_lm, load_causal_lm
 from leaderless.models.decoder import reserved_tokens
+from leaderless.models.routers import Routers
 from leaderless.models.tokenizer import end_tokens
 from leaderless.planner import Layout, format_ranks
 from leaderless.planner.adapters import describe, lora_of
@@ -60,6 +61,7 @@ class RolloutSetup:
         logs: Folder for the output of other processes.
         report: Function that shows a message to the user.
         beat: Function to be called as a sign of life in long waits.
+        records_experts: Whether it records the choices of experts.
     """
 
     role: str
@@ -75,6 +77,7 @@ class RolloutSetup:
     logs: Path
     report: Callable[[str], None]
     beat: Callable[[], None]
+    records_experts: bool = False
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -123,7 +126,12 @@ def make_native(setup: RolloutSetup) -> RolloutEngine:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, setup.model.compute_dtype))
     engine = NativeEngine(
-        model.requires_grad_(False), setup.tokenizer, setup.end_tokens, setup.rollout.max_sequences, setup.device
+        model.requires_grad_(False),
+        setup.tokenizer,
+        setup.end_tokens,
+        setup.rollout.max_sequences,
+        setup.device,
+        routers=Routers.required(model, f"models.{setup.role}") if setup.records_experts else None,
     )
     engine.sleep(keep_weights=False)  # the trainer's adapters come first
     return engine

@@ -15,6 +15,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.images import PromptImage
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
+from leaderless.models.routers import Routers
 from leaderless.models.seen import Seen, grid_positions
 from leaderless.models.shared_prompts import Family
 from leaderless.rollout.conversations import Conversations
@@ -50,6 +51,7 @@ class _Prompt:
     segment: Segment | None = None  # None until the prompt has been read
     num_loads: int = 0  # how often weights had been loaded when it was read
     logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [vocabulary] float32, for the first token
+    experts: list[bytes] = field(default_factory=list)  # of its tokens, as far as they have been read
     saved: int = field(init=False)  # positions that images save, as they have more tokens than that
 
     def __post_init__(self) -> None:
@@ -119,10 +121,12 @@ class NativeEngine:
         max_sequences: int,
         device: torch.device,
         rounding: Rounding | None = None,
+        routers: Routers | None = None,
     ) -> None:
         """Decode at most `max_sequences` responses at a time; the shapes of passes are rounded as suits the device.
 
         A model without weights, as of `empty_causal_lm`, gets them by `load_weights`; one with adapters gets these.
+        The choices of its routers are recorded if they are given; passes are neither compiled nor captured then.
         """
         self._weights = {name: parameter.shape for name, parameter in model.trained_weights()}
         is_empty = any(parameter.is_meta for parameter in model.parameters())
@@ -132,7 +136,8 @@ class NativeEngine:
         model.to(device)
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.end_tokens, self.max_sequences = end_tokens, max_sequences
-        self._pass = forward_of(model, enable_compile=device.type == "cuda")
+        self._routers = routers
+        self._pass = forward_of(model, enable_compile=device.type == "cuda" and routers is None)
         self._rounding = rounding or (EXACT if device.type == "cpu" else COARSE)
         self._num_requests = self._num_loads = 0
         self._reset()
@@ -145,7 +150,9 @@ class NativeEngine:
         shapes: dict[int, LayerKeysValues] = {}
         self._prompts, self._responses = (SegmentStore(self._rounding.rows, shapes) for _ in range(2))
         self._kept = Conversations(self._responses)
-        self._graphs = DecodeGraphs(self._pass) if self.device.type == "cuda" else None
+        is_captured = self.device.type == "cuda" and self._routers is None
+        self._graphs = DecodeGraphs(self._pass) if is_captured else None
+        self._experts: list[bytes] = []  # of each token of the last pass
         self._active: dict[Segment, _Sequence] = {}
         self._rows: _Rows | None = None
         self._is_stale = False  # keys and values of active responses are to be computed again
@@ -275,7 +282,8 @@ class NativeEngine:
             segment = self._responses.join(prompt.segment, own)
             own.home.remove(own)
         num_new = sequence.num_tokens - len(prompt.tokens)
-        self._kept.keep(conversation, (*prompt.tokens, *sequence.completion.tokens[-num_new:]), segment)
+        tokens = (*prompt.tokens, *sequence.completion.tokens[-num_new:])
+        self._kept.keep(conversation, tokens, segment, sequence.completion.experts)
 
     def forget(self, conversation: int) -> None:
         """See `RolloutEngine`."""
@@ -322,7 +330,8 @@ class NativeEngine:
             for prompt in {sequence.prompt for sequence in admitted}:
                 if not prompt.waiting:
                     prompt.logits = torch.empty(0)  # a view would keep the logits of all prompts of the pass
-            self._extend(admitted, logits, _draws(admitted))
+            news = [s.prompt.experts[len(s.completion.experts) :] for s in admitted]
+            self._extend(admitted, logits, _draws(admitted), news)
 
     def _make_room(self, num_responses: int) -> None:
         """Forget conversations, so that there are places for some more responses."""
@@ -366,6 +375,7 @@ class NativeEngine:
                 del self._unread[prompt.key]
             if num_known and conversation is not None:
                 prompt.num_known = num_known
+                prompt.experts = self._kept.experts(conversation, num_known)
                 prompt.segment = self._kept.resume(conversation, num_known, prompt.tokens)
             taken.append(prompt)
             num_responses += len(prompt.waiting)
@@ -383,7 +393,11 @@ class NativeEngine:
             tokens = prompt.tokens[first : first + PREFILL_TOKENS]
             assert prompt.segment is not None
             parts.append(_Part(PromptPart(prompt.segment, first, len(tokens)), tokens, prompt))
-        return self._read_pass(parts)
+        logits, begin = self._read_pass(parts), 0
+        for one in parts:
+            one.prompt.experts += self._experts[begin : begin + len(one.tokens)]
+            begin += len(one.tokens)
+        return logits
 
     def _read_pass(self, texts: Sequence[_Part]) -> Tensor:
         """Read the tokens of parts, of which those that begin a text are the first; see `_read_parts`."""
@@ -437,7 +451,8 @@ class NativeEngine:
         logits = self._forward(torch.tensor(tokens), torch.tensor(positions), attention, rows.real)
         for segment in self._active:
             segment.length += 1
-        self._extend([s for s in rows.sequences if s is not None], logits, rows.draws)
+        news = [self._experts[row : row + 1] for row, sequence in enumerate(rows.sequences) if sequence is not None]
+        self._extend([s for s in rows.sequences if s is not None], logits, rows.draws, news)
 
     def _arrange(self) -> _Rows:
         """Arrange rows in the order of their segments."""
@@ -458,10 +473,17 @@ class NativeEngine:
         tokens, positions, select = (tensor.to(self.device) for tensor in (tokens, positions, select))
         if self._graphs is not None and isinstance(attention, DecodeAttention):
             return self._graphs(tokens, positions, attention).index_select(0, select)
-        return self._pass(tokens, positions, attention, select, images=images)
+        if self._routers is None:
+            return self._pass(tokens, positions, attention, select, images=images)
+        self._routers.begin()
+        logits = self._pass(tokens, positions, attention, select, images=images)
+        self._experts = [row.tobytes() for row in self._routers.now.choices().cpu().numpy()]
+        return logits
 
-    def _extend(self, sequences: Sequence[_Sequence], logits: Tensor, draws: _Draws) -> None:
-        """Draw a token for each response, and release those that end with it."""
+    def _extend(
+        self, sequences: Sequence[_Sequence], logits: Tensor, draws: _Draws, news: Sequence[Sequence[bytes]]
+    ) -> None:
+        """Draw a token for each response, which has new choices of experts, and release those that end with it."""
         tokens, log_probs = [0] * len(sequences), [0.0] * len(sequences)
         for (seed, distribution), rows in draws.items():
             sample_ids = torch.tensor([sequences[row].sample_id for row in rows])
@@ -470,15 +492,16 @@ class NativeEngine:
             drawn, scores = sample_tokens(logits if len(draws) == 1 else logits[rows], noise, distribution)
             for row, token, score in zip(rows, drawn.tolist(), scores.tolist(), strict=True):
                 tokens[row], log_probs[row] = token, score
-        for sequence, token, log_prob in zip(sequences, tokens, log_probs, strict=True):
+        for sequence, token, log_prob, experts in zip(sequences, tokens, log_probs, news, strict=True):
             completion = sequence.completion
             completion.tokens.append(token)
             completion.log_probs.append(log_prob)
+            completion.experts += experts
             sequence.num_tokens += 1
             reason, version = self._finish_reason(completion, sequence.params), self.policy_version
             known, sequence.num_known = sequence.num_known, 0
             self._deltas.append(
-                Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason, version, known)
+                Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason, version, known, experts)
             )
             if reason:
                 self._release(sequence, has_ended=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from leaderless.algorithms import Aggregation, Denominators, token_weights
 from leaderless.data.batch import Batch
 from leaderless.observability.metrics import Mean, Share
+from leaderless.stages import experts
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Counted
 from leaderless.stages.guards import guarded_step
@@ -80,6 +81,7 @@ def make_update(
         context: Context of the node.
     """
     num_updates = context.recipe.batch.updates_per_step
+    experts.balance(engine, mini_batch.rows, context)
     entropy_name, sums = metric_name(context, "entropy"), torch.zeros(3)
     for value, metrics in engine.run_passes(mini_batch.rows, partial(_add_gradients, engine, loss_of)):
         context.metrics.add(metrics)
@@ -88,6 +90,7 @@ def make_update(
         numbers = (entropy.total, entropy.count) if isinstance(entropy, Mean) else (0.0, 0.0)  # a critic has none
         shares = (torch.as_tensor(number).to(value) for number in (value, *numbers))
         sums = sums.to(value.device) + torch.stack([*shares])
+    experts.report_loads(engine, context)
     loss, entropies, count = context.sum(sums.cpu()).tolist()
     info = guarded_step(engine, context, loss, entropies / count if count else None)
     context.metrics.max(metric_name(context, "grad_norm"), info.grad_norm)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from leaderless.config import Recipe
 from leaderless.config.rollout import SamplingConfig
@@ -18,6 +19,7 @@ from leaderless.stages.earlier import Earlier, earlier_episodes
 from leaderless.stages.online import collect
 from leaderless.stages.play import play_tasks, played_before
 from leaderless.stages.played import Play, Played
+from leaderless.workflow.columns import EXPERTS
 from leaderless.workflow.stages import ENVIRONMENT
 
 TOO_MUCH = (
@@ -71,9 +73,11 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
     context.metrics.mean("rollout/truncated", truncated[is_sampled].sum(), int(is_sampled.sum()))
     # Mean speed of an engine times their number: a sum of speeds would grow with the rounds of repeated nodes.
     context.metrics.mean("rollout/tokens_per_s", context.node.layout.dp * len(tokens.values), seconds)
+    is_recorded = context.recipe.algorithm.replay_experts
     return Batch(
         ids,
-        {
+        ({EXPERTS: _experts(completions, siblings, batch.jagged("prompt_tokens").lengths)} if is_recorded else {})
+        | {
             "tokens": tokens,
             "response_mask": Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens"),
             "response_lengths": tokens.lengths,
@@ -92,6 +96,20 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
         batch,
         prompt_index,
     )
+
+
+def _experts(completions: Sequence[Completion], siblings: int, prompts: Tensor) -> Jagged:
+    """The experts of responses to prompts of some lengths, [n].
+
+    Siblings share those of their prompt, as they share all that is computed of it in training. An engine may have read
+    it again for some of them, with other weights.
+    """
+    rows: list[bytes] = []
+    for number, length in enumerate(prompts.tolist()):
+        group = completions[number * siblings : (number + 1) * siblings]
+        rows += [b"".join([*group[0].experts[:length], *one.experts[length:]]) for one in group]
+    values = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8) if any(rows) else torch.empty(0).byte()
+    return Jagged(values, torch.tensor([len(row) for row in rows], dtype=torch.int64), EXPERTS)
 
 
 def play_on(batch: Batch, context: StageContext) -> Batch:

@@ -34,6 +34,12 @@ class FsdpEngine(ShardedModel[CausalLM]):
         """See `TrainEngine`."""
         return self.scores(batch, lambda micro_batch: self.forward(micro_batch, "none").log_probs)
 
+    def balance_experts(self, batch: Batch, coefficient: float) -> None:
+        """See `RoutedEngine`."""
+        with self.routed.counting():
+            self.log_probs(batch)
+            self.routed.pull(self.routed.loads(), coefficient)
+
     def base(self) -> TrainEngine:
         """See `AdaptedEngine`."""
         return cast("TrainEngine", _Base(self))
@@ -48,6 +54,7 @@ class FsdpEngine(ShardedModel[CausalLM]):
         pixels = self.model.pixels(micro_batch.images, micro_batch.tokens)
         images = () if pixels is None else (pixels.to(self.device),)
         outputs: TokenOutputs = self.model(*part.inputs(), targets, temperature, entropy, *images)
+        self.routed.end()
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
         return TokenOutputs(part.gather(outputs.log_probs), entropies)
 
@@ -78,6 +85,7 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
         """See `ValueEngine`."""
         part = _Part(self, micro_batch)
         values: Tensor = self.model(*part.inputs())
+        self.routed.end()
         return part.gather(values)
 
 
@@ -99,6 +107,7 @@ class _Part:
         device, pass_, select = self._engine.device, self._micro_batch, self.of(self._micro_batch.select)
         tokens, families = pass_.tokens, pass_.families
         positions = self._engine.model.positions(pass_.positions, families, pass_.images)
+        self._engine.routed.begin(pass_, self._peers.part if self._peers else lambda values: values)
         if self._peers is None:
             attention = attention_over(families, device, self._engine.compute_dtype)
         else:

@@ -12,7 +12,7 @@ from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.data.images import PromptImage, unpack_images
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.shared_prompts import Family
-from leaderless.workflow.columns import IMAGES
+from leaderless.workflow.columns import EXPERTS, IMAGES
 
 TEMPERATURES = "temperatures"
 """Column of the temperatures at which sampled tokens are scored; without it they are 1."""
@@ -35,6 +35,8 @@ class MicroBatch:
         response_lengths: [m] int64, number of sampled tokens of each sample.
         temperature: Temperature at which all tokens were sampled or, if they differ, [R] float32.
         images: Images of the prompts, in the order of their tokens.
+        experts: [T, layers * k] uint8, experts of each token, those of a prompt from the first of its samples; None to
+            let routers choose.
     """
 
     tokens: Tensor
@@ -46,6 +48,7 @@ class MicroBatch:
     response_lengths: Tensor
     temperature: float | Tensor = 1.0
     images: tuple[PromptImage, ...] = ()
+    experts: Tensor | None = None
 
     @classmethod
     def empty(cls) -> MicroBatch:
@@ -97,6 +100,7 @@ class _Samples:
     counts: Tensor  # sampled tokens
     temperatures: Tensor | None  # [total] float32, of sampled tokens
     images: Jagged | None  # bytes of each prompt
+    experts: Jagged | None  # of prompts and inputs, one token after the other
 
     @classmethod
     def of(cls, batch: Batch) -> _Samples:
@@ -113,8 +117,9 @@ class _Samples:
         continuations, counts = batch.jagged("tokens"), response_lengths(mask)
         temperatures = batch.jagged(TEMPERATURES).values if TEMPERATURES in batch else None
         images = prompts.jagged(IMAGES) if IMAGES in prompts else None
+        experts = batch.jagged(EXPERTS) if EXPERTS in batch else None
         own = prompts.jagged("prompt_tokens")
-        return cls(own, prompt_of_row, continuations, mask, inputs, counts, temperatures, images)
+        return cls(own, prompt_of_row, continuations, mask, inputs, counts, temperatures, images, experts)
 
 
 def _with_prompts(batch: Batch) -> Batch:
@@ -205,6 +210,10 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
     row = torch.repeat_interleave(torch.arange(len(rows)), continuations.lengths)[sampled]
     counts = samples.counts[rows]
     response_index = ragged_index((samples.counts.cumsum(0) - samples.counts)[rows], counts)
+    experts = None
+    if samples.experts is not None:
+        own, places = samples.experts.select(rows), (prompt_index, index)
+        experts = _packed_experts(own, (firsts, family_of_row), (before, after), places)
     return MicroBatch(
         tokens=tokens,
         positions=positions,
@@ -218,6 +227,7 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
         response_lengths=counts,
         temperature=1.0 if samples.temperatures is None else _common(samples.temperatures[response_index]),
         images=() if samples.images is None else _images(samples.images.select(which), starts[firsts] - before),
+        experts=experts,
     )
 
 
@@ -225,6 +235,33 @@ def _images(packed: Jagged, begins: Tensor) -> tuple[PromptImage, ...]:
     """The images of prompts that begin at some places [n] of a pass."""
     pairs = zip(packed.rows(), begins.tolist(), strict=True)
     return tuple(image.moved(begin) for row, begin in pairs for image in unpack_images(row.numpy().tobytes()))
+
+
+def _packed_experts(
+    experts: Jagged, rows: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The experts of the tokens of a pass.
+
+    Args:
+        experts: Those of each sample, of its prompt and its inputs.
+        rows: The first sample of each prompt, and the prompt of each sample.
+        lengths: Those of each prompt, and of the inputs of each sample.
+        places: Indices of the tokens of prompts in the pass, and of those of inputs.
+    """
+    (firsts, family_of_row), (before, after) = rows, lengths
+    num_tokens = before[family_of_row] + after
+    width = int(experts.lengths[0] // num_tokens[0])
+    if not bool((experts.lengths == width * num_tokens).all()):
+        raise RuntimeError(
+            f"samples of {num_tokens.tolist()} tokens have {experts.lengths.tolist()} recorded experts: each token "
+            "must have the same number of them"
+        )
+    begins = experts.offsets[:-1] // max(width, 1)
+    values = experts.values.view(len(experts.values) // max(width, 1), width)
+    packed = values.new_empty(sum(map(len, places)), width)
+    packed[places[0]] = values[ragged_index(begins[firsts], before)]
+    packed[places[1]] = values[ragged_index(begins + before[family_of_row], after)]
+    return packed
 
 
 def _common(temperatures: Tensor) -> float | Tensor:

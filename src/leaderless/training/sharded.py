@@ -28,6 +28,7 @@ from leaderless.training.engine import UpdateInfo
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
 from leaderless.training.passes import BoundedPasses
+from leaderless.training.routed import RoutedPasses
 from leaderless.weights.blocks import HeldWeights, LocalWeight, Pool, everything, shard_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import receive_weights
@@ -91,6 +92,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             self.is_replica = tensor is None and any(mesh.get_local_rank(axis) for axis in others)
             self.is_plain = False
         self.model.to(device)
+        self.routed = RoutedPasses(self.model, process_group, device)
         self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
 
     def divide_passes(self, peers: ContextParallel) -> None:
@@ -134,6 +136,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         assert self._optimizer is not None
         has_gradient = any(parameter.grad is not None for parameter in self.model.parameters())
         self._optimizer.zero_grad()
+        self.routed.discard()
         if has_gradient:
             self._trim_memory()
 
@@ -143,6 +146,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         assert self._optimizer_config is not None
         grad_norm = self._clip(self._optimizer_config.max_grad_norm)
         learning_rate = learning_rate_at(self._optimizer_config, self.policy_version, self._num_updates)
+        self.routed.stop_pulling()
         if allow is not None and not allow(grad_norm):
             self.discard_gradient()
             return UpdateInfo(grad_norm, learning_rate, is_made=False)
@@ -157,6 +161,10 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self.discard_gradient()
         self.policy_version += 1
         return UpdateInfo(grad_norm, learning_rate)
+
+    def expert_loads(self) -> Tensor | None:
+        """See `RoutedEngine`."""
+        return self.routed.loads()
 
     def _clip(self, max_norm: float) -> float:
         """Scale the gradient down to a norm if it is longer; returns its norm before."""

@@ -153,6 +153,7 @@ class Roles:
             logs=self._logs,
             report=self._report,
             beat=self._transport.activity.beat,
+            records_experts=recipe.algorithm.replay_experts,
         )
 
     def _colocated(self, instance: RoleInstance, recipe: Recipe, trainer: TrainEngine) -> Serving:

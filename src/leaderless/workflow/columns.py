@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Axis = Literal["prompt_tokens", "image_bytes", "tokens", "response_tokens"]
+Axis = Literal["prompt_tokens", "image_bytes", "tokens", "response_tokens", "experts"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,9 @@ COLUMNS: dict[str, Column] = {
         "jagged", "float32", "the trainer's log-probabilities before this step's updates", "response_tokens"
     ),
     "ref_log_probs": Column("jagged", "float32", "log-probabilities under the reference", "response_tokens"),
+    "experts": Column(
+        "jagged", "uint8", "experts of each token of the sample but the last: k for each layer with experts", "experts"
+    ),
     "rewards": Column("dense", "float32", "weighted sum of the rewards that apply"),
     "reward_valid": Column("dense", "bool", "whether all rewards of the sample could be computed"),
     "reward_details": Column("object", "json", "each reward by name, and why it failed if it did"),
@@ -102,6 +105,10 @@ IMAGES = "images"
 IMAGE_BYTES_PER_TOKEN = 256
 """What estimates assume of a prompt with images: a photograph takes a quarter of a byte per pixel as a file, and a
 token stands for 32 x 32 pixels."""
+EXPERTS = "experts"
+"""Column that rollouts write where experts are replayed."""
+EXPERTS_PER_TOKEN = 384
+"""What estimates assume of it: 8 experts in each of 48 layers."""
 DATA_RESPONSE_COLUMNS = ("tokens", "response_mask")
 """Columns that it also provides if `data.train.response` names a column to imitate."""
 

@@ -26,6 +26,7 @@ class Metric(NamedTuple):
 
 _ROUNDS = "a workflow that repeats nodes, such as `dapo`"
 _CRITIC = "a workflow with a critic, such as `ppo`"
+_EXPERTS = "a model with experts"
 _PLAYED = "an `environment`, or `online`"
 _ONLINE = "`online`"
 _TOOLS = "an `environment` with tools"
@@ -156,6 +157,16 @@ METRICS: dict[str, Metric] = {
     "<role>/learning_rate": Metric("largest learning rate of the step's updates"),
     "<role>/entropy": Metric("entropy of the next token, in nats, averaged over tokens"),
     "<role>/clip_fraction": Metric("share of tokens whose gradient the loss clips"),
+    "<role>/expert_entropy": Metric(
+        "entropy of the loads of experts where tokens are sampled, from 0 to 1 for equal loads; the mean over layers",
+        _EXPERTS,
+    ),
+    "<role>/expert_peak": Metric(
+        "load of the busiest expert of a layer, as a multiple of an equal load; the mean over layers", _EXPERTS
+    ),
+    "<role>/expert_balance": Metric(
+        "loss of unequal loads, 1 where they are equal, the mean over layers; see algorithm.expert_balance", _EXPERTS
+    ),
     "<role>/joint_ratio": Metric(
         "mean ratio by which the role's update has scaled the advantages of other roles", "a workflow such as `happo`"
     ),

@@ -12,7 +12,7 @@ from leaderless.environments.programs.doorway import doorway_refusal
 from leaderless.environments.registry import agents_of, environment_class, world_maker
 from leaderless.environments.tools.formats import named_reader
 from leaderless.environments.tools.sources import python_tools
-from leaderless.workflow.columns import EPISODE_IDS, IMAGES, PLAY_COLUMNS
+from leaderless.workflow.columns import EPISODE_IDS, EXPERTS, IMAGES, PLAY_COLUMNS
 from leaderless.workflow.stage import STAGES, StageSpec
 from leaderless.workflow.training_stages import (
     SEQUENCE,
@@ -20,6 +20,8 @@ from leaderless.workflow.training_stages import (
     adapted_metrics,
     check_log_probs,
     filter_reads,
+    refuse_replay,
+    replayed,
 )
 
 if TYPE_CHECKING:
@@ -88,7 +90,8 @@ def _rollout_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 
 
 def _rollout_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
-    return [*ROLLOUT_WRITES, *(PLAY_COLUMNS if recipe.has_episodes else ())]
+    own = [*ROLLOUT_WRITES, *[EXPERTS] * recipe.algorithm.replay_experts]
+    return [*own, *(PLAY_COLUMNS if recipe.has_episodes else ())]
 
 
 def _rollout_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
@@ -133,6 +136,10 @@ def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 
 
 def _check_sampling(recipe: Recipe) -> None:
+    if recipe.has_episodes and recipe.algorithm.replay_experts:
+        raise RecipeError.at(
+            "algorithm.replay_experts", "needs samples that are single responses, not episodes: leave it out"
+        )
     if recipe.rollout.temperature == 0:
         raise RecipeError.at("rollout.temperature", "must be above 0: training needs responses that differ")
     if recipe.environment is not None:
@@ -226,6 +233,7 @@ def _check_dynamic_sampling(recipe: Recipe, node: Node) -> None:
 
 def _check_own_log_probs(recipe: Recipe, node: Node) -> None:
     check_log_probs(recipe, node)
+    refuse_replay(recipe, node)
     if scored_agent(node) is None:
         raise RecipeError.at(
             f"nodes.{node.name}.role",
@@ -318,7 +326,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "log_probs": StageSpec(
         "leaderless.stages.update:log_probs",
-        reads=SEQUENCE,
+        reads=lambda recipe, node: [*SEQUENCE, *replayed(recipe, node)],
         reads_if_made=("temperatures",),
         writes=lambda _, node, workflow: [log_probs_column(node, workflow)],
         roles={"model": "score"},

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import RecipeError
 from leaderless.workflow.ages import AGES, may_be_stale
-from leaderless.workflow.columns import COLUMNS, EPISODE_IDS
+from leaderless.workflow.columns import COLUMNS, EPISODE_IDS, EXPERTS
 from leaderless.workflow.stage import StageSpec
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def _old_log_probs(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 
 def _update_reads(recipe: Recipe, node: Node) -> list[str]:
     columns = [*SEQUENCE, "advantages", "reward_valid", "rollout_log_probs", "policy_versions"]
+    columns += replayed(recipe, node)
     algorithm = recipe.algorithm
     if recipe.batch.updates_per_step > 1:
         columns += _old_log_probs(recipe, node)
@@ -43,6 +44,20 @@ def _update_in_turn_reads(recipe: Recipe, node: Node) -> list[str]:
     """It computes the log-probabilities before its update itself, as it has to compare them with those after it."""
     columns = dict.fromkeys([*_update_reads(recipe, node), *TURN_COLUMNS])
     return [column for column in columns if column != "old_log_probs"]
+
+
+def replayed(recipe: Recipe, node: Node) -> list[str]:
+    """The column of experts, if a node has the role that sampled replay its choices."""
+    return [EXPERTS] if recipe.algorithm.replay_experts and node.agents == (node.role,) else []
+
+
+def refuse_replay(recipe: Recipe, node: Node) -> None:
+    """Refuse to replay experts in a node whose rows are those of several models."""
+    if recipe.algorithm.replay_experts:
+        raise RecipeError.at(
+            "algorithm.replay_experts",
+            f"needs rows that one role has sampled, but node '{node.name}' takes those of a team: leave it out",
+        )
 
 
 def filter_reads(recipe: Recipe) -> list[str]:
@@ -179,6 +194,7 @@ def _check_policy_loss(recipe: Recipe, node: Node) -> None:
 
 def _check_update_in_turn(recipe: Recipe, node: Node) -> None:
     _check_update(recipe, node)
+    refuse_replay(recipe, node)
     if node.role not in node.agents:
         raise RecipeError.at(
             f"nodes.{node.name}.role",

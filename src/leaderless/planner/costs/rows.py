@@ -16,7 +16,7 @@ from leaderless.data.parts import at_places, by_part, first_places, parts_of
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard
 from leaderless.planner.costs.cluster import WorkloadConfig
 from leaderless.planner.schedule import makers
-from leaderless.workflow.columns import IMAGE_BYTES_PER_TOKEN, Axis, column_of
+from leaderless.workflow.columns import EXPERTS_PER_TOKEN, IMAGE_BYTES_PER_TOKEN, Axis, column_of
 
 Int = NDArray[np.int64]
 
@@ -95,6 +95,8 @@ class Rows:
         """[n] length of each row along an axis."""
         if axis == "image_bytes":
             return self.prompt_tokens * IMAGE_BYTES_PER_TOKEN
+        if axis == "experts":
+            return self.tokens * EXPERTS_PER_TOKEN
         return self.prompt_tokens if axis == "prompt_tokens" else self.response_tokens
 
 

@@ -1,0 +1,168 @@
+"""Routers of mixtures of experts: the choices of a pass are recorded, replayed, and pulled towards equal loads.
+
+An engine computes in other shapes than the trainer, and where two experts are nearly equal they choose differently:
+the trained model would be another one than that which sampled. Replayed choices (R3, arXiv 2510.11370) prevent it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from leaderless.config import RecipeError
+
+ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
+"""Classes of `transformers` that take the softmax of all experts, and the largest of it."""
+MOST_EXPERTS = 256
+"""Experts whose numbers fit into one byte."""
+
+
+@dataclass
+class RoutedPass:
+    """The choices of one pass over T tokens.
+
+    Attributes:
+        replayed: [T, layers, k] uint8 experts to use; None to let routers choose.
+        chosen: [T, k] uint8 experts that each layer has used, by its number among those with experts.
+        pull: [layers, experts] float32, the gradient that is added to each expert's probability at a token of weight 1;
+            None for none.
+        weights: [T] float32, number of sampled tokens that are predicted at each token.
+        probabilities: [experts] float32, weighted sum of each layer's probabilities.
+    """
+
+    replayed: Tensor | None = None
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    pull: Tensor | None = None
+    weights: Tensor | None = None
+    probabilities: dict[int, Tensor] = field(default_factory=dict)
+
+    def choices(self) -> Tensor:
+        """[T, layers * k] uint8: the experts that all layers have used for each token."""
+        return torch.cat([self.chosen[layer] for layer in range(len(self.chosen))], dim=1)
+
+    def loads(self, num_experts: int) -> Tensor:
+        """[2, layers, experts] float32: how often each expert was chosen where a sampled token is predicted, weighted.
+
+        Also the sum of its probabilities there.
+        """
+        assert self.weights is not None
+        counts = []
+        for layer in range(len(self.chosen)):
+            experts = self.chosen[layer].long()
+            weights = self.weights.unsqueeze(1).expand_as(experts)
+            counts.append(weights.new_zeros(num_experts).index_add(0, experts.flatten(), weights.flatten()))
+        sums = [self.probabilities[layer] for layer in range(len(self.probabilities))]
+        return torch.stack([torch.stack(counts), torch.stack(sums)])
+
+
+class Routers:
+    """The routers of a model, whose choices can be seen and made.
+
+    Attributes:
+        now: The pass that is under way. Its backward pass may compute layers again, so it stays until the next one.
+    """
+
+    def __init__(self, routers: Sequence[nn.Module]) -> None:
+        """Take the place of the forward passes of some routers, layer by layer."""
+        self.now = RoutedPass()
+        self.num_layers = len(routers)
+        self.num_experts, self.num_chosen = (
+            cast("int", getattr(routers[0], name)) for name in ("num_experts", "top_k")
+        )
+        for layer, router in enumerate(routers):
+            router.forward = _Router(self, layer, router)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Routers | None:
+        """The routers of a model; None if it has none that are known, or more experts than can be told apart."""
+        routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
+        most = max((cast("int", router.num_experts) for router in routers), default=0)
+        return cls(routers) if routers and most <= MOST_EXPERTS else None
+
+    @classmethod
+    def required(cls, model: nn.Module, key: str) -> Routers:
+        """The routers of a model whose choices are to be replayed.
+
+        Raises:
+            RecipeError: There are none; the error is at the key of the model.
+        """
+        routers = cls.of(model)
+        if routers is None:
+            raise RecipeError.at(
+                key,
+                f"has no routers whose choices algorithm.replay_experts could replay: they can be those of qwen2_moe, "
+                f"qwen3_moe and mixtral, with at most {MOST_EXPERTS} experts; leave it out",
+            )
+        return routers
+
+    def begin(self, replayed: Tensor | None = None, weights: Tensor | None = None, pull: Tensor | None = None) -> None:
+        """Begin a pass; `replayed` is [T, layers * k] uint8, and see `RoutedPass`.
+
+        Raises:
+            RuntimeError: The recorded choices are those of another model.
+        """
+        if replayed is not None:
+            if replayed.shape[1] != self.num_layers * self.num_chosen:
+                raise RuntimeError(
+                    f"{replayed.shape[1]} experts were recorded for each token, but the model that replays them "
+                    f"chooses {self.num_chosen} in each of {self.num_layers} layers: it must be the one that sampled"
+                )
+            replayed = replayed.view(-1, self.num_layers, self.num_chosen)
+        self.now = RoutedPass(replayed, pull=pull, weights=weights)
+
+
+class _Router:
+    """What takes the place of a router's forward pass."""
+
+    def __init__(self, routers: Routers, layer: int, router: nn.Module) -> None:
+        self._routers, self._layer, self._forward = routers, layer, router.forward
+        self._is_normalized = bool(getattr(router, "norm_topk_prob", True))
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute logits [T, experts], weights [T, k] and experts [T, k] int64.
+
+        Weights are the same function of the logits whoever has chosen: w_i = e^{s_i} / sum_j e^{s_j} over the chosen
+        experts j, or over all of them in models that leave it at that.
+        """
+        now = self._routers.now
+        logits, scores, chosen = self._forward(hidden_states)
+        if now.replayed is not None or now.pull is not None:
+            probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+            if now.pull is not None:
+                assert now.weights is not None
+                probabilities = _pulled(probabilities, now.weights.unsqueeze(1) * now.pull[self._layer])
+            if now.replayed is not None:
+                chosen = now.replayed[:, self._layer].long()
+            top = probabilities.gather(1, chosen)
+            scores = (top / top.sum(dim=-1, keepdim=True) if self._is_normalized else top).to(scores.dtype)
+        now.chosen[self._layer] = chosen.detach().to(torch.uint8)
+        if now.weights is not None:
+            now.probabilities[self._layer] = now.weights @ logits.detach().softmax(dim=-1, dtype=torch.float32)
+        return logits, scores, chosen
+
+
+def _pulled(values: Tensor, gradient: Tensor) -> Tensor:
+    pulled: Tensor = _Pulled.apply(values, gradient)  # type: ignore[no-untyped-call]
+    return pulled
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+
+
+class _Pulled(torch.autograd.Function):
+    """Values as they are, with something added to their gradient."""
+
+    @staticmethod
+    def forward(ctx: _Context, values: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
+        return grad + ctx.saved_tensors[0], None
