@@ -15,14 +15,14 @@ from tests.tiny import add_gradients, random_samples, tiny_model
 from tests.unit.recipes import plan_of, write_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, JetMoeConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
-from leaderless.models.experts import divide_experts
+from leaderless.models.experts import divide_experts, num_experts
 from leaderless.planner import Layout
 from leaderless.training.fsdp import FsdpEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
@@ -210,7 +210,7 @@ def test_ranks_that_cannot_divide_experts_are_refused(tmp_path: Path, layout: di
     models = {"policy": experts_model(tmp_path, "qwen3_moe")}
     with pytest.raises(RecipeError, match=message):
         plan_of("grpo", 4, models=models, layout={"policy": layout})
-    with pytest.raises(RecipeError, match="the model of 'policy' has no experts: leave it out"):
+    with pytest.raises(RecipeError, match="the model of 'policy' has no experts that ranks can divide"):
         plan_of("grpo", 4, models={"policy": write_model(tmp_path / "dense")}, layout={"policy": {"ep": 4}})
 
 
@@ -225,6 +225,13 @@ def test_ranks_that_would_divide_no_experts_are_refused(tmp_path: Path) -> None:
     layout = {"policy": {"ep": 2}, "old": {"ep": 1}}
     with pytest.raises(RecipeError, match=message):
         plan_of("grpo", 2, models=models, layout=layout, batch={"updates_per_step": 2})
+
+
+def test_experts_that_are_called_otherwise_cannot_be_divided() -> None:
+    sizes = {**SIZES, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(JetMoeConfig(**sizes))
+    assert any(hasattr(module, "num_experts") for module in model.modules())
+    assert num_experts(model) == 0
 
 
 def test_a_plan_counts_the_experts_that_are_not_gathered(tmp_path: Path) -> None:

@@ -14,12 +14,21 @@ from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
 from tests.tiny import add_gradients, random_samples, tiny_model, untied_model
 from tests.unit.recipes import plan_of, write_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, Olmo2Config, Phi3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CTRLConfig,
+    GemmaConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen3MoeConfig,
+)
 
 from leaderless.checkpoint.export import export_model
 from leaderless.checkpoint.reader import RunState, load_checkpoint
 from leaderless.checkpoint.writer import CheckpointWriter, Content
 from leaderless.config import RecipeError
+from leaderless.config.models import ModelConfig
 from leaderless.config.run import CheckpointConfig
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.models.decoder import Decoder
@@ -27,6 +36,7 @@ from leaderless.models.tensor_parallel import TensorParallel
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
+from leaderless.training.engine import EngineSetup
 from leaderless.training.fsdp import make_engine
 
 
@@ -184,3 +194,23 @@ def test_families_that_are_divided_otherwise_are_refused() -> None:
     ):
         with pytest.raises(RecipeError, match=f"{config.model_type} cannot be divided by tp: .*{what}"):
             TensorParallel.divide(Decoder(AutoModelForCausalLM.from_config(config)), peers, "models.policy")
+
+
+def test_a_family_that_does_not_name_its_inner_features_is_refused_for_its_layers(tmp_path: Path) -> None:
+    config = CTRLConfig(vocab_size=88, n_embd=32, dff=64, n_layer=1, n_head=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    peers = ProcessGroup((0, 1), 0)
+    setup = EngineSetup(
+        role="policy",
+        model=ModelConfig(path=str(tmp_path)),
+        is_critic=False,
+        layout=Layout((0, 1), dp=1, tp=2),
+        process_group=peers,
+        axis_groups={"tp": peers},
+        device=torch.device("cpu"),
+        optimizer=None,
+        num_updates=0,
+        micro_batch_tokens=64,
+    )
+    with pytest.raises(RecipeError, match="ctrl cannot be divided by tp: it is not known how"):
+        make_engine(setup)

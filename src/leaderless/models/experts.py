@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from inspect import signature
 from typing import cast
 
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from leaderless.data.transport import ProcessGroup
 
 ROUTED = "tokens for the experts of other ranks"
+CHOICES = {"top_k_index", "top_k_weights"}
+"""Arguments of modules with experts that can be divided; some families, as JetMoE, call theirs in other ways."""
 
 
 def divide_experts(model: nn.Module, peers: ProcessGroup, mesh: DeviceMesh, device: torch.device) -> set[nn.Parameter]:
@@ -51,10 +54,11 @@ def num_experts(model: nn.Module) -> int:
 
 
 def _num_experts(module: nn.Module) -> int:
+    """The experts of a module that has all of a layer, and is called with the experts that tokens have chosen."""
     weights = dict(module.named_parameters(recurse=False))
     count = getattr(module, "num_experts", None)
     is_stacked = bool(weights) and all(one.ndim == 3 and len(one) == count for one in weights.values())
-    return cast("int", count) if is_stacked else 0
+    return cast("int", count) if is_stacked and signature(module.forward).parameters.keys() >= CHOICES else 0
 
 
 class _Experts:

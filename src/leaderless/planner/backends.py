@@ -219,7 +219,7 @@ def check_experts(key: str, role: str, ep: int, count: int) -> None:
         RecipeError: The model has none, or their count is no multiple of `ep`; the error is at the key.
     """
     if not count:
-        raise RecipeError.at(key, f"ep={ep}: the model of '{role}' has no experts: leave it out")
+        raise RecipeError.at(key, f"ep={ep}: the model of '{role}' has no experts that ranks can divide: leave it out")
     if count % ep:
         able = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
         raise RecipeError.at(key, f"ep={ep} does not divide the {count} experts of '{role}': it can be {able}")

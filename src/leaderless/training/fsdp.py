@@ -164,11 +164,11 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
 
 
 def _sizes(model: Decoder) -> tuple[int, int, int]:
-    """Attention heads, heads of keys and inner features, which some families divide as they like: then 1."""
+    """Attention heads, heads of keys and inner features; for families that do not say the latter, the heads again."""
     described = model.model.config.get_text_config()
     heads: int = described.num_attention_heads
     inner = getattr(described, "intermediate_size", None)
-    return heads, getattr(described, "num_key_value_heads", None) or heads, inner if isinstance(inner, int) else 1
+    return heads, getattr(described, "num_key_value_heads", None) or heads, inner if isinstance(inner, int) else heads
 
 
 def _at_least_one(indices: Tensor) -> Tensor:
