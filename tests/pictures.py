@@ -24,7 +24,7 @@ from leaderless.models.tiny import write_vision_model
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.models.vision import QwenReader, open_reader
 
-Family = Literal["qwen2_5_vl", "qwen3_vl"]
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 WORDS = [*"0123456789", "red", "blue", "how many ", " squares? ", " and "]
 SIZES = [[(32, 32)], [], [(40, 16), (16, 24)], [(8, 64)], [], [(24, 24), (32, 32), (16, 16)]]
 """Widths and heights of the images of each prompt: several, and none in some."""

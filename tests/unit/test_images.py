@@ -13,6 +13,7 @@ from PIL import Image
 from pyarrow import parquet
 from tests.pictures import picture, reader_of, vision_model
 from tests.tiny import tiny_model
+from tests.unit.recipes import plan_of
 
 from leaderless.config import Json, RecipeError
 from leaderless.config.data import DatasetConfig
@@ -184,3 +185,16 @@ def test_what_is_transparent_is_white_and_a_photograph_is_turned() -> None:
     exif = turned.getexif()
     exif[0x0112] = 6  # turned by a quarter
     assert decode_image(file_of(turned, "JPEG", exif=exif)).size == (4, 8)
+
+
+def test_an_engine_that_takes_no_images_is_refused_by_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "red", "images": null}\n')
+    train = {"path": str(tmp_path / "rows.jsonl"), "images": "images"}
+    external = {"python": "python"}
+    for engine, problem in (("sglang", "takes no images, which prompts have"), ("vllm", "")):
+        changes = {"data": {"train": train}, "rollout": {"engine": engine, "external": external}}
+        if not problem:
+            assert "images" in str(plan_of("grpo", **changes).edges)
+            continue
+        with pytest.raises(RecipeError, match=f"^rollout.engine: '{engine}' {problem}"):
+            plan_of("grpo", **changes)

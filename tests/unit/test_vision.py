@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from typing import get_args
 
@@ -72,9 +73,14 @@ def rows_of(batch: Batch) -> list[tuple[Sequence[int], Sequence[PromptImage], Se
     return [(*prompts[place], response) for place, response in zip(index, responses, strict=True)]
 
 
+@cache
+def cached_model() -> VisionLM:
+    return model_of("qwen3_vl")
+
+
 @given(some.lists(some.tuples(some.integers(0, 4), some.integers(1, 5), some.integers(1, 5)), max_size=4))
 def test_positions_are_those_of_transformers(images: list[tuple[int, int, int]]) -> None:
-    model, place = model_of("qwen3_vl"), 1
+    model, place = cached_model(), 1
     placed: list[PromptImage] = []
     for text, rows, columns in images:
         place += text + bool(placed)  # transformers takes images without a text between them for one

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from itertools import groupby
 from types import ModuleType
 from typing import Literal
 from unittest.mock import Mock
 
 import pytest
 import torch
+from PIL import Image
+from tests.pictures import picture, prompt_with, reader_of
 
+from leaderless.config.rollout import SamplingConfig
+from leaderless.data.images import ORIENTATION, plain_file
 from leaderless.rollout import vllm
 from leaderless.rollout.apart import vllm_worker
 from leaderless.rollout.apart.adapters import AdapterFolder
 from leaderless.rollout.apart.messages import PackedWeight, checksum
 from leaderless.rollout.apart.vllm_worker import VllmWorker, check_version
+from leaderless.rollout.engine import Request, SamplingParams
+from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.vllm import InProcessVllm
 from leaderless.weights.stream import WeightStream
 
@@ -55,6 +63,7 @@ def test_weights_that_are_not_needed_again_are_not_copied_to_host_memory(
 ) -> None:
     worker, engine = VllmWorker.__new__(VllmWorker), Mock()
     worker._llm, worker._is_on_accelerator, worker._open, worker._adapters = engine, True, {"3"}, adapters
+    worker._expected = {}
     worker.sleep(keep_weights=keep_weights)
     engine.abort_request.assert_called_once_with(["3"])
     engine.sleep.assert_called_once_with(level=level)
@@ -77,6 +86,7 @@ def test_no_checksum_is_computed_of_weights_that_stay_in_the_process(monkeypatch
     worker = InProcessVllm.__new__(InProcessVllm)
     worker.settings, worker._device = Mock(torch_dtype=torch.float32), torch.device("cpu")
     worker._llm, worker._arrived, worker._open, worker._adapters = Mock(), None, set(), None
+    worker._expected = {}
     worker._llm.collective_rpc.side_effect = [[{"bias"}], [{"bias"}]]
     for module in (vllm, vllm_worker):
         monkeypatch.setattr(module, "checksum", Mock(side_effect=AssertionError("nothing to check")))
@@ -97,3 +107,38 @@ def test_vllm_is_started_for_ranks_that_it_knows(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RuntimeError, match=r"rank 512 at most, and these have 513: .* rollout.external.merge_adapters"):
         vllm_worker._weights_of(Mock(adapters={"r": 513}))
     assert vllm_worker._weights_of(Mock(adapters=None)) == {"load_format": "dummy"}
+
+
+def test_images_go_to_vllm_as_files_with_a_token_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("vllm", "vllm.sampling_params"):
+        monkeypatch.setitem(sys.modules, path, Mock())
+    monkeypatch.setattr(sys.modules["vllm"], "TokensPrompt", dict, raising=False)
+    driver = VllmWorker(Mock(adapters=None))
+    driver._llm, driver._adapters, driver._policy_version = Mock(), None, 0
+    external = ExternalEngine("vLLM", driver, Mock(), frozenset({0}), 1e-3, torch.device("cpu"), None, {7, 5})  # type: ignore[arg-type]
+    tokens, images = prompt_with([(32, 32), (40, 16)])
+    external.submit(Request(tokens, [3], images=images), SamplingParams(SamplingConfig(), 4))
+    name, prompt, _ = driver._llm.add_request.call_args.args
+    token = reader_of().token
+    assert prompt["prompt_token_ids"] == [one for one, _ in groupby(tokens)]
+    assert prompt["prompt_token_ids"].count(token) == 2
+    assert [image.size for image in prompt["multi_modal_data"]["image"]] == [(32, 32), (40, 16)]
+    options = sys.modules["vllm"].SamplingParams.call_args.kwargs
+    assert options["logit_bias"] == {5: -100.0, 7: -100.0}
+    part = Mock(token_ids=[1], logprobs=[{1: Mock(logprob=-0.5)}], finish_reason="length")
+    driver._llm.has_unfinished_requests.return_value = True
+    driver._llm.step.return_value = [Mock(request_id=name, prompt_token_ids=tokens[1:], outputs=[part])]
+    with pytest.raises(
+        RuntimeError, match=f"as {len(tokens) - 1} tokens, and training as {len(tokens)}: its image proc"
+    ):
+        driver.step()
+
+
+def test_a_photograph_that_is_turned_is_sent_as_it_is_seen() -> None:
+    turned = Image.new("RGB", (8, 4), "red")
+    exif = turned.getexif()
+    exif[ORIENTATION] = 6
+    file = io.BytesIO()
+    turned.save(file, "JPEG", exif=exif)
+    assert Image.open(io.BytesIO(plain_file(file.getvalue()))).size == (4, 8)
+    assert plain_file(picture(8, 4)) == picture(8, 4)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MAX_SIDE = 10_000
 """Most pixels along a side: a larger image would be decoded whole, to be shrunk to a small part of its size."""
+ORIENTATION = 0x0112
+"""Tag of a photograph that says how it is turned."""
 THUMBNAIL_SIDE = 256
 """Most pixels along a side of what reports show."""
 _HEADER = struct.Struct("<IHHI")
@@ -175,6 +177,24 @@ def decode_image(data: bytes) -> Picture:
         return picture.convert("RGB")
     except (OSError, SyntaxError, ValueError, struct.error) as error:
         raise ValueError(f"an image of {picture.width} x {picture.height} pixels is damaged: {error}") from error
+
+
+def plain_file(data: bytes) -> bytes:
+    """A file that any program decodes to the same pixels as `decode_image`: the same, unless it says to change them."""
+    picture = open_image(data)
+    if picture.mode == "RGB" and picture.getexif().get(ORIENTATION, 1) == 1 and "transparency" not in picture.info:
+        return data
+    file = io.BytesIO()
+    decode_image(data).save(file, "PNG")
+    return file.getvalue()
+
+
+def collapsed(tokens: Sequence[int], images: Sequence[PromptImage]) -> list[int]:
+    """A prompt's tokens with one for each image, in place of one for each of its parts."""
+    result = list(tokens)
+    for image in reversed(images):
+        del result[image.place + 1 : image.place + image.num_tokens]
+    return result
 
 
 def thumbnail(data: bytes) -> str:

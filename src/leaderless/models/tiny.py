@@ -10,14 +10,13 @@ from typing import Literal
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2Tokenizer,
     Qwen3Config,
-    Qwen3VLConfig,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -85,7 +84,7 @@ def write_vision_model(  # noqa: PLR0913
     folder: Path,
     words: Iterable[str],
     *,
-    family: Literal["qwen2_5_vl", "qwen3_vl"] = "qwen3_vl",
+    family: Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"] = "qwen3_vl",
     hidden_size: int = 64,
     num_layers: int = 2,
     vision_size: int = 32,
@@ -145,14 +144,17 @@ def write_vision_model(  # noqa: PLR0913
         "initializer_range": vision_size**-0.5,
     }
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
-    kind: type[Qwen2_5_VLConfig | Qwen3VLConfig]
-    if family == "qwen3_vl":
-        kind, text["head_dim"], rope["mrope_interleaved"] = Qwen3VLConfig, hidden_size // 4, True
+    if family in {"qwen3_vl", "qwen3_vl_moe"}:
+        text["head_dim"], rope["mrope_interleaved"] = hidden_size // 4, True
         vision |= {"num_position_embeddings": (largest_side // patch_size) ** 2, "deepstack_visual_indexes": [0]}
     else:
-        kind = Qwen2_5_VLConfig
         vision |= {"window_size": 8 * patch_size, "fullatt_block_indexes": [num_vision_layers - 1]}
-    config = kind(
+    if family == "qwen3_vl_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": vision_size, "hidden_size": hidden_size, "mlp_ratio": 3}
+    config = AutoConfig.for_model(
+        family,
         text_config={**text, "rope_parameters": rope},
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],

@@ -76,6 +76,7 @@ BUILTIN_ENGINES = {
         is_probed=True,
         updates=("recompute",),
         takes_adapters=True,
+        takes_images=True,
         works_in_steps=False,
     ),
     "sglang": RolloutEngineSpec(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -11,6 +12,7 @@ from typing import Protocol, cast
 import torch
 
 from leaderless.data.encode import Tokenizer
+from leaderless.data.images import PromptImage, collapsed, plain_file
 from leaderless.device import release_memory
 from leaderless.rollout.apart.messages import Ask, Gain
 from leaderless.rollout.child_server import EngineError
@@ -68,6 +70,7 @@ class _Response:
     prompt: Sequence[int]
     completion: Completion
     params: SamplingParams
+    images: tuple[PromptImage, ...] = ()
     has_begun: bool = False  # some tokens have been reported
 
 
@@ -88,15 +91,17 @@ class ExternalEngine:
         tolerance: float,
         device: torch.device,
         report: Callable[[str], None] | None,
+        impossible: Collection[int] = (),
     ) -> None:
         """Start nothing before `wake`.
 
         The engine's log-probabilities of a probe may differ from those that come with the weights by `tolerance` on
         average. `report` shows the user that the engine is started again; without it, that is never done.
+        Tokens that are `impossible` are never drawn.
         """
         self._name, self._driver, self._device, self._report = name, driver, device, report
         self._tokenizer, self._end_tokens = tokenizer, sorted(end_tokens)
-        self._tolerance = tolerance
+        self._tolerance, self._impossible = tolerance, sorted(impossible)
         self._is_started = self._is_awake = False
         self.policy_version: int | None = None
         self._may_restart = False
@@ -171,7 +176,7 @@ class ExternalEngine:
                 continue
             self._num_responses += 1
             fresh.append(self._num_responses)
-            response = _Response(number, sibling, sample_id, list(request.prompt), completion, params)
+            response = _Response(number, sibling, sample_id, list(request.prompt), completion, params, request.images)
             self._responses[self._num_responses] = response
         try:
             self._driver.submit([self._ask(number) for number in fresh])
@@ -185,7 +190,7 @@ class ExternalEngine:
         params, begun = response.params, response.completion.tokens
         return Ask(
             id=number,
-            prompt=[*response.prompt, *begun],
+            prompt=[*collapsed(response.prompt, response.images), *begun],
             max_tokens=params.max_tokens - len(begun),
             temperature=params.distribution.temperature,
             top_p=params.distribution.top_p,
@@ -193,6 +198,9 @@ class ExternalEngine:
             min_p=params.distribution.min_p,
             seed=derive_seed(params.seed, response.sample_id, len(begun)),
             end_tokens=self._end_tokens,
+            images=[base64.b64encode(plain_file(image.data)).decode() for image in response.images],
+            num_tokens=len(response.prompt) + len(begun),
+            impossible=self._impossible,
         )
 
     def step(self) -> list[Delta]:

@@ -148,10 +148,15 @@ def make_sglang(setup: RolloutSetup) -> RolloutEngine:
 
 
 def _make_external(name: str, title: str, setup: RolloutSetup) -> RolloutEngine:
+    if name == "sglang" and setup.reserved_tokens:
+        raise RecipeError.at(
+            "rollout.engine", "sglang: models that see images are not supported: choose native or vllm"
+        )
     driver, tolerance = _driver(name, setup), PROBE_TOLERANCE[setup.model.compute_dtype]
     # A rank alone cannot start its part of an engine again.
     report = setup.report if setup.shard.size == 1 else None
-    return ExternalEngine(title, driver, setup.tokenizer, setup.end_tokens, tolerance, setup.device, report)
+    tokenizer, ends = setup.tokenizer, setup.end_tokens
+    return ExternalEngine(title, driver, tokenizer, ends, tolerance, setup.device, report, setup.reserved_tokens)
 
 
 def _settings(setup: RolloutSetup) -> Settings:
@@ -173,6 +178,7 @@ def _settings(setup: RolloutSetup) -> Settings:
         meeting=_meeting(setup) if setup.shard.size > 1 or (is_in_process and setup.world_size > 1) else None,
         rank=setup.rank if is_in_process else place,
         device_index=(setup.device.index or 0) if is_in_process else 0,
+        sees_images=bool(setup.reserved_tokens),
         adapters=adapters,
         matrices=matrices,
     )

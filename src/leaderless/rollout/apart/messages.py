@@ -31,6 +31,7 @@ class Settings:
     meeting: str | None = None  # file in which processes of an engine find each other; None for one that is alone
     rank: int = 0  # of this process among those that meet
     device_index: int = 0  # of this process's device, among those that it sees
+    sees_images: bool = False  # whether prompts may have images
     adapters: Mapping[str, object] | None = None  # what `peft` has to know of those that come in place of whole weights
     matrices: Sequence[str] = ()  # names of all of their matrices
 
@@ -42,7 +43,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for one response, which `id` identifies; sampling settings are those of `SamplingConfig`."""
+    """A request for one response, which `id` identifies; sampling settings are those of `SamplingConfig`.
+
+    A prompt with images has one token for each; `images` are their files in base64, and with all tokens that these
+    become it has `num_tokens`. Tokens that are `impossible` are never drawn.
+    """
 
     id: int
     prompt: Sequence[int]
@@ -53,6 +58,9 @@ class Ask:
     min_p: float
     seed: int
     end_tokens: Sequence[int]
+    images: Sequence[str] = ()
+    num_tokens: int = 0
+    impossible: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

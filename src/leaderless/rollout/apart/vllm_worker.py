@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +16,7 @@ from .adapters import AdapterFolder
 from .messages import Ask, Gain, PackedWeight, Settings, checksum
 
 if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 MOST_TEMPERATURE = 2.0
 """Highest temperature that vLLM's interface takes."""
+IMPOSSIBLE = -100.0
+"""What is added to the logit of a token that is never drawn: the lowest that the interface takes."""
 OLDEST_VERSION = (0, 32)
 """First version of vLLM that has everything used here, some of it private."""
 
@@ -32,6 +37,7 @@ class VllmWorker:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._open: set[str] = set()
+        self._expected: dict[str, int] = {}  # lengths of prompts with images that have not been compared
         self._arrived: set[str] | None = None
         self._cache_bytes: list[int] = []
         self._policy_version = -1
@@ -72,11 +78,12 @@ class VllmWorker:
             tensor_parallel_size=settings.tensor_parallel_size,
             distributed_executor_backend=_executor(settings) if settings.meeting else None,
             enable_sleep_mode=self._is_on_accelerator,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not settings.sees_images,  # its image processors come with a tokenizer
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             **_weights_of(settings),
+            **({"limit_mm_per_prompt": {"video": 0}} if settings.sees_images else {}),
         )
         self._llm = LLMEngine.from_engine_args(arguments)
         self.sleep(keep_weights=False)
@@ -100,10 +107,14 @@ class VllmWorker:
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
                 skip_clone=True,  # a deep copy would be validated again
+                logit_bias=dict.fromkeys(ask.impossible, IMPOSSIBLE) or None,
             )
             # The interface refuses higher temperatures and raises very low ones.
             params.temperature = ask.temperature
             prompt = TokensPrompt(prompt_token_ids=list(ask.prompt))
+            if ask.images:
+                prompt["multi_modal_data"] = {"image": [_decoded(image) for image in ask.images]}
+                self._expected[str(ask.id)] = ask.num_tokens
             self._engine.add_request(str(ask.id), prompt, params, lora_request=self._lora_request)
             self._open.add(str(ask.id))
 
@@ -112,6 +123,7 @@ class VllmWorker:
         gains: list[Gain] = []
         while not gains and self._engine.has_unfinished_requests():
             for output in self._engine.step():
+                self._check_length(output.request_id, output.prompt_token_ids)
                 part = output.outputs[0]
                 tokens = list(part.token_ids)
                 log_probs = [scores[token].logprob for token, scores in zip(tokens, part.logprobs or (), strict=True)]
@@ -120,6 +132,15 @@ class VllmWorker:
                 if output.finished:
                     self._open.discard(output.request_id)
         return gains
+
+    def _check_length(self, name: str, tokens: Sequence[int] | None) -> None:
+        """Compare the length of a prompt with images with what training makes of it, once."""
+        expected = self._expected.pop(name, None)
+        if expected is not None and tokens is not None and len(tokens) != expected:
+            raise RuntimeError(
+                f"vLLM reads a prompt with images as {len(tokens)} tokens, and training as {expected}: its image "
+                "processor has other settings"
+            )
 
     def abort(self, ids: Iterable[int]) -> None:
         """See `Driver`."""
@@ -130,6 +151,7 @@ class VllmWorker:
     def _abort_all(self) -> None:
         self._engine.abort_request(list(self._open))
         self._open.clear()
+        self._expected.clear()
 
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
         """See `Driver`."""
@@ -231,6 +253,12 @@ def _weights_of(settings: Settings) -> dict[str, object]:
             "set rollout.external.merge_adapters"
         )
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": min(able)}
+
+
+def _decoded(text: str) -> Picture:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(text)))
 
 
 def check_version() -> None:
