@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from tests.unit.recipes import make_recipe, plan_of, write_model
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.planner import memory
+from leaderless.planner import Cluster, make_plan, memory
 from leaderless.planner.fit import Fit, fit_plan
 from leaderless.planner.memory import format_bytes
 from leaderless.planner.model_size import FAMILIES, read_model_size
+from leaderless.workflow import load_recipe, resolve_workflow
 
 SMALL = {
     "hidden_size": 32,
@@ -393,3 +395,22 @@ def test_a_plan_with_a_model_of_unknown_size_is_taken_to_fit():
 )
 def test_bytes_are_written_for_a_reader(count, text):
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "weights", "active", "memory_gib"),
+    [("qwen3-30b-a3b", 8, 30.5e9, 3.35e9, 74.5), ("qwen3-235b-a22b", 64, 235.1e9, 22.2e9, 131.3)],
+)
+def test_large_mixtures_of_experts_fit_where_their_recipes_say(
+    monkeypatch, name, world_size, weights, active, memory_gib
+):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    loaded = load_recipe(Path(f"recipes/scaling/{name}.yaml"))
+    size = read_model_size(loaded.recipe.model_of("policy"))
+    assert (size.num_parameters, size.num_active_parameters) == (
+        pytest.approx(weights, 0.002),
+        pytest.approx(active, 0.002),
+    )
+    plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(world_size))
+    assert 0.8 * memory_gib < plan.memory.accelerator.peak / 2**30 < memory_gib
+    assert plan.memory.accelerator.phases["policy trains"]["gathered weights"] < 3 * 2**30

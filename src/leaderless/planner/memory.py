@@ -233,8 +233,7 @@ class _Model:
     @property
     def num_gathered_per_layer(self) -> int:
         """Weights of a layer that are gathered at once: not those of experts that stay divided."""
-        divided = self.size.num_expert_parameters if self.instance.layout.ep > 1 else 0
-        return self.part.num_parameters_per_layer - divided // self.size.num_layers
+        return (self.size.num_gathered(self.instance.layout) - self.part.num_root_parameters) // self.size.num_layers
 
     def gathered_bytes(self) -> int:
         """Copies that compute, where weights are sharded or of another type: two layers, and what is in no layer."""
@@ -247,14 +246,16 @@ class _Model:
 
         A norm keeps its input, the normalized input before scaling, and its output; in half precision the first of
         these is a copy in float32. Attention keeps queries, keys, values and its output, the feed-forward part its gate
-        before and after the activation, the other factor and their product.
+        before and after the activation, the other factor and their product, and experts their tokens and results.
         """
         size, is_half = self.part, self.width != FLOAT32_BYTES
         attention = size.num_heads * size.head_dim + size.num_kv_heads * size.head_dim
         norms = 2 * (4 if is_half else 3) * size.hidden_size
         if size.has_head_norms:
             norms += (3 if is_half else 2) * attention
-        return norms + 2 * attention + 4 * size.intermediate_size
+        # A token is copied for each of its experts, and so are their results; both again where they are sent.
+        copies = size.num_chosen_experts * (4 if self.instance.layout.ep > 1 else 2) * size.hidden_size
+        return norms + 2 * attention + 4 * size.intermediate_size + copies
 
     def kept_values(self) -> int:
         """Numbers of each token that are held when the backward pass begins, and those that its first layer makes."""

@@ -40,7 +40,8 @@ class ModelSize:
     and last norm. `intermediate_size` is the width of the feed-forward layer that a token goes through, over all of its
     experts. The longest sequence has `max_positions` tokens. Adapters have `num_adapter_parameters` besides, of which
     ranks that divide layers have `num_whole_adapter_parameters` each. Of the weights, `num_expert_parameters` are those
-    of the `num_experts` of all layers. In a model that sees images, layers include those of `vision`.
+    of the `num_experts` of all layers; a token goes through `num_chosen_experts` in each. In a model that sees images,
+    layers include those of `vision`.
     """
 
     num_parameters: int
@@ -58,6 +59,7 @@ class ModelSize:
     num_whole_adapter_parameters: int = 0
     num_experts: int = 0
     num_expert_parameters: int = 0
+    num_chosen_experts: int = 0
     vision: VisionSize | None = None
 
     @property
@@ -65,6 +67,17 @@ class ModelSize:
         """Weights that training changes."""
         frozen = self.vision.num_parameters if self.vision and self.vision.is_frozen else 0
         return self.num_adapter_parameters or self.num_parameters - frozen
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Weights that a token goes through: of the experts those that are chosen for it."""
+        idle = self.num_experts - self.num_chosen_experts
+        return self.num_parameters - (self.num_expert_parameters * idle // self.num_experts if self.num_experts else 0)
+
+    def num_gathered(self, layout: Layout) -> int:
+        """Weights that a rank of a layout gathers in a pass: of its part, without experts that stay divided."""
+        divided = self.num_expert_parameters if layout.ep > 1 else 0
+        return self.part(layout.tp).num_parameters - divided
 
     @property
     def num_root_parameters(self) -> int:
@@ -188,6 +201,7 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
         head_dim=head_dim,
         has_head_norms=family.startswith("qwen3"),
         num_experts=experts,
+        num_chosen_experts=config.get("num_experts_per_tok", 1) if experts else 0,
         num_expert_parameters=num_mixed * experts * 3 * hidden * (config.get("moe_intermediate_size") or intermediate),
         max_positions=config["max_position_embeddings"],
     )

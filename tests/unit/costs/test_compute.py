@@ -151,3 +151,31 @@ def test_steps_are_between_the_longest_response_and_all_in_a_row(lengths, places
 def test_every_shard_tokenizes_its_own_prompts():
     rows = Rows(np.arange(3), np.array([100, 200, 400]), np.zeros(3, dtype=np.int64), are_samples=False)
     assert tokenizing_seconds(rows, 100.0, np.array([0, 0, 1]), 2).tolist() == [3.0, 4.0]
+
+
+def test_tokens_go_through_the_experts_that_are_chosen_and_are_sent_to_them():
+    experts = replace(SIZE, num_experts=8, num_expert_parameters=800_000, num_chosen_experts=2)
+    rows, shards = equal_rows(8, response=1000), np.arange(8)
+    dense, gathered = model(8), replace(model(8), size=experts)
+    fewer = 2 * 600_000 * 1000.0
+    assert (dense.forward_flops(rows, shards) - gathered.forward_flops(rows, shards)).tolist() == [fewer] * 8
+    divided = replace(gathered, layout=Layout(tuple(range(8)), 8, ep=8))
+    assert divided.part_seconds() < gathered.part_seconds()
+    sent = 1000 * 2 * 50 * 4
+    once = divided.network.exchange_seconds(sent, np.arange(8))
+    assert divided.exchange_seconds(1000) == pytest.approx(2 * 2 * once)
+    more = divided.scoring_seconds(rows, shards) - gathered.scoring_seconds(rows, shards)
+    assert more == pytest.approx(2 * 2 * once)
+
+
+def test_an_exchange_takes_what_leaves_a_host_through_its_interfaces():
+    links = network(8)
+    within, across = links.cluster.links.host, links.cluster.links.network
+    devices, interfaces = links.cluster.host.devices, links.cluster.host.interfaces
+    assert links.exchange_seconds(1e9, np.arange(1)) == 0
+    one_host = links.exchange_seconds(1e9, np.arange(devices))
+    inside = (devices - 1) / devices / within.bandwidth_gb_per_s + (devices - 1) * within.latency_us * 1e-6
+    assert one_host == pytest.approx(inside)
+    ranks = np.arange(2 * devices)
+    outside = 0.5 / (across.bandwidth_gb_per_s * interfaces / devices) + (2 * devices - 1) * across.latency_us * 1e-6
+    assert links.exchange_seconds(1e9, ranks) == pytest.approx(outside)

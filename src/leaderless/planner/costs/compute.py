@@ -40,8 +40,8 @@ class ModelCost:
 
     def part_seconds(self) -> float:
         """Gathering the weights of this rank's part of the layers, from the ranks that divide it."""
-        part, ranks = self.size.part(self.layout.tp), np.array(self.layout.part(self.layout.ranks[0]))
-        return self.network.gather_seconds(part.num_parameters * number_bytes(self.config), ranks)
+        num_bytes = self.size.num_gathered(self.layout) * number_bytes(self.config)
+        return self.network.gather_seconds(num_bytes, np.array(self.layout.part(self.layout.ranks[0])))
 
     def sum_seconds(self, tokens: float) -> float:
         """Summing the results of all layers over the ranks that divide them, for some tokens in one direction.
@@ -52,15 +52,23 @@ class ModelCost:
         num_bytes = tokens / self.layout.cp * self.size.hidden_size * number_bytes(self.config)
         return 2 * self.size.num_layers * 2 * self.network.gather_seconds(num_bytes, ranks)
 
+    def exchange_seconds(self, tokens: float) -> float:
+        """Sending tokens to the ranks that have their experts, and results back, in all layers and one direction.
+
+        Loads are taken to be equal. A token is sent once for each expert.
+        """
+        num_bytes = tokens * self.size.num_chosen_experts * self.size.hidden_size * number_bytes(self.config)
+        return 2 * self.size.num_layers * self.network.exchange_seconds(num_bytes, np.array(self.layout.ranks))
+
     def forward_flops(self, rows: Rows, shards: Int) -> Float:
         """[n] operations of one pass: two per weight and token, and the square of the length for causal attention.
 
-        A prompt is read once by a shard, with the first of its rows. Mixtures of experts are counted as if every token
-        went through every expert.
+        A prompt is read once by a shard, with the first of its rows. A token goes through the experts that are chosen
+        for it.
         """
         tokens, shared = (lengths.astype(np.float64) for lengths in (rows.tokens, rows.shared_tokens(shards)))
         attention = 2.0 * self.size.num_layers * self.size.hidden_size * (tokens**2 - shared**2)
-        return 2.0 * self.size.num_parameters * (tokens - shared) + attention
+        return 2.0 * self.size.num_active_parameters * (tokens - shared) + attention
 
     def scoring_seconds(self, rows: Rows, shards: Int) -> float:
         """One forward pass over all rows, until the slowest shard is done, while weights are gathered.
@@ -79,7 +87,7 @@ class ModelCost:
         device = self.network.cluster.device
         passes = 1 + BACKWARD + self.config.gradient_checkpointing
         rate = device.peak_tflops * TERA * device.training_utilization / passes * self.layout.ranks_per_shard
-        gradients = self.size.part(self.layout.tp).num_parameters * GRADIENT_BYTES
+        gradients = self.size.num_gathered(self.layout) * GRADIENT_BYTES
         holders = np.array(self.layout.part(self.layout.ranks[0]))
         pass_s = 2 * self.part_seconds() + self.network.gather_seconds(gradients, holders)
         num_updates = self.recipe.batch.updates_per_step
@@ -103,23 +111,29 @@ class ModelCost:
         rate = device.peak_tflops * TERA * device.scoring_utilization
         bandwidth = device.memory_bandwidth_gb_per_s * device.decoding_utilization
         weights, width = self.size.num_parameters, number_bytes(self.config)
+        active = self.size.num_active_parameters
         cached = rows.response_tokens * rows.prompt_tokens + rows.response_tokens * (rows.response_tokens + 1) // 2
         read = self._per_shard(shards, cached * (self.size.kv_values_per_token * width))
         steps = num_decoding_steps(rows.response_tokens, shards, self.layout.dp, self.recipe.rollout.max_sequences)
         memory_s = (steps * weights * width + read) / (bandwidth * GIGA)
-        compute_s = self._per_shard(shards, 2 * weights * rows.response_tokens) / rate
+        compute_s = self._per_shard(shards, 2 * active * rows.response_tokens) / rate
         read_once = rows.prompt_tokens - rows.shared_tokens(shards)
-        prompts_s = self._per_shard(shards, 2 * weights * read_once) / rate
+        prompts_s = self._per_shard(shards, 2 * active * read_once) / rate
         own: Float = (prompts_s + np.maximum(memory_s, compute_s)) / self.layout.ranks_per_shard + self.gather_seconds()
         return own
 
     def _sums(self, rows: Rows, shards: Int) -> float:
-        """Sums of the fullest shard's tokens over ranks that divide layers, in one direction, pass by pass."""
-        if self.layout.tp == 1:
+        """What ranks send to each other of the fullest shard's tokens, in one direction, pass by pass.
+
+        Those that divide layers sum their results, and those that divide experts exchange tokens.
+        """
+        if self.layout.tp * self.layout.ep == 1:
             return 0.0
         tokens = self._per_shard(shards, rows.tokens - rows.shared_tokens(shards)).max()
         num_passes = max(1, self._num_passes(rows, shards))
-        return num_passes * self.sum_seconds(float(tokens) / num_passes)
+        each = float(tokens) / num_passes
+        exchanged = self.exchange_seconds(each / self.layout.cp) if self.layout.ep > 1 else 0.0
+        return num_passes * (self.sum_seconds(each) * (self.layout.tp > 1) + exchanged)
 
     def _num_passes(self, rows: Rows, shards: Int) -> int:
         """Micro-batches of the fullest shard, which all shards run."""

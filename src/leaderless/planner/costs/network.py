@@ -106,6 +106,17 @@ class Network:
         share = 1 - 1 / len(ranks)
         return ceil(log2(len(ranks))) * link.latency_us * MICRO + seconds(num_bytes * share, bandwidth)
 
+    def exchange_seconds(self, num_bytes: float, ranks: Int) -> float:
+        """Seconds until every rank has sent an even part of some bytes to each of the others."""
+        if len(ranks) < 2:
+            return 0.0
+        links, num_hosts = self.cluster.links, len(np.unique(self.hosts(ranks)))
+        per_rank = np.unique(self.interfaces(ranks)).size / len(ranks)
+        across = seconds(num_bytes * (1 - 1 / num_hosts), links.network.bandwidth_gb_per_s * per_rank)
+        within = seconds(num_bytes * max(0.0, 1 / num_hosts - 1 / len(ranks)), links.host.bandwidth_gb_per_s)
+        link = links.network if num_hosts > 1 else links.host
+        return (len(ranks) - 1) * link.latency_us * MICRO + max(across, within)
+
 
 def seconds(num_bytes: float, gb_per_s: float) -> float:
     """Seconds that some bytes take."""
