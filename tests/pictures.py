@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from PIL import Image
 from tests.tiny import scatter_vectors
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, CLIPVisionConfig, LlamaConfig, LlavaConfig
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.images import PromptImage, expanded, open_image, pack_images, placed
+from leaderless.models.image_readers import Reader, open_reader
 from leaderless.models.tiny import write_vision_model
 from leaderless.models.tokenizer import load_tokenizer
-from leaderless.models.vision import QwenReader, open_reader
 
-Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava"]
 WORDS = [*"0123456789", "red", "blue", "how many ", " squares? ", " and "]
 SIZES = [[(32, 32)], [], [(40, 16), (16, 24)], [(8, 64)], [], [(24, 24), (32, 32), (16, 16)]]
 """Widths and heights of the images of each prompt: several, and none in some."""
@@ -35,16 +36,38 @@ def vision_model(family: Family = "qwen3_vl") -> str:
     """The folder of a model, the same for all tests of a process."""
     folder = tempfile.TemporaryDirectory(prefix="tiny-vision-")
     _KEPT.append(folder)
-    path = write_vision_model(Path(folder.name) / family, WORDS, family=family, hidden_size=32)
+    path = Path(folder.name) / family
+    if family == "llava":
+        _write_llava(path)
+    else:
+        write_vision_model(path, WORDS, family=family, hidden_size=32)
     scatter_vectors(path, AutoModelForImageTextToText)
     return str(path)
+
+
+def _write_llava(path: Path) -> None:
+    """A model of type llava, with the tokenizer of the others."""
+    write_vision_model(path, WORDS, hidden_size=32)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+    described = AutoConfig.from_pretrained(path)
+    config = LlavaConfig(
+        text_config=LlamaConfig(vocab_size=described.text_config.vocab_size, num_key_value_heads=2, **sizes),
+        vision_config=CLIPVisionConfig(image_size=16, patch_size=4, projection_dim=32, **sizes),
+        image_token_index=described.image_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(path)
+    (path / "preprocessor_config.json").unlink()
+    square = {"height": 16, "width": 16}
+    CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square).save_pretrained(path)
 
 
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @functools.cache
-def reader_of(family: Family = "qwen3_vl") -> QwenReader:
+def reader_of(family: Family = "qwen3_vl") -> Reader:
     """How it reads images."""
     config = ModelConfig(path=vision_model(family))
     return open_reader(config, "policy", load_tokenizer(config, "policy"))

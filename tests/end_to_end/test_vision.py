@@ -15,7 +15,7 @@ from tests.pictures import picture, vision_model
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from leaderless.config.models import ModelConfig
-from leaderless.models.vision import open_reader
+from leaderless.models.image_readers import open_reader
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"

@@ -21,8 +21,8 @@ from leaderless.config.models import ModelConfig
 from leaderless.data.encode import Encoded, RowEncoder
 from leaderless.data.images import decode_image
 from leaderless.data.parquet import ParquetSource
+from leaderless.models.image_readers import open_reader
 from leaderless.models.tokenizer import load_tokenizer
-from leaderless.models.vision import open_reader
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"

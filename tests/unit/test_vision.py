@@ -56,10 +56,12 @@ def engine_of(family: Family, micro_batch_tokens: int = 4096, **settings: object
 def alone(model: VisionLM, prompt: Sequence[int], images: Sequence[PromptImage], response: Sequence[int]) -> Tensor:
     """Log-probabilities of a response by the model's own forward pass, without what is never drawn."""
     tokens = torch.tensor([[*prompt, *response]])
-    inputs: dict[str, Tensor] = {"mm_token_type_ids": (tokens == model.reader.token).int()}
+    inputs: dict[str, Tensor] = {}
     if images:
         pixels = model.reader.pixels(images)
-        inputs |= {"pixel_values": pixels.patches, "image_grid_thw": pixels.grids}
+        inputs["pixel_values"] = pixels.values
+        if model.has_grid:
+            inputs |= {"image_grid_thw": pixels.grids, "mm_token_type_ids": (tokens == model.reader.token).int()}
     logits = model.model(input_ids=tokens, **inputs).logits[0, len(prompt) - 1 : -1]
     logits[:, sorted(model.reader.reserved)] = -torch.inf
     return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1)
@@ -125,9 +127,12 @@ def test_gradients_are_those_of_rows_alone(family: Family) -> None:
         (gain(torch.tensor(row[2])) * alone(reference, *row)).sum().backward()
     expected = dict(reference.model.named_parameters())
     for name, weight in engine.named_weights():
-        assert weight.grad is not None, name
         other = expected[name].grad
-        assert other is not None
+        if other is None:  # llava takes the output of the last layer but one
+            assert weight.grad is None, name
+            assert ".layers.1." in name or "post_layernorm" in name
+            continue
+        assert weight.grad is not None, name
         assert float((weight.grad - other).norm()) < 1e-5 * max(1.0, float(other.norm())), name
 
 
@@ -321,7 +326,7 @@ def test_pixels_do_not_depend_on_other_images() -> None:
     _, images = prompt_with([(24, 24), (32, 32), (16, 16)])
     together = reader.pixels(images)
     apart = [reader.pixels([image]) for image in images]
-    assert torch.equal(together.patches, torch.cat([one.patches for one in apart]))
+    assert torch.equal(together.values, torch.cat([one.values for one in apart]))
     ends = [0, *(4 * image.num_tokens for image in images)]
     assert all(begin <= end for begin, end in pairwise(torch.tensor(ends).cumsum(0).tolist()))
 

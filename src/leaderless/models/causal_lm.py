@@ -21,8 +21,8 @@ from leaderless.models.sums import copied
 from leaderless.models.support import sees_images
 
 if TYPE_CHECKING:
+    from leaderless.models.image_readers import Pixels
     from leaderless.models.seen import Seen
-    from leaderless.models.vision import Pixels
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ class CausalLM(Decoder):
         return TokenOutputs(*score_tokens(hidden, self.head, targets, temperature, entropy, part, self.offsets))
 
     @property
+    def has_grid(self) -> bool:
+        """Whether the positions of an image's tokens have a row and a column."""
+        return False
+
+    @property
     def head(self) -> nn.Linear:
         """The layer that computes logits."""
         return cast("nn.Linear", self.model.get_output_embeddings())
@@ -113,7 +118,8 @@ def empty_causal_lm(config: ModelConfig, role: str) -> CausalLM:
 
 def _made(model: PreTrainedModel, config: ModelConfig, role: str) -> CausalLM:
     if sees_images(model.config):
-        from leaderless.models.vision import VisionLM, open_reader
+        from leaderless.models.image_readers import open_reader
+        from leaderless.models.vision import VisionLM
 
         return VisionLM(model, open_reader(config, role), freezes_vision=config.freeze_vision)
     if config.freeze_vision:

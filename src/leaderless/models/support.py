@@ -16,8 +16,10 @@ from transformers import (
 from leaderless.config import RecipeError
 from leaderless.models.attention import ATTENTION_NAME, Attention, PackedAttention
 
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")
 """Types of the models of images and text that are supported."""
+LLAVA_TEXT = ("llama", "qwen2", "qwen3")
+"""Types of the layers for text that such a model of type llava may have."""
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _LENGTHS = (5, 9)
 """Lengths of the two sequences with which a model is tried."""
@@ -66,6 +68,14 @@ def check_family(described: PreTrainedConfig, key: str) -> None:
             f"models of type {described.model_type} read images and text, which is supported for {', '.join(SEEING)}: "
             "give one of these, or a model of text alone",
         )
+    check_llava(described, key)
+
+
+def check_llava(described: PreTrainedConfig, key: str) -> None:
+    """Refuse a model of type llava with layers for text that were not compared."""
+    text = described.get_text_config().model_type
+    if described.model_type == "llava" and text not in LLAVA_TEXT:
+        raise RecipeError.at(key, f"models of type llava with {text} are not supported, only {', '.join(LLAVA_TEXT)}")
 
 
 def attention_names(described: PreTrainedConfig) -> str | dict[str, str]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from leaderless.models.seen import Seen
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl_text")
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -49,7 +49,7 @@ def forward_of(model: CausalLM, *, enable_compile: bool) -> Forward:
 
     That is the model itself, unless its family is known, and its attention has no window and rotates whole heads.
     """
-    config = model.model.config
+    config = model.model.config.get_text_config()
     if config.model_type not in FAMILIES:
         return cast("Forward", model)
     text = cast("PreTrainedModel", model.text_model)

@@ -62,9 +62,9 @@ class _Prompt:
         """What prompts have in common that are read once: the same tokens may be those of other images."""
         return self.tokens, self.images
 
-    def positions(self, begin: int, count: int) -> Tensor:
-        """Positions [count] of some tokens of it, and of what continues it, or [3, count] if it has images."""
-        if not self.images:
+    def positions(self, begin: int, count: int, *, has_grid: bool) -> Tensor:
+        """Positions [count] of some tokens of it, and of what continues it, or [3, count] if it has images in grids."""
+        if not (self.images and has_grid):
             return torch.arange(begin, begin + count)
         places = torch.arange(max(begin + count, len(self.tokens)))
         return grid_positions(places, [Family(len(places), ())], self.images)[:, begin : begin + count]
@@ -402,7 +402,9 @@ class NativeEngine:
     def _read_pass(self, texts: Sequence[_Part]) -> Tensor:
         """Read the tokens of parts, of which those that begin a text are the first; see `_read_parts`."""
         parts, tokens = [text.part for text in texts], [token for text in texts for token in text.tokens]
-        each = [text.prompt.positions(text.part.position, text.part.count) for text in texts]
+        each = [
+            text.prompt.positions(text.part.position, text.part.count, has_grid=self.model.has_grid) for text in texts
+        ]
         if any(one.ndim > 1 for one in each):
             each = [one.expand(3, -1) for one in each]
         last = torch.tensor([part.count for part in parts]).cumsum(0) - 1

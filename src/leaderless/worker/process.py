@@ -25,8 +25,8 @@ from leaderless.data.images import ImageReader
 from leaderless.data.sources import open_source
 from leaderless.data.transport import Transport
 from leaderless.models.chat_template import check_template
+from leaderless.models.image_readers import open_reader
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
-from leaderless.models.vision import open_reader
 from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints

@@ -1,0 +1,190 @@
+"""How families of models read images: the tokens that they become in prompts, and the pixels that models compute with.
+
+`transformers` does this with processors that need torchvision, which is done without here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
+from transformers.image_processing_backends import PilBackend
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from typing_extensions import override
+
+from leaderless.config import RecipeError
+from leaderless.config.models import ModelConfig
+from leaderless.data.encode import Tokenizer
+from leaderless.data.hub import unreachable_hub
+from leaderless.data.images import ImageReader, PromptImage, decode_image
+from leaderless.models.support import check_family, image_tokens, sees_images
+
+KEPT_IMAGES = 256
+"""Images of which a process keeps the pixels: those of a step are needed by several passes."""
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Images of a pass, as the part of a model that sees takes them.
+
+    Attributes:
+        values: [p, values of a patch] float32, image by image; or [images, 3, height, width].
+        grids: [images, 3] int64: frames, rows and columns of patches; [0] where all images have the same.
+        places: [n] int64, tokens of the pass that stand for parts of the images.
+    """
+
+    values: Tensor
+    grids: Tensor
+    places: Tensor
+
+    def to(self, device: torch.device) -> Pixels:
+        """The same on a device."""
+        return Pixels(self.values.to(device), self.grids.to(device), self.places.to(device))
+
+
+class Reader(ImageReader):
+    """How a model reads images; see `ImageReader`. Ranks without its weights need it, too.
+
+    Attributes:
+        has_grid: Whether the positions of an image's tokens have a row and a column.
+    """
+
+    has_grid: bool
+
+    def __init__(self, processor: PilBackend, described: PreTrainedConfig) -> None:
+        self.processor = processor
+        self.token: int = described.image_token_id
+        self.reserved = image_tokens(described)
+        ends = (getattr(described, f"vision_{end}_token_id", None) for end in ("start", "end"))
+        start, end = ([] if one is None else [one] for one in ends)
+        self._marks = [*start, self.token, *end]
+        self.fingerprint = hashlib.sha256(f"{self.token} {processor.to_json_string()}".encode()).hexdigest()
+        self._known = lru_cache(KEPT_IMAGES)(self._read)
+
+    def named(self, tokenizer: Tokenizer) -> Reader:
+        """The same with the marker as the tokenizer writes it."""
+        self.marker = tokenizer.decode(self._marks)
+        return self
+
+    def _read(self, data: bytes) -> tuple[Tensor, Tensor]:
+        """Pixels and grid of an image."""
+        read = self.processor(images=[decode_image(data)], return_tensors="pt")
+        return read["pixel_values"], read.get("image_grid_thw", torch.zeros(0, dtype=torch.int64))
+
+    @abstractmethod
+    def _num_tokens(self, values: Tensor, grid: Tensor) -> int:
+        """Number of tokens that the model gives to an image."""
+
+    def pixels(self, images: Sequence[PromptImage]) -> Pixels:
+        """The images of a pass.
+
+        Args:
+            images: Images in the order of their tokens.
+
+        Raises:
+            RuntimeError: An image has another number of tokens than in its prompt.
+        """
+        values, grids = zip(*(self._known(image.data) for image in images), strict=True)
+        for image, *read in zip(images, values, grids, strict=True):
+            if (found := self._num_tokens(*read)) != image.num_tokens:
+                raise RuntimeError(f"an image has {image.num_tokens} tokens in its prompt, but the model gives {found}")
+        places = torch.cat([torch.arange(image.place, image.place + image.num_tokens) for image in images])
+        return Pixels(torch.cat(values), torch.cat(grids), places)
+
+    @abstractmethod
+    def blank(self) -> Pixels:
+        """An image that no token stands for. All ranks compute all layers, also those without images."""
+
+
+class QwenReader(Reader):
+    """Images of any size, in patches of which four or so make a token (arXiv 2409.12191)."""
+
+    processor: Qwen2VLImageProcessorPil
+    has_grid = True
+
+    @override
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        size, factor = self.processor.size, self.processor.patch_size * self.processor.merge_size
+        limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+        try:
+            high, wide = smart_resize(height, width, factor, **limits)
+        except ValueError as error:
+            raise ValueError(f"an image of {width} x {height} pixels does not suit the model: {error}") from error
+        return high // factor, wide // factor
+
+    @override
+    def _num_tokens(self, values: Tensor, grid: Tensor) -> int:
+        merged: int = self.processor.merge_size
+        return int(grid.prod()) // merged**2
+
+    @override
+    def blank(self) -> Pixels:
+        side = self.processor.merge_size
+        width = self.processor.patch_size**2 * 3 * self.processor.temporal_patch_size
+        grid = torch.tensor([[1, side, side]])
+        return Pixels(torch.zeros(side * side, width), grid, torch.zeros(0, dtype=torch.int64))
+
+
+class SquareReader(Reader):
+    """Images that are all brought to one size, with the same number of tokens each, as in LLaVA (arXiv 2304.08485)."""
+
+    has_grid = False
+
+    def __init__(self, processor: PilBackend, described: PreTrainedConfig) -> None:
+        super().__init__(processor, described)
+        vision = described.vision_config
+        self._side: int = vision.image_size
+        has_class = described.vision_feature_select_strategy == "full" and vision.model_type == "clip_vision_model"
+        self._count = (self._side // vision.patch_size) ** 2 + has_class
+
+    @override
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        return 1, self._count
+
+    @override
+    def _num_tokens(self, values: Tensor, grid: Tensor) -> int:
+        return self._count if values.shape[-2:] == (self._side, self._side) else 0
+
+    @override
+    def blank(self) -> Pixels:
+        none = torch.zeros(0, dtype=torch.int64)
+        return Pixels(torch.zeros(1, 3, self._side, self._side), none, none)
+
+
+def open_reader(config: ModelConfig, role: str, tokenizer: Tokenizer | None = None) -> Reader:
+    """Open what a model says of images.
+
+    Args:
+        config: Settings of the model.
+        role: Its role, for errors.
+        tokenizer: Its tokenizer, where the marker is needed.
+
+    Raises:
+        RecipeError: It reads text alone, is not supported, or lacks the settings of its images.
+    """
+    key, unreachable = f"models.{role}", unreachable_hub(config.path)
+    try:
+        described = AutoConfig.from_pretrained(config.path, revision=config.revision)
+        check_family(described, key)
+        if not sees_images(described):
+            raise RecipeError.at(
+                key, f"models of type {described.model_type} read text alone: choose one that sees images, as qwen3_vl"
+            )
+        processor = AutoImageProcessor.from_pretrained(config.path, revision=config.revision, backend="pil")
+    except RecipeError:
+        raise
+    except Exception as error:
+        # `transformers` raises errors of every kind for damaged folders.
+        problem = f"the image processor of '{config.path}' cannot be loaded: {error}{unreachable}"
+        raise RecipeError.at(key, problem) from error
+    is_square = described.model_type == "llava"
+    if not isinstance(processor, PilBackend if is_square else Qwen2VLImageProcessorPil):
+        raise RecipeError.at(key, f"'{config.path}' has a {type(processor).__name__}, which is not supported")
+    reader = (SquareReader if is_square else QwenReader)(processor, described)
+    return reader if tokenizer is None else reader.named(tokenizer)
