@@ -112,7 +112,7 @@ def test_the_law_is_that_of_engines_followed_step_by_step(
     tokens, longest = token_s * lengths.sum(axis=2), STEP_S * lengths.max(axis=2)
     rates = Rates(tokens + STEP_S * lengths.sum(axis=2) / slots, tokens + longest, longest)
     nothing = np.zeros(len(lengths))
-    found = step_seconds(Pools(rates, nothing, nothing + training_s, capacity, NOBODY))
+    found = step_seconds(Pools(rates, nothing, nothing, nothing + training_s, capacity, NOBODY))
     assert found == pytest.approx(expected, rel=0.07)
 
 
@@ -122,7 +122,7 @@ def test_an_engine_without_room_generates_at_its_mean_pace() -> None:
     expected = step_by_step(lengths, 0.0, slots, 4, training_s=0.1)
     work = STEP_S * lengths.sum(axis=2) / slots
     rates = Rates(work, work + 0.75 * STEP_S * lengths.max(axis=2), np.zeros_like(work))
-    found = step_seconds(Pools(rates, nothing, nothing + 0.1, 4, NOBODY))
+    found = step_seconds(Pools(rates, nothing, nothing, nothing + 0.1, 4, NOBODY))
     assert found == pytest.approx(expected, rel=0.08)
     assert found == pytest.approx(work.mean(axis=0).max(), rel=0.02), "a rank with more work makes up for it later"
 
@@ -141,7 +141,7 @@ def test_a_helper_takes_as_much_longer_as_its_device_is_used(
     tokens, longest = token_s * lengths.sum(axis=2), STEP_S * lengths.max(axis=2)
     rates = Rates(tokens + STEP_S * lengths.sum(axis=2) / slots, tokens + longest, longest)
     nothing, helping = np.zeros(len(lengths)), np.array([False, True])
-    found = step_seconds(Pools(rates, nothing, nothing + training_s, capacity, helping, training_s))
+    found = step_seconds(Pools(rates, nothing, nothing, nothing + training_s, capacity, helping, training_s))
     assert found == pytest.approx(expected, rel=0.13)
 
 
@@ -219,6 +219,21 @@ def test_a_channel_of_the_recipe_is_predicted_with_its_portions() -> None:
         profile = make_profile(plain, StageSeconds(row_s=0.01), StageSeconds(), lengths=tail_lengths(1.1))
         seconds.append(predict_step(recipe, make_plan(recipe, GRPO, Cluster(3)), profile).seconds)
     assert seconds == pytest.approx([0.01 * 32, 0.01 * 48])
+
+
+@pytest.mark.parametrize(("reward_s", "processes", "expected_s"), [(0.005, 0, 0.48), (0.005, 1, 0.32), (0.02, 1, 0.64)])
+def test_rewards_take_no_time_of_the_engine_where_other_processes_compute_them(
+    reward_s: float, processes: int, expected_s: float
+) -> None:
+    layout = {name: {"ranks": "0-1"} for name in ("rollout", "reward")}
+    layout |= {name: {"ranks": "2"} for name in ("advantage", "policy")}
+    batch, run = {"prompts_per_step": PROMPTS, "responses_per_prompt": SIBLINGS}, {"reward_processes": processes}
+    channels = {"rollout": {"capacity": 4, "mode": "continuous"}}
+    recipe, plain = make_recipe(layout=layout, channels=channels, batch=batch, run=run), make_recipe(batch=batch)
+    profile = make_profile(plain, StageSeconds(row_s=0.01), StageSeconds(), lengths=tail_lengths(1.1))
+    profile = profile.model_copy(update={"stages": profile.stages | {"reward": StageSeconds(row_s=reward_s)}})
+    found = predict_step(recipe, make_plan(recipe, GRPO, Cluster(3)), profile)
+    assert found.seconds == pytest.approx(expected_s, rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,12 @@ class PlannedNode:
         """The recipe with the settings that hold for the node."""
         return self.spec.settings_of(recipe, self.node)
 
+    def is_graded_ahead(self, recipe: Recipe) -> bool:
+        """Whether other processes compute the node's rewards while its ranks generate, if these do continuously."""
+        if self.node.run != "reward" or recipe.environment is not None or not recipe.run.reward_processes:
+            return False
+        return bool(self.settings_of(recipe).reward.options())
+
     @property
     def uses(self) -> tuple[tuple[str, RoleUse], ...]:
         """The roles of the node, and their uses."""

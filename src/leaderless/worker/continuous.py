@@ -284,13 +284,10 @@ class ContinuousLoop:
         """What grades responses in a thread; None where this rank grades none, or in its own process."""
         parts, recipe = self._parts, self._parts.recipe
         here = (parts.plan[name] for name in self._loop.nodes if parts.transport.rank in parts.plan[name].layout)
-        node = next((node for node in here if node.node.run == "reward"), None)
-        if node is None or recipe.environment is not None or not recipe.run.reward_processes:
+        node = next((node for node in here if node.is_graded_ahead(recipe)), None)
+        if node is None:
             return None
-        own = node.settings_of(recipe)
-        if not own.reward.options():
-            return None
-        asked_of = partial(inputs_of_group, recipe=own, tokenizer=parts.tokenizer)
+        asked_of = partial(inputs_of_group, recipe=node.settings_of(recipe), tokenizer=parts.tokenizer)
         grading = GradedAhead(parts.grade, asked_of, parts.clock)
         stack.callback(grading.close)
         return grading

@@ -6,13 +6,14 @@ taken by the next one, of whichever iteration, so that only the mean throughput 
 
     start[r, k]   = max(front[r, k-1], trained[k-1-c])    weights must have come, and the engine must have room
     front[r, k]   = start[r, k] + work[r, k]              the next share may follow here, not at the end of this one
-    done[r, k]    = max(done[r, k-1], start[r, k] + alone[r, k])
+    graded[r, k]  = max(graded[r, k-1], start[r, k]) + grading[k]    rewards of a share, in other processes
+    done[r, k]    = max(done[r, k-1], start[r, k] + alone[r, k], graded[r, k])
     trained[k]    = max(trained[k-1], max_r done[r, k]) + training[k]
 
 In lockstep, and with a fixed lag, the next share follows at ``done``, so that each step waits for a longest response.
-Here a step takes the longest of three: training; the mean work of the slowest rank; and, as iteration k waits for the
-weights of iteration k-1-c, the part ``(alone + training) / (c + 1)`` of them. The plan says the last one in words: a
-response that takes longer than c + 1 steps of training holds it up.
+Here a step takes the longest of these: training; the mean work of the slowest rank; grading; and, as iteration k waits
+for the weights of iteration k-1-c, the part ``(alone + training) / (c + 1)`` of them. The plan says the last one in
+words: a response that takes longer than c + 1 steps of training holds it up.
 
 Responses of other shares slow down the longest one. A step of the engine takes a time for itself and another one for
 each response. Where the latter is a part u of an iteration, the engine makes its steps in the rest of it, and the
@@ -48,6 +49,7 @@ class Pools(NamedTuple):
     Attributes:
         rates: What the shares of the ranks that generate take.
         besides: [draws] seconds of an iteration in which a rank that generates does something else.
+        grading: [draws] seconds in which other processes compute the rewards of a share; zeros if the rank does it.
         training: [draws] seconds of a step of the ranks that train.
         capacity: Iterations that generation may be ahead.
         helping: [shards] whether each rank that generates uses the device of one that trains.
@@ -56,6 +58,7 @@ class Pools(NamedTuple):
 
     rates: Rates
     besides: Seconds
+    grading: Seconds
     training: Seconds
     capacity: int
     helping: NDArray[np.bool_]
@@ -94,14 +97,15 @@ def _pace(pools: Pools, work: Seconds, alone: Seconds) -> float:
     """Seconds of an iteration by the recursion that this module begins with."""
     num_draws, num_ranks = work.shape
     num_iterations = min(MOST_ITERATIONS, REPEATS * num_draws)
-    front, done = np.zeros(num_ranks), np.zeros(num_ranks)
+    front, graded, done = (np.zeros(num_ranks) for _ in range(3))
     trained: list[float] = []
     for iteration in range(num_iterations):
         draw = iteration % num_draws
         weights = trained[iteration - 1 - pools.capacity] if iteration > pools.capacity else 0.0
         start = np.maximum(front, weights)
         front = start + work[draw] + pools.besides[draw]
-        done = np.maximum(done, start + alone[draw] + pools.besides[draw])
+        graded = np.maximum(graded, start) + pools.grading[draw]
+        done = np.maximum(np.maximum(done, graded), start + alone[draw] + pools.besides[draw])
         trained.append(max(trained[-1] if trained else 0.0, float(done.max())) + float(pools.training[draw]))
     first = min(num_draws, num_iterations // 2)
     return float((trained[-1] - trained[first - 1]) / (num_iterations - first))

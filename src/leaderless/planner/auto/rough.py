@@ -20,6 +20,7 @@ class Rough:
         samplers = {node.name for node in plan.nodes if node.spec.samples}
         order = [node.name for node in plan.nodes]
         self._sampler = next((name for name in order if name in samplers), order[0])
+        self._graded = {node.name for node in plan.nodes if steps.is_graded_ahead(node)}
         self._generating = {node.name for node in plan.nodes if node.spec.role_use == "generate"}
         self._sources = {
             node.name: sorted({name for name in node.reads.values() if name in order}) for node in plan.nodes
@@ -33,7 +34,7 @@ class Rough:
         pools, finished = self._pools(candidate), dict[str, float]()
         clocks: dict[Pool, float] = dict.fromkeys(pools.values(), 0.0)
         busy: dict[Pool, float] = dict.fromkeys(clocks, 0.0)
-        generated = 0.0
+        generated = graded = 0.0
         for node in self._plan.nodes:
             name, pool = node.name, pools[node.name]
             begin = max(value for other, value in clocks.items() if _meet(pool, other))
@@ -47,6 +48,7 @@ class Rough:
                 self._means[key] = float(self._steps.of(node, num_shards, is_balanced=is_balanced).mean())
             finished[name] = begin + self._means[key]
             busy[pool] += self._means[key]
+            graded += self._means[key] * (name in self._graded)
             for other, value in clocks.items():
                 if _meet(pool, other):
                     clocks[other] = max(value, finished[name])
@@ -57,9 +59,10 @@ class Rough:
         total += syncs * self._profile.sync_s
         if candidate.cache:
             own, helping = self._work(candidate)
-            trained = total - generated
+            trained = total - generated - graded  # rewards are computed while others are generated
             # A device that trains and generates does one after the other.
-            return max(own, trained, helping + trained if candidate.helpers else 0.0, total / (candidate.lag + 1))
+            device = helping + trained if candidate.helpers else 0.0
+            return max(own, graded, trained, device, (total - graded) / (candidate.lag + 1))
         if candidate.lag:
             return max(generated, total - generated)
         # Windows hide at best all but their own part of what the busiest pool does not do itself.

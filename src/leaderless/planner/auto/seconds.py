@@ -62,6 +62,10 @@ class StepSeconds:
         self._episodes = recipe.environment.concurrency if recipe.environment else 1
         self._known: dict[tuple[str, int, int, bool], Seconds] = {}
 
+    def is_graded_ahead(self, node: PlannedNode) -> bool:
+        """See `PlannedNode`."""
+        return node.is_graded_ahead(self._recipe)
+
     def of(self, node: PlannedNode, num_shards: int, *, is_balanced: bool) -> Seconds:
         """[draws] seconds of the slowest shard.
 

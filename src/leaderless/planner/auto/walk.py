@@ -53,13 +53,15 @@ def _pools(plan: Plan, loop: Loop, training: Seconds, profile: Profile, steps: S
     sampler = next(plan[name] for name in loop.nodes if plan[name].spec.samples)
     load = next(entry for entry in loop.schedule if isinstance(entry, Load))
     rates = steps.rates(sampler, load.portions or (1,) * sampler.layout.dp)
-    others = [_of_node(plan, name, steps).sum(axis=0) for name in loop.nodes if name != sampler.name]
+    ahead = [name for name in loop.nodes if steps.is_graded_ahead(plan[name])]
+    others = [_of_node(plan, name, steps).sum(axis=0) for name in loop.nodes if name not in (sampler.name, *ahead)]
+    graded = sum((_of_node(plan, name, steps).sum(axis=0) for name in ahead), np.zeros(steps.num_draws))
     syncs_s = profile.sync_s * sum(isinstance(entry, Pull) for entry in loop.schedule)
     helping = np.isin(sampler.layout.representatives, list(plan.helpers))
     uses = [name for name in plan.loops[-1].nodes if plan[name].spec.roles]
     device_s = float(sum(_of_node(plan, name, steps).sum(axis=0).mean() for name in uses))
     besides = sum(others, np.full(steps.num_draws, syncs_s))
-    return Pools(rates, besides, training, loop.lag, helping, device_s)
+    return Pools(rates, besides, graded, training, loop.lag, helping, device_s)
 
 
 def _of_node(plan: Plan, name: str, steps: StepSeconds, num_windows: int = 1) -> Seconds:
