@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.distributed.ranks import RankPool
+from tests.distributed.test_experts import experts_model
 from tests.engines import ALONE, CopyDriver, change_weights, colocated, expected_log_probs, make_external, make_trainer
 from tests.tiny import tiny_model
 
@@ -12,6 +16,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import empty_causal_lm
+from leaderless.models.saved_form import saved_form
 from leaderless.planner import Layout
 from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import Request, SamplingParams, generate
@@ -297,3 +302,25 @@ def test_the_probe_is_a_text_of_the_vocabulary_that_fits() -> None:
     assert len(make_probe(82, 64)) == 32
     assert len(make_probe(82, 9)) == 8
     assert set(make_probe(5, 64)) == set(range(5))
+
+
+class _Names(CopyDriver):
+    """A driver that remembers the weights that it is given."""
+
+    def load(self, weights: WeightStream) -> None:
+        self.found = {name: weight.clone() for name, weight in weights}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_an_engine_gets_the_weights_of_experts_as_folders_have_them(tmp_path: Path, family: str) -> None:
+    path = experts_model(tmp_path, family)
+    config, driver = ModelConfig(path=path), _Names(tiny_model())
+    engine = make_external(driver)
+    engine.form = saved_form(config, "policy")
+    trainer = make_trainer(path)
+    engine.load_weights(WeightStream(trainer.full_weights(), 3))
+    expected = load_file(Path(path) / "model.safetensors")
+    assert driver.found.keys() == expected.keys()
+    assert sum("experts.1." in name for name in expected) == 2 * 3
+    assert all(torch.equal(weight, expected[name]) for name, weight in driver.found.items())
+    assert engine.policy_version == 3

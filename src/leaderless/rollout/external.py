@@ -14,6 +14,7 @@ import torch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.images import PromptImage, collapsed, plain_file
 from leaderless.device import release_memory
+from leaderless.models.saved_form import SavedForm, unchanged
 from leaderless.rollout.apart.messages import Ask, Gain
 from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
@@ -99,6 +100,8 @@ class ExternalEngine:
         average. `report` shows the user that the engine is started again; without it, that is never done.
         Tokens that are `impossible` are never drawn.
         """
+        self.form: SavedForm = unchanged
+        """Form in which the engine is given weights."""
         self._name, self._driver, self._device, self._report = name, driver, device, report
         self._tokenizer, self._end_tokens = tokenizer, sorted(end_tokens)
         self._tolerance, self._impossible = tolerance, sorted(impossible)
@@ -130,7 +133,7 @@ class ExternalEngine:
         """See `RolloutEngine`. The rest of each response in progress is asked for again, so all is computed again."""
         self.policy_version = None
         try:
-            self._driver.load(weights)
+            self._driver.load(weights.each(self.form))
             if weights.probe is not None:
                 found = torch.tensor(self._driver.prompt_log_probs(weights.probe.tokens))
                 check_probe(self._name, found, weights.probe, weights.policy_version, self._tolerance, REMEDY)

@@ -23,6 +23,7 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import empty_causal_lm, load_causal_lm
 from leaderless.models.decoder import reserved_tokens
 from leaderless.models.routers import Routers
+from leaderless.models.saved_form import saved_form
 from leaderless.models.tokenizer import end_tokens
 from leaderless.planner import Layout, format_ranks
 from leaderless.planner.adapters import describe, lora_of
@@ -156,7 +157,11 @@ def _make_external(name: str, title: str, setup: RolloutSetup) -> RolloutEngine:
     # A rank alone cannot start its part of an engine again.
     report = setup.report if setup.shard.size == 1 else None
     tokenizer, ends = setup.tokenizer, setup.end_tokens
-    return ExternalEngine(title, driver, tokenizer, ends, tolerance, setup.device, report, setup.reserved_tokens)
+    engine = ExternalEngine(title, driver, tokenizer, ends, tolerance, setup.device, report, setup.reserved_tokens)
+    size = read_model_size(setup.model)
+    if size is None or size.num_experts:
+        engine.form = saved_form(setup.model, setup.role)
+    return engine
 
 
 def _settings(setup: RolloutSetup) -> Settings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,12 @@ class WeightStream:
 
     def __next__(self) -> tuple[str, Tensor]:
         return next(self._weights)
+
+    def each(self, change: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]) -> WeightStream:
+        """The same stream, which from now on has in place of each weight what a function of its name makes of it."""
+        weights = self._weights
+        self._weights = (new for name, tensor in weights for new in change(name, tensor))
+        return self
 
     def drain(self, beat: Callable[[], None] = lambda: None) -> None:
         """Go through what is left of the weights, as other ranks may wait for it; `beat` is called for each."""
