@@ -243,6 +243,12 @@ def test_a_plan_counts_the_experts_that_are_not_gathered(tmp_path: Path) -> None
         gathered.append(plan.memory.cpu.phases["policy trains"]["gathered weights"])
     experts = 6 * 3 * 16 * 32
     assert gathered[0] - gathered[1] == 2 * 4 * experts
+    for num_layers, changes in [(2, {}), (1, {"gradient_checkpointing": True})]:
+        model = {"path": models["policy"], "compute_dtype": "bfloat16", **changes}
+        plan = plan_of("grpo", 2, models={"policy": model}, layout={"policy": {"ep": 2}})
+        assert plan.memory is not None
+        phases = plan.memory.cpu.phases
+        assert phases["policy trains"]["converted experts"] == num_layers * experts // 2 * 2
 
 
 @pytest.mark.parametrize(

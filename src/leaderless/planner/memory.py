@@ -241,6 +241,13 @@ class _Model:
             return 0
         return (2 * self.num_gathered_per_layer + self.part.num_root_parameters) * self.width
 
+    def converted_bytes(self, num_layers: int) -> int:
+        """Copies in the type that computes of the experts that a rank keeps, in some layers."""
+        size, layout = self.size, self.instance.layout
+        if layout.ep == 1 or self.width == FLOAT32_BYTES:
+            return 0
+        return -(-size.num_expert_parameters * num_layers // (size.num_layers * layout.ep)) * self.width
+
     def layer_values(self) -> int:
         """Numbers that a layer keeps of each token for its backward pass.
 
@@ -441,6 +448,7 @@ class _Rank:
         held = 3 * size.intermediate_size + 3 * size.hidden_size + size.num_heads * size.head_dim
         return {
             "gathered weights": model.gathered_bytes(),
+            "converted experts": model.converted_bytes(1),
             "activations": tokens * held * model.width,
             "logits": self._chunk(size, tokens) * 3 * FLOAT32_BYTES * (not model.instance.is_critic),
         }
@@ -458,6 +466,8 @@ class _Rank:
         head = embedding * FLOAT32_BYTES + (embedding * width if width != FLOAT32_BYTES else 0)
         yield {
             "gathered weights": gathered,
+            # The backward pass of a layer needs them as they were.
+            "converted experts": model.converted_bytes(1 if model.config.gradient_checkpointing else size.num_layers),
             "activations": (tokens * model.kept_values() + seen * model.seen_values()) * width,
             "logits": logits * (not model.instance.is_critic),
             "gradient of the head": head * (not model.instance.is_critic and not model.has_adapters),
