@@ -1,4 +1,4 @@
-"""The results of `lora.py` as a table."""
+"""The results of `lora.py` and `lora_sync.py` as tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs/performance/lora.json"
+SYNCS = RESULTS.with_name("lora_sync.json")
 EVERY, NUM_LAST = 10, 3
 """Steps between evaluations, and evaluations at the end of a run whose mean is its accuracy."""
 FULL = "all weights"
@@ -40,6 +41,25 @@ class Outcome:
         return next((EVERY * place for place, found in enumerate(self.curve) if found >= accuracy), float("inf"))
 
 
+@dataclass(frozen=True)
+class Sync:
+    """What it takes to send weights.
+
+    Attributes:
+        model: Model whose size they have.
+        mbit_per_s: Rate of the interface of each host.
+        way: What is sent.
+        num_bytes: Bytes on the wire.
+        seconds: Seconds until all have arrived, once for each turn.
+    """
+
+    model: str
+    mbit_per_s: float
+    way: str
+    num_bytes: int
+    seconds: list[float]
+
+
 def load(file: Path = RESULTS) -> list[Outcome]:
     """The runs that have been saved."""
     return [Outcome(**found) for found in json.loads(file.read_text(encoding="utf-8"))] if file.exists() else []
@@ -65,3 +85,21 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def steps_needed(one: Outcome, full: Outcome) -> float:
     """Steps until a run had most of what the training of all weights gains with the same seed."""
     return one.steps_to(full.curve[0] + SHARE * (full.accuracy - full.curve[0]))
+
+
+def load_syncs(file: Path = SYNCS) -> list[Sync]:
+    """The transfers that have been measured."""
+    return [Sync(**found) for found in json.loads(file.read_text(encoding="utf-8"))] if file.exists() else []
+
+
+def sync_table(syncs: Sequence[Sync]) -> str:
+    """The transfers as a table in Markdown."""
+    lines = ["| size of | sent | MB on the wire | share | seconds (range) |", "| --- | --- | --- | --- | --- |"]
+    full = {one.model: one for one in syncs if one.way == FULL}
+    for one in syncs:
+        share = one.num_bytes / full[one.model].num_bytes
+        lines.append(
+            f"| {one.model} | {one.way} | {one.num_bytes / 1e6:,.1f} | {100 * share:.2f} % | "
+            f"{median(one.seconds):.2f} ({min(one.seconds):.2f}-{max(one.seconds):.2f}) |"
+        )
+    return "\n".join(lines)

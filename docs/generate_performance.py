@@ -69,11 +69,12 @@ def _with_continuous_placement(page: str) -> str:
 
 
 def with_lora(page: str) -> str:
-    """A page with the newest results of `benchmarks/lora.py` between its two marks."""
-    from benchmarks.lora_report import load, table
+    """A page with the newest results of `benchmarks/lora.py` and `lora_sync.py`, each between its two marks."""
+    from benchmarks.lora_report import load, load_syncs, sync_table, table
 
-    outcomes = load()
-    return _between(page, "lora", table(outcomes) if outcomes else None)
+    outcomes, syncs = load(), load_syncs()
+    page = _between(page, "lora", table(outcomes) if outcomes else None)
+    return _between(page, "lora sync", sync_table(syncs) if syncs else None)
 
 
 def with_slow_host(page: str) -> str:
