@@ -20,7 +20,7 @@ from leaderless.planner import Layout
 from leaderless.rollout.serving import held_by
 from leaderless.training.fsdp import FsdpEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.weights.blocks import Pool, everything
+from leaderless.weights.blocks import LocalWeight, Pool, everything
 from leaderless.weights.route import Route
 from leaderless.weights.stream import receive_weights
 from leaderless.weights.tensor_parallel import tensor_rows
@@ -80,3 +80,62 @@ def test_ranks_learn_what_one_does(ranks: RankPool, sizes: dict[str, int], chang
     num_ranks = sizes["dp"] * sizes.get("cp", 1) * sizes.get("tp", 1)
     found = ranks.run(num_ranks, train, path, sizes, changes)
     assert largest_difference(found, expected) < 1e-5
+
+
+def addresses(engine: FsdpEngine, num_shards: int) -> dict[str, int]:
+    """Where this rank has its part of each weight, all but those of adapters and those that FSDP has to fill up."""
+    weights = ((name, weight) for name, weight in engine.model.model.named_parameters() if not is_adapter(name))
+    parts = (LocalWeight.of(name, weight) for name, weight in weights if len(weight) % num_shards == 0)
+    return {part.name: part.local.data_ptr() for part in parts}
+
+
+def train_two(path: str, sizes: dict[str, int], changes: Mapping[str, object]) -> tuple[list[Numbers], bool]:
+    """What two roles with adapters on one model learn: the second with the first one's weights, and with its own."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    layout = Layout(transport.world.ranks, **sizes)
+    setup, shard = setup_of(transport, layout, path), layout.shard_of(transport.rank)
+    first, second = (
+        replace(setup, model=ModelConfig(path=path, lora=lora, **changes))  # type: ignore[arg-type]
+        for lora in (LoraConfig(rank=3), LoraConfig(rank=2, targets=["q_proj", "down_proj"]))
+    )
+    donor = make_engine(first)
+    engines = [donor, make_engine(replace(second, donor=donor)), make_engine(second)]
+    begin = sum(SHARES[layout.dp][:shard])
+    batch = random_samples(LENGTHS, siblings=3).select(torch.arange(begin, begin + SHARES[layout.dp][shard]))
+    found: list[Numbers] = [Numbers() for _ in engines]
+    for update in range(2):
+        for numbers, engine in zip(found, engines, strict=True):
+            assert isinstance(engine, FsdpEngine)
+            add_gradients(engine, batch, loss_of)
+            numbers[f"norm.{update}"] = torch.tensor(engine.optimizer_step().grad_norm)
+    places = []
+    for numbers, engine in zip(found, engines, strict=True):
+        assert isinstance(engine, FsdpEngine)
+        numbers |= {
+            f"scores.{row}": x for row, x in zip(batch.ids.tolist(), engine.log_probs(batch).rows(), strict=True)
+        }
+        numbers |= {f"weights.{name}": value.clone() for name, value in engine.full_weights()}
+        places.append(addresses(engine, layout.dp))
+    return found[1:], places[0] == places[1] != places[2]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        ({"dp": 1}, {}),
+        ({"dp": 1}, {"compute_dtype": "bfloat16"}),
+        ({"dp": 2}, {"gradient_checkpointing": True}),
+        ({"dp": 1, "tp": 2}, {}),
+    ],
+    ids=str,
+)
+def test_roles_have_the_weights_below_their_adapters_once(
+    ranks: RankPool, sizes: dict[str, int], changes: dict[str, object]
+) -> None:
+    for (shared, own), is_once in ranks.run(
+        sizes["dp"] * sizes.get("tp", 1), train_two, tiny_model("qwen3"), sizes, changes
+    ):
+        assert is_once
+        assert shared.keys() == own.keys()
+        for name, value in own.items():
+            assert torch.equal(shared[name], value), name

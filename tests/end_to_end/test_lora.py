@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 from unittest.mock import patch
 
 import pytest
 import torch
+from examples.signal_game.prepare import prepare
 from peft import PeftModel
+from rich.console import Console
 from tests.contracts.plain_engine import PlainEngine
 from tests.distributed.ranks import RankPool
-from tests.end_to_end.test_ppo import train_until
+from tests.end_to_end.test_ppo import local, train_until
+from tests.end_to_end.test_team import write_game
 from tests.tiny import tiny_model, write_recipe
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from leaderless.checkpoint.export import export_model
+from leaderless.observability.console import Display
+from leaderless.planner import Cluster, make_plan
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.serving import Serving
 from leaderless.serve.load import find_model, open_model
+from leaderless.stages.context import ModelRole
+from leaderless.training.fsdp import FsdpEngine
+from leaderless.weights.blocks import LocalWeight
 from leaderless.weights.stream import WeightStream
+from leaderless.worker import roles as worker_roles
+from leaderless.worker.place import Place
+from leaderless.worker.process import open_worker
+from leaderless.workflow import load_recipe, resolve_workflow
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
@@ -106,3 +120,43 @@ def train_with_a_fault(recipe: str, fault: str) -> str:
 def test_adapters_that_do_not_arrive_end_the_run(ranks: RankPool, tmp_path: Path, fault: str, message: str) -> None:
     (error,) = ranks.run(1, train_with_a_fault, recipe_of(tmp_path, {"rank": 3}), fault, init_group=False)
     assert re.search(message, error)
+
+
+def train_team(recipe: str, name: str, shares: bool) -> tuple[dict[str, Tensor], list[int]]:
+    """States of roles after a run, and the places at which trainers and engines have a weight under their adapters."""
+    loaded, place = load_recipe(recipe, [f"name={name}"]).recipe, Place.from_environment()
+    plan = make_plan(loaded, resolve_workflow(loaded.workflow), Cluster(place.world_size))
+    with ExitStack() as stack:
+        if not shares:
+            stack.enter_context(patch.object(worker_roles, "donor_of", lambda *_: None))
+        worker = stack.enter_context(open_worker(loaded, plan, place, Display(Console(), is_shown=False)))
+        worker.run()
+        roles, states, places = worker.parts.roles, dict[str, Tensor](), list[int]()
+        for role, engine in roles.trained().items():
+            states |= {f"{role}.{key}": local(value).clone() for key, value in engine.state().items()}
+            layout = next(one.layout for one in plan.instances if one.role == role)
+            serving = cast("Serving", cast("ModelRole", roles.of(role, layout)).serving)
+            for decoder in (cast("FsdpEngine", engine).model, cast("NativeEngine", serving.engine).model):
+                weight = decoder.model.get_parameter("model.layers.0.mlp.up_proj.weight")
+                places.append(LocalWeight.of("", weight).local.data_ptr())
+    return states, places
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_agents_on_one_model_have_it_once_and_learn_as_on_two(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    prepare(tmp_path)
+    path = str(tmp_path / "planner")
+    models = {"planner": {"path": path, "lora": {"rank": 4}}, "solver": {"path": path, "lora": {"rank": 2}}}
+    recipe = str(write_game(tmp_path, "dr_mas", {}, models=models))
+    shared, own = (
+        ranks.run(world_size, train_team, recipe, f"team-{shares}", shares, init_group=False)
+        for shares in (True, False)
+    )
+    for (states, places), (expected, others) in zip(shared, own, strict=True):
+        assert places[:2] == places[2:], "both trainers, and both engines"
+        assert len({*others}) == 4
+        assert states.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(states[name], value), name
+        changed = [name for name in states if name.endswith("lora_B") and "weights" in name and states[name].any()]
+        assert {name.split(".")[0] for name in changed} == {"planner", "solver"}

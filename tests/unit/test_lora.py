@@ -14,6 +14,7 @@ from peft import PeftModel, get_peft_model
 from rich.console import Console
 from tests.engines import ALONE
 from tests.tiny import tiny_model
+from tests.unit.environments.test_play_on import TEAM
 from tests.unit.recipes import plan_of, write_model
 from tests.unit.test_models import packed_logits
 from tests.unit.test_native_engine import engine_of
@@ -276,6 +277,32 @@ def test_a_plan_counts_the_parts_of_adapters_that_a_rank_has(tmp_path: Path, tp:
         num_weights += weight.numel() // (1 if is_whole else tp)
     assert plan.memory is not None
     assert plan.memory.cpu.resident["policy optimizer"] == 8 * num_weights
+
+
+@pytest.mark.parametrize("layout", [{}, {"planner_rollout": {"ranks": "1"}, "solver_rollout": {"ranks": "1"}}], ids=str)
+def test_a_plan_counts_the_model_of_several_agents_once(tmp_path: Path, layout: dict[str, object]) -> None:
+    paths = [write_model(tmp_path / name) for name in ("one", "other")]
+    rest = {node: {"ranks": "0"} for node in ("reward", "advantage", "samples", "planner", "solver")} if layout else {}
+    sizes = {}
+    for path in paths:
+        models = {role: {"path": p, "lora": {"rank": 2}} for role, p in (("planner", paths[0]), ("solver", path))}
+        team = TEAM | {"algorithm": {"advantage": {"type": "dr_mas"}}, "models": models, "layout": layout | rest}
+        memory = plan_of("dr_mas", 2 if layout else 1, **team).memory
+        assert memory is not None
+        sizes[path] = memory.cpu
+    one, two = sizes.values()
+    made = empty_causal_lm(ModelConfig(path=paths[0], lora=LoraConfig(rank=2)), "planner")
+    adapters = 4 * sum(weight.numel() for _, weight in made.trained_weights())
+    full = 4 * sum(weight.numel() for weight in made.model.parameters()) - adapters
+    if layout:  # the ranks that generate have most
+        assert one.resident["solver engine's weights"] == adapters
+        assert one.resident["planner engine's weights"] == full == two.resident["solver engine's weights"]
+    else:
+        assert one.resident["solver weights"] == adapters
+        assert one.resident["planner weights"] == full + adapters == two.resident["solver weights"]
+        assert "solver engine's base" not in one.resident
+        assert two.resident["solver engine's base"] == full
+        assert two.totals["loading"] - one.totals["loading"] >= full
 
 
 def test_what_a_folder_says_is_not_said_again() -> None:

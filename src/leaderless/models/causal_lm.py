@@ -111,9 +111,9 @@ def load_causal_lm(config: ModelConfig, role: str) -> CausalLM:
     return _made(load_decoder(AutoModelForCausalLM, config, role), config, role)
 
 
-def empty_causal_lm(config: ModelConfig, role: str) -> CausalLM:
+def empty_causal_lm(config: ModelConfig, role: str, *, has_adapters: bool = False) -> CausalLM:
     """Make a language model whose weights have only names and shapes; see `empty_decoder`."""
-    return _made(empty_decoder(AutoModelForCausalLM, config, role), config, role)
+    return _made(empty_decoder(AutoModelForCausalLM, config, role, has_adapters=has_adapters), config, role)
 
 
 def _made(model: PreTrainedModel, config: ModelConfig, role: str) -> CausalLM:

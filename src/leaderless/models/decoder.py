@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
@@ -26,7 +26,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.data.hub import unreachable_hub
 from leaderless.data.images import PromptImage
 from leaderless.models.attention import ATTENTION_NAME, Attention, check_window
-from leaderless.models.lora import add_adapters, trained_weights
+from leaderless.models.lora import add_adapters, give_adapters_values, trained_weights
 from leaderless.models.recomputing import recompute_layers, recomputed_layers
 from leaderless.models.shared_prompts import Family
 from leaderless.models.support import (
@@ -63,6 +63,8 @@ class Decoder(nn.Module):
         """How ranks divide the layers, if they do."""
         self.divides_experts = False
         """Whether ranks divide the experts of each layer, and send tokens to them."""
+        self.complete: Callable[[], None] = lambda: None
+        """Function that gives weights their values once ranks have divided them."""
         # Not every family passes its window on to its attention. Where layers have types, all have full attention.
         described = model.config.get_text_config()
         has_types = getattr(described, "layer_types", None) is not None
@@ -230,10 +232,13 @@ def _described(config: ModelConfig) -> PreTrainedConfig:
     return described
 
 
-def empty_decoder(auto_class: type[AutoModel], config: ModelConfig, role: str) -> PreTrainedModel:
+def empty_decoder(
+    auto_class: type[AutoModel], config: ModelConfig, role: str, *, has_adapters: bool = False
+) -> PreTrainedModel:
     """Make a model like `load_decoder`, but with weights that have only names and shapes, on torch's device `meta`.
 
-    What it computes from its description, such as the frequencies of positions, has values.
+    What it computes from its description, such as the frequencies of positions, has values, and so have adapters if
+    they are asked for: the other weights are to be those of another model.
     """
     described, key = load_model_config(config, role), f"models.{role}"
     with _without_weights():
@@ -245,7 +250,9 @@ def empty_decoder(auto_class: type[AutoModel], config: ModelConfig, role: str) -
         )
         add_adapters(model, config, key)
     model.requires_grad_(False)
-    _prepare(model.eval(), key, gradient_checkpointing=False)
+    if has_adapters:
+        give_adapters_values(model, config, key)
+    _prepare(model.eval(), key, gradient_checkpointing=has_adapters and config.gradient_checkpointing)
     return model
 
 

@@ -97,6 +97,33 @@ def add_adapters(model: PreTrainedModel, settings: ModelConfig, key: str) -> Non
         _read(model, Path(config.adapter), f"{key}.lora.adapter")
 
 
+def give_adapters_values(model: PreTrainedModel, settings: ModelConfig, key: str) -> None:
+    """Give the adapters of a model without weights the values with which they begin; see `add_adapters`."""
+    for name, layer in adapted_layers(model):
+        layer.lora_A, layer.lora_B = (nn.Parameter(torch.zeros(one.shape)) for one in (layer.lora_A, layer.lora_B))
+        _fill(layer.lora_A, name)
+    lora = lora_of(settings, key)
+    if lora is not None and lora.adapter is not None:
+        _read(model, Path(lora.adapter), f"{key}.lora.adapter")
+
+
+def share_weights(model: PreTrainedModel, donor: PreTrainedModel) -> None:
+    """Let a model use the memory of another one's weights, all but those of adapters; neither may change them.
+
+    Later, FSDP copies weights whose rows it cannot divide evenly, since it fills up their parts.
+
+    Args:
+        model: Model whose weights have no values.
+        donor: Model with the same weights, divided over ranks in the same way.
+    """
+    own: dict[nn.Parameter, nn.Parameter] = {}  # those that modules share stay shared
+    for path, module in model.named_modules():
+        for name, weight in [*module.named_parameters(recurse=False)]:
+            if weight.is_meta:
+                given = donor.get_parameter(f"{path}.{name}" if path else name)
+                setattr(module, name, own.setdefault(given, nn.Parameter(given.detach(), requires_grad=False)))
+
+
 def _read(model: PreTrainedModel, folder: Path, key: str) -> None:
     """Give adapters the values of a folder."""
     matrices = {name: one for name, one in model.named_parameters() if is_adapter(name)}

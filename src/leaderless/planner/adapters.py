@@ -94,6 +94,30 @@ def base_of(recipe: Recipe, instances: Sequence[RoleInstance], instance: RoleIns
     return next((one for one in found if one.layout == instance.layout), None)
 
 
+def donor_of(recipe: Recipe, instances: Sequence[RoleInstance], instance: RoleInstance) -> RoleInstance | None:
+    """The instance of another role whose weights this one uses under its own adapters; None if it has its own.
+
+    Roles that train adapters on the same model, on the same ranks divided in the same way, have its weights once.
+    """
+    wanted = _frozen(recipe, instance)
+    if wanted is None:
+        return None
+    first = next(one for one in instances if _frozen(recipe, one) == wanted)
+    return None if first.role == instance.role else first
+
+
+def _frozen(recipe: Recipe, instance: RoleInstance) -> tuple[object, ...] | None:
+    """What instances have in common whose weights are the same all the time; None if they are not."""
+    recipe, layout = recipe.as_seen_by(instance.role), instance.layout
+    model = recipe.model_of(instance.role)
+    if model is None or model.lora is None or instance.is_critic or layout.ep > 1:
+        return None
+    if not (instance.is_trained or instance.is_engine_only) or recipe.training.backend != "fsdp":
+        return None
+    own = model.model_copy(update={"lora": None, "gradient_checkpointing": False})
+    return own, layout, instance.is_engine_only
+
+
 def num_adapter_weights(lora: LoraConfig, layers: Mapping[str, tuple[int, int, int]]) -> tuple[int, int]:
     """Number of weights of adapters, and how many of them ranks along `tp` do not divide.
 

@@ -9,7 +9,7 @@ from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import RolloutConfig
 from leaderless.environments.registry import environment_class
-from leaderless.planner.adapters import base_of
+from leaderless.planner.adapters import base_of, donor_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import RolloutEngineSpec, engine_for
 from leaderless.planner.layout import all_ranks, most_prompts_of_rank
@@ -135,7 +135,8 @@ def estimate_memory(
         generates = instance.generates or (is_evaluated and instance == answering(instances, recipe.evaluation.role))
         is_shared, part = base_of(recipe, instances, instance) is not None, size.part(tp)
         width = number_bytes(config)
-        models.append(_Model(instance, size, part, config, width, shards, own.rollout, generates, is_shared))
+        guest = _Guest.of(recipe, instances, instance) if size.vision is None else _Guest()
+        models.append(_Model(instance, size, part, config, width, shards, own.rollout, generates, is_shared, guest))
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
@@ -161,6 +162,21 @@ def estimate_memory(
 
 
 @dataclass(frozen=True)
+class _Guest:
+    """Whether a model, and its native engine, use the weights of another role's under adapters of their own."""
+
+    trains: bool = False
+    generates: bool = False
+
+    @classmethod
+    def of(cls, recipe: Recipe, instances: Sequence[RoleInstance], instance: RoleInstance) -> _Guest:
+        """Find out for an instance."""
+        donor = donor_of(recipe, instances, instance)
+        is_native = donor is not None and donor.generates and instance.engine == donor.engine == "native"
+        return cls(donor is not None and not instance.is_engine_only, is_native)
+
+
+@dataclass(frozen=True)
 class _Model:
     """A model with the bytes of a number as it computes, how many ranks divide its weights, and how it generates.
 
@@ -178,6 +194,7 @@ class _Model:
     sampling: RolloutConfig
     generates: bool
     is_shared: bool
+    guest: _Guest
 
     @property
     def has_adapters(self) -> bool:
@@ -188,7 +205,7 @@ class _Model:
     def has_own_base(self) -> bool:
         """Whether an engine next to the trainer has the weights once more, to which it adds adapters."""
         is_beside = self.generates and not self.instance.is_engine_only
-        return is_beside and self.adds_adapters and not self.engine.keeps_weights
+        return is_beside and self.adds_adapters and not (self.engine.keeps_weights or self.guest.generates)
 
     @property
     def keeps_base_asleep(self) -> bool:
@@ -292,7 +309,8 @@ class _Rank:
         loading = whole = copied = again = 0
         for model in self.models:
             sizes = model.size, model.part
-            weights, own = ((one.num_parameters + one.num_adapter_parameters) * FLOAT32_BYTES for one in sizes)
+            held = [one.num_parameters * (not model.guest.trains) + one.num_adapter_parameters for one in sizes]
+            weights, own = (count * FLOAT32_BYTES for count in held)
             share = -(-own // model.shards)
             if not (model.is_shared or model.instance.is_engine_only):
                 # Models are loaded whole, one after the other, and then divided.
@@ -303,8 +321,8 @@ class _Rank:
             if model.instance.is_engine_only and model.engine.restarts_on(model.instance.serving_layout):
                 again += model.sent_bytes()
             copied += 3 * model.trained_bytes() * model.instance.is_trained
-            for name, held in self._resident(model, share):
-                resident[name] = resident.get(name, 0) + held
+            for name, size in self._resident(model, share):
+                resident[name] = resident.get(name, 0) + size
             for name, parts in self._phases(model):  # of several moments of a phase, the fullest is kept
                 phases[name] = max(phases.get(name, {}), parts, key=lambda parts: sum(parts.values()))
         libraries, in_flight = {"libraries": LIBRARIES_BYTES}, min(WRITE_BYTES, copied)
@@ -331,7 +349,7 @@ class _Rank:
         """What stays of a model, of whose weights the rank has a share."""
         role = model.instance.role
         if model.instance.is_engine_only:
-            yield f"{role} engine's weights", model.engine_bytes()
+            yield f"{role} engine's weights", model.sent_bytes() if model.guest.generates else model.engine_bytes()
         elif not model.is_shared:
             yield f"{role} weights", share
             if model.has_own_base:

@@ -20,11 +20,13 @@ from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import RolloutConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
-from leaderless.models.causal_lm import empty_causal_lm, load_causal_lm
+from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.decoder import reserved_tokens
+from leaderless.models.lora import share_weights
 from leaderless.models.routers import Routers
 from leaderless.models.saved_form import saved_form
 from leaderless.models.tokenizer import end_tokens
+from leaderless.models.vision import VisionLM
 from leaderless.planner import Layout, format_ranks
 from leaderless.planner.adapters import describe, lora_of
 from leaderless.planner.engines import engine_of
@@ -63,6 +65,7 @@ class RolloutSetup:
         report: Function that shows a message to the user.
         beat: Function to be called as a sign of life in long waits.
         records_experts: Whether it records the choices of experts.
+        donor: Model of another role's native engine, whose weights this one may use under its own adapters.
     """
 
     role: str
@@ -79,6 +82,7 @@ class RolloutSetup:
     report: Callable[[str], None]
     beat: Callable[[], None]
     records_experts: bool = False
+    donor: CausalLM | None = None
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -121,11 +125,7 @@ def make_engine(name: str, setup: RolloutSetup) -> RolloutEngine:
 
 def make_native(setup: RolloutSetup) -> RolloutEngine:
     """Make the native engine."""
-    has_adapters = setup.model.lora is not None
-    model = (load_causal_lm if has_adapters else empty_causal_lm)(setup.model, setup.role)
-    if has_adapters:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(getattr(torch, setup.model.compute_dtype))
+    model = _native_model(setup)
     engine = NativeEngine(
         model.requires_grad_(False),
         setup.tokenizer,
@@ -136,6 +136,20 @@ def make_native(setup: RolloutSetup) -> RolloutEngine:
     )
     engine.sleep(keep_weights=False)  # the trainer's adapters come first
     return engine
+
+
+def _native_model(setup: RolloutSetup) -> CausalLM:
+    """A model without weights; under adapters, with those of its folder, or of a donor."""
+    if setup.model.lora is None:
+        return empty_causal_lm(setup.model, setup.role)
+    if setup.donor is not None and not isinstance(setup.donor, VisionLM):
+        model = empty_causal_lm(setup.model, setup.role, has_adapters=True)
+        share_weights(model.model, setup.donor.model)
+        return model
+    model = load_causal_lm(setup.model, setup.role)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, setup.model.compute_dtype))
+    return model
 
 
 def make_vllm(setup: RolloutSetup) -> RolloutEngine:

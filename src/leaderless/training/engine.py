@@ -55,6 +55,8 @@ class EngineSetup:
         optimizer: Settings of the optimizer; None for a model that is only scored.
         num_updates: Optimizer steps of the whole run, for the schedule of the learning rate.
         micro_batch_tokens: Most tokens of one pass.
+        donor: Engine of another role, with adapters on the same model, whose other weights this one may use; they stay
+            as they are.
     """
 
     role: str
@@ -67,6 +69,7 @@ class EngineSetup:
     optimizer: OptimizerConfig | None
     num_updates: int
     micro_batch_tokens: int
+    donor: Trainable | None = None
 
     def mesh(self) -> DeviceMesh:
         """The ranks of the layout as a mesh whose axes are those of the layout, `dp` the outermost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -11,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.attention import Attention
-from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
+from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm, load_causal_lm
 from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder, ValueModel, load_value_model
 from leaderless.models.experts import num_experts
-from leaderless.models.lora import without_adapters
+from leaderless.models.lora import share_weights, without_adapters
 from leaderless.models.ring import RingParallel
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import attention_over
@@ -131,7 +132,7 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     Raises:
         RecipeError: The model cannot be loaded, or ranks along `tp` cannot divide it.
     """
-    model = load_value_model(setup.model, setup.role) if setup.is_critic else load_causal_lm(setup.model, setup.role)
+    model = _model(setup)
     key, layout = f"models.{setup.role}", setup.layout
     if isinstance(model, VisionLM) and (wrong := [axis for axis in layout.axes if axis != "dp"]):
         raise RecipeError.at(key, f"a model that sees images cannot be divided along {', '.join(wrong)}: use dp alone")
@@ -161,6 +162,17 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         can_swap = _sizes(model)[0] // layout.tp % layout.cp == 0
         engine.divide_passes((ContextParallel if can_swap else RingParallel)(setup.axis_groups["cp"]))
     return engine
+
+
+def _model(setup: EngineSetup) -> Decoder:
+    """The model, whole; or without values that a donor has, until it is divided as the donor is."""
+    if setup.is_critic:
+        return load_value_model(setup.model, setup.role)
+    if not isinstance(setup.donor, FsdpEngine) or isinstance(setup.donor.model, VisionLM):
+        return load_causal_lm(setup.model, setup.role)
+    model = empty_causal_lm(setup.model, setup.role, has_adapters=True)
+    model.complete = partial(share_weights, model.model, setup.donor.model.model)
+    return model
 
 
 def _sizes(model: Decoder) -> tuple[int, int, int]:

@@ -91,6 +91,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             others = [axis for axis in mesh.mesh_dim_names or () if axis != "dp"]
             self.is_replica = tensor is None and any(mesh.get_local_rank(axis) for axis in others)
             self.is_plain = False
+        model.complete()
         self.model.to(device)
         self.routed = RoutedPasses(self.model, process_group, device)
         self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -15,14 +17,16 @@ from leaderless.config import Recipe, RecipeError
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.environments.tools.use import close_tools
-from leaderless.models.causal_lm import empty_causal_lm
+from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.decoder import reserved_tokens
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering, trained_instance
-from leaderless.planner.adapters import base_of
+from leaderless.planner.adapters import base_of, donor_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_for, engine_of
+from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
+from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.probe import probe_of
 from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, shapes_of
 from leaderless.rollout.shared import SharedEngine
@@ -66,6 +70,7 @@ class Roles:
         self.engines: dict[InstanceKey, Trainable] = {}
         self._models: dict[InstanceKey, ModelRole | ValueEngine] = {}
         self._routes: dict[SyncWeights, Route] = {}
+        self._native = WeakValueDictionary[InstanceKey, CausalLM]()  # models of engines, as long as these exist
         self._bounded_by: tuple[RunDirectory, int] | None = None
         self._open_tools()
         begin = time.monotonic()
@@ -124,6 +129,7 @@ class Roles:
             optimizer=recipe.optimizer if instance.is_trained else None,
             num_updates=instance.num_updates,
             micro_batch_tokens=self._plan.batch.micro_batch_tokens,
+            donor=self._donor(instance),
         )
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
@@ -134,6 +140,20 @@ class Roles:
         check_vocabulary(engine, self._tokenizer, role)
         serving = self._colocated(instance, recipe, engine) if instance in self._generating else None
         self.engines[role, ranks], self._models[role, ranks] = engine, ModelRole(engine, serving)
+
+    def _donor(self, instance: RoleInstance) -> Trainable | None:
+        """The engine whose weights that of an instance uses under its own adapters, if it is here already."""
+        donor = donor_of(self._recipe, self._plan.instances, instance)
+        return None if donor is None else self.engines.get((donor.role, donor.layout.ranks))
+
+    def _engine(self, instance: RoleInstance, setup: RolloutSetup) -> RolloutEngine:
+        """An engine that generates; a native one may use the weights of another."""
+        key, donor = (instance.role, instance.layout.ranks), donor_of(self._recipe, self._plan.instances, instance)
+        model = None if donor is None else self._native.get((donor.role, donor.layout.ranks))
+        engine = make_engine(instance.engine, replace(setup, donor=model))
+        if isinstance(engine, NativeEngine):
+            self._native[key] = engine.model
+        return engine
 
     def _setup(self, instance: RoleInstance, recipe: Recipe) -> RolloutSetup:
         config, layout = recipe.model_of(instance.role), instance.serving_layout
@@ -160,7 +180,7 @@ class Roles:
         """An engine on ranks that also train or score the model."""
         setup, spec = self._setup(instance, recipe), engine_for(recipe.rollout, instance.engine)
         return Colocated(
-            make_engine(instance.engine, setup),
+            self._engine(instance, setup),
             trainer,
             Pool(instance.layout, _placement(recipe)),
             getattr(torch, setup.model.compute_dtype),
@@ -173,7 +193,7 @@ class Roles:
     def _fed(self, instance: RoleInstance, recipe: Recipe) -> Fed:
         """An engine on ranks that only generate."""
         layout, route, setup = instance.layout, self._way_to(instance, recipe), self._setup(instance, recipe)
-        engine, group = make_engine(instance.engine, setup), self._transport.process_group(layout.ranks)
+        engine, group = self._engine(instance, setup), self._transport.process_group(layout.ranks)
         keep_cache = True
         if self._plan.loop_of(self._transport.rank).is_continuous:
             engine = SharedEngine(engine, self._turns.for_step)  # it goes on while held-out prompts are answered
