@@ -51,7 +51,7 @@ def measure(rank: int, method: str, size: int, model: str, num_tokens: int, fold
             is_critic=False,
             layout=layout,
             process_group=transport.world,
-            axis_groups={name: transport.process_group(peers) for name, peers in layout.named_peers(rank).items()},
+            axis_groups=transport.axis_groups(layout),
             device=torch.device("cpu"),
             optimizer=OptimizerConfig(),
             num_updates=1,

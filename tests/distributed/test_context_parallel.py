@@ -10,7 +10,7 @@ import torch
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_critic import write_critic
 from tests.distributed.test_mesh import setup_of
-from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
+from tests.distributed.test_training import LENGTHS, Numbers, largest_difference, whole
 from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
 from tests.unit.recipes import make_recipe, plan_of, write_model
 from torch import Tensor
@@ -34,7 +34,7 @@ def train(path: str, sizes: dict[str, int], micro_batch_tokens: int, changes: di
     """Scores of own samples, the norm of a gradient and the weights that come of it."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     layout = Layout(transport.world.ranks, **sizes)
-    is_critic = bool(changes.pop("is_critic", False))
+    is_critic, has_gradients = (bool(changes.pop(name, False)) for name in ("is_critic", "has_gradients"))
     config = ModelConfig(path=path, **changes)  # type: ignore[arg-type]
     setup = setup_of(transport, layout, path)
     setup = replace(setup, model=config, is_critic=is_critic, micro_batch_tokens=micro_batch_tokens)
@@ -58,6 +58,9 @@ def train(path: str, sizes: dict[str, int], micro_batch_tokens: int, changes: di
     for row, values in zip(batch.ids.tolist(), scores.rows(), strict=True):
         numbers[f"scores.{row}"] = values
     add_gradients(engine, batch, loss)
+    for name, parameter in engine.named_weights() if has_gradients else ():
+        assert parameter.grad is not None, name
+        numbers[f"gradients.{name}"] = whole(parameter.grad)
     numbers["norm"] = torch.tensor(engine.optimizer_step().grad_norm)
     assert not engine.is_replica
     return numbers | {f"weights.{name}": value.clone() for name, value in engine.full_weights()}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
-from tests.distributed.test_training import LENGTHS, SHARES, Numbers, _whole, largest_difference
+from tests.distributed.test_training import LENGTHS, SHARES, Numbers, largest_difference, whole
 from tests.tiny import add_gradients, random_samples, tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -79,7 +79,7 @@ def train_critic(model: str, micro_batch_tokens: int, settings: dict[str, object
         add_gradients(engine, batch, loss)
         for name, parameter in engine.named_weights():
             assert parameter.grad is not None, name
-            numbers[f"gradients.{name}"] = _whole(parameter.grad)
+            numbers[f"gradients.{name}"] = whole(parameter.grad)
         numbers["grad_norm"] = torch.tensor(engine.optimizer_step().grad_norm)
     numbers |= {f"weights.{name}": value.clone() for name, value in engine.full_weights()}
     return numbers

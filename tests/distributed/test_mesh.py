@@ -23,21 +23,29 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.config.run import CheckpointConfig
 from leaderless.data.transport import Transport
+from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
-from leaderless.planner.backends import BUILTIN_BACKENDS
 from leaderless.training.engine import TrainEngine
-from leaderless.training.registry import make_train_engine
+from leaderless.training.fsdp import FsdpEngine
 
 REPEATING = "tests.distributed.test_mesh:repeats_over_pp"
 
 
 @train_backend(shards_weights=True, axes=["pp"])
 def repeats_over_pp(setup: EngineSetup) -> TrainEngine:
-    """The built-in back end, whose ranks along `pp` all do the same."""
-    (backend,) = BUILTIN_BACKENDS
-    return make_train_engine(backend, setup)
+    """An engine whose ranks along `pp` all do the same."""
+    return FsdpEngine(
+        load_causal_lm(setup.model, setup.role),
+        setup.model,
+        setup.process_group,
+        setup.device,
+        setup.micro_batch_tokens,
+        optimizer=setup.optimizer,
+        num_updates=setup.num_updates,
+        mesh=setup.mesh(),
+    )
 
 
 def setup_of(transport: Transport, layout: Layout, path: str) -> EngineSetup:
@@ -49,9 +57,7 @@ def setup_of(transport: Transport, layout: Layout, path: str) -> EngineSetup:
         is_critic=False,
         layout=layout,
         process_group=transport.process_group(layout.ranks),
-        axis_groups={
-            name: transport.process_group(peers) for name, peers in layout.named_peers(transport.rank).items()
-        },
+        axis_groups=transport.axis_groups(layout),
         device=torch.device("cpu"),
         optimizer=OPTIMIZER,
         num_updates=4,

@@ -52,7 +52,7 @@ def train_one_update(model: str, micro_batch_tokens: int, settings: dict[str, ob
         _accumulate(engine, batch, transport)
         for name, parameter in engine.named_weights():
             assert parameter.grad is not None, name
-            numbers[f"gradients.{name}"] = _whole(parameter.grad)
+            numbers[f"gradients.{name}"] = whole(parameter.grad)
         numbers["grad_norm"] = torch.tensor(engine.optimizer_step().grad_norm)
     numbers |= {f"weights.{name}": value.clone() for name, value in engine.full_weights()}
     return numbers
@@ -76,7 +76,7 @@ def _accumulate(engine: FsdpEngine, batch: Batch, transport: Transport) -> None:
     add_gradients(engine, batch, loss)
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole(value: Tensor) -> Tensor:
     return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
 
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.recipes import begin, end, only_problem, plan_of, write_model
 
+from leaderless import train_backend
 from leaderless.config import RecipeError
 from leaderless.planner import Cluster, Layout, Reshard, format_ranks
 from leaderless.workflow import BUILTIN_STAGES, StageSpec, Workflow
@@ -14,6 +15,14 @@ KL = {"algorithm": {"kl": {"coefficient": 0.1}}}
 SFT = {"data": {"train": {"path": "rows.jsonl", "response": "answer"}}}
 TWO_POOLS = {"layout": {"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2-3"}}}
 STAGES = "tests.unit.recipes:"
+
+
+TRAINS_WHOLE = "tests.unit.test_planner:trains_whole"
+
+
+@train_backend()
+def trains_whole(setup):
+    """A back end that is only declared."""
 
 
 def refused(*args, **sections):
@@ -375,11 +384,6 @@ def test_sequences_longer_than_the_context_of_a_model_are_refused(tmp_path):
         ({"reward": {"ranks": "1,0-1"}}, "layout.reward.ranks", "names a rank twice"),
         ({"rewards": {}}, "layout.rewards", "has no such node (did you mean 'reward'?)"),
         (
-            {"policy": {"pp": 2}},
-            "layout.policy",
-            "'fsdp' divides the ranks of a model by dp and cp and tp only; leave out pp",
-        ),
-        (
             {"rollout": {"pp": 2}, "policy": {}},
             "layout.rollout",
             "the engine 'native' cannot span ranks along pp: give 'rollout' a layout without pp",
@@ -441,12 +445,12 @@ def test_a_stage_of_ones_own_with_a_role_divides_its_ranks_like_any_model(stages
     stages("scores", ["tokens"], roles={"model": "score"}, has_effect=True)
     stages("probe", ["tokens"], has_effect=True)
     workflow = end(begin(), "reward").node("probe", run="scores", role="policy", after="policy")
-    problem = refused(workflow, 4, layout={"probe": {"pp": 2}})
+    stages_of_layers = {"policy": {"pp": 2}, "probe": {"pp": 2}}
+    assert plan_of(workflow, 4, layout=stages_of_layers)["probe"].layout.pp == 2
+    problem = refused(workflow, 4, layout={"probe": {"pp": 2}}, training={"backend": TRAINS_WHOLE})
     assert problem.key == "layout.probe"
-    assert (
-        "ranks 0-3 dp=2 pp=2: the back end 'fsdp' divides the ranks of a model by dp and cp and tp only"
-        in problem.message
-    )
+    message = f"ranks 0-3 dp=2 pp=2: the back end '{TRAINS_WHOLE}' divides the ranks of a model by dp only"
+    assert message in problem.message
     plan = plan_of(end(begin(), "reward").node("probe", run="probe", after="policy"), 4, layout={"probe": {"tp": 2}})
     assert plan["probe"].layout.ranks_per_shard == 2
 

@@ -106,6 +106,7 @@ def test_the_layout_of_an_engine_is_shown() -> None:
 def test_a_rank_is_in_the_process_groups_of_its_peers_and_of_its_rows() -> None:
     mesh = Layout(tuple(range(8)), 2, tp=2, pp=2)
     assert [mesh.shard(rank) for rank in (0, 6)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert [peers(5) for peers in mesh.peer_groups] == [(1, 5), (5, 7), (4, 5), (4, 5, 6, 7), (1, 3, 5, 7)]
+    assert [peers(5) for peers in mesh.peer_groups] == [(1, 5), (5, 7), (4, 5), (4, 5, 6, 7), (1, 5)]
+    assert Layout(tuple(range(16)), 2, tp=2, pp=2, cp=2).part(3) == (1, 3, 9, 11)
     assert [peers(5) for peers in Layout((4, 5, 6, 7), 2, tp=2).peer_groups] == [(5, 7), (4, 5)]
     assert not mesh.flat.peer_groups

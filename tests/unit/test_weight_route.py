@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from unittest.mock import patch
 
@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 
 from leaderless.planner import Layout
 from leaderless.weights import route as routes
-from leaderless.weights.blocks import Block, Division, Placement, Pool, Shape, even_rows, everything, shard_rows
+from leaderless.weights.blocks import (
+    Block,
+    Division,
+    Placement,
+    Pool,
+    Shape,
+    even_rows,
+    everything,
+    shard_rows,
+    whole_block,
+)
+from leaderless.weights.pipeline import stage_rows
 from leaderless.weights.route import Leg, Piece, Route, Turn
 from leaderless.weights.tensor_parallel import tensor_rows
 
@@ -40,6 +51,15 @@ def narrow(name: str, shape: Shape, layout: Layout) -> Division:
     return tensor_rows("layers.0.mlp.down_proj.weight", shape, layout)
 
 
+def stages(name: str, shape: Shape, layout: Layout) -> Division:
+    """Weights of the second of two stages, if the ranks can be divided so."""
+    return stage_rows(["layers.1.up_proj.weight"])(f"layers.1.{name}", shape, in_stages(layout))
+
+
+def in_stages(layout: Layout) -> Layout:
+    return layout if layout.dp % 2 else replace(layout, dp=layout.dp // 2, pp=2)
+
+
 @dataclass(frozen=True)
 class Listed:
     """The ranks of a pool with the block of a weight that each has, one after the other, as `torch.chunk` cuts it."""
@@ -52,6 +72,10 @@ class Listed:
         tp, part_dim = pool.layout.tp, int(placement is narrow)
         if placement in {wide, narrow} and len(shape) > part_dim and shape[part_dim] % tp == 0:
             return cls({rank: part_of(shape, len(ranks) // tp, tp, part_dim, i) for i, rank in enumerate(ranks)})
+        if placement is stages and in_stages(pool.layout).pp == 2:
+            peers = [rank for rank in ranks if in_stages(pool.layout).coordinates(rank)["pp"]]
+            within = cls.of(Pool(Layout(tuple(peers), len(peers) // tp, tp=tp), shard_rows), shape).blocks
+            return cls({rank: within.get(rank, whole_block((0, *shape[1:]))) for rank in ranks})
         dim = int(placement is columns and len(shape) > 1)
         num_same = {even_rows: 1, columns: 1 if dim else len(ranks), in_pairs: 2, everything: len(ranks)}.get(
             placement, pool.layout.ranks_per_shard
@@ -128,8 +152,8 @@ PAIR = Layout((0, 1), 2)
 @example([(20, 1)], Pool(PAIR, everything), Pool(PAIR, even_rows), 40)
 @given(
     shapes_drawn,
-    pools(even_rows, shard_rows, everything, columns, in_pairs, wide, narrow),
-    pools(everything, everything, even_rows, shard_rows, columns, in_pairs, wide, narrow),
+    pools(even_rows, shard_rows, everything, columns, in_pairs, wide, narrow, stages),
+    pools(everything, everything, even_rows, shard_rows, columns, in_pairs, wide, narrow, stages),
     st.sampled_from([1, 40, 400, 2000, 1 << 25]),
 )
 def test_each_rank_finds_its_part_of_the_way_without_a_list_of_all(

@@ -27,6 +27,7 @@ from leaderless.data.activity import Activity
 from leaderless.data.blocks import Mesh, is_in_blocks
 from leaderless.data.errors import CollectiveError
 from leaderless.planner import Layout, format_ranks
+from leaderless.planner.layout import BACK
 
 ROLL_CALL_S = 1.0
 """Time that ranks that give up waiting have to report it, so that the missing ones can be named."""
@@ -169,6 +170,21 @@ class ProcessGroup:
         with self._waiting(what):
             works = dist.batch_isend_irecv(operations)
         return Passing(self, received, values, works, what)
+
+    def send(self, values: Tensor, receiver: int, what: str) -> Sending:
+        """Begin to send values to one rank, as numbered in the whole run, which calls `receive`."""
+        with self._waiting(what):
+            work = dist.isend(values, receiver, group=self.handle)
+        assert work is not None
+        return Sending(self, values, work, what)
+
+    def receive(self, values: Tensor, sender: int, what: str) -> Tensor:
+        """Fill values with those that one rank sends, of the same shape and type; messages come in their order."""
+        with self._waiting(what):
+            work = dist.irecv(values, sender, group=self.handle)
+            assert work is not None
+            work.wait()
+        return values
 
     def swap_uneven(self, values: Tensor, sent: list[int], received: list[int], what: str) -> Tensor:
         """[n, ...]: the rows that every rank has for this one, from those that this one has for every rank, in order.
@@ -351,6 +367,21 @@ class Passing:
 
 
 @dataclass
+class Sending:
+    """Values on their way to a rank, which must not be freed before they have left."""
+
+    process_group: ProcessGroup
+    values: Tensor
+    work: dist.Work
+    what: str
+
+    def wait(self) -> None:
+        """Wait until they have left."""
+        with self.process_group._waiting(self.what):  # noqa: SLF001
+            self.work.wait()
+
+
+@dataclass
 class _RoundUnderWay:
     """A round under way: what to wait for, where bytes arrive, and what must not be freed before."""
 
@@ -438,6 +469,7 @@ class Transport:
         self.world.hosts = dict(enumerate(torch.unique(digests, return_inverse=True)[1].tolist()))
         self._groups: dict[tuple[int, ...], ProcessGroup] = {self.world.ranks: self.world}
         self._peers: dict[tuple[int, ...], ProcessGroup] = {}  # apart, as each rank has others
+        self._back: dict[tuple[int, ...], ProcessGroup] = {}  # the same ranks as others, in the other direction
         self._meshes: set[Layout] = set()
         self._lanes: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
 
@@ -464,6 +496,9 @@ class Transport:
             for peers in layout.peer_groups:
                 ranks = peers(self.rank) if self.rank in layout else (self.rank,)
                 self._keep(self._peers, ranks, self._make_alone(ranks))
+            if layout.pp > 1:
+                ranks = layout.peers(self.rank, "pp") if self.rank in layout else (self.rank,)
+                self._keep(self._back, ranks, self._make_alone(ranks))
 
     def _make_alone(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Make a process group without the help of other ranks than its own."""
@@ -506,6 +541,11 @@ class Transport:
         """The process group of some ranks, among them this one, for the main thread."""
         assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
         return self._groups.get(ranks) or self._peers[ranks]
+
+    def axis_groups(self, layout: Layout) -> dict[str, ProcessGroup]:
+        """The process groups of this rank along each axis of a layout; see `EngineSetup`."""
+        groups = {name: self.process_group(peers) for name, peers in layout.named_peers(self.rank).items()}
+        return groups | {BACK: self._back[groups["pp"].ranks]} if layout.pp > 1 else groups
 
     def lane(self, name: str, ranks: tuple[int, ...]) -> ProcessGroup:
         """The process group of some ranks, among them this one, that was made for a lane."""

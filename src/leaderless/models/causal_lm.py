@@ -60,6 +60,8 @@ class CausalLM(Decoder):
         """
         seen = () if images is None else (images,)
         hidden = self.hidden_states(tokens, positions, attention, select, *seen)
+        if not self.has_head:
+            return hidden
         part = self.vocabulary_part
         if targets is None:
             assert part is None, "engines that generate have all words"

@@ -40,6 +40,7 @@ from leaderless.models.support import (
 from leaderless.models.vocabulary import VocabularyPart
 
 if TYPE_CHECKING:
+    from leaderless.models.pipeline import PipelineParallel
     from leaderless.models.tensor_parallel import TensorParallel
 
 ALIGNMENT_BYTES = 64
@@ -61,6 +62,8 @@ class Decoder(nn.Module):
         """Words of which this rank has the embeddings for logits; all without it."""
         self.tensor_parallel: TensorParallel | None = None
         """How ranks divide the layers, if they do."""
+        self.pipeline: PipelineParallel | None = None
+        """Stages into which ranks divide the layers, if they do."""
         self.divides_experts = False
         """Whether ranks divide the experts of each layer, and send tokens to them."""
         self.complete: Callable[[], None] = lambda: None
@@ -79,14 +82,23 @@ class Decoder(nn.Module):
         """Compute hidden states [R, hidden_size] of selected tokens, in the type in which the layers compute.
 
         Tokens are [T] int64, sequences one after the other, positions [T] int64 their places in the sequence, and
-        `select` [R] int64 the indices of the selected ones.
+        `select` [R] int64 the indices of the selected ones. A later stage of a pipeline takes hidden states
+        [T, hidden_size] in the place of tokens, and one that is not the last computes those of all tokens.
         """
         check_window(self._sliding_window, attention)
+        kind = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
         output = self.model.base_model(
-            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention=attention
+            **{kind: tokens.unsqueeze(0)}, position_ids=positions.unsqueeze(0), use_cache=False, attention=attention
         )
-        hidden: Tensor = output.last_hidden_state.squeeze(0).index_select(0, select)
-        return hidden
+        hidden: Tensor = output.last_hidden_state.squeeze(0)
+        if self.has_head:
+            return hidden.index_select(0, select)
+        return hidden.clone()  # FSDP hooks onto what is returned, and a view could lose the hook
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the last norm and the head are here."""
+        return self.pipeline is None or self.pipeline.is_last
 
     def positions(
         self,
@@ -133,6 +145,8 @@ class ValueModel(Decoder):
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
         """Compute values [R] float32 of the states that end with selected tokens; see `Decoder.hidden_states`."""
         hidden = self.hidden_states(tokens, positions, attention, select)
+        if not self.has_head:
+            return hidden
         values: Tensor = self._head(hidden.float())
         return values.squeeze(1).clone()  # a back end may hook onto what is returned, and a view could lose the hook
 
@@ -142,7 +156,7 @@ class ValueModel(Decoder):
 
     def float32_modules(self) -> list[nn.Module]:
         """See `Decoder`. In bfloat16, 1 and 1.003 are the same value."""
-        return [self._head]
+        return [self._head] if self.has_head else []
 
 
 def load_decoder(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.functions import Declarations, Function, name_of
 from leaderless.planner.layout import Layout, check_model_axes
+from leaderless.planner.pipeline import check_pipeline
 
 if TYPE_CHECKING:
     from leaderless.planner.model_size import ModelSize
@@ -57,7 +58,7 @@ BACKENDS = Declarations("back end", BackendSpec, "@leaderless.train_backend(...)
 BUILTIN_BACKENDS = {
     "fsdp": BackendSpec(
         "leaderless.training.fsdp:make_engine",
-        axes=("cp", "tp"),
+        axes=("cp", "tp", "pp"),
         shards_along_axes=True,
         trains_adapters=True,
         divides_experts=True,
@@ -178,23 +179,37 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
                 f"{node.layout}: the back end '{backend}' divides the ranks of a model by {' and '.join(can)} only; "
                 f"leave out {' and '.join(wrong)}",
             )
+        model = recipe.model_of(role)
+        if model is not None and model.lora is not None and node.layout.pp > 1:
+            raise RecipeError.at(
+                f"layout.{node.name}.pp",
+                f"the layers of '{role}' have adapters, and cannot be divided into stages: use dp, tp and cp, or leave "
+                f"out models.{role}.lora",
+            )
 
 
 def check_heads(
-    nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance], sizes: Mapping[str, ModelSize | None]
+    recipe: Recipe,
+    nodes: Sequence[PlannedNode],
+    instances: Sequence[RoleInstance],
+    sizes: Mapping[str, ModelSize | None],
 ) -> None:
-    """Refuse tensor and expert parallelism that do not divide a model whose size is known.
+    """Refuse tensor, pipeline and expert parallelism that do not divide a model whose size is known.
 
     Raises:
-        RecipeError: A number of the model is no multiple of `tp`, or that of its experts of `ep`.
+        RecipeError: A number of the model is no multiple of `tp`, or that of its experts of `ep`; or there are too few
+            layers for `pp`, or the head cannot be on another stage than the embeddings.
     """
     for instance in instances:
         size, layout = sizes.get(instance.role), instance.layout
-        if size is None or instance.is_engine_only or layout.tp * layout.ep == 1:
+        if size is None or instance.is_engine_only or layout.tp * layout.pp * layout.ep == 1:
             continue
         node = next(one.name for one in nodes if one.layout == layout and instance.role in dict(one.uses))
         counts = size.num_heads, size.num_kv_heads, size.intermediate_size
         check_divides(f"layout.{node}.tp", instance.role, layout.tp, counts)
+        backend = backend_of(recipe.as_seen_by(instance.role).training.backend)
+        if layout.pp > 1 and backend.shards_along_axes:
+            check_pipeline(f"layout.{node}.pp", layout.pp, size.num_layers, is_tied=size.is_tied)
         if layout.ep > 1:
             check_experts(f"layout.{node}.ep", instance.role, layout.ep, size.num_experts)
 

@@ -34,7 +34,9 @@ class Cluster:
 MODEL_AXES = ("pp", "cp", "tp")
 """Axes along which ranks hold the same rows, from the outermost: ranks of one `tp` are next to each other."""
 PART = "part"
-"""Name of the ranks with the same place along `tp`."""
+"""Name of the ranks with the same place along `tp` and `pp`."""
+BACK = "back"
+"""Name of the peers along `pp` for what goes from later stages to earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Layout:
     def peer_groups(self) -> Sequence[Callable[[int], tuple[int, ...]]]:
         """From a rank to its peers, for each of its process groups in a mesh of several axes; empty for one axis.
 
-        These are the peers along each axis, the shard, and the ranks with the same place along `tp`, unless they are
+        These are the peers along each axis, the shard, and the ranks with the same part of the model, unless they are
         those of an axis, too.
         """
         if len(self.axes) == 1:
@@ -94,16 +96,18 @@ class Layout:
         along = tuple(partial(self.peers, axis=axis) for axis in self.axes)
         if len(self.axes) == 2:
             return along
-        return (*along, self.shard, self.part) if self.tp > 1 else (*along, self.shard)
+        return (*along, self.shard, self.part) if self.tp * self.pp > 1 else (*along, self.shard)
 
     def part(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same place along `tp` as a rank of the pool, it included, ascending."""
-        return self.ranks[self._position[rank] % self.tp :: self.tp]
+        """The ranks with the same place along `tp` and `pp` as a rank of the pool, it included, ascending."""
+        along, width = self.coordinates(rank), self.cp * self.tp
+        firsts = range(along["pp"] * width + along["tp"], len(self.ranks), self.pp * width)
+        return tuple(self.ranks[place] for first in firsts for place in range(first, first + width, self.tp))
 
     def named_peers(self, rank: int) -> Mapping[str, tuple[int, ...]]:
-        """The peers of a rank along each axis, and, if there are several along `tp`, as `part` those at its place."""
+        """The peers of a rank along each axis and, if there are several along `tp` or `pp`, as `part` those like it."""
         along = {axis: self.peers(rank, axis) for axis in self.axes}
-        return along | {PART: self.part(rank)} if self.tp > 1 else along
+        return along | {PART: self.part(rank)} if self.tp * self.pp > 1 else along
 
     @cached_property
     def _position(self) -> dict[int, int]:

@@ -69,7 +69,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     check_engines(recipe, instances, nodes)
     _check_vllm(recipe, instances, cluster)
     sizes = _model_sizes(recipe, instances)
-    check_heads(nodes, instances, sizes)
+    check_heads(recipe, nodes, instances, sizes)
     check_experts_settings(recipe, instances, sizes)
     check_vocabularies(recipe, nodes)
     batch = _batch_sizes(recipe, nodes, instances)

@@ -123,28 +123,31 @@ def estimate_memory(
     two tokens. A pass has at most `pass_tokens`; at most `max_sequences` are
     decoded at the same time, by default what the recipe allows each role.
     """
-    models, is_evaluated = list[_Model](), bool(recipe.evaluation.every_steps)
+    models, is_evaluated = list[list[_Model]](), bool(recipe.evaluation.every_steps)
     for instance in instances:
         size, config = sizes.get(instance.role), recipe.model_of(instance.role)
         if size is None or config is None:
             return None
         own = recipe.as_seen_by(instance.role)
         backend = backend_of(own.training.backend)
-        tp = instance.layout.tp if backend.shards_along_axes and not instance.is_engine_only else 1
-        shards = backend.num_shards(instance.layout) // tp
+        is_divided = backend.shards_along_axes and not instance.is_engine_only
+        tp, pp = (instance.layout.tp, instance.layout.pp) if is_divided else (1, 1)
+        shards = backend.num_shards(instance.layout) // (tp * pp)
         generates = instance.generates or (is_evaluated and instance == answering(instances, recipe.evaluation.role))
-        is_shared, part = base_of(recipe, instances, instance) is not None, size.part(tp)
-        width = number_bytes(config)
+        is_shared, width = base_of(recipe, instances, instance) is not None, number_bytes(config)
         guest = _Guest.of(recipe, instances, instance) if size.vision is None else _Guest()
-        models.append(_Model(instance, size, part, config, width, shards, own.rollout, generates, is_shared, guest))
+        parts = [size.part(tp).stage(pp, stage) for stage in range(pp)]
+        common = config, width, shards, own.rollout, generates, is_shared, guest
+        models.append([_Model(instance, size, part, pp - stage, *common) for stage, part in enumerate(parts)])
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
+    everywhere = [stages[0] for stages in models]
     ranks = among or all_ranks(*(instance.layout for instance in instances))
     sources = [frozenset(channel.source_ranks) for channel in channels]
     held = dict.fromkeys(
         (
-            tuple(place for place, instance in enumerate(instances) if rank in instance.layout),
+            tuple((place, _stage(models[place], rank)) for place, x in enumerate(instances) if rank in x.layout),
             tuple(place for place, pushing in enumerate(sources) if rank in pushing),
         )
         for rank in ranks
@@ -153,12 +156,17 @@ def estimate_memory(
     def fullest(*, is_cpu: bool) -> Memory:
         bounds = pass_tokens, max_sequences
         estimates = (
-            _Rank(recipe, [models[i] for i in own], models, [channels[i] for i in pushed], *bounds, is_cpu).memory()
-            for own, pushed in held
+            _Rank(recipe, [models[i][stage] for i, stage in own], everywhere, sent, *bounds, is_cpu).memory()
+            for own, sent in ((own, [channels[i] for i in pushed]) for own, pushed in held)
         )
         return max(estimates, key=lambda memory: memory.peak)
 
     return MemoryEstimate(fullest(is_cpu=True), fullest(is_cpu=False))
+
+
+def _stage(stages: Sequence[_Model], rank: int) -> int:
+    """The stage of a rank, of the stages of a model that it has a part of."""
+    return stages[0].instance.layout.coordinates(rank)["pp"] if len(stages) > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,8 @@ class _Guest:
 class _Model:
     """A model with the bytes of a number as it computes, how many ranks divide its weights, and how it generates.
 
-    Ranks along `tp` have a part each, and others divide the weights of a part.
+    Ranks along `tp` and `pp` have a part each, and others divide the weights of a part. `num_ahead` micro-batches are
+    held at the same time, if there are as many: on each stage of a pipeline, as many as there are stages from it on.
 
     It generates if a node does so with it, or if it is evaluated. It is shared if it is another one without adapters.
     """
@@ -188,6 +197,7 @@ class _Model:
     instance: RoleInstance
     size: ModelSize
     part: ModelSize
+    num_ahead: int
     config: ModelConfig
     width: int
     shards: int
@@ -195,6 +205,16 @@ class _Model:
     generates: bool
     is_shared: bool
     guest: _Guest
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether it is a stage of a pipeline, which is sharded, if only over itself."""
+        return self.part.num_layers < self.size.num_layers
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether it computes logits."""
+        return self.num_ahead == 1 and not self.instance.is_critic
 
     @property
     def has_adapters(self) -> bool:
@@ -254,7 +274,7 @@ class _Model:
 
     def gathered_bytes(self) -> int:
         """Copies that compute, where weights are sharded or of another type: two layers, and what is in no layer."""
-        if self.shards == 1 and self.width == FLOAT32_BYTES:
+        if self.shards == 1 and self.width == FLOAT32_BYTES and not self.is_stage:
             return 0
         return (2 * self.num_gathered_per_layer + self.part.num_root_parameters) * self.width
 
@@ -282,10 +302,13 @@ class _Model:
         return norms + 2 * attention + 4 * size.intermediate_size + copies
 
     def kept_values(self) -> int:
-        """Numbers of each token that are held when the backward pass begins, and those that its first layer makes."""
-        size, layer = self.part, self.layer_values()
-        kept = size.num_layers * (size.hidden_size if self.config.gradient_checkpointing else layer)
-        return kept + layer * self.config.gradient_checkpointing + 3 * size.intermediate_size
+        """Numbers of each token that are held until the backward pass."""
+        size = self.part
+        return size.num_layers * (size.hidden_size if self.config.gradient_checkpointing else self.layer_values())
+
+    def made_values(self) -> int:
+        """Numbers of each token that the backward pass makes in its first layer."""
+        return self.layer_values() * self.config.gradient_checkpointing + 3 * self.part.intermediate_size
 
     def seen_values(self) -> int:
         """The same of the part that sees, for each token of an image."""
@@ -464,11 +487,12 @@ class _Rank:
         size, batch = model.part, self.recipe.batch
         tokens, _ = self._pass(model, -(-batch.prompts_per_step // batch.windows_per_step))
         held = 3 * size.intermediate_size + 3 * size.hidden_size + size.num_heads * size.head_dim
+        held += (model.num_ahead - 1) * size.hidden_size  # until the last stage has their results
         return {
             "gathered weights": model.gathered_bytes(),
             "converted experts": model.converted_bytes(1),
             "activations": tokens * held * model.width,
-            "logits": self._chunk(size, tokens) * 3 * FLOAT32_BYTES * (not model.instance.is_critic),
+            "logits": self._chunk(size, tokens) * 3 * FLOAT32_BYTES * model.has_logits,
         }
 
     def _training(self, model: _Model) -> Iterator[dict[str, int]]:
@@ -477,7 +501,7 @@ class _Rank:
         prompts = -(-batch.prompts_per_step // batch.updates_per_step)
         tokens, num_passes = self._pass(model, prompts)
         seen = min(tokens, -(-prompts // model.instance.layout.dp) * self.recipe.data.max_prompt_tokens)
-        gradients = model.trained_bytes()
+        gradients, num_held = model.trained_bytes(), min(model.num_ahead, num_passes)
         gathered, embedding = model.gathered_bytes(), size.vocab_size * size.hidden_size
         chunk = self._chunk(size, tokens)
         logits = chunk * 3 * FLOAT32_BYTES + min(tokens * size.vocab_size, MAX_LOGITS // chunk * chunk) * width
@@ -486,9 +510,12 @@ class _Rank:
             "gathered weights": gathered,
             # The backward pass of a layer needs them as they were.
             "converted experts": model.converted_bytes(1 if model.config.gradient_checkpointing else size.num_layers),
-            "activations": (tokens * model.kept_values() + seen * model.seen_values()) * width,
-            "logits": logits * (not model.instance.is_critic),
-            "gradient of the head": head * (not model.instance.is_critic and not model.has_adapters),
+            "activations": (
+                tokens * (model.kept_values() * num_held + model.made_values()) + seen * model.seen_values()
+            )
+            * width,
+            "logits": logits * model.has_logits,
+            "gradient of the head": head * (model.has_logits and not model.has_adapters),
             "gradients": gradients if num_passes > 1 else 0,
         }
         # A unit's whole gradient as it was computed, and in float32 on its way to the ranks that hold its parts; gloo
@@ -499,7 +526,7 @@ class _Rank:
         sent = FLOAT32_BYTES * (2 if self.is_cpu and model.shards > 1 else 1)
         yield {
             "gathered weights": size.num_root_parameters * width if gathered else 0,
-            "activations": tokens * model.layer_values() * width,
+            "activations": tokens * (model.kept_values() * (num_held - 1) + model.layer_values()) * width,
             "gradients": gradients,
             "gradients being summed": largest_unit * (width + sent) if gathered else embedding * FLOAT32_BYTES,
         }
@@ -514,7 +541,7 @@ class _Rank:
         # The last token of a response is predicted, and predicts nothing.
         held = -(-(own_prompts * data.max_prompt_tokens + own_samples * (response - 1)) // model.instance.layout.cp)
         bound = self.pass_tokens
-        if self.is_cpu and model.shards == 1 and model.width == FLOAT32_BYTES:
+        if self.is_cpu and model.shards == 1 and model.width == FLOAT32_BYTES and not model.is_stage:
             family = data.max_prompt_tokens + siblings * (response - 1)
             bound = min(bound, max(CPU_PASS_TOKENS, family))
         return min(bound, held), -(-held // bound)

@@ -11,6 +11,7 @@ from leaderless.config.errors import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.planner.adapters import lora_of, num_adapter_weights
 from leaderless.planner.layout import Layout
+from leaderless.planner.pipeline import layers_of_stage
 from leaderless.planner.vision_size import TEXT, VisionSize, text_config, vision_size
 
 QKV_BIAS = {"qwen2", "qwen2_moe"}
@@ -41,7 +42,7 @@ class ModelSize:
     experts. The longest sequence has `max_positions` tokens. Adapters have `num_adapter_parameters` besides, of which
     ranks that divide layers have `num_whole_adapter_parameters` each. Of the weights, `num_expert_parameters` are those
     of the `num_experts` of all layers; a token goes through `num_chosen_experts` in each. In a model that sees images,
-    layers include those of `vision`.
+    layers include those of `vision`. The head is the input embedding if it `is_tied`.
     """
 
     num_parameters: int
@@ -61,6 +62,7 @@ class ModelSize:
     num_expert_parameters: int = 0
     num_chosen_experts: int = 0
     vision: VisionSize | None = None
+    is_tied: bool = False
 
     @property
     def num_trained(self) -> int:
@@ -75,9 +77,12 @@ class ModelSize:
         return self.num_parameters - (self.num_expert_parameters * idle // self.num_experts if self.num_experts else 0)
 
     def num_gathered(self, layout: Layout) -> int:
-        """Weights that a rank of a layout gathers in a pass: of its part, without experts that stay divided."""
+        """Weights that a rank of a layout gathers in a pass: of its part, without experts that stay divided.
+
+        Of stages of a pipeline, it is the average.
+        """
         divided = self.num_expert_parameters if layout.ep > 1 else 0
-        return self.part(layout.tp).num_parameters - divided
+        return -(-self.part(layout.tp).num_parameters // layout.pp) - divided
 
     @property
     def num_root_parameters(self) -> int:
@@ -110,6 +115,21 @@ class ModelSize:
             vocab_size=self.vocab_size // tp if is_divided else self.vocab_size,
             num_heads=-(-self.num_heads // tp),
             num_kv_heads=-(-self.num_kv_heads // tp),
+        )
+
+    def stage(self, pp: int, stage: int) -> ModelSize:
+        """What a stage of a pipeline has: some layers, and the first one the embeddings, the last one the head."""
+        if pp == 1:
+            return self
+        num_layers, words = len(layers_of_stage(self.num_layers, pp, stage)), self.vocab_size * self.hidden_size
+        layers = self.num_parameters_per_layer * num_layers
+        root = words * (stage == 0) + (self.num_root_parameters - words) * (stage == pp - 1)
+        return replace(
+            self,
+            num_parameters=layers + root,
+            num_layer_parameters=layers,
+            num_layers=num_layers,
+            num_expert_parameters=self.num_expert_parameters * num_layers // self.num_layers,
         )
 
     def num_kv_parts(self, layout: Layout) -> int:
@@ -204,6 +224,7 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
         num_chosen_experts=config.get("num_experts_per_tok", 1) if experts else 0,
         num_expert_parameters=num_mixed * experts * 3 * hidden * (config.get("moe_intermediate_size") or intermediate),
         max_positions=config["max_position_embeddings"],
+        is_tied=bool(is_tied) and not is_critic,
     )
 
 

@@ -12,7 +12,7 @@ from leaderless.config import Problem, Recipe, RecipeError
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.schedule import ScheduleConfig
 from leaderless.planner.entries import Action, Reshard, RunNode, SyncWeights, Windowed, flat
-from leaderless.planner.layout import Cluster, in_proportion
+from leaderless.planner.layout import Cluster, Layout, in_proportion
 from leaderless.planner.links import Links
 from leaderless.planner.make_plan import make_plan
 from leaderless.planner.plan import Loop, Plan
@@ -62,6 +62,13 @@ def check_adoptable(recipe: Recipe, old: Plan, new: Plan) -> None:
             f"a plan for {new.world_size} workers cannot replace one for {old.world_size} while the run goes on: stop "
             f"the run, and continue it with {new.world_size} workers",
         )
+    for role in _in_stages(old) ^ _in_stages(new):
+        raise RecipeError.at("layout", f"the stages of '{role[0]}' cannot change while the run goes on: {remedy}")
+
+
+def _in_stages(plan: Plan) -> set[tuple[str, Layout]]:
+    """The roles of which ranks have some layers each, and their layouts."""
+    return {(one.role, one.layout) for one in plan.instances if one.layout.pp > 1 and not one.is_engine_only}
 
 
 def _what_flows(plan: Plan) -> list[tuple[object, ...]]:

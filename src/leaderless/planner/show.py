@@ -17,6 +17,7 @@ from leaderless.planner.entries import Action, Pull, Push, Repeat, Reshard, Sync
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import COMMANDS, MemoryEstimate, format_bytes
 from leaderless.planner.model_size import ModelSize
+from leaderless.planner.pipeline import layers_of_stage
 from leaderless.planner.plan import Plan, PlannedNode, RoleInstance
 
 if TYPE_CHECKING:
@@ -292,8 +293,17 @@ def _use(instance: RoleInstance, size: ModelSize | None) -> str:
         f"generates with {instance.engine}{f' on {own}' if own else ''}": instance.generates,
         "scores": instance.scores,
         f"trains adapters ({num_adapted:,} weights)" if num_adapted else "is trained": instance.is_trained,
+        f"has {_stages(instance.layout.pp, size)}": instance.layout.pp > 1 and not instance.is_engine_only,
     }
     return ", ".join(use for use, is_so in uses.items() if is_so)
+
+
+def _stages(pp: int, size: ModelSize | None) -> str:
+    """The stages of a pipeline: `2 stages of 13 and 12 layers`."""
+    if size is None:
+        return f"{pp} stages"
+    counts = [len(layers_of_stage(size.num_layers, pp, stage)) for stage in range(pp)]
+    return f"{pp} stages of {' and '.join(str(count) for count in dict.fromkeys(counts))} layers"
 
 
 def _memory(estimate: MemoryEstimate) -> Table:

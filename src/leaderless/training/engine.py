@@ -50,7 +50,8 @@ class EngineSetup:
         layout: Ranks that hold the model, and how they divide rows and weights.
         process_group: These ranks, for collectives.
         axis_groups: The peers of this rank along each axis of the layout's mesh, itself included, by axis. If there are
-            several along `tp`, also, as `part`, all ranks with the same place along it.
+            several along `tp` or `pp`, also, as `part`, all ranks with the same place along both; if along `pp`, these
+            once more as `back`, for what goes from later stages to earlier ones.
         device: Device that computes.
         optimizer: Settings of the optimizer; None for a model that is only scored.
         num_updates: Optimizer steps of the whole run, for the schedule of the learning rate.
@@ -81,10 +82,14 @@ class EngineSetup:
         return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=axes)
 
     def weight_mesh(self) -> DeviceMesh:
-        """The ranks of the layout as a mesh of two axes: `tp`, and `dp` with all ranks that divide a part's weights."""
-        groups = [self.axis_groups[name].torch_group for name in ("tp", PART)]
-        ranks = torch.tensor(self.layout.ranks).reshape(-1, self.layout.tp).t()
-        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=("tp", "dp"))
+        """The ranks of a stage as a mesh: `tp` if there are several, and `dp` with all that divide a part's weights."""
+        layout, part, kind = self.layout, self.axis_groups[PART], self.device.type
+        if layout.tp == 1:
+            return DeviceMesh.from_group(part.torch_group, kind, mesh_dim_names=("dp",))
+        groups = [self.axis_groups["tp"].torch_group, part.torch_group]
+        stage = layout.coordinates(self.process_group.rank)["pp"]
+        ranks = torch.tensor(layout.ranks).reshape(layout.dp, layout.pp, -1)[:, stage].reshape(-1, layout.tp).t()
+        return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("tp", "dp"))
 
 
 class Trainable(Protocol):

@@ -17,12 +17,14 @@ from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder, ValueModel, load_value_model
 from leaderless.models.experts import num_experts
 from leaderless.models.lora import share_weights, without_adapters
+from leaderless.models.pipeline import PipelineParallel, check_stages, cut_into_stages
 from leaderless.models.ring import RingParallel
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import attention_over
 from leaderless.models.tensor_parallel import TensorParallel
 from leaderless.models.vision import VisionLM
 from leaderless.planner.backends import check_divides, check_experts
+from leaderless.planner.layout import BACK
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.sharded import Model_co, ShardedModel
@@ -47,6 +49,9 @@ class FsdpEngine(ShardedModel[CausalLM]):
 
     def forward(self, micro_batch: MicroBatch, entropy: Entropy = "value") -> TokenOutputs:
         """See `TrainEngine`."""
+        if self.line is not None and not self.line.stages.is_last:
+            log_probs, *others = self.line.results(micro_batch, self.hidden_states, 1 + (entropy != "none"))
+            return TokenOutputs(log_probs, others[0] if others else log_probs[:0])
         part = _Part(self, micro_batch)
         targets, temperature = part.of(micro_batch.targets), micro_batch.temperature
         if isinstance(temperature, Tensor):
@@ -57,7 +62,14 @@ class FsdpEngine(ShardedModel[CausalLM]):
         outputs: TokenOutputs = self.model(*part.inputs(), targets, temperature, entropy, *images)
         self.routed.end()
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
-        return TokenOutputs(part.gather(outputs.log_probs), entropies)
+        found = TokenOutputs(part.gather(outputs.log_probs), entropies)
+        if self.line is not None:
+            self.line.publish([found.log_probs] if entropy == "none" else [found.log_probs, found.entropies])
+        return found
+
+    def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
+        """Pass a micro-batch through a stage of a pipeline that is not the last."""
+        return cast("Tensor", self.model(*_Part(self, micro_batch).inputs()))
 
 
 class _Base:
@@ -84,10 +96,20 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """See `ValueEngine`."""
+        if self.line is not None and not self.line.stages.is_last:
+            (found,) = self.line.results(micro_batch, self.hidden_states, 1)
+            return found
         part = _Part(self, micro_batch)
         values: Tensor = self.model(*part.inputs())
         self.routed.end()
-        return part.gather(values)
+        values = part.gather(values)
+        if self.line is not None:
+            self.line.publish([values])
+        return values
+
+    def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
+        """Pass a micro-batch through a stage of a pipeline that is not the last."""
+        return cast("Tensor", self.model(*_Part(self, micro_batch).inputs()))
 
 
 class _Part:
@@ -115,7 +137,9 @@ class _Part:
             tokens, positions = self._peers.part(tokens), self._peers.part(positions)
             select = self._peers.within(select, len(tokens))
             attention = self._peers.attention(self._peers.padded(families), device, self._engine.compute_dtype)
-        return tokens.to(device), positions.to(device), attention, _at_least_one(select).to(device)
+        line = self._engine.line
+        entering = tokens.to(device) if line is None or line.stages.is_first else line.enter(len(tokens))
+        return entering, positions.to(device), attention, _at_least_one(select).to(device)
 
     def gather(self, results: Tensor) -> Tensor:
         """Results for all selected tokens, from those of this part."""
@@ -126,11 +150,11 @@ class _Part:
 def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     """Load a model and shard it over the ranks of its layout.
 
-    Ranks along `tp` divide layers, and all others the weights of such a part; ranks along `cp` divide the tokens of a
-    pass, too.
+    Ranks along `pp` have some of the layers each, those along `tp` divide layers, and all others the weights of such a
+    part; ranks along `cp` divide the tokens of a pass, too.
 
     Raises:
-        RecipeError: The model cannot be loaded, or ranks along `tp` cannot divide it.
+        RecipeError: The model cannot be loaded, or ranks along `tp` or `pp` cannot divide it.
     """
     model = _model(setup)
     key, layout = f"models.{setup.role}", setup.layout
@@ -139,13 +163,19 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     if layout.ep > 1:
         check_experts(key, setup.role, layout.ep, num_experts(model))
         model.divides_experts = True
+    if layout.pp > 1:
+        check_stages(model.model, layout.pp, key)
+    shapes = {name: weight.shape for name, weight in model.trained_weights()}
     mesh: DeviceMesh | None = None
     if layout.tp > 1:
         check_divides(key, setup.role, layout.tp, _sizes(model))
         TensorParallel.divide(model, setup.axis_groups["tp"], key)
+    if layout.pp > 1:
+        hidden_size = model.model.config.get_text_config().hidden_size
+        groups = setup.axis_groups["pp"], setup.axis_groups[BACK]
+        cut_into_stages(model, PipelineParallel(layout, *groups, shapes, hidden_size))
+    if layout.tp * layout.pp > 1:
         mesh = setup.weight_mesh()
-    elif set(layout.axes) - {"dp", "cp"}:
-        mesh = setup.mesh()
     engine: FsdpEngine | FsdpValueEngine
     make = FsdpValueEngine if isinstance(model, ValueModel) else FsdpEngine
     engine = make(

@@ -40,8 +40,10 @@ class RoutedEngine(Protocol):
 class RoutedPasses:
     """The experts of a model in the passes of its engine."""
 
-    def __init__(self, model: nn.Module, process_group: ProcessGroup, device: torch.device) -> None:
-        self._routers, self._process_group, self._device = Routers.of(model), process_group, device
+    def __init__(self, model: nn.Module | None, process_group: ProcessGroup, device: torch.device) -> None:
+        """Know the experts of a model; none without it, as in a pipeline, where several passes are under way."""
+        self._routers = None if model is None else Routers.of(model)
+        self._process_group, self._device = process_group, device
         self._loads: Tensor | None = None
         self._pull: Tensor | None = None
         self._is_counting = False

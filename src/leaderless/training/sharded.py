@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -28,8 +28,9 @@ from leaderless.training.engine import UpdateInfo
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
 from leaderless.training.passes import BoundedPasses
+from leaderless.training.pipeline import Line
 from leaderless.training.routed import RoutedPasses
-from leaderless.weights.blocks import HeldWeights, LocalWeight, Pool, everything, shard_rows
+from leaderless.weights.blocks import HeldWeights, LocalWeight, Placement, Pool, everything, shard_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import receive_weights
 from leaderless.weights.tensor_parallel import tensor_rows
@@ -80,7 +81,10 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self._tensor, self._mesh = model.tensor_parallel, mesh
         tensor = self._tensor
         num_holders = process_group.size if tensor is None else process_group.size // tensor.peers.size
-        if num_holders > 1 or config.compute_dtype != "float32":
+        self.line: Line | None = None
+        if (pipeline := model.pipeline) is not None:
+            self.line = Line(pipeline, device, self.compute_dtype)
+        if num_holders > 1 or pipeline is not None or config.compute_dtype != "float32":
             # Each unit moves to the device as it is sharded, so that no device ever holds the whole model.
             if mesh is None:
                 mesh = DeviceMesh.from_group(process_group.torch_group, device.type, mesh_dim_names=("dp",))
@@ -93,7 +97,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             self.is_plain = False
         model.complete()
         self.model.to(device)
-        self.routed = RoutedPasses(self.model, process_group, device)
+        self.routed = RoutedPasses(self.model if pipeline is None else None, process_group, device)
         self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
 
     def divide_passes(self, peers: ContextParallel) -> None:
@@ -122,6 +126,13 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """See `Trainable`."""
+        cut = super().micro_batches(batch)
+        if self.line is not None:
+            self.line.expect(cut)
+        return cut
 
     def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor]) -> Jagged:
         """A number for each sampled token of a batch, from a function that computes those of a micro-batch."""
@@ -169,13 +180,16 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
     def _clip(self, max_norm: float) -> float:
         """Scale the gradient down to a norm if it is longer; returns its norm before."""
-        if self._tensor is None:
+        if self._tensor is None and self.line is None:
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
             return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         gradients = [(name, _local(p.grad)) for name, p in self.named_weights() if p.grad is not None]
-        self._tensor.sum_gradients(gradients)
-        counted = [one.square().sum() for one in self._tensor.counted(gradients)]
-        whole = self._process_group.sum(torch.stack(counted).sum(), "the norm of the gradient").sqrt()
+        counted: Iterable[Tensor] = (gradient for _, gradient in gradients)
+        if self._tensor is not None:
+            self._tensor.sum_gradients(gradients)
+            counted = self._tensor.counted(gradients)
+        squares = [one.square().sum() for one in counted]
+        whole = self._process_group.sum(torch.stack(squares).sum(), "the norm of the gradient").sqrt()
         for _, gradient in gradients:
             gradient.mul_((max_norm / (whole + 1e-6)).clamp(max=1.0))
         return float(whole)
@@ -190,14 +204,25 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         held = HeldWeights.of(self.local_weights(), self.policy_version)
         ranks = self._process_group.ranks
         layout = Layout(ranks, self._num_shards, tp=len(ranks) // self._num_shards)
-        pools = Pool(layout, shard_rows if self._tensor is None else tensor_rows), Pool(layout, everything)
+        placement: Placement = shard_rows if self._tensor is None else tensor_rows
+        if self.line is not None:
+            layout, placement = self.line.stages.layout, self.line.stages.placement()
+        pools = Pool(layout, placement), Pool(layout, everything)
         route = Route("trained", held.shapes, *pools, torch.float32, self._process_group.rank, is_gathered=True)
         yield from receive_weights(route, self._process_group, self._process_group, held)
 
     def local_weights(self) -> Iterator[LocalWeight]:
         """See `Trainable`."""
-        for name, parameter in self.named_weights():
-            yield LocalWeight.of(name, self._whole(name, parameter))
+        if self.line is None:
+            for name, parameter in self.named_weights():
+                yield LocalWeight.of(name, self._whole(name, parameter))
+            return
+        here = dict(self.named_weights())
+        for name, shape in self.line.stages.shapes.items():
+            if name in here:
+                yield LocalWeight.of(name, self._whole(name, here[name]))
+            else:
+                yield LocalWeight.nothing(name, tuple(shape), self.device)
 
     def merged_weights(self) -> Iterator[LocalWeight]:
         """See `AdaptedEngine`."""
@@ -217,6 +242,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
     def weight_shapes(self) -> Mapping[str, torch.Size]:
         """See `Trainable`."""
+        if self.line is not None:
+            return self.line.stages.shapes
         return {name: self._whole(name, parameter).shape for name, parameter in self.named_weights()}
 
     def _whole(self, name: str, value: Tensor) -> Tensor:

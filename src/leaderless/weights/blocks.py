@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -166,6 +167,12 @@ class LocalWeight:
         (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
         local = value.to_local()
         return cls(name, tuple(value.shape), Block(tuple(chunk.offsets), tuple(local.shape)), local)
+
+    @classmethod
+    def nothing(cls, name: str, shape: Shape, device: torch.device) -> LocalWeight:
+        """Nothing of a weight, which other ranks have."""
+        block = Block((0,) * len(shape), (0, *shape[1:]))
+        return cls(name, shape, block, torch.empty(block.sizes, device=device))
 
 
 @dataclass(frozen=True)

@@ -111,9 +111,11 @@ class Route:
         holders, takers = self.holders.layout, self.takers.layout
         if not self.is_gathered or not set(takers.ranks) <= set(holders.ranks):
             return frozenset()
-        # If the last of them holds a whole weight, those before it do, too.
-        last = takers.ranks[-1]
-        return frozenset(name for name, shape in self.shapes.items() if self._held(name, last).sizes == shape)
+        # If the first and the last of them hold a whole weight, those between them do, too.
+        ends = {takers.ranks[0], takers.ranks[-1]}
+        return frozenset(
+            name for name, shape in self.shapes.items() if all(self._held(name, end).sizes == shape for end in ends)
+        )
 
     def _held(self, name: str, rank: int) -> Block:
         return self.holders.block(name, self.shapes[name], rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,9 +37,9 @@ from leaderless.training.engine import AdaptedEngine, EngineSetup, Trainable, Tr
 from leaderless.training.move import move_state
 from leaderless.training.registry import make_train_engine, make_value_engine
 from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, everything, shard_rows
+from leaderless.weights.pipeline import stage_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import Probe, fill_weights, send_weights
-from leaderless.weights.tensor_parallel import tensor_rows
 from leaderless.worker.turns import Turns
 
 InstanceKey = tuple[str, tuple[int, ...]]
@@ -121,10 +121,7 @@ class Roles:
             is_critic=instance.is_critic,
             layout=instance.layout,
             process_group=self._transport.process_group(ranks),
-            axis_groups={
-                name: self._transport.process_group(peers)
-                for name, peers in instance.layout.named_peers(self._transport.rank).items()
-            },
+            axis_groups=self._transport.axis_groups(instance.layout),
             device=self._device,
             optimizer=recipe.optimizer if instance.is_trained else None,
             num_updates=instance.num_updates,
@@ -182,7 +179,7 @@ class Roles:
         return Colocated(
             self._engine(instance, setup),
             trainer,
-            Pool(instance.layout, _placement(recipe)),
+            Pool(instance.layout, _placement(recipe, trainer.weight_shapes())),
             getattr(torch, setup.model.compute_dtype),
             shard=setup.shard,
             probe=setup.probe if self._is_probed(instance.role) else (),
@@ -251,10 +248,11 @@ class Roles:
         source, target = trained_instance(before, role), trained_instance(self._plan, role)
         if source is None or target is None or _trains_like(source, target):
             return
-        held, world, placement = left.get(source), self._transport.world, _placement(self._recipe.as_seen_by(role))
+        held, world = left.get(source), self._transport.world
         version = torch.tensor([held.policy_version if held else 0])
         version = world.max(version, f"the policy version of role '{role}'")
         wanted = self.engines[role, target.layout.ranks] if world.rank in target.layout else None
+        placement = _placement(self._recipe.as_seen_by(role), ())  # stages of a pipeline do not move
         pools = Pool(source.layout, placement), Pool(target.layout, placement)
         move_state(role, held, wanted, pools, world)
         if wanted is not None:
@@ -323,7 +321,7 @@ class Roles:
             wanted = held_by(copy) if copy else None
             some = held or wanted
             assert some is not None, "a rank without any of these weights does not take part"
-            placement = _placement(recipe)
+            placement = _placement(recipe, some.shapes)
             pools = Pool(source_layout, placement), Pool(target_layout, placement)
             route = self._routes.setdefault(
                 action, Route(role, some.shapes, *pools, torch.float32, self._transport.rank)
@@ -347,7 +345,7 @@ class Roles:
     ) -> Route:
         config = recipe.model_of(role)
         assert config is not None, "checked by the planner"
-        pools, dtype = (Pool(source, _placement(recipe)), Pool(target, everything)), config.compute_dtype
+        pools, dtype = (Pool(source, _placement(recipe, shapes)), Pool(target, everything)), config.compute_dtype
         return Route(role, shapes, *pools, getattr(torch, dtype), self._transport.rank, is_gathered=True)
 
     def _held(self, action: SyncWeights, source: Trainable) -> HeldWeights:
@@ -429,12 +427,12 @@ def _longest(recipe: Recipe) -> int:
     return recipe.data.max_prompt_tokens + recipe.longest_response()
 
 
-def _placement(recipe: Recipe) -> Placement:
-    """How the back end of a role divides its weights."""
+def _placement(recipe: Recipe, names: Iterable[str]) -> Placement:
+    """How the back end of a role divides its weights, which have these names."""
     backend = backend_of(recipe.training.backend)
     if not backend.shards_weights:
         return everything
-    return tensor_rows if backend.shards_along_axes else shard_rows
+    return stage_rows(names) if backend.shards_along_axes else shard_rows
 
 
 def check_vocabulary(engine: Trainable, tokenizer: Tokenizer, role: str) -> None:

@@ -50,7 +50,7 @@ class ModelCost:
         """
         ranks = np.array(self.layout.peers(self.layout.ranks[0], "tp"))
         num_bytes = tokens / self.layout.cp * self.size.hidden_size * number_bytes(self.config)
-        return 2 * self.size.num_layers * 2 * self.network.gather_seconds(num_bytes, ranks)
+        return 2 * (self.size.num_layers / self.layout.pp) * 2 * self.network.gather_seconds(num_bytes, ranks)
 
     def exchange_seconds(self, tokens: float) -> float:
         """Sending tokens to the ranks that have their experts, and results back, in all layers and one direction.
@@ -73,13 +73,13 @@ class ModelCost:
     def scoring_seconds(self, rows: Rows, shards: Int) -> float:
         """One forward pass over all rows, until the slowest shard is done, while weights are gathered.
 
-        The ranks of a shard divide the work. Those that divide layers wait for their sums; what others send to each
-        other is not charged.
+        The ranks of a shard divide the work. Those that divide layers wait for their sums, and stages of a pipeline
+        until it is full; what ranks send to each other besides is not charged.
         """
         device = self.network.cluster.device
         rate = device.peak_tflops * TERA * device.scoring_utilization
         work = self._per_shard(shards, self.forward_flops(rows, shards)).max() / (rate * self.layout.ranks_per_shard)
-        work += self._sums(rows, shards)
+        work = (work + self._sums(rows, shards)) * self._filling(rows, shards)
         return max(float(work), self._num_passes(rows, shards) * self.part_seconds())
 
     def training_seconds(self, rows: Rows, shards: Int) -> float:
@@ -98,6 +98,7 @@ class ModelCost:
             part = Rows(rows.groups[chosen], rows.prompt_tokens[chosen], rows.response_tokens[chosen], rows.are_samples)
             work = self._per_shard(shards[chosen], self.forward_flops(part, shards[chosen])).max() / rate
             work += (2 + self.config.gradient_checkpointing) * self._sums(part, shards[chosen])
+            work *= self._filling(part, shards[chosen])
             total += max(float(work), self._num_passes(part, shards[chosen]) * pass_s)
         return total
 
@@ -134,6 +135,10 @@ class ModelCost:
         each = float(tokens) / num_passes
         exchanged = self.exchange_seconds(each / self.layout.cp) if self.layout.ep > 1 else 0.0
         return num_passes * (self.sum_seconds(each) * (self.layout.tp > 1) + exchanged)
+
+    def _filling(self, rows: Rows, shards: Int) -> float:
+        """Time of a pipeline's passes, in that of its busy stages: it has to fill, and to become empty again."""
+        return 1 + (self.layout.pp - 1) / max(1, self._num_passes(rows, shards))
 
     def _num_passes(self, rows: Rows, shards: Int) -> int:
         """Micro-batches of the fullest shard, which all shards run."""

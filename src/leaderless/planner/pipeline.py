@@ -1,0 +1,51 @@
+"""Which stage of a pipeline has which layers. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from leaderless.config import RecipeError
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""The number of a layer in the name of a weight, or of what the optimizer keeps of it."""
+FIRST = "embed_tokens"
+"""The module before all layers; what belongs to no layer and not to it comes after them."""
+
+
+def check_pipeline(key: str, pp: int, num_layers: int, *, is_tied: bool) -> None:
+    """Refuse stages into which a model cannot be divided.
+
+    Raises:
+        RecipeError: There are more stages than layers, or the head is the embedding; the error is at the key.
+    """
+    if num_layers < pp:
+        layers = f"only {num_layers} layers" if num_layers > 1 else "only 1 layer"
+        raise RecipeError.at(key, f"pp={pp}: there are {layers}, and each stage needs one: it can be 1 to {num_layers}")
+    if is_tied:
+        raise RecipeError.at(
+            key,
+            f"pp={pp}: the model computes logits with the embeddings of its tokens (tie_word_embeddings), so that the "
+            "first and the last stage would both train them: use dp, tp and cp instead, or a model with a head of its "
+            "own",
+        )
+
+
+def layers_of_stage(num_layers: int, pp: int, stage: int) -> range:
+    """The layers of a stage: as many on each or, on the first ones, one more; the last one has the head, too."""
+    each, more = divmod(num_layers, pp)
+    first = stage * each + min(stage, more)
+    return range(first, first + each + (stage < more))
+
+
+def stage_of(name: str, num_layers: int, pp: int) -> int:
+    """The stage that has a weight."""
+    found = LAYER.search(name)
+    if found is None:
+        return 0 if FIRST in name.split(".") else pp - 1
+    return next(stage for stage in range(pp) if int(found[1]) in layers_of_stage(num_layers, pp, stage))
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """Number of layers of a model, from the names of its weights."""
+    return 1 + max((int(found[1]) for name in names if (found := LAYER.search(name))), default=-1)

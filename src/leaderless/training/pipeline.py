@@ -1,0 +1,138 @@
+"""The passes of one rank of a pipeline, in the order 1F1B: a forward pass for each backward pass, once all are busy.
+
+Every stage goes through the same micro-batches with the same loop, which computes a loss and goes back, one after the
+other. The last stage computes what the loss needs and sends it to all others. An earlier stage, when it is asked for
+the results of a micro-batch, has by then begun with as many of the next ones as there are stages after it:
+
+    stage 0   F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
+    stage 1      F0 F1 B0 F2 B1 F3 B2 ...
+    stage 2         F0 B0 F1 B1 F2 ...
+
+So no more micro-batches are held than there are stages (Narayanan et al., arXiv 2006.09503). `torch.distributed.
+pipelining` has the same order, but wants micro-batches of one shape and a loop of its own, with the loss on the last
+stage alone; here samples are packed, passes have as many tokens as they like, and every rank knows how many from the
+samples, which all stages have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from leaderless.data.transport import Sending
+from leaderless.models.pipeline import PipelineParallel
+from leaderless.training.micro_batches import MicroBatch
+
+HIDDEN = "hidden states of another stage"
+GRADIENTS = "gradients of hidden states of another stage"
+RESULTS = "what the last stage has computed"
+
+
+class _Begun(NamedTuple):
+    """A micro-batch that has left this stage."""
+
+    micro_batch: MicroBatch
+    hidden: Tensor
+    sending: Sending
+
+
+class Line:
+    """This rank's place in the line of stages, and the micro-batches that are in it."""
+
+    def __init__(self, stages: PipelineParallel, device: torch.device, dtype: torch.dtype) -> None:
+        """Hidden states have the type `dtype` and are sent from and to the device."""
+        self.stages, self._device, self._dtype = stages, device, dtype
+        self._coming: deque[MicroBatch] = deque()
+        self._begun: deque[_Begun] = deque()
+        self._sent: deque[Sending] = deque()
+
+    def expect(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """The micro-batches that pass next, in their order."""
+        self._coming = deque(micro_batches)
+        self._begun.clear()
+
+    def enter(self, num_tokens: int) -> Tensor:
+        """[tokens, hidden_size] the hidden states of the stage before; their gradient goes back to it."""
+        hidden = self.stages.forth.receive(self._room(num_tokens), self.stages.neighbor(-1), HIDDEN)
+        if torch.is_grad_enabled():
+            hidden.requires_grad_().register_hook(self._send_back)  # type: ignore[no-untyped-call]
+        return hidden
+
+    def _send_back(self, gradient: Tensor) -> None:
+        # The stage before receives one before it needs another one, so that few are on their way.
+        self._keep(self.stages.back.send(gradient.contiguous(), self.stages.neighbor(-1), GRADIENTS), 2)
+
+    def _keep(self, sending: Sending, count: int) -> None:
+        """Keep what is being sent; wait for what is older than the `count` newest, which have arrived by now."""
+        self._sent.append(sending)
+        while len(self._sent) > count:
+            self._sent.popleft().wait()
+
+    def publish(self, results: Sequence[Tensor]) -> None:
+        """Send what the last stage has computed, [R] each, to all others."""
+        if (values := torch.stack([one.detach() for one in results])).numel():
+            for rank in self.stages.back.ranks[:-1]:
+                self._keep(self.stages.back.send(values, rank, RESULTS), self.stages.size**2)
+
+    def results(self, micro_batch: MicroBatch, compute: Callable[[MicroBatch], Tensor], count: int) -> Sequence[Tensor]:
+        """On an earlier stage, `count` results [R] float32 of the last stage for a micro-batch.
+
+        Their backward pass is that of this stage, with the gradient that comes from the next one.
+
+        Args:
+            micro_batch: The next of those that are expected.
+            compute: Function that passes a micro-batch through this stage.
+            count: Number of results.
+        """
+        if not self._begun and not (self._coming and self._coming[0] is micro_batch):
+            self._coming = deque([micro_batch])
+        while self._coming and len(self._begun) < self.stages.size - self.stages.place:
+            one = self._coming.popleft()
+            hidden = compute(one)
+            sending = self.stages.forth.send(hidden.detach(), self.stages.neighbor(1), HIDDEN)
+            self._begun.append(_Begun(one, hidden, sending))
+        begun = self._begun.popleft()
+        if begun.micro_batch is not micro_batch:
+            raise RuntimeError("a pipeline gives results in the order in which micro-batches were cut: keep to it")
+        found: tuple[Tensor, ...] = _Results.apply(begun.hidden, self, begun.sending, len(micro_batch.targets), count)  # type: ignore[no-untyped-call]
+        return found
+
+    def receive_results(self, num_targets: int, count: int) -> Tensor:
+        """[count, R] float32."""
+        values = torch.empty(count, num_targets, device=self._device)
+        back = self.stages.back
+        return back.receive(values, back.ranks[-1], RESULTS) if values.numel() else values
+
+    def receive_gradient(self, num_tokens: int) -> Tensor:
+        """[tokens, hidden_size] the gradient of hidden states that have been sent to the next stage."""
+        return self.stages.back.receive(self._room(num_tokens), self.stages.neighbor(1), GRADIENTS)
+
+    def _room(self, num_tokens: int) -> Tensor:
+        return torch.empty(num_tokens, self.stages.hidden_size, dtype=self._dtype, device=self._device)
+
+
+class _Context(FunctionCtx):
+    line: Line
+    num_tokens: int
+
+
+class _Results(torch.autograd.Function):
+    """What the last stage has computed, in the place of the hidden states that have been sent."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, hidden: Tensor, line: Line, sending: Sending, num_targets: int, count: int
+    ) -> tuple[Tensor, ...]:
+        ctx.line, ctx.num_tokens = line, len(hidden)
+        found = line.receive_results(num_targets, count)
+        sending.wait()
+        return tuple(found.unbind())
+
+    @staticmethod
+    def backward(ctx: _Context, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.line.receive_gradient(ctx.num_tokens), None, None, None, None

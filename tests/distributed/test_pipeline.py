@@ -1,0 +1,218 @@
+"""Ranks that have some layers each compute what one rank does."""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tests.distributed.ranks import RankPool
+from tests.distributed.test_context_parallel import train
+from tests.distributed.test_critic import write_critic
+from tests.distributed.test_experts import experts_model
+from tests.distributed.test_mesh import setup_of
+from tests.distributed.test_tensor_parallel import save_or_load
+from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
+from tests.tiny import add_gradients, random_samples, tiny_model
+from tests.unit.recipes import plan_of, write_model
+from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+
+from leaderless.checkpoint.export import export_model
+from leaderless.config import RecipeError
+from leaderless.data.errors import CollectiveError
+from leaderless.data.transport import Transport
+from leaderless.models.pipeline import check_stages
+from leaderless.observability.run_directory import list_checkpoints
+from leaderless.planner import Layout, Plan
+from leaderless.planner.show import print_plan
+from leaderless.training.fsdp import FsdpEngine, make_engine
+
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+SIZES = {"vocab_size": 84, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4} | {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
+
+
+def write(folder: Path, family: str, num_layers: int = 3) -> str:
+    """The folder of a model whose head is not its embedding."""
+    if family == "critic":
+        return write_critic(folder)
+    if family == "qwen3_moe":
+        return experts_model(folder, family)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(FAMILIES[family](**SIZES, num_hidden_layers=num_layers))
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, std=0.2)
+    shutil.copytree(tiny_model("qwen3"), folder, dirs_exist_ok=True)  # a tokenizer
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "family", "micro_batch_tokens", "changes"),
+    [
+        ({"dp": 1, "pp": 2}, "qwen2", 31, {}),  # three layers: two and one
+        ({"dp": 1, "pp": 2}, "llama", 4096, {}),  # a single micro-batch
+        ({"dp": 1, "pp": 3}, "qwen3", 9, {"gradient_checkpointing": True}),  # a stage between others
+        ({"dp": 2, "pp": 2}, "qwen3", 31, {}),
+        ({"dp": 1, "pp": 2, "tp": 2}, "llama", 31, {}),
+        ({"dp": 1, "pp": 2, "cp": 2}, "qwen3", 9, {}),
+        ({"dp": 1, "pp": 2}, "qwen3_moe", 31, {}),
+        ({"dp": 1, "pp": 2}, "critic", 31, {"is_critic": True}),
+    ],
+    ids=str,
+)
+def test_stages_score_and_learn_like_one_rank(
+    ranks: RankPool,
+    tmp_path: Path,
+    sizes: dict[str, int],
+    family: str,
+    micro_batch_tokens: int,
+    changes: dict[str, object],
+) -> None:
+    path = write(tmp_path, family)
+    changes = {**changes, "has_gradients": "tp" not in sizes}  # those of ranks along tp are no whole weights
+    (expected,) = ranks.run(1, train, path, {"dp": 1}, 64, {**changes})
+    num_ranks = sizes["dp"] * sizes["pp"] * sizes.get("cp", 1) * sizes.get("tp", 1)
+    found = ranks.run(num_ranks, train, path, sizes, micro_batch_tokens, {**changes})
+    assert largest_difference(found, expected) < 1e-5
+
+
+def test_stages_that_compute_in_bfloat16_differ_by_rounding_only(ranks: RankPool, tmp_path: Path) -> None:
+    path, half = write(tmp_path, "llama"), {"compute_dtype": "bfloat16"}
+    (exact,), (expected,) = (ranks.run(1, train, path, {"dp": 1}, 64, {**changes}) for changes in ({}, half))
+    found = merged(ranks.run(2, train, path, {"dp": 1, "pp": 2}, 31, {**half}))
+
+    def error(numbers: Numbers) -> float:
+        return max(float((numbers[name] - exact[name]).norm()) for name in exact if name.startswith("scores"))
+
+    assert error(expected) > 1e-4, "it is rounded at all"
+    assert error(found) < 2 * error(expected)
+    assert float(found["norm"] / exact["norm"]) == pytest.approx(1, abs=0.05)
+
+
+def merged(results: list[Numbers]) -> Numbers:
+    numbers = Numbers()
+    for result in results:
+        numbers |= result
+    return numbers
+
+
+def test_a_checkpoint_is_read_with_another_size_and_exported_whole(ranks: RankPool, tmp_path: Path) -> None:
+    path = write(tmp_path / "model", "qwen3")
+    (folder := tmp_path / "checkpoints").mkdir()
+    [(expected, norm), *_] = ranks.run(4, save_or_load, str(folder), path, {"dp": 2, "pp": 2})
+    for sizes in ({"dp": 1, "pp": 3}, {"dp": 1}, {"dp": 1, "tp": 2, "pp": 2}):
+        for weights, found in ranks.run(math.prod(sizes.values()), save_or_load, str(folder), path, sizes):
+            assert found == pytest.approx(norm, rel=1e-5)
+            for name, value in expected.items():
+                torch.testing.assert_close(weights[name], value, atol=1e-6, rtol=1e-5)
+    (checkpoint,) = list_checkpoints(folder)
+    exported = AutoModelForCausalLM.from_pretrained(export_model(checkpoint, "policy", tmp_path / "exported"))
+    assert {name: value.shape for name, value in exported.named_parameters()} == {
+        name: value.shape for name, value in expected.items()
+    }
+    (back := tmp_path / "back").mkdir()
+    [(expected, norm)] = ranks.run(1, save_or_load, str(back), path, {"dp": 1})
+    for weights, found in ranks.run(2, save_or_load, str(back), path, {"dp": 1, "pp": 2}):
+        assert found == pytest.approx(norm, rel=1e-5)
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, atol=1e-6, rtol=1e-5)
+
+
+def order_of_passes(path: str, fails_at: int | None) -> list[str] | str:
+    """The forward and backward passes of this stage's last layer, in their order; or the error, if one stage fails."""
+    transport = Transport(torch.device("cpu"), timeout_s=2)
+    setup = setup_of(transport, Layout(transport.world.ranks, dp=1, pp=3), path)
+    engine = make_engine(replace(setup, micro_batch_tokens=9))
+    assert isinstance(engine, FsdpEngine)
+    passes, layer = list[str](), engine.model.text_model.layers[transport.rank]  # type: ignore[index]
+
+    def forward(*_: object) -> None:
+        if len(passes) == fails_at and transport.rank == 1:
+            raise OverflowError("the second stage fails")
+        passes.append("F")
+
+    layer.register_forward_pre_hook(forward)
+    layer.register_full_backward_hook(lambda *_: passes.append("B"))
+    try:
+        add_gradients(engine, random_samples(LENGTHS[:5]), lambda out, _: out.log_probs.sum())
+        engine.optimizer_step()
+    except (OverflowError, CollectiveError) as error:
+        return str(error)
+    return passes
+
+
+def test_a_stage_is_ahead_by_the_number_of_stages_after_it(ranks: RankPool, tmp_path: Path) -> None:
+    path = write(tmp_path, "llama")
+    for stage, passes in enumerate(ranks.run(3, order_of_passes, path, None)):
+        count, ahead = len(passes) // 2, 2 - stage
+        assert count >= 4
+        assert "".join(passes) == "F" * ahead + "FB" * (count - ahead) + "B" * ahead
+
+
+def test_where_a_stage_fails_no_other_waits_for_long(ranks: RankPool, tmp_path: Path) -> None:
+    before, failed, after = ranks.run(3, order_of_passes, write(tmp_path, "llama"), 3, timeout_s=2)
+    assert failed == "the second stage fails"
+    assert "rank 0 waited for gradients of hidden states of another stage with ranks [1, 2]" in before
+    assert "rank 2 waited for hidden states of another stage with ranks [0, 1]; nothing is heard of rank 1" in after
+
+
+def test_stages_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    def plan(model: Mapping[str, object], **layout: int) -> Plan:
+        return plan_of("grpo", 4, models={"policy": model}, layout={"policy": layout})
+
+    untied = {"path": write_model(tmp_path / "untied", num_hidden_layers=3, tie_word_embeddings=False)}
+    with pytest.raises(RecipeError, match=r"layout.policy.pp: pp=4: there are only 3 layers, .* it can be 1 to 3"):
+        plan(untied, pp=4)
+    tied = {"path": write_model(tmp_path / "tied", tie_word_embeddings=True)}
+    with pytest.raises(RecipeError, match=r"layout.policy.pp: pp=2: .*tie_word_embeddings.* use dp, tp and cp instead"):
+        plan(tied, pp=2)
+    with pytest.raises(
+        RecipeError, match=r"layout.policy.pp: the layers of 'policy' have adapters, and cannot be divided"
+    ):
+        plan({**untied, "lora": {"rank": 2}}, pp=2)
+    with pytest.raises(RecipeError, match="not together with tp or pp"):
+        plan(untied, pp=2, ep=4)
+    console = Console(file=io.StringIO(), width=200)
+    print_plan(plan(untied, pp=2, tp=2), console)
+    assert "is trained, has 2 stages of 2 and 1 layers" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_families_whose_layers_are_elsewhere_are_refused() -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": False}
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=88, tie_word_embeddings=False)
+    with pytest.raises(RecipeError, match="gpt2 cannot be divided by pp: it is not known which stage"):
+        check_stages(AutoModelForCausalLM.from_config(config), 2, "models.policy")
+    gemma = GemmaConfig(**small, num_key_value_heads=2, head_dim=8, intermediate_size=48, vocab_size=88)
+    model = AutoModelForCausalLM.from_config(gemma, attn_implementation="leaderless")
+    check_stages(model, 2, "models.policy")
+
+
+def test_memory_counts_the_layers_and_micro_batches_of_a_stage(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 10_000, "num_attention_heads": 8}
+    model = {"policy": write_model(tmp_path / "model", **sizes, num_hidden_layers=8, tie_word_embeddings=False)}
+
+    def parts(micro_batch_tokens: int, world_size: int, **layout: int) -> dict[str, dict[str, int]]:
+        batch = {"micro_batch_tokens": micro_batch_tokens, "prompts_per_step": 64}
+        memory = plan_of("grpo", world_size, models=model, layout={"policy": layout}, batch=batch).memory
+        assert memory is not None
+        return {"resident": dict(memory.cpu.resident), **memory.cpu.phases}
+
+    alone, staged = parts(1024, 1), parts(1024, 4, pp=4)
+    whole, part = (one["resident"]["policy weights"] for one in (alone, staged))
+    words = 10_000 * 512 * 4
+    assert part == pytest.approx((whole - 2 * words) / 4 + words, rel=1e-3), "a quarter of the layers, and the words"
+    kept = [one["policy trains"]["activations"] for one in (alone, staged)]
+    assert kept[1] > 0.95 * kept[0], "the first stage holds as many micro-batches as there are stages"
+    few, many = (parts(1 << 20, pp, pp=pp)["policy trains"]["activations"] for pp in (4, 2))
+    assert few < 0.6 * many, "there is only one micro-batch to hold"
