@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 from examples.counting.prepare import prepare
 from pyarrow import parquet
 from tests.distributed.ranks import RankPool
@@ -14,6 +15,8 @@ from tests.end_to_end.cli import ROOT, metrics, succeed
 from tests.pictures import picture, vision_model
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from leaderless import Run
+from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.models.image_readers import open_reader
 
@@ -49,6 +52,12 @@ def test_counting_is_imitated_exported_and_reinforced(ranks: RankPool, tmp_path:
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[0]["evaluation/failed"] == 0
     assert all(line["mismatch/abs_mean"] < 1e-5 for line in lines[1:])
+    run = Run(str(recipes / "grpo.yaml"), f"models.policy={out}", *common)
+    first, again, other = run.generate([asked[0], asked[0], asked[1]], temperature=0, max_tokens=2)
+    assert first == again
+    assert [first, other] == [run.generate([row], temperature=0, max_tokens=2)[0] for row in asked[:2]]
+    with pytest.raises(RecipeError, match=r"prompt 0: its text has places for 1 images \(<image>\), but the row has 0"):
+        run.generate([asked[0]["question"]])
     page = (tmp_path / "runs/counting/report.html").read_text()
     assert page.count("data:image/png;base64,iVBOR") >= 2, "the report shows pictures of training and of evaluation"
 

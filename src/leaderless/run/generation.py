@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from leaderless.config import Json, Recipe, RecipeError
 from leaderless.data.encode import RowEncoder
+from leaderless.data.images import ImageReader
 from leaderless.data.rows import Row
+from leaderless.models.image_readers import open_reader
 from leaderless.observability.console import print_line
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.serve.load import Served, Source, open_model
@@ -37,25 +40,30 @@ def answer(
     longest = max_tokens or recipe.rollout.max_response_tokens
     params = SamplingParams(sampling, longest, recipe.rollout.stop, recipe.seed)
     with open_model(source, None, None, print_line) as served:
-        requests = _requests(recipe, prompts, served, longest)
+        requests = _requests(recipe, prompts, served, longest, partial(open_reader, config, role, served.tokenizer))
         with served.serving.phase() as engine:
             groups = generate(engine, requests, params)
         texts = transcripts(served.tokenizer, [group[0].tokens for group in groups], recipe)
         return [response_in(text) for text in texts]
 
 
-def _requests(recipe: Recipe, prompts: Sequence[Prompt], served: Served, longest: int) -> list[Request]:
+def _requests(
+    recipe: Recipe, prompts: Sequence[Prompt], served: Served, longest: int, reader: Callable[[], ImageReader]
+) -> list[Request]:
     # Prompts have the template of the held-out ones, if there are any.
     held_out = {"data.evaluation": recipe.data.evaluation} if recipe.data.evaluation else {}
     key, data = next(iter({**held_out, **recipe.data.train_sets()}.items()))
     asked = data.model_copy(update={"answer": None, "response": None, "source": None, "columns": None})
-    encoder = RowEncoder(served.tokenizer, asked, key)
+    encoder = RowEncoder(served.tokenizer, asked, key, reader=reader)
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
         row: Row = dict(prompt) if isinstance(prompt, Mapping) else {asked.prompt: prompt}
-        tokens = encoder.encode(row, f"prompt {number}").prompt
+        if asked.images is not None:
+            row.setdefault(asked.images, None)
+        encoded = encoder.encode(row, f"prompt {number}")
+        tokens = encoded.prompt
         if len(tokens) + longest > served.max_context:
             reason = f"prompt {number} and its response may have {len(tokens)} + {longest} tokens, "
             raise RecipeError.at("", reason + f"but the model takes {served.max_context}: lower max_tokens")
-        requests.append(Request(tokens, [number]))
+        requests.append(Request(tokens, [number], images=tuple(encoded.images)))
     return requests
