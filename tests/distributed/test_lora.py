@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
+from tests.distributed.test_experts import experts_model
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
 from tests.tiny import add_gradients, random_samples, tiny_model
@@ -80,6 +82,13 @@ def test_ranks_learn_what_one_does(ranks: RankPool, sizes: dict[str, int], chang
     num_ranks = sizes["dp"] * sizes.get("cp", 1) * sizes.get("tp", 1)
     found = ranks.run(num_ranks, train, path, sizes, changes)
     assert largest_difference(found, expected) < 1e-5
+
+
+def test_ranks_that_divide_experts_learn_adapters_like_one(ranks: RankPool, tmp_path: Path) -> None:
+    path = experts_model(tmp_path, "qwen3_moe")
+    (expected,) = ranks.run(1, train, path, {"dp": 1}, {})
+    assert {name.split(".")[-2] for name in expected if name.startswith("weights.")} == {f"{x}_proj" for x in "qkvo"}
+    assert largest_difference(ranks.run(2, train, path, {"dp": 2, "ep": 2}, {}), expected) < 1e-5
 
 
 def addresses(engine: FsdpEngine, num_shards: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from itertools import groupby
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 from unittest.mock import Mock
@@ -142,3 +143,31 @@ def test_a_photograph_that_is_turned_is_sent_as_it_is_seen() -> None:
     turned.save(file, "JPEG", exif=exif)
     assert Image.open(io.BytesIO(plain_file(file.getvalue()))).size == (4, 8)
     assert plain_file(picture(8, 4)) == picture(8, 4)
+
+
+def test_requests_name_the_newest_adapters_and_an_engine_that_keeps_others_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def request_of(_: str, number: int, path: str) -> Mock:
+        return Mock(lora_int_id=number, path=path)
+
+    def add(request: Mock) -> bool:
+        loaded.add(request.lora_int_id)
+        return Path(request.path).is_dir()
+
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["vllm.lora.request"], "LoRARequest", request_of, raising=False)
+    worker = VllmWorker(Mock(adapters={"r": 1}, matrices=["q_proj.lora_A"]))
+    loaded, engine = set[int](), Mock(add_lora=add)
+    engine.remove_lora, engine.list_loras, worker._llm = loaded.discard, lambda: loaded, engine
+    for version in (4, 5):
+        worker.load_bucket([PackedWeight("q_proj.lora_A", "float32", (1, 2), 0)], torch.ones(2).view(torch.uint8))
+        worker.finish_load(version)
+        assert worker._lora_request is not None
+        assert loaded == {worker._lora_request.lora_int_id}
+        assert not Path(worker._lora_request.path).exists()
+    engine.remove_lora = Mock()
+    worker.load_bucket([PackedWeight("q_proj.lora_A", "float32", (1, 2), 0)], torch.ones(2).view(torch.uint8))
+    with pytest.raises(RuntimeError, match="vLLM has not loaded the adapters of policy version 6"):
+        worker.finish_load(6)

@@ -204,17 +204,26 @@ class VllmWorker:
                 raise RuntimeError(f"{len(lacking)} of vLLM's weights have not been sent, such as {lacking[0]}")
         else:
             with self._adapters.written() as folder:
-                self._use_adapters(folder)
+                self._use_adapters(folder, policy_version)
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM still uses keys and values of earlier weights, though nothing is in progress")
         self._policy_version = policy_version
 
-    def _use_adapters(self, folder: str) -> None:
-        """Load adapters in place of those before; requests name them, and no longer their folder."""
+    def _use_adapters(self, folder: str, policy_version: int) -> None:
+        """Load adapters in place of those before.
+
+        Their number is new and their folder is soon gone, so that a request cannot get any others.
+        """
         from vllm.lora.request import LoRARequest
 
-        self._engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
-        self._lora_request = LoRARequest("policy", 1, folder)
+        number = 1
+        if (before := self._lora_request) is not None:
+            number = before.lora_int_id + 1
+            self._engine.remove_lora(before.lora_int_id)
+        request = LoRARequest(f"policy-{policy_version}", number, folder)
+        if not self._engine.add_lora(request) or set(self._engine.list_loras()) != {number}:
+            raise RuntimeError(f"vLLM has not loaded the adapters of policy version {policy_version}")
+        self._lora_request = request
 
     def sleep(self, *, keep_weights: bool) -> None:
         """See `Driver`. An accelerator copies weights that are kept to host memory, as those to which adapters belong.
