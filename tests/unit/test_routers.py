@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from tests.tiny import random_samples, tiny_model
-from tests.unit.recipes import plan_of, write_model
+from tests.unit.recipes import make_recipe, plan_of, write_model
 from tests.unit.test_native_engine import PROMPTS, model_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
@@ -17,6 +18,7 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
+from leaderless.environments.protocol import Environment, Observation, Task, Turn
 from leaderless.models.attention import PackedAttention
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.routers import Routers
@@ -24,6 +26,8 @@ from leaderless.models.shared_prompts import attention_over
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
+from leaderless.stages.play import play_tasks
+from leaderless.stages.played import Play
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.weights.stream import WeightStream
 
@@ -54,7 +58,7 @@ def choices_of(tokens: list[int], model: CausalLM) -> list[bytes]:
 
 def samples(prompts: list[list[int]], completions: list[Completion]) -> Batch:
     tokens = Jagged.from_lists([c.tokens for c in completions], torch.int64, "tokens")
-    recorded = [torch.frombuffer(bytearray(b"".join(c.experts)), dtype=torch.uint8) for c in completions]
+    recorded = [torch.tensor(list(b"".join(c.experts)), dtype=torch.uint8) for c in completions]
     lengths = torch.tensor([len(row) for row in recorded])
     columns = {
         "prompt_tokens": Jagged.from_lists(prompts, torch.int64, "prompt_tokens"),
@@ -239,3 +243,46 @@ def test_replay_that_cannot_be_is_refused_in_the_plan(
     model = write_model(tmp_path / "model", **({"model_type": "qwen3_moe"} | experts if experts else {}))
     with pytest.raises(RecipeError, match=message):
         plan_of("grpo", 2, models={"policy": model}, rollout=settings, algorithm={"replay_experts": True})
+
+
+class Repeat(Environment):
+    """Says a digit three times, of which the second turn depends on the policy."""
+
+    def reset(self, task: Task, rng: Random) -> Observation:
+        self.turn, self.digit = 0, rng.randrange(10)
+        return f"{task['question']}{self.digit}"
+
+    def act(self, text: str) -> Turn:
+        self.turn += 1
+        return Turn(f"{text[:1]}={self.digit}", reward=1.0, done=self.turn == 3)
+
+
+@pytest.mark.parametrize("max_sequences", [1, 64], ids=["read again", "kept"])
+def test_samples_of_episodes_have_the_choices_of_all_turns(max_sequences: int) -> None:
+    recipe = make_recipe(
+        environment={"type": f"{__name__}:Repeat", "max_turns": 5},
+        data={"train": {"path": "rows.jsonl", "template": "plain"}},
+        rollout={"max_response_tokens": 5},
+    )
+    engine = recording(model_of("qwen3_moe"), max_sequences)
+    columns = {"rows": ({"question": "1+1"}, {"question": "a"})}
+    tasks, play = Batch(torch.tensor([3, 4]), columns), Play([SamplingConfig()] * 2, 0, 10, 5)
+    data = [recipe.data.train] * 2
+    played = play_tasks(engine, play, tasks, data, recipe, engine.tokenizer, lambda _: None)  # type: ignore[arg-type]
+    rows = played.samples().with_columns(experts=played.experts())
+    texts = zip(rows.jagged("prompt_tokens").to_lists(), rows.jagged("tokens").to_lists(), strict=True)
+    expected = [b"".join(choices_of([*prompt, *tokens[:-1]], model_of("qwen3_moe"))) for prompt, tokens in texts]
+    assert [row.numpy().tobytes() for row in rows.jagged("experts").rows()] == expected
+    assert all(turns[-1] == 2 for turns in rows.jagged("turns").to_lists())
+
+
+def test_what_was_not_recorded_is_chosen_by_the_router() -> None:
+    requests = [Request(prompt, [i]) for i, prompt in enumerate(PROMPTS)]
+    groups = generate(recording(model_of("qwen3_moe")), requests, PARAMS)
+    found = [completion for (completion,) in groups]
+    found[1].experts[3:] = [bytes([255] * 4)] * (len(found[1].experts) - 3)
+    found[2].experts.clear()
+    rows = samples([list(prompt) for prompt in PROMPTS], found)
+    engine = trainer(model_of("qwen3_moe"))
+    plain = engine.log_probs(rows.only(set(rows.names()) - {"experts"})).values
+    assert torch.equal(engine.log_probs(rows).values, plain)

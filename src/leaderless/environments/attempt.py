@@ -194,7 +194,7 @@ class Attempt:
         )
         self.episode.seconds["model"] += time.perf_counter() - begin
         facts = Said(completion.log_probs, completion.policy_versions, self._num_turns, agent, completion.is_truncated)
-        facts.temperature = self._place.params.distribution.temperature
+        facts.temperature, facts.experts = self._place.params.distribution.temperature, completion.experts
         return self._add(end, completion.tokens, facts)
 
     def _told(self, agent: str) -> TraceNode:

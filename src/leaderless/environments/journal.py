@@ -102,7 +102,7 @@ def _answer_of(fields: dict[str, Json]) -> Answer:
 
 def _facts(said: Said) -> dict[str, Json]:
     # A dataclass is walked by hand: `asdict` would copy each number of the lists.
-    facts = {name: value for name, value in vars(said).items() if name != "log_probs"}
+    facts = {name: value for name, value in vars(said).items() if name not in {"log_probs", "experts"}}
     return {"log_probs": _short(said.log_probs), **facts}
 
 

@@ -25,6 +25,8 @@ class Said:
         reward: Reward of what was said.
         temperature: Temperature at which it was sampled.
         is_repeated: Whether it was sampled earlier, on perhaps another rank, and only said again.
+        experts: Experts of each token of the message and all before it but the last, if they were recorded; see
+            `Completion`. They are in no journal.
     """
 
     log_probs: Sequence[float]
@@ -35,6 +37,7 @@ class Said:
     reward: float = 0.0
     temperature: float = 1.0
     is_repeated: bool = False
+    experts: Sequence[bytes] = ()
 
 
 @dataclass(eq=False)
@@ -81,6 +84,7 @@ class TraceSample:
         rewards: Reward at each trained token: that of a turn at its last one, else 0.
         temperatures: Temperature at which each trained token was sampled.
         is_truncated: Whether the last trained message was cut off.
+        experts: Experts of each token but the last, as far as they are known: those of the pass that read it first.
     """
 
     agent: str
@@ -92,6 +96,7 @@ class TraceSample:
     rewards: list[float]
     temperatures: list[float]
     is_truncated: bool
+    experts: Sequence[bytes] = ()
 
     @property
     def head_length(self) -> int:
@@ -167,4 +172,14 @@ def _sample(path: Sequence[TraceNode], chosen: Sequence[TraceNode], agent: str) 
         ],
         temperatures=[said.temperature for node, said in facts for _ in node.tokens],
         is_truncated=facts[-1][1].is_truncated,
+        experts=_experts(path, agent),
     )
+
+
+def _experts(path: Sequence[TraceNode], agent: str) -> list[bytes]:
+    """The experts of the tokens of a path, as far as an agent's messages in it know them."""
+    experts: list[bytes] = []
+    for node in path:
+        if node.said and node.said.agent == agent:
+            experts += node.said.experts[len(experts) :]
+    return experts

@@ -18,7 +18,9 @@ from leaderless.config import RecipeError
 
 ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
 """Classes of `transformers` that take the softmax of all experts, and the largest of it."""
-MOST_EXPERTS = 256
+UNKNOWN = 255
+"""In place of an expert that was not recorded: the router chooses."""
+MOST_EXPERTS = UNKNOWN
 """Experts whose numbers fit into one byte."""
 
 
@@ -27,7 +29,7 @@ class RoutedPass:
     """The choices of one pass over T tokens.
 
     Attributes:
-        replayed: [T, layers, k] uint8 experts to use; None to let routers choose.
+        replayed: [T, layers, k] uint8 experts to use, `UNKNOWN` where routers choose; None if they always do.
         chosen: [T, k] uint8 experts that each layer has used, by its number among those with experts.
         pull: [layers, experts] float32, the gradient that is added to each expert's probability at a token of weight 1;
             None for none.
@@ -137,7 +139,8 @@ class _Router:
                 assert now.weights is not None
                 probabilities = _pulled(probabilities, now.weights.unsqueeze(1) * now.pull[self._layer])
             if now.replayed is not None:
-                chosen = now.replayed[:, self._layer].long()
+                recorded = now.replayed[:, self._layer].long()
+                chosen = torch.where(recorded == UNKNOWN, chosen, recorded)
             top = probabilities.gather(1, chosen)
             scores = (top / top.sum(dim=-1, keepdim=True) if self._is_normalized else top).to(scores.dtype)
         now.chosen[self._layer] = chosen.detach().to(torch.uint8)

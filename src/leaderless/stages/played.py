@@ -19,8 +19,10 @@ from leaderless.environments.journal import line_of, text_of
 from leaderless.environments.tools.use import ToolUse
 from leaderless.environments.trace import TraceNode, TraceSample
 from leaderless.environments.world import CAUSES, OVERFLOW
+from leaderless.models.routers import UNKNOWN
 from leaderless.observability.metrics import Metrics
 from leaderless.stages.earlier import Seat
+from leaderless.workflow.columns import EXPERTS
 
 
 @dataclass(frozen=True)
@@ -86,19 +88,38 @@ class Played:
         rows = [row for episode, seat in played for row in _rows_of(episode, seat, self.play.stride)]
         return sorted(rows, key=lambda row: (int(self.tasks.ids[row.task]), row.sibling))
 
-    def samples(self) -> Batch:
-        """The episodes as samples of the tasks, whose prompts are what all conversations of a task begin with."""
+    @cached_property
+    def _prompts(self) -> Sequence[Sequence[int]]:
         heads: list[list[list[int]]] = [[] for _ in range(len(self.tasks))]
         for row in self._rows:
             if row.sample is not None:
                 heads[row.task].append(row.sample.tokens[: row.sample.head_length])
-        prompts = [common_beginning(some) if some else [self.end_token] for some in heads]
+        return [common_beginning(some) if some else [self.end_token] for some in heads]
+
+    def samples(self) -> Batch:
+        """The episodes as samples of the tasks, whose prompts are what all conversations of a task begin with."""
+        prompts = self._prompts
         task = torch.tensor([row.task for row in self._rows], dtype=torch.int64)
         table = self.tasks.with_columns(prompt_tokens=Jagged.from_lists(prompts, torch.int64, "prompt_tokens"))
         siblings = torch.tensor([row.sibling for row in self._rows], dtype=torch.int64)
         ids = make_sample_ids(self.tasks.ids[task], siblings)
         lengths = [len(prompts[row.task]) for row in self._rows]
         return Batch(ids, {**self._token_columns(lengths), **self._episode_columns(task)}, table, task)
+
+    def experts(self) -> Jagged:
+        """The experts of each sample, as far as they are known; samples of a task share those of their prompt."""
+        shared: dict[int, Sequence[bytes]] = {}
+        rows: list[bytes] = []
+        for row in self._rows:
+            sample = row.sample or NOTHING
+            known = list(sample.experts)
+            if known:
+                first = shared.setdefault(row.task, known[: len(self._prompts[row.task])])
+                known[: len(first)] = first
+                known += [bytes([UNKNOWN]) * len(known[0])] * (len(sample.tokens) - 1 - len(known))
+            rows.append(b"".join(known))
+        values = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8) if any(rows) else torch.empty(0).byte()
+        return Jagged(values, torch.tensor([len(row) for row in rows], dtype=torch.int64), EXPERTS)
 
     def _token_columns(self, prompt_lengths: Sequence[int]) -> dict[str, Column]:
         samples = [row.sample or NOTHING for row in self._rows]

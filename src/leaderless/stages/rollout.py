@@ -166,7 +166,8 @@ def _samples_of(played: Played, context: StageContext, seconds: float) -> Batch:
     context.facts["waits"] = played.waits()
     roles = [own] if config is None else [config.agents.get(agent, own) for agent in agents_of(config)]
     numbers = torch.tensor([context.agents.index(role) if role in context.agents else 0 for role in roles])
-    return samples.with_columns(agent=numbers[samples.dense("actor")])
+    own_experts = {EXPERTS: played.experts()} if context.recipe.algorithm.replay_experts else {}
+    return samples.with_columns(own_experts, agent=numbers[samples.dense("actor")])
 
 
 def _complete(

@@ -11,6 +11,7 @@ from torch import Tensor
 from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.data.images import PromptImage, unpack_images
 from leaderless.data.transport import ProcessGroup
+from leaderless.models.routers import UNKNOWN
 from leaderless.models.shared_prompts import Family
 from leaderless.workflow.columns import EXPERTS, IMAGES
 
@@ -35,8 +36,8 @@ class MicroBatch:
         response_lengths: [m] int64, number of sampled tokens of each sample.
         temperature: Temperature at which all tokens were sampled or, if they differ, [R] float32.
         images: Images of the prompts, in the order of their tokens.
-        experts: [T, layers * k] uint8, experts of each token, those of a prompt from the first of its samples; None to
-            let routers choose.
+        experts: [T, layers * k] uint8, experts of each token, those of a prompt from one of its samples; `UNKNOWN`
+            where routers choose, and None if they always do.
     """
 
     tokens: Tensor
@@ -213,7 +214,7 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
     experts = None
     if samples.experts is not None:
         own, places = samples.experts.select(rows), (prompt_index, index)
-        experts = _packed_experts(own, (firsts, family_of_row), (before, after), places)
+        experts = _packed_experts(own, family_of_row, (before, after), places)
     return MicroBatch(
         tokens=tokens,
         positions=positions,
@@ -238,29 +239,33 @@ def _images(packed: Jagged, begins: Tensor) -> tuple[PromptImage, ...]:
 
 
 def _packed_experts(
-    experts: Jagged, rows: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor]
-) -> Tensor:
-    """The experts of the tokens of a pass.
+    experts: Jagged, family_of_row: Tensor, lengths: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor]
+) -> Tensor | None:
+    """The experts of the tokens of a pass; None where none are recorded.
 
     Args:
-        experts: Those of each sample, of its prompt and its inputs.
-        rows: The first sample of each prompt, and the prompt of each sample.
+        experts: Those of each sample, of its prompt and its inputs; none where they were not recorded.
+        family_of_row: Prompt of each sample.
         lengths: Those of each prompt, and of the inputs of each sample.
         places: Indices of the tokens of prompts in the pass, and of those of inputs.
     """
-    (firsts, family_of_row), (before, after) = rows, lengths
-    num_tokens = before[family_of_row] + after
-    width = int(experts.lengths[0] // num_tokens[0])
-    if not bool((experts.lengths == width * num_tokens).all()):
+    (before, after) = lengths
+    num_tokens, is_known = before[family_of_row] + after, experts.lengths > 0
+    if not bool(is_known.any()):
+        return None
+    width = int(experts.lengths[is_known][0] // num_tokens[is_known][0])
+    if not bool((experts.lengths == width * num_tokens)[is_known].all()):
         raise RuntimeError(
             f"samples of {num_tokens.tolist()} tokens have {experts.lengths.tolist()} recorded experts: each token "
             "must have the same number of them"
         )
-    begins = experts.offsets[:-1] // max(width, 1)
-    values = experts.values.view(len(experts.values) // max(width, 1), width)
-    packed = values.new_empty(sum(map(len, places)), width)
-    packed[places[0]] = values[ragged_index(begins[firsts], before)]
-    packed[places[1]] = values[ragged_index(begins + before[family_of_row], after)]
+    packed = experts.values.new_full((sum(map(len, places)), width), UNKNOWN)
+    parts = zip(experts.rows(), is_known.tolist(), family_of_row.tolist(), strict=True)
+    inputs, prompts = list(torch.split(places[1], after.tolist())), torch.split(places[0], before.tolist())
+    for row, (values, known, family) in enumerate(parts):
+        if known:
+            own = values.view(-1, width)
+            packed[prompts[family]], packed[inputs[row]] = own[: before[family]], own[before[family] :]
     return packed
 
 

@@ -136,10 +136,6 @@ def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 
 
 def _check_sampling(recipe: Recipe) -> None:
-    if recipe.has_episodes and recipe.algorithm.replay_experts:
-        raise RecipeError.at(
-            "algorithm.replay_experts", "needs samples that are single responses, not episodes: leave it out"
-        )
     if recipe.rollout.temperature == 0:
         raise RecipeError.at("rollout.temperature", "must be above 0: training needs responses that differ")
     if recipe.environment is not None:
@@ -183,6 +179,7 @@ def _check_rollout(recipe: Recipe, node: Node) -> None:
 
 def _check_play_on(recipe: Recipe, node: Node) -> None:
     _check_sampling(recipe)
+    refuse_replay(recipe, node)
     if recipe.online is not None:
         raise RecipeError.at(
             "online",

@@ -276,6 +276,7 @@ class Chat:
             self.num_answers,
             is_truncated=completion.is_truncated,
             temperature=params.distribution.temperature,
+            experts=completion.experts,
         )
         said = self._conversations.answer(context, completion.tokens, checked(answer.message), facts)
         self._lines.free(line, said)
