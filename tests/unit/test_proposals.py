@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from tests.end_to_end.two_judges import layout, workflow
-from tests.unit.recipes import make_recipe, plan_of
+from tests.unit.recipes import make_recipe, plan_of, write_model
 
 from leaderless.planner.links import Links, find_slow, pairs_in_rounds
 from leaderless.planner.plan import Plan
@@ -53,6 +54,18 @@ def test_a_node_keeps_its_other_settings_and_its_company() -> None:
     apart = next(plan for plan in found.values() if plan["rollout"].layout.ranks == (0,))
     assert apart["reward"].layout.ranks == apart["policy"].layout.ranks == (1, 2)
     assert apart.layout["rollout"].groups == "whole"
+
+
+def test_other_numbers_of_ranks_divide_experts_where_they_can(tmp_path: Path) -> None:
+    mixture = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    settings = {
+        "models": {"policy": write_model(tmp_path / "model", **mixture)},
+        "layout": {"rollout": {"ranks": "0-2"}, "policy": {"ranks": "3-4", "ep": 2}},
+    }
+    like = plan_of("grpo", 5, **settings)
+    found = propose(make_recipe(**settings), like, seconds_of(like, rollout=1.0, policy=9.0), always)
+    sizes = {(len(plan["policy"].layout.ranks), plan["policy"].layout.ep) for plan in found.values()}
+    assert sizes == {(1, 1), (2, 2), (3, 3)}, "4 and 5 do not divide 6"
 
 
 def test_generation_stays_ahead_by_the_same_lag() -> None:

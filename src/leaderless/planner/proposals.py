@@ -145,5 +145,12 @@ def _layout_of(candidate: Candidate, recipe: Recipe, like: Plan) -> dict[str, La
         if node.name in recipe.layout and node.name not in ranks:
             beside = (other for other in candidate.pools if like[other].layout.ranks == node.layout.ranks)
             ranks[node.name] = next((ranks[other] for other in beside), "all")
-    known = {name: recipe.layout.get(name, LayoutConfig()) for name in ranks}
-    return {name: known[name].model_copy(update={"ranks": ranks[name]}) for name in ranks}
+    return {name: _moved(recipe.layout.get(name, LayoutConfig()), name, ranks[name], like) for name in ranks}
+
+
+def _moved(config: LayoutConfig, name: str, ranks: str, like: Plan) -> LayoutConfig:
+    """The layout of a node on other ranks: all of these divide experts if all did, and it is known whether they can."""
+    moved = config.model_copy(update={"ranks": ranks})
+    if config.ep == 1 or like.sizes.get(like[name].node.role or "") is None:
+        return moved
+    return moved.model_copy(update={"ep": len(moved.ranks_of(like.world_size))})
