@@ -19,7 +19,7 @@ from tests.unit.recipes import plan_of, write_model
 from tests.unit.test_models import packed_logits
 from tests.unit.test_native_engine import engine_of
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from leaderless.checkpoint.manifest import DamagedCheckpointError
 from leaderless.checkpoint.reader import ROLE_FILE, STATE_FILE, RoleState, RunState, fingerprint, load_checkpoint
@@ -154,6 +154,13 @@ def test_a_folder_of_peft_is_where_training_begins(tmp_path: Path) -> None:
     model = load_causal_lm(ModelConfig(path=tiny_model("qwen3"), lora=LoraConfig(adapter=str(tmp_path))), "policy")
     expected = torch.cat([twin(input_ids=one[None]).logits[0] for one in TOKENS])
     torch.testing.assert_close(packed_logits(model, TOKENS), expected, atol=1e-5, rtol=0)
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"policy.lora: models of type gpt2 have no linear layers, which could have"):
+        load_causal_lm(ModelConfig(path=str(tmp_path), lora=LoraConfig()), "policy")
 
 
 def test_a_folder_says_which_of_the_layers_with_a_name_have_adapters(tmp_path: Path) -> None:

@@ -73,13 +73,19 @@ def add_adapters(model: PreTrainedModel, settings: ModelConfig, key: str) -> Non
         key: Key of these settings, for errors.
 
     Raises:
-        RecipeError: A target is the name of no linear layer, or a folder of adapters does not fit.
+        RecipeError: There is no linear layer, or none with the name of a target; or a folder of adapters does not fit.
     """
     if (config := lora_of(settings, key)) is None:
         return
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
     named = model.base_model.named_modules()
     layers = {f"{prefix}{name}": one for name, one in named if type(one) is nn.Linear}
+    if not layers:  # without any adapter, all weights would be trained
+        raise RecipeError.at(
+            f"{key}.lora",
+            f"models of type {model.config.model_type} have no linear layers, which could have adapters: leave it out, "
+            "to train all weights",
+        )
     targets = [*layers] if config.targets == "all-linear" else list(config.targets)
     for target in targets:
         if not any(_is_named(name, target) for name in layers):
