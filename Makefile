@@ -34,7 +34,7 @@ test-oldest: .venv-oldest/.installed
 # Its extensions for images and sound are left out: they are built for another torch, and language models need none.
 test-vllm: .venv-vllm/.installed
 	LEADERLESS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --timeout 900 \
-		tests/contracts/test_rollout_engine.py tests/engines_in_use -k vllm
+		tests/contracts/test_rollout_engine.py tests/contracts/test_adapters_of_engines.py tests/engines_in_use -k vllm
 
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm

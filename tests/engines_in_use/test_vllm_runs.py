@@ -51,6 +51,7 @@ CASES: Mapping[str, tuple[Mapping[str, object], int]] = {
     "servers of one engine that are sent adapters": ({**SERVER, **LORA, "layout": {"rollout": {"tp": 2}}}, 2),
     "in process": ({}, 1),
     "in two processes": ({}, 2),
+    "in two processes that are sent adapters": (LORA, 2),
     "in four processes that make two engines": ({"layout": {"rollout": {"tp": 2}}}, 4),
 }
 """Changes of the recipe, and the number of workers."""
