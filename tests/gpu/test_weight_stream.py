@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 RECEIVER = """
 import json, sys
 from leaderless.rollout.apart.messages import checksum
-from leaderless.rollout.apart.server import SharedMemory
+from leaderless.rollout.apart.http import SharedMemory
 memory = SharedMemory()
 for line in sys.stdin:
     sent = json.loads(line)

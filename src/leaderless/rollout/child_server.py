@@ -44,9 +44,25 @@ class ChildServer:
     """An HTTP server in another process, on the loopback interface, with a token that only this rank knows."""
 
     def __init__(
-        self, name: str, log: Path, start_timeout_s: float, answer_timeout_s: float, beat: Callable[[], None]
+        self,
+        name: str,
+        log: Path,
+        start_timeout_s: float,
+        answer_timeout_s: float,
+        beat: Callable[[], None],
+        section: str = "rollout.external",
     ) -> None:
-        """Start nothing yet. `log` gets the server's output; `beat` is called while it starts, as a sign of life."""
+        """Start nothing yet.
+
+        Args:
+            name: Server in words, for errors.
+            log: File that gets the server's output.
+            start_timeout_s: Longest time until its first answer.
+            answer_timeout_s: Longest time without an answer after that.
+            beat: Function that is called while it starts, as a sign of life.
+            section: Section of the recipe that has both limits.
+        """
+        self._section = section
         self._name, self._log, self._beat = name, log, beat
         self._start_timeout_s, self.answer_timeout_s = start_timeout_s, answer_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -87,7 +103,7 @@ class ChildServer:
                 raise self._failed(f"has ended with code {self._process.returncode} while it started")
             if time.monotonic() > end:
                 self.close()
-                raise self._failed(f"did not start within rollout.external.start_timeout_s={self._start_timeout_s:g} s")
+                raise self._failed(f"did not start within {self._section}.start_timeout_s={self._start_timeout_s:g} s")
             self._beat()
             time.sleep(POLL_S)
 
@@ -152,7 +168,7 @@ class ChildServer:
 
     def failed_to_answer(self, path: str) -> EngineError:
         """Make the error for an answer that takes too long."""
-        limit = f"rollout.external.answer_timeout_s={self.answer_timeout_s:g} s"
+        limit = f"{self._section}.answer_timeout_s={self.answer_timeout_s:g} s"
         return self._failed(f"did not answer {path} within {limit}")
 
     def _failed(self, what: str) -> EngineError:

@@ -2,78 +2,24 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import sys
-import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from .http import Handler, bind
 from .messages import Ask, PackedWeight, Settings
 from .vllm_worker import VllmWorker
 
 
-class SharedMemory:
-    """Memory of another process of this machine, which holds one bucket of weights at a time."""
+class _Handler(Handler):
+    """See `Handler`."""
 
-    def __init__(self) -> None:
-        self._place: Mapping[str, Any] = {}
-        self._data = torch.empty(0, dtype=torch.uint8)
-
-    def open(self, place: Mapping[str, Any]) -> Tensor:
-        """Map the memory at a staging's `place`, unless it is mapped already, and return its bytes."""
-        if place != self._place:
-            self.close()
-            self._data, self._place = _map(place), place
-        return self._data
-
-    def close(self) -> None:
-        """Unmap the memory."""
-        self._place, self._data = {}, torch.empty(0, dtype=torch.uint8)
-        if torch.cuda.is_available():
-            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-
-
-def _map(place: Mapping[str, Any]) -> Tensor:
-    if "file" in place:
-        return torch.from_file(place["file"], shared=True, size=place["bytes"], dtype=torch.uint8)
-    handle = [bytes.fromhex(part) if isinstance(part, str) else part for part in place["handle"]]
-    # This process may see the device under another index.
-    storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle)  # noqa: SLF001
-    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """One HTTP call, with the token that the rank and this server share; arguments and results are JSON."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # an answer is two packets, and the second must not wait
     worker: VllmWorker
-    memory = SharedMemory()
-    token: str
 
-    def do_GET(self) -> None:
-        """Answer a health check."""
-        self.do_POST()
-
-    def do_POST(self) -> None:
-        """Answer a call."""
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if not hmac.compare_digest(self.headers.get("Authorization") or "", f"Bearer {self.token}"):
-            self._send(401, {"error": "wrong token"})
-            return
-        try:
-            self._send(200, self._answer(self.path.removeprefix("/"), json.loads(body or b"{}")))
-        except Exception as error:  # noqa: BLE001  (it is sent to the rank)
-            traceback.print_exc()
-            self._send(500, {"error": f"{type(error).__name__}: {error}"})
-
-    def _answer(self, name: str, body: Mapping[str, Any]) -> object:
+    def answer(self, name: str, body: Mapping[str, Any]) -> object:
+        """See `Handler`."""
         match name:
             case "submit":
                 self.worker.submit(Ask(**ask) for ask in body["asks"])
@@ -93,24 +39,11 @@ class _Handler(BaseHTTPRequestHandler):
                 raise ValueError(f"there is no call '{name}'")
         return None
 
-    def _send(self, status: int, content: object) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Calls are not logged: there is one for each step."""
-
 
 def main() -> None:
     """Serve one rank on the loopback interface until it ends; the settings are read from standard input."""
     start = json.loads(sys.stdin.readline())
-    server = HTTPServer(("127.0.0.1", start["port"]), _Handler, bind_and_activate=False)
-    server.server_bind()
-    _Handler.token = start["token"]
+    server = bind(start["port"], _Handler, start["token"])
     _Handler.worker = VllmWorker(Settings(**start["settings"]))
     _Handler.worker.start()
     server.server_activate()  # connections are accepted from now on: the engine is ready
