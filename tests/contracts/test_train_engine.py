@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,10 @@ from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.registry import make_train_engine, make_value_engine
 
 OWN = "tests.contracts.replicated:make_engine"
-BACKENDS = [*BUILTIN_BACKENDS, OWN]
+MEGATRON = "tests.fakes.in_process:make_engine"
+"""The back end `megatron`, with a stand-in for Megatron."""
+VALUE_BACKENDS = [name for name, spec in BUILTIN_BACKENDS.items() if spec.values] + [OWN]
+BACKENDS = [*VALUE_BACKENDS, MEGATRON]
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, weight_decay=0.1, warmup_updates=1, max_grad_norm=0.7)
 """Adam with such an epsilon moves weights by more where the gradient is larger."""
 TEMPERATURE = 0.7
@@ -254,7 +258,7 @@ def predict(backend: str, path: str) -> Numbers:
     return numbers | weights_of(engine)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", VALUE_BACKENDS)
 def test_values_are_those_of_a_plain_classifier(ranks: RankPool, tmp_path: Path, backend: str) -> None:
     path = write_critic(tmp_path)
     found: Numbers = {}
@@ -287,8 +291,9 @@ def walk(ranks: RankPool, folder: Path, backend: str, workflow: str) -> list[lis
 
 @pytest.mark.parametrize("workflow", ["grpo", "ppo"])
 def test_a_run_gives_the_same_with_every_back_end(ranks: RankPool, tmp_path: Path, workflow: str) -> None:
-    expected, result = (walk(ranks, tmp_path / str(n), backend, workflow) for n, backend in enumerate(BACKENDS))
-    for step in range(2):
+    backends = VALUE_BACKENDS if workflow == "ppo" else BACKENDS
+    expected, *results = (walk(ranks, tmp_path / str(n), backend, workflow) for n, backend in enumerate(backends))
+    for step, result in product(range(2), results):
         ours, theirs = merged(result, step), merged(expected, step)
         assert ours["samples"] == theirs["samples"]
         assert theirs["numbers"]["policy/grad_norm"] > 1e-4, "there is something to learn"  # type: ignore[index]

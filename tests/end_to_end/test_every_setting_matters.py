@@ -23,6 +23,7 @@ from leaderless.config.online import OnlineConfig
 from leaderless.config.placement import PlacementConfig
 from leaderless.config.rewards import CodeOptions, RewardOptions
 from leaderless.config.rollout import ExternalConfig
+from leaderless.config.training import MegatronConfig
 
 
 def has_siblings(section: type[BaseModel]) -> bool:
@@ -136,6 +137,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("GuardsConfig", name) for name in ("non_finite_loss", "non_finite_gradient", "max_roll_backs")}
     # Engines in other processes are not part of these runs; tests/unit/test_make_engine.py tries each setting.
     elsewhere |= {("ExternalConfig", name) for name in ExternalConfig.model_fields}
+    # Megatron is not part of these runs; tests/unit/test_megatron.py tries each setting.
+    elsewhere |= {("MegatronConfig", name) for name in MegatronConfig.model_fields}
     # Channels need two pools; tests/unit/test_channels.py and test_continuous.py try each setting.
     elsewhere |= {("ChannelConfig", name) for name in ChannelConfig.model_fields} | {("RunConfig", "follow")}
     # Automatic placement needs a profile; tests/unit/test_placement.py tries each setting.

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from leaderless.rollout.apart import messages
-from leaderless.rollout.apart.messages import checksum
 from leaderless.rollout.apart.http import SharedMemory
+from leaderless.rollout.apart.messages import checksum
 from leaderless.rollout.weights import HostStaging, LocalStaging, make_buckets
 
 SHAPES = {"embedding": (50, 8), "bias": (3,), "scalar": (), "kernel": (7, 5)}

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
 
 from leaderless.config.base import Section
 from leaderless.config.functions import is_function_name
+
+
+class MegatronConfig(Section):
+    """Where Megatron-Core runs: in a process of its own next to each rank."""
+
+    python: str | None = Field(default=None, min_length=1)
+    """Python interpreter of an environment with megatron-core 0.18 and megatron-bridge 0.5; `backend: megatron` needs
+    one."""
+    start_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds that a process may take until it has loaded its model."""
+    answer_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds without an answer after which a process counts as hanging, and the run fails."""
 
 
 class TrainingConfig(Section):
     """Training and scoring of models."""
 
     backend: str = Field(default="fsdp")
-    """What holds, scores and trains the models: `fsdp` (PyTorch's fully sharded data parallelism), or a custom back end
-    as `package.module:function`."""
+    """What holds, scores and trains the models: `fsdp` (PyTorch's fully sharded data parallelism), `megatron`
+    (Megatron-Core in an environment of its own), or a custom back end as `package.module:function`."""
+    megatron: MegatronConfig = MegatronConfig()
+    """Settings of the back end `megatron`."""
 
     @field_validator("backend")
     @classmethod
@@ -21,3 +37,12 @@ class TrainingConfig(Section):
         if not value.isidentifier() and not is_function_name(value):
             raise ValueError("must be the name of a back end, such as fsdp, or package.module:function")
         return value
+
+    @model_validator(mode="after")
+    def _has_interpreter(self) -> Self:
+        if self.backend == "megatron" and self.megatron.python is None:
+            raise ValueError(
+                "backend=megatron needs megatron.python: name the Python interpreter of an environment with "
+                "megatron-core 0.18 and megatron-bridge 0.5, which need Python 3.12"
+            )
+        return self

@@ -63,7 +63,13 @@ BUILTIN_BACKENDS = {
         trains_adapters=True,
         divides_experts=True,
         knows_experts=True,
-    )
+    ),
+    "megatron": BackendSpec(
+        "leaderless.training.megatron.engine:make_engine",
+        values=False,
+        axes=("pp", "tp"),
+        divides_experts=True,
+    ),
 }
 
 

@@ -40,6 +40,23 @@ class UpdateInfo:
 
 
 @dataclass(frozen=True)
+class ApartSetup:
+    """How a back end starts processes of its own, if it needs any.
+
+    Attributes:
+        python: Interpreter of an environment with what the back end needs.
+        start_timeout_s: Longest time until a process answers.
+        answer_timeout_s: Longest time without an answer after that.
+        logs: Folder for the output of the processes.
+    """
+
+    python: str
+    start_timeout_s: float
+    answer_timeout_s: float
+    logs: Path
+
+
+@dataclass(frozen=True)
 class EngineSetup:
     """What a back end needs to make an engine on one of the ranks of a layout. All of them make it together.
 
@@ -58,6 +75,7 @@ class EngineSetup:
         micro_batch_tokens: Most tokens of one pass.
         donor: Engine of another role, with adapters on the same model, whose other weights this one may use; they stay
             as they are.
+        apart: How to start processes of its own; None if the recipe names no interpreter for them.
     """
 
     role: str
@@ -71,6 +89,7 @@ class EngineSetup:
     num_updates: int
     micro_batch_tokens: int
     donor: Trainable | None = None
+    apart: ApartSetup | None = None
 
     def mesh(self) -> DeviceMesh:
         """The ranks of the layout as a mesh whose axes are those of the layout, `dp` the outermost."""

@@ -33,7 +33,7 @@ from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import ModelRole
 from leaderless.stages.play import tools_of
 from leaderless.supervision.limits import lower_limit, read_limits
-from leaderless.training.engine import AdaptedEngine, EngineSetup, Trainable, TrainEngine, ValueEngine
+from leaderless.training.engine import AdaptedEngine, ApartSetup, EngineSetup, Trainable, TrainEngine, ValueEngine
 from leaderless.training.move import move_state
 from leaderless.training.registry import make_train_engine, make_value_engine
 from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, everything, shard_rows
@@ -127,6 +127,7 @@ class Roles:
             num_updates=instance.num_updates,
             micro_batch_tokens=self._plan.batch.micro_batch_tokens,
             donor=self._donor(instance),
+            apart=_apart(recipe, self._logs),
         )
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
@@ -425,6 +426,14 @@ def _trains_like(old: RoleInstance, new: RoleInstance) -> bool:
 def _longest(recipe: Recipe) -> int:
     """Most tokens of a prompt with its response."""
     return recipe.data.max_prompt_tokens + recipe.longest_response()
+
+
+def _apart(recipe: Recipe, logs: Path) -> ApartSetup | None:
+    """How a back end starts processes of its own."""
+    config = recipe.training.megatron
+    if config.python is None:
+        return None
+    return ApartSetup(config.python, config.start_timeout_s, config.answer_timeout_s, logs)
 
 
 def _placement(recipe: Recipe, names: Iterable[str]) -> Placement:

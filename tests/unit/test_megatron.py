@@ -1,0 +1,58 @@
+"""What is refused of the back end `megatron` before it starts."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from tests.unit.recipes import make_recipe, plan_of, write_model
+
+from leaderless.training.engine import ApartSetup
+from leaderless.training.megatron import model
+from leaderless.worker.roles import _apart
+
+PYTHON = {"python": "/opt/megatron/bin/python"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"training": {"backend": "megatron"}}, "backend=megatron needs megatron.python: name the Python interpreter"),
+        ({"layout": {"policy": {"cp": 2}}}, "divides the ranks of a model by dp and pp and tp only; leave out cp"),
+        ({"algorithm": {"advantage": {"type": "gae"}}}, "cannot hold value models, as role 'critic' needs"),
+        ({"models": {"policy": {"lora": {}}}}, "cannot train adapters, as role 'policy' needs"),
+    ],
+)
+def test_what_megatron_cannot_do_is_refused_by_the_plan(
+    tmp_path: Path, sections: dict[str, object], message: str
+) -> None:
+    folder = write_model(tmp_path / "model")
+    models = {"policy": {"path": folder, **sections.get("models", {}).get("policy", {})}}  # type: ignore[attr-defined]
+    workflow = "ppo" if "algorithm" in sections else "grpo"
+    recipe = {"training": {"backend": "megatron", "megatron": PYTHON}, **sections, "models": models}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_of(workflow, 2, **recipe)
+
+
+def test_a_plan_may_divide_a_model_along_tp_and_pp(tmp_path: Path) -> None:
+    sections = {"models": {"policy": write_model(tmp_path / "model")}, "layout": {"policy": {"tp": 2, "pp": 2}}}
+    plan = plan_of("grpo", 4, **sections, training={"backend": "megatron", "megatron": PYTHON})
+    assert "tp=2 pp=2" in {str(one.layout)[-9:] for one in plan.instances}
+
+
+def test_other_releases_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"megatron-core": "0.18.2", "megatron-bridge": "0.5.1"}
+    monkeypatch.setattr(metadata, "version", found.__getitem__)
+    model.check_versions()
+    found["megatron-bridge"] = "0.50.1"
+    with pytest.raises(RuntimeError, match=r"has megatron-bridge 0.50.1, and 0.5 is needed: install"):
+        model.check_versions()
+
+
+def test_a_rank_starts_megatron_as_the_recipe_says(tmp_path: Path) -> None:
+    config = {"python": "/opt/megatron/bin/python", "start_timeout_s": 5.0, "answer_timeout_s": 6.0}
+    recipe = make_recipe(training={"backend": "megatron", "megatron": config})
+    assert _apart(recipe, tmp_path) == ApartSetup("/opt/megatron/bin/python", 5.0, 6.0, tmp_path)
+    assert _apart(make_recipe(), tmp_path) is None
