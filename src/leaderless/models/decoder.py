@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         if self.has_head:
             return hidden.index_select(0, select)
-        return hidden.clone()  # FSDP hooks onto what is returned, and a view could lose the hook
+        return hidden.clone()  # a back end may hook onto what is returned, and a view could lose the hook
 
     @property
     def has_head(self) -> bool:

@@ -116,7 +116,7 @@ def give_adapters_values(model: PreTrainedModel, settings: ModelConfig, key: str
 def share_weights(model: PreTrainedModel, donor: PreTrainedModel) -> None:
     """Let a model use the memory of another one's weights, all but those of adapters; neither may change them.
 
-    Later, FSDP copies weights whose rows it cannot divide evenly, since it fills up their parts.
+    Later, weights whose rows ranks cannot divide evenly are copied, since their parts are filled up.
 
     Args:
         model: Model whose weights have no values.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.config.roles import origin_of
+from leaderless.planner.backends import backend_of
 
 if TYPE_CHECKING:
     from leaderless.planner.plan import RoleInstance
@@ -112,7 +113,7 @@ def _frozen(recipe: Recipe, instance: RoleInstance) -> tuple[object, ...] | None
     model = recipe.model_of(instance.role)
     if model is None or model.lora is None or instance.is_critic or layout.ep > 1:
         return None
-    if not (instance.is_trained or instance.is_engine_only) or recipe.training.backend != "fsdp":
+    if not (instance.is_trained or instance.is_engine_only) or not backend_of(recipe.training.backend).lends_weights:
         return None
     own = model.model_copy(update={"lora": None, "gradient_checkpointing": False})
     return own, layout, instance.is_engine_only

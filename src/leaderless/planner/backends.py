@@ -34,6 +34,7 @@ class BackendSpec:
         trains_adapters: Whether it can train adapters in place of weights, and hand out weights with these merged in.
         divides_experts: Whether ranks can keep some experts of a layer each, as `layout.<node>.ep` asks.
         knows_experts: Whether its engines replay choices of experts, and balance their loads.
+        lends_weights: Whether engines of several roles with adapters on one model have its other weights once.
     """
 
     implementation: str
@@ -46,6 +47,7 @@ class BackendSpec:
     trains_adapters: bool = False
     divides_experts: bool = False
     knows_experts: bool = False
+    lends_weights: bool = False
 
     def num_shards(self, layout: Layout) -> int:
         """Number of parts into which the ranks of a layout divide weights and optimizer."""
@@ -63,6 +65,7 @@ BUILTIN_BACKENDS = {
         trains_adapters=True,
         divides_experts=True,
         knows_experts=True,
+        lends_weights=True,
     ),
     "megatron": BackendSpec(
         "leaderless.training.megatron.engine:make_engine",
