@@ -142,10 +142,11 @@ def test_the_gradient_of_replayed_choices_is_that_of_finite_differences(family: 
         "mixtral": MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
     }[family]
     router = AutoModelForCausalLM.from_config(config).model.layers[0].mlp.gate.double()
-    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
-    routers, hidden = Routers([router]), torch.randn(5, 8, dtype=torch.double)
+    noise = torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(router.weight, generator=noise)
+    routers, hidden = Routers([router]), torch.randn(5, 8, dtype=torch.double, generator=noise)
     chosen = torch.tensor([[0, 3], [1, 2], [2, 0], [3, 1], [0, 1]], dtype=torch.uint8)
-    gains = torch.randn(5, 2, dtype=torch.double)
+    gains = torch.randn(5, 2, dtype=torch.double, generator=noise)
 
     def gain(weight: Tensor) -> Tensor:
         routers.begin(chosen)
@@ -160,9 +161,9 @@ def test_the_gradient_of_replayed_choices_is_that_of_finite_differences(family: 
     assert slope.abs().max() > 0.01
     for place in range(0, weight.numel(), 3):
         step = torch.zeros(weight.numel(), dtype=torch.double)
-        step[place] = 1e-2
+        step[place] = 4e-3
         ends = [float(gain(weight.detach() + sign * step.view_as(weight))) for sign in (1, -1)]
-        assert (ends[0] - ends[1]) / 2e-2 == pytest.approx(float(slope.flatten()[place]), abs=1e-4)
+        assert (ends[0] - ends[1]) / 8e-3 == pytest.approx(float(slope.flatten()[place]), abs=3e-4)
 
 
 def balanced(engine: FsdpEngine, rows: Batch) -> None:
@@ -233,14 +234,16 @@ def test_choices_of_another_model_are_not_replayed() -> None:
     ("settings", "message"),
     [
         ({}, "algorithm.replay_experts: is set, but the model of 'policy' has no experts"),
+        ({"engine": "native"}, "has 256 experts, and a record can tell 255 apart"),
         ({"engine": "sglang", "external": {"python": "python3"}}, "the engine 'sglang' of 'policy' does not record"),
     ],
 )
 def test_replay_that_cannot_be_is_refused_in_the_plan(
     tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if settings else {}
-    model = write_model(tmp_path / "model", **({"model_type": "qwen3_moe"} | experts if experts else {}))
+    count = 256 if settings.get("engine") == "native" else 4
+    sizes = {"model_type": "qwen3_moe", "num_experts": count, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = write_model(tmp_path / "model", **(sizes if settings else {}))
     with pytest.raises(RecipeError, match=message):
         plan_of("grpo", 2, models={"policy": model}, rollout=settings, algorithm={"replay_experts": True})
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from leaderless.config import RecipeError
+from leaderless.planner.replay import MOST_EXPERTS
 
 ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
 """Classes of `transformers` that take the softmax of all experts, and the largest of it."""
-UNKNOWN = 255
+UNKNOWN = MOST_EXPERTS
 """In place of an expert that was not recorded: the router chooses."""
-MOST_EXPERTS = UNKNOWN
-"""Experts whose numbers fit into one byte."""
 
 
 @dataclass

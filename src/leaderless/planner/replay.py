@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from leaderless.planner.model_size import ModelSize
     from leaderless.planner.plan import RoleInstance
 
+MOST_EXPERTS = 255
+"""Experts whose numbers fit into one byte, of which one says that none was recorded."""
 REPLAY, BALANCE = "algorithm.replay_experts", "algorithm.expert_balance"
 
 
@@ -36,6 +38,12 @@ def check_experts_settings(
             continue
         if size is not None and not size.num_experts:
             raise RecipeError.at(key, f"is set, but the model of '{role}' has no experts: leave it out")
+        if is_replayed and size is not None and size.num_experts > MOST_EXPERTS:
+            raise RecipeError.at(
+                key,
+                f"is set, but the model of '{role}' has {size.num_experts} experts, and a record can tell "
+                f"{MOST_EXPERTS} apart: leave it out",
+            )
         engine = recipe.key_of(ENGINE, role)
         if is_replayed and not engine_of(instance.engine, engine).records_experts:
             raise RecipeError.at(
