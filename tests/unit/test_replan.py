@@ -155,6 +155,14 @@ def test_only_layouts_with_the_same_channels_replace_one_with_rows_in_flight() -
         check_adoptable(recipe, ahead, plan_of("grpo", 2, layout={"policy": {"ranks": "0-1"}}))
 
 
+def test_stages_of_a_pipeline_stay_where_they_are() -> None:
+    plans = [plan_of("grpo", 4, layout={"policy": {"pp": pp}}) for pp in (1, 2, 4)]
+    for old, new in ((0, 1), (1, 0), (1, 2)):
+        with pytest.raises(RecipeError, match="the stages of 'policy' cannot change while the run goes on: stop"):
+            check_adoptable(make_recipe(), plans[old], plans[new])
+    check_adoptable(make_recipe(), plans[1], plan_of("grpo", 4, layout={"policy": {"pp": 2}, "reward": {"ranks": "0"}}))
+
+
 def test_continuous_generation_is_divided_otherwise_only_where_every_rank_keeps_its_number_of_groups() -> None:
     recipe, now = make_recipe(), continuous("0-1", "2-3", "defer")
     check_adoptable(recipe, now, continuous("2-3", "0-1", "defer"))

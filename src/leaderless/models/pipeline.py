@@ -20,7 +20,7 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.models.attention import PackedAttention
 from leaderless.models.decoder import Decoder
 from leaderless.planner import Layout
-from leaderless.planner.pipeline import check_pipeline, layers_of_stage
+from leaderless.planner.pipeline import adapters_in_stages, check_pipeline, layers_of_stage
 from leaderless.weights.blocks import Placement
 from leaderless.weights.pipeline import stage_rows
 
@@ -90,7 +90,7 @@ def cut_into_stages(decoder: Decoder, stages: PipelineParallel) -> None:
     decoder.pipeline = stages
 
 
-def check_stages(model: PreTrainedModel, pp: int, key: str) -> None:
+def check_stages(model: PreTrainedModel, pp: int, key: str, *, has_adapters: bool = False) -> None:
     """Refuse a model that stages cannot compute.
 
     It is whole and on the CPU. It is tried on two short sequences: in two stages it has to give the hidden states that
@@ -100,6 +100,8 @@ def check_stages(model: PreTrainedModel, pp: int, key: str) -> None:
         RecipeError: The error is at the setting `key`.
     """
     family = f"models of type {model.config.model_type} cannot be divided by pp"
+    if has_adapters:
+        raise RecipeError.at(key, adapters_in_stages(key))
     text, words = model.base_model, model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     check_pipeline(key, pp, _num_layers(model), is_tied=head is not None and head.weight is words)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.functions import Declarations, Function, name_of
 from leaderless.planner.layout import Layout, check_model_axes
-from leaderless.planner.pipeline import check_pipeline
+from leaderless.planner.pipeline import adapters_in_stages, check_pipeline
 
 if TYPE_CHECKING:
     from leaderless.planner.model_size import ModelSize
@@ -192,8 +192,7 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
         if model is not None and model.lora is not None and node.layout.pp > 1:
             raise RecipeError.at(
                 f"layout.{node.name}.pp",
-                f"the layers of '{role}' have adapters, and cannot be divided into stages: use dp, tp and cp, or leave "
-                f"out models.{role}.lora",
+                adapters_in_stages(f"models.{role}"),
             )
 
 

@@ -31,6 +31,11 @@ def check_pipeline(key: str, pp: int, num_layers: int, *, is_tied: bool) -> None
         )
 
 
+def adapters_in_stages(model: str) -> str:
+    """What is wrong with stages of a model with adapters, which has this setting."""
+    return f"a model with adapters cannot be divided into stages: use dp, tp and cp, or leave out {model}.lora"
+
+
 def layers_of_stage(num_layers: int, pp: int, stage: int) -> range:
     """The layers of a stage: as many on each or, on the first ones, one more; the last one has the head, too."""
     each, more = divmod(num_layers, pp)

@@ -164,7 +164,7 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         check_experts(key, setup.role, layout.ep, num_experts(model))
         model.divides_experts = True
     if layout.pp > 1:
-        check_stages(model.model, layout.pp, key)
+        check_stages(model.model, layout.pp, key, has_adapters=setup.model.lora is not None)
     shapes = {name: weight.shape for name, weight in model.trained_weights()}
     mesh: DeviceMesh | None = None
     if layout.tp > 1:
