@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.contracts.test_train_engine import BACKENDS, MEGATRON, add_policy_gradient, local, weights_of
+from tests.contracts.test_train_engine import BACKENDS, MEGATRON, local, weights_of
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import LENGTHS
@@ -123,13 +123,14 @@ def test_ranks_have_places_in_the_order_of_megatron() -> None:
     assert [megatron_rank(layout, rank) for rank in range(8)] == [0, 1, 4, 5, 2, 3, 6, 7]
 
 
-def keep_masters(path: str) -> None:
+def keep_masters(sizes: Mapping[str, int], path: str) -> None:
     """In bfloat16, what is saved is the float32 weights, and a new engine makes the same next update of them."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
-    setup = setup_of(transport, Layout(transport.world.ranks, 2), path)
+    setup = setup_of(transport, Layout(transport.world.ranks, **sizes), path)
     setup = replace(setup, model=setup.model.model_copy(update={"compute_dtype": "bfloat16"}))
     engine, other = (make_train_engine(MEGATRON, setup) for _ in range(2))
-    add_policy_gradient(engine)
+    rows = rows_of(engine, setup.layout, transport.rank)
+    add_gradients(engine, rows, minus_log_probs)
     engine.optimizer_step()
     saved = {name: local(value).clone() for name, value in engine.state().items()}
     assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
@@ -139,13 +140,14 @@ def keep_masters(path: str) -> None:
     for name, value in other.state().items():
         assert torch.equal(local(value), saved[name]), name
     for one in (engine, other):
-        add_policy_gradient(one)
+        add_gradients(one, rows, minus_log_probs)
         one.optimizer_step()
     assert all(torch.equal(value, weights_of(other)[name]) for name, value in weights_of(engine).items())
 
 
-def test_float32_weights_are_saved_of_a_model_that_computes_in_bfloat16(ranks: RankPool) -> None:
-    ranks.run(2, keep_masters, tiny_model())
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}])
+def test_float32_weights_are_saved_of_a_model_that_computes_in_bfloat16(ranks: RankPool, sizes: dict[str, int]) -> None:
+    ranks.run(2 * sizes.get("tp", 1), keep_masters, sizes, tiny_model())
 
 
 def environment(folder: Path, *paths: Path | str) -> str:

@@ -42,6 +42,22 @@ def test_a_plan_may_divide_a_model_along_tp_and_pp(tmp_path: Path) -> None:
     assert "tp=2 pp=2" in {str(one.layout)[-9:] for one in plan.instances}
 
 
+def test_memory_is_that_of_a_part_whatever_dp_is(tmp_path: Path) -> None:
+    models = {"policy": write_model(tmp_path / "model")}
+    training = {"backend": "megatron", "megatron": PYTHON}
+
+    def optimizer_bytes(world_size: int, **sizes: int) -> float:
+        memory = plan_of("grpo", world_size, models=models, training=training, layout={"policy": sizes}).memory
+        assert memory is not None
+        return memory.cpu.resident["policy optimizer"]
+
+    whole = optimizer_bytes(1)
+    assert optimizer_bytes(2) == whole
+    assert whole / 2 <= optimizer_bytes(2, tp=2) < 0.6 * whole
+    assert optimizer_bytes(4, tp=2) == optimizer_bytes(2, tp=2)
+    assert optimizer_bytes(2, pp=2) < whole
+
+
 def test_other_releases_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"megatron-core": "0.18.2", "megatron-bridge": "0.5.1"}
     monkeypatch.setattr(metadata, "version", found.__getitem__)

@@ -35,6 +35,8 @@ class BackendSpec:
         divides_experts: Whether ranks can keep some experts of a layer each, as `layout.<node>.ep` asks.
         knows_experts: Whether its engines replay choices of experts, and balance their loads.
         lends_weights: Whether engines of several roles with adapters on one model have its other weights once.
+        keeps_parts: Whether each rank keeps all of its part along `tp` and `pp`, with its optimizer, whatever `dp` is;
+            weights that it hands out are divided all the same.
     """
 
     implementation: str
@@ -48,11 +50,14 @@ class BackendSpec:
     divides_experts: bool = False
     knows_experts: bool = False
     lends_weights: bool = False
+    keeps_parts: bool = False
 
     def num_shards(self, layout: Layout) -> int:
         """Number of parts into which the ranks of a layout divide weights and optimizer."""
         if not self.shards_weights:
             return 1
+        if self.keeps_parts:
+            return layout.tp * layout.pp
         return len(layout.ranks) if self.shards_along_axes else layout.dp
 
 
@@ -72,6 +77,7 @@ BUILTIN_BACKENDS = {
         values=False,
         axes=("pp", "tp"),
         divides_experts=True,
+        keeps_parts=True,
     ),
 }
 

@@ -130,7 +130,7 @@ def estimate_memory(
             return None
         own = recipe.as_seen_by(instance.role)
         backend = backend_of(own.training.backend)
-        is_divided = backend.shards_along_axes and not instance.is_engine_only
+        is_divided = (backend.shards_along_axes or backend.keeps_parts) and not instance.is_engine_only
         tp, pp = (instance.layout.tp, instance.layout.pp) if is_divided else (1, 1)
         shards = backend.num_shards(instance.layout) // (tp * pp)
         generates = instance.generates or (is_evaluated and instance == answering(instances, recipe.evaluation.role))

@@ -65,7 +65,7 @@ class MegatronModel:
         provider.pipeline_model_parallel_size = settings.pp
         provider.context_parallel_size = 1
         provider.expert_model_parallel_size = settings.ep
-        provider.expert_tensor_parallel_size = 1
+        provider.expert_tensor_parallel_size = 1 if settings.ep > 1 else settings.tp
         provider.sequence_parallel = settings.tp > 1
         provider.variable_seq_lengths = True  # stages of a pipeline tell each other the shape of each pass
         provider.calculate_per_token_loss = True  # gradients are summed and never averaged
