@@ -19,7 +19,7 @@ from leaderless.config import Json, RecipeError
 from leaderless.config.data import DatasetConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.encode import Encoded, RowEncoder
-from leaderless.data.images import decode_image
+from leaderless.data.images import ORIENTATION, decode_image, image_size
 from leaderless.data.parquet import ParquetSource
 from leaderless.models.image_readers import open_reader
 from leaderless.models.tokenizer import load_tokenizer
@@ -176,6 +176,18 @@ def test_a_text_model_is_refused_where_rows_have_images(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((Path(vision_model()) / "config.json").read_text())
     with pytest.raises(RecipeError, match=r"^models.policy: the image processor of .* cannot be loaded"):
         open_reader(ModelConfig(path=str(tmp_path)), "policy")
+
+
+@pytest.mark.parametrize("turned", range(1, 9))
+def test_a_photograph_has_the_tokens_of_its_size_as_it_is_seen(tmp_path: Path, turned: int) -> None:
+    photograph = Image.new("RGB", (48, 16))
+    exif = photograph.getexif()
+    exif[ORIENTATION] = turned
+    row: dict[str, Json] = {"prompt": "red", "images": url_of(file_of(photograph, "JPEG", exif=exif))}
+    (image,) = encoded(tmp_path, row).images
+    assert (image.rows, image.columns) == ((6, 2) if turned > 4 else (2, 6))
+    assert image_size(image.data) == decode_image(image.data).size[::-1]
+    assert len(reader_of().pixels([image]).places) == 12
 
 
 def test_what_is_transparent_is_white_and_a_photograph_is_turned() -> None:

@@ -151,7 +151,7 @@ def open_dataset(
     # The first rank names the file.
     tokenizer = tokenizer_fingerprint(encoder.tokenizer) if cache.is_first and cache.folder else ""
     limits: list[Json] = [data.max_prompt_tokens, data.max_response_tokens, data.overlong, max_rows]
-    limits += [encoder.reader.fingerprint] if encoder.reader else []
+    limits += [encoder.images.reader.fingerprint] if encoder.images else []
     limits += [True] * (recipe.environment is not None)  # tasks have no prompts that could be too long
     origin: list[Json] = [leaderless.__version__, source.version(), tokenizer, config.model_dump(mode="json"), limits]
     scan = _Scan(source, encoder, recipe, cache, progress)
@@ -216,7 +216,7 @@ class _Scan:
         return (
             values,
             places,
-            list(map(partial(texts, are_decoded=True) if self.encoder.reader else texts, values, places)),
+            list(map(partial(texts, are_decoded=True) if self.encoder.images else texts, values, places)),
         )
 
 

@@ -14,17 +14,9 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from leaderless.config import Json, RecipeError, nearest
 from leaderless.config.data import DataConfig, DatasetConfig
-from leaderless.data.images import (
-    ImageReader,
-    PromptImage,
-    Sized,
-    decode_image,
-    expanded,
-    open_image,
-    placed,
-    read_image,
-)
-from leaderless.data.media import image_folder, other_than_text, with_places
+from leaderless.data.image_prompts import ImagePrompts
+from leaderless.data.images import ImageReader, PromptImage, Sized
+from leaderless.data.media import image_folder, other_than_text
 from leaderless.data.rows import Row
 
 
@@ -101,13 +93,13 @@ class RowEncoder:
         have begun. `reader` opens what the model says of images, where prompts have some.
         """
         self.tokenizer, self.config, self.key, self._is_task = tokenizer, config, key, is_task
-        self.reader: ImageReader | None = None
+        self.images: ImagePrompts | None = None
         if config.images is not None:
             if is_task:
                 raise self._refused(".images", "needs prompts, but these rows are tasks of an environment")
             if reader is None:
                 raise self._refused(".images", "is not supported here: give prompts of text alone")
-            self.reader, self._folder = reader(), image_folder(config.path)
+            self.images = ImagePrompts(reader(), config.images, image_folder(config.path), f"{key}.images")
         if tokenizer.eos_token_id is None:
             raise RecipeError.at(
                 "models", "the tokenizer has no end-of-sequence token (eos_token), so that no response could ever end"
@@ -143,16 +135,13 @@ class RowEncoder:
 
     def _with_images(self, text: Written, prompt: list[int], response: list[int]) -> Encoded:
         """A row as tokens, of which images have as many as they have parts."""
-        if self.reader is None:
+        if self.images is None:
             return Encoded(prompt, response)
-        if taken := self.reader.reserved.intersection(response):
+        if taken := self.images.reader.reserved.intersection(response):
             token = self.tokenizer.decode([min(taken)])
             raise self._refused(".response", f"{text.place}: a response must not have '{token}', which marks images")
-        try:
-            tokens = expanded(prompt, self.reader, text.pictures)
-        except ValueError as error:
-            raise self._refused(".images", f"{text.place}: {error}") from error
-        return Encoded(tokens, response, placed(tokens, self.reader, text.pictures))
+        tokens, images = self.images.expanded(prompt, text.pictures, text.place)
+        return Encoded(tokens, response, images)
 
     def kept(self, row: Row) -> Row:
         """A row without its images, which have a column of their own."""
@@ -177,7 +166,7 @@ class RowEncoder:
         for column in self.config.columns or ():
             if column not in row:
                 raise self._refused(".columns", f"{place} has no column '{column}'{nearest(column, row)}")
-        pictures = self._pictures(row, place, are_decoded=are_decoded)
+        pictures = self.images.pictures(row, place, are_decoded=are_decoded) if self.images else []
         if self.config.response is None:
             return Written(self._prompt(row, place, len(pictures)), "", place, pictures)
         response = self._value(row, self.config.response, place)
@@ -185,23 +174,6 @@ class RowEncoder:
             kind = type(response).__name__
             raise self._refused(".response", f"{place}: column '{self.config.response}' holds {kind}; it must be text")
         return Written(self._prompt(row, place, len(pictures)), response, place, pictures)
-
-    def _pictures(self, row: Row, place: str, *, are_decoded: bool) -> list[Sized]:
-        """The images of a row, with their rows and columns of tokens."""
-        if self.reader is None or self.config.images is None:
-            return []
-        if self.config.images not in row:
-            raise self._refused(".images", f"{place} has no column '{self.config.images}'")
-        value = row[self.config.images]
-        found: list[Sized] = []
-        for source in value if isinstance(value, list) else [] if value is None else [value]:
-            try:
-                data = read_image(source, self._folder)
-                picture = (decode_image if are_decoded else open_image)(data)
-                found.append((*self.reader.grid(picture.height, picture.width), data))
-            except ValueError as error:
-                raise self._refused(".images", f"{place}: {error}") from error
-        return found
 
     def _prompt(self, row: Row, place: str, num_images: int) -> str:
         if self._is_task:
@@ -217,16 +189,7 @@ class RowEncoder:
         return self._marked(prompt, num_images, place)
 
     def _marked(self, text: str, num_images: int, place: str) -> str:
-        """A prompt that is no chat, with the model's own mark for each image."""
-        if self.reader is None:
-            return text
-        try:
-            parts = with_places([{"content": text}], num_images)[0]["content"]
-        except ValueError as error:
-            raise self._refused(".images", f"{place}: {error}") from error
-        if not isinstance(parts, list):
-            return text
-        return "".join(str(part.get("text", self.reader.marker)) for part in parts if isinstance(part, dict))
+        return text if self.images is None else self.images.marked(text, num_images, place)
 
     def _messages(self, prompt: Json, num_images: int, place: str) -> list[Json]:
         messages: list[Json] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
@@ -236,17 +199,14 @@ class RowEncoder:
             what = "text, or a list of messages that each have a 'role' and a 'content'"
             raise self._refused(".prompt", f"{place}: column '{self.config.prompt}' must hold {what}")
         for message in messages:
-            if isinstance(message, dict) and (medium := other_than_text(message, has_images=self.reader is not None)):
+            if isinstance(message, dict) and (medium := other_than_text(message, has_images=self.images is not None)):
                 what = f"column '{self.config.prompt}' holds a message with {medium}"
                 remedy = "leave such rows out"
                 if medium == "an image":
                     remedy += f", or name the column of images in {self.key}.images, for a model that sees them"
                 raise self._refused(".prompt", f"{place}: {what}, which is not read: {remedy}")
-        if self.reader is not None:
-            try:
-                messages = [dict(one) for one in with_places([m for m in messages if isinstance(m, dict)], num_images)]
-            except ValueError as error:
-                raise self._refused(".images", f"{place}: {error}") from error
+        if self.images is not None:
+            messages = self.images.messages(messages, num_images, place)
         return [{"role": "system", "content": self.config.system}, *messages] if self.config.system else messages
 
     def _chat(self, messages: Sequence[Json], place: str) -> str:

@@ -25,6 +25,8 @@ MAX_SIDE = 10_000
 """Most pixels along a side: a larger image would be decoded whole, to be shrunk to a small part of its size."""
 ORIENTATION = 0x0112
 """Tag of a photograph that says how it is turned."""
+FIRST_TURNED = 5
+"""Smallest value of the tag for which height and width are exchanged."""
 THUMBNAIL_SIDE = 256
 """Most pixels along a side of what reports show."""
 _HEADER = struct.Struct("<IHHI")
@@ -158,6 +160,17 @@ def open_image(data: bytes) -> Picture:
     if (num_frames := getattr(picture, "n_frames", 1)) > 1:
         raise ValueError(f"a file of {num_frames} frames is a video, which is not supported")
     return picture
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """Height and width of an image as it is seen: photographs may say that they are turned.
+
+    Raises:
+        ValueError: It is no image, has more than one frame, or is too large.
+    """
+    picture = open_image(data)
+    is_turned = picture.getexif().get(ORIENTATION, 1) >= FIRST_TURNED
+    return (picture.width, picture.height) if is_turned else (picture.height, picture.width)
 
 
 def decode_image(data: bytes) -> Picture:

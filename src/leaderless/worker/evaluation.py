@@ -93,7 +93,7 @@ class Evaluator:
         step: int,
     ) -> list[Graded]:
         """The graded responses to some rows, those to one row next to each other."""
-        has_images = self.dataset.encoder.reader is not None
+        has_images = self.dataset.encoder.images is not None
         batch = make_batch(rows, self.dataset.read(rows), has_responses=False, has_images=has_images)
         with memory_explained(TOO_MUCH), self.model.generating() as engine:
             if self.recipe.environment is None:
