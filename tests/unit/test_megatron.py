@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
+from tests.tiny import tiny_model
 from tests.unit.recipes import make_recipe, plan_of, write_model
 
-from leaderless.training.engine import ApartSetup
+from leaderless.config import RecipeError
+from leaderless.config.models import ModelConfig
+from leaderless.data.transport import ProcessGroup
+from leaderless.planner import Layout
+from leaderless.training.engine import ApartSetup, EngineSetup
 from leaderless.training.megatron import model
+from leaderless.training.megatron.engine import make_engine
 from leaderless.worker.roles import _apart
 
 PYTHON = {"python": "/opt/megatron/bin/python"}
@@ -72,3 +80,28 @@ def test_a_rank_starts_megatron_as_the_recipe_says(tmp_path: Path) -> None:
     recipe = make_recipe(training={"backend": "megatron", "megatron": config})
     assert _apart(recipe, tmp_path) == ApartSetup("/opt/megatron/bin/python", 5.0, 6.0, tmp_path)
     assert _apart(make_recipe(), tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("python", "layout", "message"),
+    [
+        ("/nowhere/python", Layout((0,), 1), "training.megatron.python: '/nowhere/python' is not a program"),
+        (sys.executable, Layout((0, 1, 2, 3), 2, pp=2, ep=4), "stages have other layers; leave out ep or pp"),
+    ],
+)
+def test_a_rank_refuses_what_cannot_start(tmp_path: Path, python: str, layout: Layout, message: str) -> None:
+    setup = EngineSetup(
+        role="policy",
+        model=ModelConfig(path=tiny_model()),
+        is_critic=False,
+        layout=layout,
+        process_group=ProcessGroup((0,), 0),
+        axis_groups={},
+        device=torch.device("cpu"),
+        optimizer=None,
+        num_updates=0,
+        micro_batch_tokens=1,
+        apart=ApartSetup(python, 1.0, 1.0, tmp_path),
+    )
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        make_engine(setup)
