@@ -6,17 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from leaderless.config import Recipe
-from leaderless.config.models import ModelConfig
-from leaderless.config.rollout import RolloutConfig
 from leaderless.environments.registry import environment_class
-from leaderless.planner.adapters import base_of, donor_of
+from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
-from leaderless.planner.engines import RolloutEngineSpec, engine_for
 from leaderless.planner.layout import all_ranks, most_prompts_of_rank
+from leaderless.planner.model_memory import FLOAT32_BYTES, Guest, ModelMemory, number_bytes
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.plan import Channel, RoleInstance, answering
 
-FLOAT32_BYTES = 4
 MIB = 1 << 20
 MAX_LOGITS = 1 << 25
 """Logits of one chunk, and the most that are kept for the backward pass: `leaderless.models.scoring` has the same."""
@@ -123,7 +120,7 @@ def estimate_memory(
     two tokens. A pass has at most `pass_tokens`; at most `max_sequences` are
     decoded at the same time, by default what the recipe allows each role.
     """
-    models, is_evaluated = list[list[_Model]](), bool(recipe.evaluation.every_steps)
+    models, is_evaluated = list[list[ModelMemory]](), bool(recipe.evaluation.every_steps)
     for instance in instances:
         size, config = sizes.get(instance.role), recipe.model_of(instance.role)
         if size is None or config is None:
@@ -135,10 +132,10 @@ def estimate_memory(
         shards = backend.num_shards(instance.layout) // (tp * pp)
         generates = instance.generates or (is_evaluated and instance == answering(instances, recipe.evaluation.role))
         is_shared, width = base_of(recipe, instances, instance) is not None, number_bytes(config)
-        guest = _Guest.of(recipe, instances, instance) if size.vision is None else _Guest()
+        guest = Guest.of(recipe, instances, instance) if size.vision is None else Guest()
         parts = [size.part(tp).stage(pp, stage) for stage in range(pp)]
         common = config, width, shards, own.rollout, generates, is_shared, guest
-        models.append([_Model(instance, size, part, pp - stage, *common) for stage, part in enumerate(parts)])
+        models.append([ModelMemory(instance, size, part, pp - stage, *common) for stage, part in enumerate(parts)])
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
@@ -164,164 +161,16 @@ def estimate_memory(
     return MemoryEstimate(fullest(is_cpu=True), fullest(is_cpu=False))
 
 
-def _stage(stages: Sequence[_Model], rank: int) -> int:
+def _stage(stages: Sequence[ModelMemory], rank: int) -> int:
     """The stage of a rank, of the stages of a model that it has a part of."""
     return stages[0].instance.layout.coordinates(rank)["pp"] if len(stages) > 1 else 0
 
 
 @dataclass(frozen=True)
-class _Guest:
-    """Whether a model, and its native engine, use the weights of another role's under adapters of their own."""
-
-    trains: bool = False
-    generates: bool = False
-
-    @classmethod
-    def of(cls, recipe: Recipe, instances: Sequence[RoleInstance], instance: RoleInstance) -> _Guest:
-        """Find out for an instance."""
-        donor = donor_of(recipe, instances, instance)
-        is_native = donor is not None and donor.generates and instance.engine == donor.engine == "native"
-        return cls(donor is not None and not instance.is_engine_only, is_native)
-
-
-@dataclass(frozen=True)
-class _Model:
-    """A model with the bytes of a number as it computes, how many ranks divide its weights, and how it generates.
-
-    Ranks along `tp` and `pp` have a part each, and others divide the weights of a part. `num_ahead` micro-batches are
-    held at the same time, if there are as many: on each stage of a pipeline, as many as there are stages from it on.
-
-    It generates if a node does so with it, or if it is evaluated. It is shared if it is another one without adapters.
-    """
-
-    instance: RoleInstance
-    size: ModelSize
-    part: ModelSize
-    num_ahead: int
-    config: ModelConfig
-    width: int
-    shards: int
-    sampling: RolloutConfig
-    generates: bool
-    is_shared: bool
-    guest: _Guest
-
-    @property
-    def is_stage(self) -> bool:
-        """Whether it is a stage of a pipeline, which is sharded, if only over itself."""
-        return self.part.num_layers < self.size.num_layers
-
-    @property
-    def has_logits(self) -> bool:
-        """Whether it computes logits."""
-        return self.num_ahead == 1 and not self.instance.is_critic
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether adapters are trained in place of the weights."""
-        return self.config.lora is not None
-
-    @property
-    def has_own_base(self) -> bool:
-        """Whether an engine next to the trainer has the weights once more, to which it adds adapters."""
-        is_beside = self.generates and not self.instance.is_engine_only
-        return is_beside and self.adds_adapters and not (self.engine.keeps_weights or self.guest.generates)
-
-    @property
-    def keeps_base_asleep(self) -> bool:
-        """Whether an engine next to the trainer copies the weights, to which it adds adapters, to the host to sleep."""
-        is_beside = self.generates and not self.instance.is_engine_only
-        return is_beside and self.adds_adapters and self.engine.keeps_weights
-
-    @property
-    def adds_adapters(self) -> bool:
-        """Whether its engine adds adapters to weights that it reads itself, so that only they are sent."""
-        return self.has_adapters and self.engine.takes_adapters
-
-    def trained_bytes(self) -> int:
-        """A rank's share of the weights that training changes."""
-        return -(-self.part.num_trained * FLOAT32_BYTES // self.shards)
-
-    def adapted_bytes(self) -> int:
-        """What an engine that is not the trainer's has for adapters: a base of its own, or weights with these merged.
-
-        The latter are copies of what a rank holds, and there while they are sent.
-        """
-        if not self.has_adapters:
-            return 0
-        if self.engine.takes_adapters:
-            return self.size.num_parameters * self.width
-        return -(-self.size.num_parameters * FLOAT32_BYTES // self.shards)
-
-    @property
-    def engine(self) -> RolloutEngineSpec:
-        """The contract of its engine."""
-        return engine_for(self.sampling, self.instance.engine)
-
-    def sent_bytes(self) -> int:
-        """What its engine is sent."""
-        return (self.size.num_trained if self.adds_adapters else self.size.num_parameters) * self.width
-
-    def engine_bytes(self) -> int:
-        """An engine's own weights on one of the ranks that it spans."""
-        layout = self.instance.serving_layout
-        return -(-self.size.num_parameters * self.width // (layout.tp * layout.pp))
-
-    @property
-    def num_gathered_per_layer(self) -> int:
-        """Weights of a layer that are gathered at once: not those of experts that stay divided."""
-        return (self.size.num_gathered(self.instance.layout) - self.part.num_root_parameters) // self.size.num_layers
-
-    def gathered_bytes(self) -> int:
-        """Copies that compute, where weights are sharded or of another type: two layers, and what is in no layer."""
-        if self.shards == 1 and self.width == FLOAT32_BYTES and not self.is_stage:
-            return 0
-        return (2 * self.num_gathered_per_layer + self.part.num_root_parameters) * self.width
-
-    def converted_bytes(self, num_layers: int) -> int:
-        """Copies in the type that computes of the experts that a rank keeps, in some layers."""
-        size, layout = self.size, self.instance.layout
-        if layout.ep == 1 or self.width == FLOAT32_BYTES:
-            return 0
-        return -(-size.num_expert_parameters * num_layers // (size.num_layers * layout.ep)) * self.width
-
-    def layer_values(self) -> int:
-        """Numbers that a layer keeps of each token for its backward pass.
-
-        A norm keeps its input, the normalized input before scaling, and its output; in half precision the first of
-        these is a copy in float32. Attention keeps queries, keys, values and its output, the feed-forward part its gate
-        before and after the activation, the other factor and their product, and experts their tokens and results.
-        """
-        size, is_half = self.part, self.width != FLOAT32_BYTES
-        attention = size.num_heads * size.head_dim + size.num_kv_heads * size.head_dim
-        norms = 2 * (4 if is_half else 3) * size.hidden_size
-        if size.has_head_norms:
-            norms += (3 if is_half else 2) * attention
-        # A token is copied for each of its experts, and so are their results; both again where they are sent.
-        copies = size.num_chosen_experts * (4 if self.instance.layout.ep > 1 else 2) * size.hidden_size
-        return norms + 2 * attention + 4 * size.intermediate_size + copies
-
-    def kept_values(self) -> int:
-        """Numbers of each token that are held until the backward pass."""
-        size = self.part
-        return size.num_layers * (size.hidden_size if self.config.gradient_checkpointing else self.layer_values())
-
-    def made_values(self) -> int:
-        """Numbers of each token that the backward pass makes in its first layer."""
-        return self.layer_values() * self.config.gradient_checkpointing + 3 * self.part.intermediate_size
-
-    def seen_values(self) -> int:
-        """The same of the part that sees, for each token of an image."""
-        if self.size.vision is None:
-            return 0
-        return self.size.vision.kept_values(gradient_checkpointing=self.config.gradient_checkpointing)
-
-
-@dataclass(frozen=True)
 class _Rank:
     recipe: Recipe
-    models: Sequence[_Model]
-    everywhere: Sequence[_Model]
+    models: Sequence[ModelMemory]
+    everywhere: Sequence[ModelMemory]
     pushed: Sequence[Channel]
     pass_tokens: int
     max_sequences: int | None
@@ -368,7 +217,7 @@ class _Rank:
             host["bases of engines asleep"] = asleep
         return Memory(resident, phases, self._commands({}), host)
 
-    def _resident(self, model: _Model, share: int) -> Iterator[tuple[str, int]]:
+    def _resident(self, model: ModelMemory, share: int) -> Iterator[tuple[str, int]]:
         """What stays of a model, of whose weights the rank has a share."""
         role = model.instance.role
         if model.instance.is_engine_only:
@@ -400,7 +249,7 @@ class _Rank:
             parts["weights that arrive"] = sum(x.sent_bytes() for x in arriving)
         return parts
 
-    def _phases(self, model: _Model) -> Iterator[tuple[str, dict[str, int]]]:
+    def _phases(self, model: ModelMemory) -> Iterator[tuple[str, dict[str, int]]]:
         instance, role = model.instance, model.instance.role
         others = (x.instance for x in self.everywhere if x.instance.role == role)
         is_sent = any(other.is_trained != instance.is_trained for other in others)
@@ -415,7 +264,7 @@ class _Rank:
         if is_sent:
             yield f"weights of {role} travel", self._travel(model)
 
-    def _travel(self, model: _Model) -> dict[str, int]:
+    def _travel(self, model: ModelMemory) -> dict[str, int]:
         """What is needed to send and to take new weights."""
         # An engine replaces a weight when all of it has come: for a moment the largest one is there twice.
         largest = model.size.vocab_size * model.size.hidden_size * model.width
@@ -424,7 +273,7 @@ class _Rank:
             parts["merged weights"] = model.adapted_bytes()
         return {"buckets": 4 * WEIGHT_BUCKET_BYTES, **parts}
 
-    def _generation(self, model: _Model) -> dict[str, int]:
+    def _generation(self, model: ModelMemory) -> dict[str, int]:
         size, num_sequences = model.size, self._num_sequences(model)
         own, is_resident = size.num_parameters * model.width, model.instance.is_engine_only
         if model.engine.keeps_weights:
@@ -438,7 +287,7 @@ class _Rank:
         is_copied = model.shards > 1 or model.part != model.size or model.width != FLOAT32_BYTES
         return {"unsharded weights": own * is_copied, **decoding}
 
-    def _decoding(self, model: _Model, num_sequences: int) -> dict[str, int]:
+    def _decoding(self, model: ModelMemory, num_sequences: int) -> dict[str, int]:
         """Keys and values are in slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too.
 
         Conversations of an environment hold their own prompts after their first turn, and are of all lengths at the
@@ -456,15 +305,15 @@ class _Rank:
         logits = (num_sequences * per_logit + num_prompts * FLOAT32_BYTES) * model.size.vocab_size
         return {"kv cache": slots * model.size.kv_values_per_token * model.width, "logits": logits}
 
-    def _longest(self, model: _Model) -> int:
+    def _longest(self, model: ModelMemory) -> int:
         return self.recipe.data.max_prompt_tokens + self._response(model)
 
-    def _response(self, model: _Model) -> int:
+    def _response(self, model: ModelMemory) -> int:
         """Most tokens after a prompt."""
         environment = self.recipe.environment
         return environment.max_episode_tokens if environment else model.sampling.max_response_tokens
 
-    def _bound(self, model: _Model) -> int:
+    def _bound(self, model: ModelMemory) -> int:
         """Most sequences that a rank may decode at the same time."""
         return model.sampling.max_sequences if self.max_sequences is None else self.max_sequences
 
@@ -472,7 +321,7 @@ class _Rank:
         """Iterations whose groups a rank generates at the same time."""
         return 1 + max((x.capacity for x in self.recipe.open_channels.values() if x.mode == "continuous"), default=0)
 
-    def _num_sequences(self, model: _Model) -> int:
+    def _num_sequences(self, model: ModelMemory) -> int:
         """Sequences that an engine decodes or keeps at the same time; each agent of an episode has one."""
         if self.recipe.evaluation.every_steps:
             return self._bound(model)  # held-out prompts are not counted before they are read
@@ -482,7 +331,7 @@ class _Rank:
         samples = prompts * self.recipe.batch.responses_per_prompt * (1 if played is None else len(played.agents))
         return min(self._bound(model), samples)
 
-    def _scoring(self, model: _Model) -> dict[str, int]:
+    def _scoring(self, model: ModelMemory) -> dict[str, int]:
         """A pass without gradient holds a layer's own values, and those of one chunk of logits."""
         size, batch = model.part, self.recipe.batch
         tokens, _ = self._pass(model, -(-batch.prompts_per_step // batch.windows_per_step))
@@ -495,7 +344,7 @@ class _Rank:
             "logits": self._chunk(size, tokens) * 3 * FLOAT32_BYTES * model.has_logits,
         }
 
-    def _training(self, model: _Model) -> Iterator[dict[str, int]]:
+    def _training(self, model: ModelMemory) -> Iterator[dict[str, int]]:
         """Memory is fullest when the backward pass begins, or when it ends."""
         batch, size, width = self.recipe.batch, model.part, model.width
         prompts = -(-batch.prompts_per_step // batch.updates_per_step)
@@ -531,7 +380,7 @@ class _Rank:
             "gradients being summed": largest_unit * (width + sent) if gathered else embedding * FLOAT32_BYTES,
         }
 
-    def _pass(self, model: _Model, prompts: int) -> tuple[int, int]:
+    def _pass(self, model: ModelMemory, prompts: int) -> tuple[int, int]:
         """Most tokens of one pass over some prompts' samples, and the number of passes."""
         shards, data = model.instance.layout.dp, self.recipe.data
         agents = dict.fromkeys(x.instance.role for x in self.everywhere if x.instance.generates)
@@ -560,11 +409,6 @@ class _Rank:
         # An export is written tensor by tensor, straight from the weights.
         exported = {"export": {**libraries, "weights": weights}} if self.is_cpu else {}
         return exported | {"serve": {**libraries, **serve}}
-
-
-def number_bytes(config: ModelConfig) -> int:
-    """Bytes of a number as a model computes."""
-    return 2 if config.compute_dtype == "bfloat16" else FLOAT32_BYTES
 
 
 def _slot(tokens: int) -> int:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from leaderless.config.rollout import SamplingConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.images import PromptImage
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.routers import Routers
-from leaderless.models.seen import Seen, grid_positions
-from leaderless.models.shared_prompts import Family
+from leaderless.models.seen import Seen
 from leaderless.rollout.conversations import Conversations
 from leaderless.rollout.cuda_graphs import DecodeGraphs
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
 from leaderless.rollout.kv_cache import LayerKeysValues, Segment, SegmentStore
 from leaderless.rollout.lean_forward import forward_of
+from leaderless.rollout.native_prompts import Draws, Key, Part, Prompt, Response, Rows, draws_of, passes_of
 from leaderless.rollout.prefill_attention import PrefillAttention, PromptPart
 from leaderless.rollout.probe import PROBE_TOLERANCE, check_probe
 from leaderless.rollout.sampling import sample_tokens, uniform_noise
@@ -36,73 +33,6 @@ PREFILL_TOKENS = 8192
 EXACT = Rounding(rows=1, tokens=1)
 COARSE = Rounding(rows=16, tokens=64)
 """Accelerators spend more time on starting passes than on padding, and shapes that recur can be recorded."""
-
-
-@dataclass(eq=False)
-class _Prompt:
-    """A prompt with the tokens from which a response is resumed, and the responses that continue it."""
-
-    tokens: tuple[int, ...]
-    images: tuple[PromptImage, ...] = ()
-    num_known: int = 0  # first tokens that need not be read for the next response
-    waiting: deque[_Sequence] = field(default_factory=deque)
-    num_left: int = 0  # responses that have not ended
-    is_shared: bool = False  # several responses attend to its segment; a single response extends the segment itself
-    segment: Segment | None = None  # None until the prompt has been read
-    num_loads: int = 0  # how often weights had been loaded when it was read
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [vocabulary] float32, for the first token
-    experts: list[bytes] = field(default_factory=list)  # of its tokens, as far as they have been read
-    saved: int = field(init=False)  # positions that images save, as they have more tokens than that
-
-    def __post_init__(self) -> None:
-        self.saved = sum(image.num_saved for image in self.images)
-
-    @property
-    def key(self) -> _Key:
-        """What prompts have in common that are read once: the same tokens may be those of other images."""
-        return self.tokens, self.images
-
-    def positions(self, begin: int, count: int, *, has_grid: bool) -> Tensor:
-        """Positions [count] of some tokens of it, and of what continues it, or [3, count] if it has images in grids."""
-        if not (self.images and has_grid):
-            return torch.arange(begin, begin + count)
-        places = torch.arange(max(begin + count, len(self.tokens)))
-        return grid_positions(places, [Family(len(places), ())], self.images)[:, begin : begin + count]
-
-
-_Key = tuple[tuple[int, ...], tuple[PromptImage, ...]]
-
-
-@dataclass(eq=False)
-class _Sequence:
-    """A response that is waiting, or is being decoded and has a segment; `num_tokens` counts its prompt, too."""
-
-    request: int
-    sibling: int
-    sample_id: int
-    completion: Completion
-    params: SamplingParams
-    prompt: _Prompt
-    conversation: int | None
-    num_known: int = 0  # tokens of its prompt that were not read for it, until this has been reported
-    segment: Segment | None = None
-    num_tokens: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_tokens = len(self.prompt.tokens)
-
-
-_Draws = dict[tuple[int, SamplingConfig], list[int]]
-"""Rows of the logits by their seed and distribution; those with the same are drawn together."""
-
-
-class _Rows(NamedTuple):
-    """Everything that stays the same from pass to pass until responses come, go or move."""
-
-    sequences: list[_Sequence | None]  # in the order of the segments; None for rows that only fill up a shape
-    real: Tensor  # [n] int64, rows with responses
-    shared: SharedPrompts | None
-    draws: _Draws
 
 
 class NativeEngine:
@@ -143,9 +73,9 @@ class NativeEngine:
         self._reset()
 
     def _reset(self) -> None:
-        self._continuing: deque[_Prompt] = deque()  # next turns of conversations that are kept; they are read first
-        self._unread: dict[_Key, _Prompt] = {}
-        self._read: deque[_Prompt] = deque()
+        self._continuing: deque[Prompt] = deque()  # next turns of conversations that are kept; they are read first
+        self._unread: dict[Key, Prompt] = {}
+        self._read: deque[Prompt] = deque()
         self._deltas: list[Delta] = []
         shapes: dict[int, LayerKeysValues] = {}
         self._prompts, self._responses = (SegmentStore(self._rounding.rows, shapes) for _ in range(2))
@@ -153,8 +83,8 @@ class NativeEngine:
         is_captured = self.device.type == "cuda" and self._routers is None
         self._graphs = DecodeGraphs(self._pass) if is_captured else None
         self._experts: list[bytes] = []  # of each token of the last pass
-        self._active: dict[Segment, _Sequence] = {}
-        self._rows: _Rows | None = None
+        self._active: dict[Segment, Response] = {}
+        self._rows: Rows | None = None
         self._is_stale = False  # keys and values of active responses are to be computed again
 
     def wake(self, reload: Callable[[], None]) -> None:
@@ -196,9 +126,9 @@ class NativeEngine:
 
     def _unread_waiting(self) -> None:
         """Have prompts read again for the responses that have not drawn their first token yet."""
-        again: dict[_Key, _Prompt] = {}
+        again: dict[Key, Prompt] = {}
         for prompt in self._read:
-            fresh = again.setdefault(prompt.key, _Prompt(*prompt.key))
+            fresh = again.setdefault(prompt.key, Prompt(*prompt.key))
             for sequence in prompt.waiting:
                 sequence.prompt = fresh
             fresh.waiting += prompt.waiting
@@ -231,13 +161,13 @@ class NativeEngine:
             if len(completion.tokens) >= params.max_tokens:
                 self._deltas.append(Delta(number, sibling, (), (), "length"))
                 continue
-            fresh = _Prompt((*request.prompt, *completion.tokens), request.images)
+            fresh = Prompt((*request.prompt, *completion.tokens), request.images)
             if request.conversation in self._kept:
                 prompt = fresh
                 self._continuing.append(prompt)
             else:
                 prompt = self._unread.setdefault(fresh.key, fresh)  # other requests may have the same prompt
-            sequence = _Sequence(number, sibling, sample_id, completion, params, prompt, request.conversation)
+            sequence = Response(number, sibling, sample_id, completion, params, prompt, request.conversation)
             prompt.waiting.append(sequence)
             prompt.num_left += 1
         return number
@@ -256,7 +186,7 @@ class NativeEngine:
             deque(prompt for prompt in prompts if prompt.waiting) for prompts in (self._continuing, self._read)
         )
 
-    def _release(self, sequence: _Sequence, *, has_ended: bool = False) -> None:
+    def _release(self, sequence: Response, *, has_ended: bool = False) -> None:
         """Release keys and values that are no longer needed, unless they are those of a conversation to be kept."""
         prompt, segment = sequence.prompt, sequence.segment
         if segment is not None:
@@ -268,14 +198,14 @@ class NativeEngine:
                 segment.home.remove(segment)
         self._leave(prompt, 1)
 
-    def _leave(self, prompt: _Prompt, num_responses: int) -> None:
+    def _leave(self, prompt: Prompt, num_responses: int) -> None:
         """Release the keys and values of a prompt if no other responses need it."""
         prompt.num_left -= num_responses
         if prompt.num_left == 0 and prompt.is_shared and prompt.segment is not None:
             prompt.segment.home.remove(prompt.segment)
             self._rows = None
 
-    def _keep(self, conversation: int, sequence: _Sequence, own: Segment) -> None:
+    def _keep(self, conversation: int, sequence: Response, own: Segment) -> None:
         """Keep what has been read of a conversation: everything but the last token."""
         prompt, segment = sequence.prompt, own
         if prompt.is_shared and prompt.segment is not None:
@@ -313,7 +243,7 @@ class NativeEngine:
         while len(self._active) < self.max_sequences and (self._read or self._continuing or self._unread):
             if not self._read:
                 self._prefill()
-            admitted: list[_Sequence] = []
+            admitted: list[Response] = []
             while self._read and len(self._active) < self.max_sequences:
                 prompt = self._read[0]
                 sequence = prompt.waiting.popleft()
@@ -331,7 +261,7 @@ class NativeEngine:
                 if not prompt.waiting:
                     prompt.logits = torch.empty(0)  # a view would keep the logits of all prompts of the pass
             news = [s.prompt.experts[len(s.completion.experts) :] for s in admitted]
-            self._extend(admitted, logits, _draws(admitted), news)
+            self._extend(admitted, logits, draws_of(admitted), news)
 
     def _make_room(self, num_responses: int) -> None:
         """Forget conversations, so that there are places for some more responses."""
@@ -355,12 +285,12 @@ class NativeEngine:
             prompt.logits = row
         self._read += taken
 
-    def _take_unread(self, free: int) -> list[_Prompt]:
+    def _take_unread(self, free: int) -> list[Prompt]:
         """Take as many waiting prompts as free places and one pass can take, or a single longer one.
 
         Those that continue a kept conversation get its segment.
         """
-        taken: list[_Prompt] = []
+        taken: list[Prompt] = []
         num_tokens = num_responses = 0
         while num_responses < free and (self._continuing or self._unread):
             prompt = self._continuing[0] if self._continuing else next(iter(self._unread.values()))
@@ -381,25 +311,25 @@ class NativeEngine:
             num_responses += len(prompt.waiting)
         return taken
 
-    def _read_parts(self, prompts: Sequence[_Prompt], begin: int) -> Tensor:
+    def _read_parts(self, prompts: Sequence[Prompt], begin: int) -> Tensor:
         """Read prompts in one pass, from the token `begin` of those that are not known on.
 
         Returns:
             [n, vocabulary] float32 logits of the last tokens that were read.
         """
-        parts: list[_Part] = []
+        parts: list[Part] = []
         for prompt in prompts:
             first = prompt.num_known + begin
             tokens = prompt.tokens[first : first + PREFILL_TOKENS]
             assert prompt.segment is not None
-            parts.append(_Part(PromptPart(prompt.segment, first, len(tokens)), tokens, prompt))
+            parts.append(Part(PromptPart(prompt.segment, first, len(tokens)), tokens, prompt))
         logits, begin = self._read_pass(parts), 0
         for one in parts:
             one.prompt.experts += self._experts[begin : begin + len(one.tokens)]
             begin += len(one.tokens)
         return logits
 
-    def _read_pass(self, texts: Sequence[_Part]) -> Tensor:
+    def _read_pass(self, texts: Sequence[Part]) -> Tensor:
         """Read the tokens of parts, of which those that begin a text are the first; see `_read_parts`."""
         parts, tokens = [text.part for text in texts], [token for text in texts for token in text.tokens]
         each = [
@@ -411,7 +341,7 @@ class NativeEngine:
         attention = PrefillAttention(parts, self.device)
         return self._forward(torch.tensor(tokens), torch.cat(each, -1), attention, last, self._seen(texts))
 
-    def _seen(self, texts: Sequence[_Part]) -> Seen | None:
+    def _seen(self, texts: Sequence[Part]) -> Seen | None:
         """What is seen at those tokens of a pass that stand for parts of images."""
         images: list[PromptImage] = []
         is_read: list[bool] = []
@@ -428,7 +358,7 @@ class NativeEngine:
 
     def _read_again(self) -> None:
         """Compute the keys and values of all active responses, and of their prompts, with the weights of now."""
-        texts: dict[Segment, tuple[Segment | None, Sequence[int], _Prompt]] = {}
+        texts: dict[Segment, tuple[Segment | None, Sequence[int], Prompt]] = {}
         for segment, sequence in self._active.items():
             prompt, tokens = sequence.prompt, sequence.completion.tokens
             prompt.num_loads, new = self._num_loads, tokens[len(tokens) + len(prompt.tokens) - sequence.num_tokens : -1]
@@ -437,7 +367,7 @@ class NativeEngine:
             shared, own = (prompt.segment, new) if prompt.is_shared else (None, (*prompt.tokens, *new))
             texts[segment] = shared, own, prompt
         # A prompt is read in the pass of the responses that share it, or in an earlier one.
-        for parts in _passes(texts):
+        for parts in passes_of(texts, PREFILL_TOKENS):
             self._read_pass(sorted(parts, key=lambda one: not one.part.is_first))
         self._is_stale = False
 
@@ -456,17 +386,17 @@ class NativeEngine:
         news = [self._experts[row : row + 1] for row, sequence in enumerate(rows.sequences) if sequence is not None]
         self._extend([s for s in rows.sequences if s is not None], logits, rows.draws, news)
 
-    def _arrange(self) -> _Rows:
+    def _arrange(self) -> Rows:
         """Arrange rows in the order of their segments."""
-        sequences: list[_Sequence | None] = []
+        sequences: list[Response | None] = []
         for slots in self._responses:
             sequences += [self._active[segment] for segment in slots.segments]
             sequences += [None] * (round_up(len(slots.segments), self._rounding.rows) - len(slots.segments))
         real = [row for row, sequence in enumerate(sequences) if sequence is not None]
         prompts = [s.prompt.segment if s is not None and s.prompt.is_shared else None for s in sequences]
         shared = SharedPrompts(self._prompts, prompts, self._rounding, self.device) if any(prompts) else None
-        draws = _draws([sequence for sequence in sequences if sequence is not None])
-        return _Rows(sequences, torch.tensor(real, device=self.device), shared, draws)
+        draws = draws_of([sequence for sequence in sequences if sequence is not None])
+        return Rows(sequences, torch.tensor(real, device=self.device), shared, draws)
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor, images: Seen | None = None
@@ -483,7 +413,7 @@ class NativeEngine:
         return logits
 
     def _extend(
-        self, sequences: Sequence[_Sequence], logits: Tensor, draws: _Draws, news: Sequence[Sequence[bytes]]
+        self, sequences: Sequence[Response], logits: Tensor, draws: Draws, news: Sequence[Sequence[bytes]]
     ) -> None:
         """Draw a token for each response, which has new choices of experts, and release those that end with it."""
         tokens, log_probs = [0] * len(sequences), [0.0] * len(sequences)
@@ -524,35 +454,3 @@ def _with_memory(model: CausalLM) -> dict[str, nn.Parameter]:
                 own = replaced.setdefault(parameter, nn.Parameter(torch.empty(0), requires_grad=False))
                 setattr(module, name, own)
     return dict(model.model.named_parameters())
-
-
-class _Part(NamedTuple):
-    """Tokens that one pass reads, of a prompt or of what continues it."""
-
-    part: PromptPart
-    tokens: Sequence[int]
-    prompt: _Prompt
-
-
-def _passes(texts: Mapping[Segment, tuple[Segment | None, Sequence[int], _Prompt]]) -> Iterator[list[_Part]]:
-    """Divide texts, each with its segment, that of a prompt before it, and the prompt, into passes."""
-    parts: list[_Part] = []
-    room = PREFILL_TOKENS
-    for segment, (shared, tokens, prompt) in texts.items():
-        begin = 0
-        while begin < len(tokens):
-            some = tokens[begin : begin + room]
-            parts.append(_Part(PromptPart(segment, begin, len(some), shared), some, prompt))
-            begin, room = begin + len(some), room - len(some)
-            if not room:
-                yield parts
-                parts, room = [], PREFILL_TOKENS
-    if parts:
-        yield parts
-
-
-def _draws(sequences: Sequence[_Sequence]) -> _Draws:
-    draws: _Draws = {}
-    for row, sequence in enumerate(sequences):
-        draws.setdefault((sequence.params.seed, sequence.params.distribution), []).append(row)
-    return draws

@@ -13,7 +13,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.planner import Layout
 from leaderless.planner.costs.network import GIGA, Float, Network
 from leaderless.planner.costs.rows import Int, Rows
-from leaderless.planner.memory import number_bytes
+from leaderless.planner.model_memory import number_bytes
 from leaderless.planner.model_size import ModelSize
 
 TERA = 1e12

@@ -27,7 +27,7 @@ from leaderless.planner.costs.compute import ModelCost, tokenizing_seconds
 from leaderless.planner.costs.moves import Cost, peer_cost, put_cost, updates_cost, weights_cost
 from leaderless.planner.costs.network import Float, Network, sums
 from leaderless.planner.costs.rows import Int, Placement, Routes, Rows, Workload, sending_ranks
-from leaderless.planner.memory import FLOAT32_BYTES, number_bytes
+from leaderless.planner.model_memory import FLOAT32_BYTES, number_bytes
 
 Models = Mapping[tuple[str | None, tuple[int, ...]], ModelCost]
 """The cost of every model, by its role and ranks."""
