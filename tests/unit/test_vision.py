@@ -314,10 +314,19 @@ def test_tokens_of_images_are_never_drawn() -> None:
             assert min(completion.log_probs) > -20
 
 
+def test_a_prompt_has_no_tokens_of_images_that_are_not_there() -> None:
+    tokens, images = prompt_with([(32, 32)])
+    engine, params = native_of("qwen3_vl"), SamplingParams(SamplingConfig(), 4)
+    problem = r"a prompt has 16 tokens that stand for parts of images, but its \d images"
+    for others in ((), (images[0].moved(1),), (*images, *images)):
+        with pytest.raises(ValueError, match=problem):
+            engine.submit(Request(tokens, [0], images=others), params)
+
+
 def test_a_text_model_refuses_images(tiny: str) -> None:
     config = ModelConfig(path=tiny)
     engine = NativeEngine(load_causal_lm(config, "policy"), load_tokenizer(config, "policy"), frozenset({0}), 4, CPU)
-    with pytest.raises(RuntimeError, match="1 images are given, but the model reads text alone"):
+    with pytest.raises(ValueError, match="a prompt has 1 images, but the model reads text alone"):
         answered(engine, [Request([1, 2, 3], [0], images=(PromptImage(1, 1, 1, picture(8, 8)),))])
 
 

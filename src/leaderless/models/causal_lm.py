@@ -84,6 +84,15 @@ class CausalLM(Decoder):
         """Compute [R, vocabulary] float32 logits from [R, hidden_size]."""
         return linear_in_float32(hidden, self.head.weight, self.head.bias if self.offsets is None else self.offsets)
 
+    def check_images(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> None:  # noqa: ARG002
+        """Refuse a prompt whose tokens that stand for images are not those of its images.
+
+        Raises:
+            ValueError: There are more, fewer, or others.
+        """
+        if images:
+            raise ValueError(f"a prompt has {len(images)} images, but the model reads text alone")
+
     def seen(self, images: Sequence[PromptImage], device: torch.device) -> Seen:  # noqa: ARG002
         """Compute what is seen of images, each whole, at the tokens that stand for their parts."""
         raise RuntimeError(f"{len(images)} images are given, but the model reads text alone")

@@ -67,6 +67,16 @@ class VisionLM(CausalLM):
         return pixels
 
     @override
+    def check_images(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> None:
+        own = [place for image in images for place in range(image.place, image.place + image.num_tokens)]
+        found = [place for place, token in enumerate(tokens) if token == self.reader.token]
+        if found != own:
+            raise ValueError(
+                f"a prompt has {len(found)} tokens that stand for parts of images, but its {len(images)} images have "
+                f"{len(own)}, or have them elsewhere"
+            )
+
+    @override
     def seen(self, images: Sequence[PromptImage], device: torch.device) -> Seen:
         return self.see(self.reader.pixels(images).to(device))
 

@@ -155,6 +155,7 @@ class NativeEngine:
 
     def submit(self, request: Request, params: SamplingParams) -> int:
         """See `RolloutEngine`."""
+        self.model.check_images(request.prompt, request.images)
         self._num_requests += 1
         number = self._num_requests
         for sibling, (sample_id, completion) in enumerate(zip(request.sample_ids, request.begin(), strict=True)):
