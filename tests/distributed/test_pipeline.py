@@ -136,7 +136,7 @@ def test_loads_of_experts_are_not_counted_in_stages(ranks: RankPool, tmp_path: P
 
 def loads(path: str) -> Tensor | None:
     """Loads after a pass, which all ranks of the model ask for together."""
-    transport = Transport(torch.device("cpu"), timeout_s=10)
+    transport = Transport(torch.device("cpu"), timeout_s=60)
     engine = make_engine(setup_of(transport, Layout((0, 1), dp=1, pp=2), path))
     add_gradients(engine, random_samples(LENGTHS[:2]), lambda out, _: out.log_probs.sum())
     return engine.expert_loads()
@@ -144,7 +144,7 @@ def loads(path: str) -> Tensor | None:
 
 def order_of_passes(path: str, fails_at: int | None) -> list[str] | str:
     """The forward and backward passes of this stage's last layer, in their order; or the error, if one stage fails."""
-    transport = Transport(torch.device("cpu"), timeout_s=2)
+    transport = Transport(torch.device("cpu"), timeout_s=60 if fails_at is None else 2)
     setup = setup_of(transport, Layout(transport.world.ranks, dp=1, pp=3), path)
     engine = make_engine(replace(setup, micro_batch_tokens=9))
     assert isinstance(engine, FsdpEngine)
