@@ -20,6 +20,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch
 from leaderless.data.images import PromptImage, pack_images, unpack_images
 from leaderless.data.transport import ProcessGroup
+from leaderless.models import image_readers
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
 from leaderless.models.seen import grid_positions
 from leaderless.models.shared_prompts import Family as Rows
@@ -349,6 +350,19 @@ def test_a_probe_has_no_tokens_that_stand_for_images() -> None:
     found = probe_of(engine, make_probe(engine.vocab_size, 100, engine.model.reader.reserved))
     assert found is not None
     assert float(found.log_probs.min()) > -100
+
+
+def test_pixels_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, images = model_of("qwen3_vl").reader, prompt_with([(32, 32)] * 6)[1]
+    size = reader.pixels(images[:1]).values.nbytes
+    monkeypatch.setattr(image_readers, "KEPT_BYTES", 3 * size)
+    decoded: list[bytes] = []
+    read = reader._read
+    monkeypatch.setattr(reader, "_read", lambda data: decoded.append(data) or read(data))
+    for place in (0, 1, 2, 0, 1, 2, 3, 1, 0):
+        reader.pixels([images[place]])
+    assert decoded == [images[place].data for place in (1, 2, 3, 0)]
+    assert len(reader._kept) == 3
 
 
 def test_attention_over_a_family_sees_its_own_images_alone() -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from leaderless.data.hub import unreachable_hub
 from leaderless.data.images import ImageReader, PromptImage, decode_image
 from leaderless.models.support import check_family, image_tokens, sees_images
 
-KEPT_IMAGES = 256
-"""Images of which a process keeps the pixels: those of a step are needed by several passes."""
+KEPT_BYTES = 256 << 20
+"""Pixels that a model keeps of the images that it has read last: those of a step are needed by several passes."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Reader(ImageReader):
         start, end = ([] if one is None else [one] for one in ends)
         self._marks = [*start, self.token, *end]
         self.fingerprint = hashlib.sha256(f"{self.token} {processor.to_json_string()}".encode()).hexdigest()
-        self._known = lru_cache(KEPT_IMAGES)(self._read)
+        self._kept: OrderedDict[bytes, tuple[Tensor, Tensor]] = OrderedDict()
+        self._num_kept_bytes = 0
 
     def named(self, tokenizer: Tokenizer) -> Reader:
         """The same with the marker as the tokenizer writes it."""
@@ -76,6 +77,18 @@ class Reader(ImageReader):
         """Pixels and grid of an image."""
         read = self.processor(images=[decode_image(data)], return_tensors="pt")
         return read["pixel_values"], read.get("image_grid_thw", torch.zeros(0, dtype=torch.int64))
+
+    def _known(self, data: bytes) -> tuple[Tensor, Tensor]:
+        """The same, kept for the next passes; what has not been needed for longest is forgotten."""
+        if data in self._kept:
+            self._kept.move_to_end(data)
+            return self._kept[data]
+        found = self._kept[data] = self._read(data)
+        self._num_kept_bytes += found[0].nbytes
+        while self._num_kept_bytes > KEPT_BYTES:
+            _, (values, _) = self._kept.popitem(last=False)
+            self._num_kept_bytes -= values.nbytes
+        return found
 
     @abstractmethod
     def _num_tokens(self, values: Tensor, grid: Tensor) -> int:
