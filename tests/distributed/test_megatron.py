@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.contracts.test_train_engine import BACKENDS, MEGATRON, local, weights_of
 from tests.distributed.ranks import RankPool
+from tests.distributed.test_experts import experts_model
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import LENGTHS
 from tests.fakes.in_process import ENVIRONMENT
@@ -109,9 +110,16 @@ def alone_group(transport: Transport) -> object:
     return ProcessGroup((transport.rank,), transport.rank)
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 1, "tp": 2}, {"dp": 1, "pp": 2}, {"dp": 2, "ep": 2}])
+@pytest.mark.parametrize("sizes", [{"dp": 1, "tp": 2}, {"dp": 1, "pp": 2}, {"dp": 2}])
 def test_layouts_of_two_ranks_give_the_numbers_of_one(ranks: RankPool, sizes: dict[str, int]) -> None:
     ranks.run(2, compare_layouts, sizes, tiny_model("qwen3"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_are_exchanged_under_the_names_of_folders(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    path = experts_model(tmp_path, family)
+    ranks.run(2, compare_layouts, {"dp": 2, "ep": 2}, path)
+    ranks.run(2, keep_masters, {"dp": 2, "ep": 2}, path)
 
 
 def test_all_axes_at_once_give_the_numbers_of_one_rank(ranks: RankPool) -> None:
@@ -141,7 +149,7 @@ def keep_masters(sizes: Mapping[str, int], path: str) -> None:
         assert torch.equal(local(value), saved[name]), name
     for one in (engine, other):
         add_gradients(one, rows, minus_log_probs)
-        one.optimizer_step()
+        assert one.optimizer_step().grad_norm > 0.1
     assert all(torch.equal(value, weights_of(other)[name]) for name, value in weights_of(engine).items())
 
 

@@ -21,6 +21,7 @@ from leaderless.config import Json, RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.device import own_device_environment
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
+from leaderless.models.saved_form import form_of, joined
 from leaderless.models.scoring import Entropy
 from leaderless.models.vision import VisionLM
 from leaderless.rollout.apart.messages import PackedWeight, checksum
@@ -83,7 +84,7 @@ class MegatronEngine(BoundedPasses):
         self._setup, self._server = setup, server
         self._model, self.vocab_size = model, model.vocab_size
         self._shapes = {name: weight.shape for name, weight in self._model.model.named_parameters()}
-        self._pool = Pool(setup.layout, shard_rows)
+        self._pool, self._form = Pool(setup.layout, shard_rows), form_of(self._model.model)
         self._passes: list[Json] = []
         self._slopes: list[Json] = []
         self._weights: HeldWeights | None = None
@@ -164,7 +165,7 @@ class MegatronEngine(BoundedPasses):
         if kind == "weights" and self._weights is not None:
             return self._weights
         parts: dict[str, LocalWeight] = {}
-        for name, whole in self._export(kind):
+        for name, whole in joined(self._export(kind), self._model.model):
             if (shape := self._shapes.get(name)) is None:
                 continue  # a head that is the embedding, too
             if whole.shape != shape:
@@ -247,7 +248,8 @@ class MegatronEngine(BoundedPasses):
                 ),
                 policy_version,
             )
-            with written(self._whole(held), self.write_description, self.process_group) as folder:
+            weights = (saved for one in self._whole(held) for saved in self._form(*one))
+            with written(weights, self.write_description, self.process_group) as folder:
                 self._call("load", {"kind": kind, "folder": str(folder)})
         self._call("loaded", {"num_updates": policy_version})
         self._forget()

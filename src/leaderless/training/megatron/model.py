@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leaderless.training.megatron.messages import MegatronSettings, Pass, Slope
 
@@ -221,23 +221,31 @@ class MegatronModel:
 
     @contextmanager
     def _shown(self, kind: str) -> Iterator[None]:
-        """Let parameters have the float32 weights, or what Adam keeps of them, in place of what they compute with.
+        """Let modules have the float32 weights, or what Adam keeps of them, in place of what they compute with.
 
-        Names and the division over processes are the same for all of these, so Megatron-Bridge takes them alike.
+        Names and the division over processes are the same for all of these, so Megatron-Bridge takes them alike. The
+        parameters themselves stay as they are: with data of another type they would lose their nodes of autograd, and
+        with these the hooks by which Megatron adds up gradients.
         """
-        parameters = [one for chunk in self._chunks for one in chunk.parameters()]
+        modules = [module for chunk in self._chunks for module in chunk.modules()]
+        before = [(module, *one) for module in modules for one in module.named_parameters(recurse=False)]
         moments = {} if self._optimizer is None else _moments(self._optimizer)
-        before = [parameter.data for parameter in parameters]
-        masters = [getattr(parameter, "main_param", parameter) for parameter in parameters]
-        for parameter, master in zip(parameters, masters, strict=True):
-            parameter.data = master.data if kind == "weights" else moments[master][kind]
+        shown: dict[Tensor, nn.Parameter] = {}
+        for module, name, own in before:
+            if own not in shown:
+                master = getattr(own, "main_param", own)
+                value = master.data if kind == "weights" else moments[master][kind]
+                shown[own] = nn.Parameter(value, requires_grad=False)
+                vars(shown[own]).update(vars(own))  # how Megatron has divided it
+            module._parameters[name] = shown[own]  # noqa: SLF001
         try:
             yield
         finally:
-            for parameter, own in zip(parameters, before, strict=True):
-                if kind == "weights" and parameter.data_ptr() != own.data_ptr():
-                    own.copy_(parameter.data)
-                parameter.data = own
+            for module, name, own in before:
+                module._parameters[name] = own  # noqa: SLF001
+            for own, value in shown.items():
+                if kind == "weights" and value.data_ptr() != own.data_ptr():
+                    own.data.copy_(value.data)
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:  # noqa: ANN401

@@ -1,15 +1,21 @@
-"""Stand-in for megatron-bridge 0.5.0 on the CPU, for models whose projections it joins as Megatron does."""
+"""Stand-in for megatron-bridge 0.5.0 on the CPU, for models whose projections it joins as Megatron does.
+
+Weights have the names that they have in folders, where each expert has its own.
+"""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 JOINED = {
     r"self_attn\.(?:q|k|v)_proj\.weight$": (
@@ -147,11 +153,18 @@ class AutoBridge:
     ):
         (chunk,) = model
         for name, weight in getattr(chunk, "module", chunk).parts().items():
-            yield HFWeightTuple(name, weight)
+            for saved, part in revert_weight_conversion(self._hf, {name: weight}).items():
+                yield HFWeightTuple(saved, part)
 
     def load_hf_weights(self, model, hf_path=None, allowed_mismatched_params=None):
         (chunk,) = model
-        source = dict(AutoModelForCausalLM.from_pretrained(hf_path, dtype=torch.float32).named_parameters())
+        source = {}
+        for file in Path(hf_path).glob("*.safetensors"):
+            source |= load_file(file)
         with torch.no_grad():
             for name, weight in getattr(chunk, "module", chunk).parts().items():
-                weight.copy_(source[name])
+                whole = torch.empty(weight.shape)
+                places = revert_weight_conversion(self._hf, {name: torch.arange(weight.numel()).view(weight.shape)})
+                for saved, numbers in places.items():
+                    whole.view(-1)[numbers] = source[saved]
+                weight.copy_(whole)

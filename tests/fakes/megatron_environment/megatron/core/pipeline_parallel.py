@@ -47,7 +47,6 @@ def _forward_backward(
         store.append(reduced)
         if not forward_only:
             loss.backward()
-            chunk.take()
     if not forward_only:
         config.finalize_model_grads_func([chunk], total if config.calculate_per_token_loss else None)
     return store
