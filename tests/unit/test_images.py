@@ -19,7 +19,7 @@ from leaderless.config import Json, RecipeError
 from leaderless.config.data import DatasetConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.encode import Encoded, RowEncoder
-from leaderless.data.images import ORIENTATION, decode_image, image_size
+from leaderless.data.images import ORIENTATION, decode_image, image_size, plain_file
 from leaderless.data.parquet import ParquetSource
 from leaderless.models.image_readers import open_reader
 from leaderless.models.tokenizer import load_tokenizer
@@ -124,6 +124,7 @@ REFUSED: dict[str, tuple[Callable[[], Json], str]] = {
         ),
         "a file of 2 frames is a video",
     ),
+    "deep": (lambda: url_of(file_of(Image.new("I;16", (8, 8)), "PNG")), r"more than 8 bits a number \(mode I;16\)"),
     "network": (lambda: "https://example.org/a.png", "is on the network: download images"),
     "number": (lambda: 7, "an image must be a path or a data URL, not 7"),
 }
@@ -178,16 +179,25 @@ def test_a_text_model_is_refused_where_rows_have_images(tmp_path: Path) -> None:
         open_reader(ModelConfig(path=str(tmp_path)), "policy")
 
 
-@pytest.mark.parametrize("turned", range(1, 9))
+@pytest.mark.parametrize("turned", range(10))
 def test_a_photograph_has_the_tokens_of_its_size_as_it_is_seen(tmp_path: Path, turned: int) -> None:
     photograph = Image.new("RGB", (48, 16))
     exif = photograph.getexif()
     exif[ORIENTATION] = turned
     row: dict[str, Json] = {"prompt": "red", "images": url_of(file_of(photograph, "JPEG", exif=exif))}
     (image,) = encoded(tmp_path, row).images
-    assert (image.rows, image.columns) == ((6, 2) if turned > 4 else (2, 6))
+    assert (image.rows, image.columns) == ((6, 2) if 4 < turned < 9 else (2, 6))
     assert image_size(image.data) == decode_image(image.data).size[::-1]
     assert len(reader_of().pixels([image]).places) == 12
+
+
+def test_a_photograph_of_a_phone_may_have_others_behind_it() -> None:
+    red, blue = (Image.new("RGB", (8, 4), color) for color in ("red", "blue"))
+    data = file_of(red, "MPO", save_all=True, append_images=[blue])
+    pixel = decode_image(data).getpixel((0, 0))
+    assert isinstance(pixel, tuple)
+    assert pixel[0] > 200
+    assert plain_file(data) == data
 
 
 def test_what_is_transparent_is_white_and_a_photograph_is_turned() -> None:

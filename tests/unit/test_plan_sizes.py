@@ -90,6 +90,10 @@ def test_weights_of_models_that_see_images_are_counted(tmp_path, family, is_froz
     assert size.vision.num_parameters == sum(count for name, count in counts.items() if ".visual." in name)
     assert size.num_trained == size.num_parameters - is_frozen * size.vision.num_parameters
     assert (size.vision.num_layers, size.vision.patches_per_token, size.num_layers) == (3, 4, 2)
+    path = tmp_path / "config.json"
+    described = json.loads(path.read_text())
+    path.write_text(json.dumps(described.pop("text_config") | described))  # as published with Qwen2.5-VL
+    assert read_model_size(ModelConfig(path=str(tmp_path), freeze_vision=is_frozen)) == size
 
 
 @pytest.mark.parametrize("family", ["gemma", "llama", "smollm3"])

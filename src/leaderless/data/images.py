@@ -25,8 +25,10 @@ MAX_SIDE = 10_000
 """Most pixels along a side: a larger image would be decoded whole, to be shrunk to a small part of its size."""
 ORIENTATION = 0x0112
 """Tag of a photograph that says how it is turned."""
-FIRST_TURNED = 5
-"""Smallest value of the tag for which height and width are exchanged."""
+TURNED = range(5, 9)
+"""Values of the tag for which height and width are exchanged."""
+DEEP = ("I", "F")
+"""How the names of forms of pixels begin that have more than 8 bits; the rest of their names says how many."""
 THUMBNAIL_SIDE = 256
 """Most pixels along a side of what reports show."""
 _HEADER = struct.Struct("<IHHI")
@@ -140,7 +142,7 @@ def open_image(data: bytes) -> Picture:
     """Open an encoded image without decoding it yet.
 
     Raises:
-        ValueError: It is no image, has more than one frame, or is too large.
+        ValueError: It is no image, has more than one frame or more than 8 bits a number, or is too large.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -157,7 +159,10 @@ def open_image(data: bytes) -> Picture:
     width, height = picture.size
     if max(width, height) > MAX_SIDE:
         raise ValueError(f"an image has {width:,} x {height:,} pixels; at most {MAX_SIDE:,} a side: shrink it")
-    if (num_frames := getattr(picture, "n_frames", 1)) > 1:
+    if picture.mode.startswith(DEEP):
+        raise ValueError(f"an image has more than 8 bits a number (mode {picture.mode}): convert it to 8 bits")
+    # What phones write in this form is a photograph, with others for other uses behind it.
+    if (num_frames := getattr(picture, "n_frames", 1)) > 1 and picture.format != "MPO":
         raise ValueError(f"a file of {num_frames} frames is a video, which is not supported")
     return picture
 
@@ -166,10 +171,10 @@ def image_size(data: bytes) -> tuple[int, int]:
     """Height and width of an image as it is seen: photographs may say that they are turned.
 
     Raises:
-        ValueError: It is no image, has more than one frame, or is too large.
+        ValueError: As for `open_image`.
     """
     picture = open_image(data)
-    is_turned = picture.getexif().get(ORIENTATION, 1) >= FIRST_TURNED
+    is_turned = picture.getexif().get(ORIENTATION) in TURNED
     return (picture.width, picture.height) if is_turned else (picture.height, picture.width)
 
 

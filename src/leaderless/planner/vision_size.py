@@ -42,12 +42,12 @@ class VisionSize:
 
 
 def text_config(config: Mapping[str, object]) -> dict[str, object]:
-    """The configuration of the layers for text, as a model of text has it.
+    """The configuration of the layers for text, as a model of text has it; older files have no section for it.
 
     Args:
         config: Configuration of a model of one of the families.
     """
-    own = config["text_config"]
+    own = config.get("text_config", config)
     assert isinstance(own, dict)
     is_tied = config.get("tie_word_embeddings", own.get("tie_word_embeddings", False))
     return {**own, "model_type": TEXT[str(config["model_type"])], "tie_word_embeddings": is_tied}
