@@ -1,0 +1,1 @@
+"""Environments of bodies: simulators and robots that step many episodes at once."""

@@ -1,0 +1,1 @@
+"""Policies of bodies, small ones and models of vision, language and action."""

@@ -1,0 +1,139 @@
+"""What a policy of a body, and its critic, have to be able to do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from leaderless.environments.bodies.protocol import Spaces
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What is seen before n decisions of any episodes, on the device of the model.
+
+    Attributes:
+        images: [n, height, width, 3] uint8 of each camera.
+        state: [n, state_size] float32.
+        instructions: Ids of instructions, [n, longest] int64, padded with 0, and their lengths, [n] int64; see
+            `BodyPolicy.instruction_ids`.
+    """
+
+    images: Mapping[str, Tensor]
+    state: Tensor
+    instructions: tuple[Tensor, Tensor]
+
+    def __len__(self) -> int:
+        """Number of decisions."""
+        return len(self.state)
+
+    def select(self, rows: Tensor) -> Observed:
+        """Some of them, [m] int64."""
+        ids, lengths = self.instructions
+        images = {camera: image[rows] for camera, image in self.images.items()}
+        return Observed(images, self.state[rows], (ids[rows], lengths[rows]))
+
+
+@dataclass(frozen=True)
+class Acted:
+    """Decisions as they were drawn.
+
+    Attributes:
+        actions: [n, chunk, dim] float32, or [n, chunk] int64 choices of the environment.
+        choices: [n, choice_size] float32, all that `score` needs to know of them.
+        log_probs: [n, chunk, score_dim] float32.
+    """
+
+    actions: Tensor
+    choices: Tensor
+    log_probs: Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Decisions under a policy.
+
+    Attributes:
+        log_probs: [n, chunk, score_dim] float32.
+        entropies: [n, chunk, score_dim] float32.
+    """
+
+    log_probs: Tensor
+    entropies: Tensor
+
+
+class BodyModel(nn.Module):
+    """What policies and critics have in common.
+
+    Rows never depend on one another, and no buffer changes in training.
+
+    Attributes:
+        spaces: What its environment shows and takes.
+        chunk: Steps of a decision.
+    """
+
+    spaces: Spaces
+    chunk: int
+
+    def instruction_ids(self, text: str) -> list[int]:
+        """Ids of an instruction: its bytes, unless the model has a vocabulary."""
+        return list(text.encode())
+
+
+class BodyPolicy(BodyModel, ABC):
+    """A model that decides on a chunk of actions at once.
+
+    Attributes:
+        score_dim: Log-probabilities of an action: one for each of its numbers, or 1 for all together.
+        choice_size: Numbers that say what was chosen in a decision.
+        noise_size: Random numbers that a decision takes.
+    """
+
+    score_dim: int
+    choice_size: int
+    noise_size: int
+
+    @abstractmethod
+    def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
+        """Decide.
+
+        Args:
+            observed: What is seen.
+            noise: [n, noise_size] float64, at least 0 and below 1; None to choose what is likeliest.
+            temperature: Divides logits, or multiplies the spread.
+        """
+
+    @abstractmethod
+    def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> Scores:
+        """The log-probabilities that `act` gave choices [n, choice_size], under the weights of now, with a graph."""
+
+    def forward(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> Scores:
+        """See `score`."""
+        return self.score(observed, choices, temperature)
+
+    @abstractmethod
+    def actions_of(self, choices: Tensor) -> Tensor:
+        """The actions of choices; see `Acted`."""
+
+    @abstractmethod
+    def choices_of(self, actions: Tensor) -> Tensor:
+        """The choices whose actions come closest to some, [n, chunk, dim] float32 or [n, chunk] int64, to imitate them.
+
+        Raises:
+            ValueError: An action is outside of what the environment takes.
+        """
+
+
+class BodyValue(BodyModel, ABC):
+    """A model of the reward to come."""
+
+    @abstractmethod
+    def values(self, observed: Observed) -> Tensor:
+        """[n] float32: value of what is seen."""
+
+    def forward(self, observed: Observed) -> Tensor:
+        """See `values`."""
+        return self.values(observed)
