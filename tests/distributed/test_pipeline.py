@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,7 @@ def loads(path: str) -> Tensor | None:
     transport = Transport(torch.device("cpu"), timeout_s=60)
     engine = make_engine(setup_of(transport, Layout((0, 1), dp=1, pp=2), path))
     add_gradients(engine, random_samples(LENGTHS[:2]), lambda out, _: out.log_probs.sum())
+    engine.optimizer_step()
     return engine.expert_loads()
 
 
@@ -171,6 +173,30 @@ def test_a_stage_is_ahead_by_the_number_of_stages_after_it(ranks: RankPool, tmp_
         count, ahead = len(passes) // 2, 2 - stage
         assert count >= 4
         assert "".join(passes) == "F" * ahead + "FB" * (count - ahead) + "B" * ahead
+
+
+def wait_for_the_last(path: str) -> None:
+    """The first stage begins its first backward pass only when the last one has begun its third micro-batch."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    setup = setup_of(transport, Layout(transport.world.ranks, dp=1, pp=3), path)
+    engine = make_engine(replace(setup, micro_batch_tokens=9))
+    store, begun = transport.store(), list[None]()
+    layer = engine.model.text_model.layers[transport.rank]
+
+    def forward(*_: object) -> None:
+        begun.append(None)
+        if len(begun) == 3 and transport.rank == 2:
+            store.set("third", "")
+
+    layer.register_forward_pre_hook(forward)
+    if transport.rank == 0:
+        layer.register_full_backward_pre_hook(lambda *_: store.wait(["third"], timedelta(seconds=10)))
+    add_gradients(engine, random_samples(LENGTHS[:5]), lambda out, _: out.log_probs.sum())
+    engine.optimizer_step()
+
+
+def test_the_last_stage_does_not_wait_for_the_first(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(3, wait_for_the_last, write(tmp_path, "llama"))
 
 
 def test_where_a_stage_fails_no_other_waits_for_long(ranks: RankPool, tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ class Line:
         self.stages, self._device, self._dtype = stages, device, dtype
         self._coming: deque[MicroBatch] = deque()
         self._begun: deque[_Begun] = deque()
-        self._sent: deque[Sending] = deque()
+        self._gradients: deque[Sending] = deque()
+        self._results: deque[Sending] = deque()
 
     def expect(self, micro_batches: Sequence[MicroBatch]) -> None:
         """The micro-batches that pass next, in their order."""
@@ -65,19 +66,22 @@ class Line:
 
     def _send_back(self, gradient: Tensor) -> None:
         # The stage before receives one before it needs another one, so that few are on their way.
-        self._keep(self.stages.back.send(gradient.contiguous(), self.stages.neighbor(-1), GRADIENTS), 2)
-
-    def _keep(self, sending: Sending, count: int) -> None:
-        """Keep what is being sent; wait for what is older than the `count` newest, which have arrived by now."""
-        self._sent.append(sending)
-        while len(self._sent) > count:
-            self._sent.popleft().wait()
+        self._gradients.append(self.stages.back.send(gradient.contiguous(), self.stages.neighbor(-1), GRADIENTS))
+        _wait_for_all_but(self._gradients, 2)
 
     def publish(self, results: Sequence[Tensor]) -> None:
         """Send what the last stage has computed, [R] each, to all others."""
         if (values := torch.stack([one.detach() for one in results])).numel():
+            # The first stage needs them only as many micro-batches later as there are stages: a stage that waited for
+            # that after each would stop the others.
             for rank in self.stages.back.ranks[:-1]:
-                self._keep(self.stages.back.send(values, rank, RESULTS), self.stages.size**2)
+                self._results.append(self.stages.back.send(values, rank, RESULTS))
+            _wait_for_all_but(self._results, self.stages.size**2)
+
+    def finish(self) -> None:
+        """Wait until all has arrived that was sent."""
+        _wait_for_all_but(self._gradients, 0)
+        _wait_for_all_but(self._results, 0)
 
     def results(self, micro_batch: MicroBatch, compute: Callable[[MicroBatch], Tensor], count: int) -> Sequence[Tensor]:
         """On an earlier stage, `count` results [R] float32 of the last stage for a micro-batch.
@@ -114,6 +118,12 @@ class Line:
 
     def _room(self, num_tokens: int) -> Tensor:
         return torch.empty(num_tokens, self.stages.hidden_size, dtype=self._dtype, device=self._device)
+
+
+def _wait_for_all_but(sent: deque[Sending], count: int) -> None:
+    """Keep the newest of what is being sent, and wait for what is older, which has arrived by now."""
+    while len(sent) > count:
+        sent.popleft().wait()
 
 
 class _Context(FunctionCtx):

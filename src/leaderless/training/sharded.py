@@ -24,7 +24,7 @@ from leaderless.models.experts import divide_experts
 from leaderless.models.lora import adapted_layers, describe_adapters, is_adapter, merged
 from leaderless.planner import Layout
 from leaderless.planner.adapters import lora_of
-from leaderless.training.engine import UpdateInfo
+from leaderless.training.engine import Result, UpdateInfo
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
 from leaderless.training.passes import BoundedPasses
@@ -133,6 +133,13 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         if self.line is not None:
             self.line.expect(cut)
         return cut
+
+    def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
+        """See `Trainable`."""
+        result = super().run_passes(batch, passes)
+        if self.line is not None:
+            self.line.finish()
+        return result
 
     def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor]) -> Jagged:
         """A number for each sampled token of a batch, from a function that computes those of a micro-batch."""
