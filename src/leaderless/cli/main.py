@@ -16,6 +16,7 @@ from leaderless.cli.profile import profile
 from leaderless.cli.results import evaluate, export, report
 from leaderless.cli.retriever import retriever
 from leaderless.cli.reward import reward
+from leaderless.cli.robot import robot
 from leaderless.cli.serve import serve
 from leaderless.cli.simulate import simulate
 from leaderless.cli.template import template
@@ -47,6 +48,7 @@ app.command()(reward)
 app.command()(template)
 app.command()(schema)
 app.add_typer(env, name="env")
+app.add_typer(robot, name="robot")
 
 
 def main() -> None:

@@ -1,0 +1,189 @@
+"""Real arms as an environment of episodes: one server for each."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaderless.config import Json
+from leaderless.environments.bodies.protocol import Continuous, Observations, Spaces, Steps, VectorEnvironment
+from leaderless.environments.protocol import Task
+from leaderless.observability.console import print_line
+from leaderless.robots.arm import Reading
+from leaderless.robots.client import Address, RobotClient
+from leaderless.robots.outcome import Outcome, Refused
+
+TOKEN_VARIABLE = "LEADERLESS_TOKEN"  # noqa: S105 - its name, not its value
+ASK_S = 0.5
+"""Time between two questions whether a person has released an arm."""
+MAX_ATTEMPTS = 3
+"""Number of times that a late command, or an episode whose begin was cut, is asked for."""
+
+
+class RobotEnvironment(VectorEnvironment):
+    """Episodes on n arms, each behind a server of its own. Actions are from -1 to 1 for each axis.
+
+    The seed of an episode is given to the arm's driver; the task has no meaning to it. An arm cannot be saved or
+    restored. `infos` say for each step what was executed, and where a person has intervened. Where an arm was stopped,
+    the episode is truncated, and `failed` in its info says why; its next reset waits for a person.
+
+    The token of the servers is in the environment variable `LEADERLESS_TOKEN`.
+
+    Args:
+        num: Number of episodes at a time, one for each address.
+        addresses: Addresses of servers, as host:port.
+        begin_within_s: Time within which a command must begin at the server; later it is refused as out of date.
+        reset_within_s: Time within which an arm must be at the start of an episode.
+        reconnect_s: Time for which a lost server is looked for.
+        release_within_s: Time for which a person is waited for who releases a stopped arm.
+
+    Raises:
+        ValueError: The number of addresses is wrong, or the arms differ.
+        Refused: A server does not let this client in.
+        ConnectionError: There is no server.
+    """
+
+    def __init__(
+        self,
+        num: int,
+        addresses: Sequence[str] = (),
+        *,
+        begin_within_s: float = 1.0,
+        reset_within_s: float = 60.0,
+        reconnect_s: float = 30.0,
+        release_within_s: float = 600.0,
+    ) -> None:
+        if num != len(addresses):
+            raise ValueError(f"{num} episodes at a time need as many arms, not {len(addresses)}: give `addresses`")
+        self._begin_within_s, self._reset_within_s = begin_within_s, reset_within_s
+        self._release_within_s = release_within_s
+        self._clients: list[RobotClient] = []
+        self._seen: dict[int, Reading] = {}
+        token = os.environ.get(TOKEN_VARIABLE)
+        try:
+            for address in addresses:
+                self._clients.append(RobotClient(Address.of(address), token, reconnect_s=reconnect_s))
+            first = self._clients[0].description
+            for client, address in zip(self._clients, addresses, strict=True):
+                if client.description != first:
+                    raise ValueError(f"the arm at {address} differs from that at {addresses[0]}: use equal ones")
+        except BaseException:
+            self.close()
+            raise
+        self.description = first
+        dim = len(first.arm.axes)
+        self.spaces = Spaces(
+            images=dict(first.arm.cameras),
+            state_size=first.arm.state_size,
+            actions=Continuous((-1.0,) * dim, (1.0,) * dim),
+            max_steps=first.max_steps,
+            has_instructions=bool(first.instruction),
+        )
+
+    def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:  # noqa: ARG002
+        """See `VectorEnvironment`. All arms move to their starts at the same time."""
+        for index, seed in zip(which, seeds, strict=True):
+            self._clients[index].begin_reset(seed, self._reset_within_s)
+        found = [self._finish_reset(self._clients[index], seed) for index, seed in zip(which, seeds, strict=True)]
+        self._seen |= {index: one.reading for index, one in zip(which, found, strict=True)}
+        return self._observations(which)
+
+    def step(self, which: Sequence[int], actions: NDArray[np.generic]) -> Steps:
+        """See `VectorEnvironment`. All arms move at the same time."""
+        num, chunk, _ = actions.shape
+        left = {row: np.asarray(actions[row], np.float32) for row in range(num)}
+        found: list[list[Outcome]] = [[] for _ in range(num)]
+        failed: dict[int, str] = {}
+        num_late = 0
+        while left:
+            for row, rest in left.items():
+                self._clients[which[row]].begin_step(rest[: self.description.max_chunk], self._begin_within_s)
+            refusals: list[Refused] = []
+            for row in list(left):
+                try:
+                    outcome = self._clients[which[row]].finish()
+                except Refused as refused:
+                    if refused.code == "stopped":
+                        failed[row] = str(refused)
+                        del left[row]
+                    else:
+                        refusals.append(refused)
+                    continue
+                found[row].append(outcome)
+                left[row] = left[row][outcome.num_steps :]
+                if outcome.is_terminated or outcome.is_truncated or not len(left[row]):
+                    del left[row]
+            num_late += any(one.code == "late" for one in refusals)
+            # All answers are in before one is raised, so that the clients can be used again.
+            for one in refusals:
+                if one.code != "late" or num_late >= MAX_ATTEMPTS:
+                    raise one
+        for row, index in enumerate(which):
+            self._seen[index] = found[row][-1].reading if found[row] else self._seen[index]
+        return self._steps(which, found, chunk, failed)
+
+    def close(self) -> None:
+        """See `VectorEnvironment`. The arms hold."""
+        for client in self._clients:
+            client.close()
+
+    def _finish_reset(self, client: RobotClient, seed: int) -> Outcome:
+        until_s, num_cut, is_told = time.monotonic() + self._release_within_s, 0, False
+        while True:
+            try:
+                return client.finish()
+            except Refused as refused:
+                if refused.code == "stopped" and time.monotonic() < until_s:
+                    if not is_told:
+                        print_line(f"{refused}; waiting for up to {self._release_within_s:g} s")
+                    is_told = True
+                elif refused.code in {"cut", "busy"} and num_cut + 1 < MAX_ATTEMPTS:
+                    num_cut += 1
+                else:
+                    raise
+            time.sleep(ASK_S)
+            client.begin_reset(seed, self._reset_within_s)
+
+    def _observations(self, which: Sequence[int]) -> Observations:
+        seen = [self._seen[index] for index in which]
+        images = {name: np.stack([one.images[name] for one in seen]) for name in self.spaces.images}
+        state = np.stack([one.state for one in seen])
+        return Observations(images, state, (self.description.instruction,) * len(seen))
+
+    def _steps(
+        self, which: Sequence[int], found: Sequence[Sequence[Outcome]], chunk: int, failed: Mapping[int, str]
+    ) -> Steps:
+        num = len(found)
+        rewards, num_steps = np.zeros((num, chunk), np.float32), np.ones(num, np.int64)
+        for row, outcomes in enumerate(found):
+            earned = np.concatenate([np.zeros(0, np.float32), *(one.rewards for one in outcomes)])
+            rewards[row, : len(earned)] = earned
+            num_steps[row] = max(1, len(earned))
+        terminated = np.array([any(one.is_terminated for one in outcomes) for outcomes in found])
+        truncated = [any(one.is_truncated for one in outcomes) or row in failed for row, outcomes in enumerate(found)]
+        return Steps(
+            observations=self._observations(which),
+            rewards=rewards,
+            num_steps=num_steps,
+            terminated=terminated,
+            truncated=np.array(truncated),
+            success=terminated.copy(),
+            infos=tuple(_info(outcomes, failed.get(row, "")) for row, outcomes in enumerate(found)),
+        )
+
+
+def _info(outcomes: Sequence[Outcome], failed: str) -> dict[str, Json]:
+    """What else is known of the steps of one arm, as JSON."""
+    if not outcomes:
+        return {"failed": failed}
+    names = ("actions", "executed", "intervened", "clipped", "limited")
+    steps = {name: np.concatenate([getattr(one, name) for one in outcomes]).tolist() for name in names}
+    last = outcomes[-1]
+    cuts = [one.cut for one in outcomes if one.cut]
+    facts: dict[str, Json] = {"num_idle": sum(one.num_idle for one in outcomes), "time_s": last.time_s, **last.facts}
+    facts |= {"is_fresh": last.reading.is_fresh, **({"cuts": cuts} if cuts else {})}
+    return {**steps, **facts, **({"failed": failed} if failed else {})}
