@@ -158,7 +158,7 @@ def test_requests_name_the_newest_adapters_and_an_engine_that_keeps_others_is_re
     for name in ("vllm", "vllm.lora", "vllm.lora.request"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(sys.modules["vllm.lora.request"], "LoRARequest", request_of, raising=False)
-    worker = VllmWorker(Mock(adapters={"r": 1}, matrices=["q_proj.lora_A"]))
+    worker = VllmWorker(Mock(adapters={"r": 1}, matrices=["q_proj.lora_A"], sees_images=True))
     loaded, engine = set[int](), Mock(add_lora=add)
     engine.remove_lora, engine.list_loras, worker._llm = loaded.discard, lambda: loaded, engine
     for version in (4, 5):
@@ -167,6 +167,7 @@ def test_requests_name_the_newest_adapters_and_an_engine_that_keeps_others_is_re
         assert worker._lora_request is not None
         assert loaded == {worker._lora_request.lora_int_id}
         assert not Path(worker._lora_request.path).exists()
+        assert engine.reset_encoder_cache.call_count == version - 3, "nothing is left that earlier weights have seen"
     engine.remove_lora = Mock()
     worker.load_bucket([PackedWeight("q_proj.lora_A", "float32", (1, 2), 0)], torch.ones(2).view(torch.uint8))
     with pytest.raises(RuntimeError, match="vLLM has not loaded the adapters of policy version 6"):

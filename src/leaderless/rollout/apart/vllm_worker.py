@@ -207,6 +207,8 @@ class VllmWorker:
                 self._use_adapters(folder, policy_version)
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM still uses keys and values of earlier weights, though nothing is in progress")
+        if self.settings.sees_images:
+            self._engine.reset_encoder_cache()  # it keeps what earlier weights have seen of images
         self._policy_version = policy_version
 
     def _use_adapters(self, folder: str, policy_version: int) -> None:
