@@ -23,7 +23,15 @@ from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
 from tests.tiny import add_gradients, random_samples, tiny_model
 from tests.unit.recipes import plan_of, write_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from leaderless.checkpoint.export import export_model
 from leaderless.config import RecipeError
@@ -236,6 +244,10 @@ def test_families_whose_layers_are_elsewhere_are_refused() -> None:
     gemma = GemmaConfig(**small, num_key_value_heads=2, head_dim=8, intermediate_size=48, vocab_size=88)
     model = AutoModelForCausalLM.from_config(gemma, attn_implementation="leaderless")
     check_stages(model, 2, "models.policy")
+    granite = GraniteConfig(**SIZES, num_hidden_layers=2, embedding_multiplier=2.0)  # multiplies what enters a stage
+    model = AutoModelForCausalLM.from_config(granite, attn_implementation="leaderless")
+    with pytest.raises(RecipeError, match="granite cannot be divided by pp: stages give other hidden states, by "):
+        check_stages(model, 2, "models.policy")
 
 
 def test_memory_counts_the_layers_and_micro_batches_of_a_stage(tmp_path: Path) -> None:

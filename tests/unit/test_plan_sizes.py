@@ -96,6 +96,17 @@ def test_weights_of_models_that_see_images_are_counted(tmp_path, family, is_froz
     assert read_model_size(ModelConfig(path=str(tmp_path), freeze_vision=is_frozen)) == size
 
 
+@pytest.mark.parametrize("is_critic", [False, True])
+def test_the_first_stage_has_the_embeddings_and_the_last_one_the_head(tmp_path, is_critic):
+    config = ModelConfig(path=write_model(tmp_path, tie_word_embeddings=False))
+    size = read_model_size(config, is_critic=is_critic)
+    stages = [size.stage(3, stage) for stage in range(3)]
+    words, norm, head = 1000 * 64, 64, 65 if is_critic else 1000 * 64
+    assert [one.num_root_parameters for one in stages] == [words, 0, norm + head]
+    assert [one.num_layers for one in stages] == [2, 1, 1]
+    assert sum(one.num_parameters for one in stages) == size.num_parameters
+
+
 @pytest.mark.parametrize("family", ["gemma", "llama", "smollm3"])
 def test_embeddings_are_tied_as_the_family_has_it_when_the_file_does_not_say(tmp_path, family):
     transformers = pytest.importorskip("transformers")

@@ -97,6 +97,8 @@ def test_positions_are_those_of_transformers(images: list[tuple[int, int, int]])
     kinds = (tokens == model.reader.token).int()[None]
     expected, _ = model.model.model.get_rope_index(tokens[None], mm_token_type_ids=kinds, image_grid_thw=grids)
     assert torch.equal(found, expected[:, 0])
+    places, both = torch.arange(len(tokens)).repeat(2), [*placed, *(image.moved(len(tokens)) for image in placed)]
+    assert torch.equal(grid_positions(places, [Rows(len(tokens), ())] * 2, both), torch.cat([found, found], 1))
     packed = pack_images(placed)
     assert unpack_images(packed) == tuple(placed)
 
