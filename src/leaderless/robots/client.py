@@ -21,6 +21,9 @@ from leaderless.robots.wire import Description, from_frame
 RETRY_S = 0.1
 """Time between two attempts to come back."""
 
+TAKEN_S = 0.5
+"""Time for which a new client waits for an arm that another one has."""
+
 
 @dataclass(frozen=True)
 class Address:
@@ -79,7 +82,7 @@ class RobotClient:
         self._ahead_s = 0.0
         self._socket: socket.socket | None = None
         self.stopped = ""
-        self.description = self._connect()
+        self.description = self._first_connection()
         self._id = 0
 
     def begin_reset(self, seed: int, within_s: float) -> None:
@@ -156,6 +159,17 @@ class RobotClient:
                     lost = error
                     time.sleep(RETRY_S)
             is_sent = False
+
+    def _first_connection(self) -> Description:
+        """Introduce this client, as soon as the one before is seen to be gone."""
+        until_s = time.monotonic() + TAKEN_S
+        while True:
+            try:
+                return self._connect()
+            except Refused as refused:
+                if refused.code != "taken" or time.monotonic() > until_s:
+                    raise
+            time.sleep(RETRY_S)
 
     def _connect(self) -> Description:
         """Introduce this client."""

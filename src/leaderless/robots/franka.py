@@ -173,6 +173,8 @@ class _GripperState(Protocol):
 
 def _panda_py() -> ModuleType:
     try:
+        importlib.import_module("panda_py.controllers")
+        importlib.import_module("panda_py.libfranka")
         return importlib.import_module("panda_py")
     except ImportError as error:
         remedy = "pip install panda-python, in the version that fits the arm's firmware"
