@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -177,6 +179,17 @@ def test_a_text_model_is_refused_where_rows_have_images(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((Path(vision_model()) / "config.json").read_text())
     with pytest.raises(RecipeError, match=r"^models.policy: the image processor of .* cannot be loaded"):
         open_reader(ModelConfig(path=str(tmp_path)), "policy")
+
+
+def test_other_settings_of_images_are_other_rows(tmp_path: Path) -> None:
+    for file in Path(vision_model()).iterdir():
+        shutil.copy(file, tmp_path)
+    described = tmp_path / "preprocessor_config.json"
+    same = open_reader(ModelConfig(path=str(tmp_path)), "policy").fingerprint
+    assert same == reader_of().fingerprint
+    settings = json.loads(described.read_text())
+    described.write_text(json.dumps(settings | {"size": {**settings["size"], "shortest_edge": 4096}}))
+    assert open_reader(ModelConfig(path=str(tmp_path)), "policy").fingerprint != same
 
 
 @pytest.mark.parametrize("turned", range(10))
