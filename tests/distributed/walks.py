@@ -20,7 +20,7 @@ from leaderless.data.transport import Transport
 from leaderless.data.wire import DTYPES
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard, RunNode, Windowed, flat
 from leaderless.planner.loops import make_loops
-from leaderless.planner.plan import BatchSizes
+from leaderless.planner.parts import BatchSizes
 from leaderless.workflow import Node, StageSpec
 
 PROMPT_COLUMNS = ("prompt_tokens", "rows", "image")

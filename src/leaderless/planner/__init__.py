@@ -17,11 +17,11 @@ from leaderless.planner.layout import Layout as Layout
 from leaderless.planner.layout import format_ranks as format_ranks
 from leaderless.planner.make_plan import make_plan as make_plan
 from leaderless.planner.memory import format_bytes as format_bytes
-from leaderless.planner.plan import Channel as Channel
-from leaderless.planner.plan import Edge as Edge
-from leaderless.planner.plan import Loop as Loop
+from leaderless.planner.parts import Channel as Channel
+from leaderless.planner.parts import Edge as Edge
+from leaderless.planner.parts import Loop as Loop
+from leaderless.planner.parts import PlannedNode as PlannedNode
+from leaderless.planner.parts import RoleInstance as RoleInstance
+from leaderless.planner.parts import answering as answering
 from leaderless.planner.plan import Plan as Plan
-from leaderless.planner.plan import PlannedNode as PlannedNode
-from leaderless.planner.plan import RoleInstance as RoleInstance
-from leaderless.planner.plan import answering as answering
 from leaderless.planner.plan import trained_instance as trained_instance

@@ -13,7 +13,7 @@ from leaderless.config.roles import origin_of
 from leaderless.planner.backends import backend_of
 
 if TYPE_CHECKING:
-    from leaderless.planner.plan import RoleInstance
+    from leaderless.planner.parts import RoleInstance
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 NARROWING = {"o_proj", "down_proj"}

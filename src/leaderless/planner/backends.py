@@ -13,7 +13,7 @@ from leaderless.planner.pipeline import adapters_in_stages, check_pipeline
 
 if TYPE_CHECKING:
     from leaderless.planner.model_size import ModelSize
-    from leaderless.planner.plan import PlannedNode, RoleInstance
+    from leaderless.planner.parts import PlannedNode, RoleInstance
 
 KEY = "training.backend"
 """Setting that names a back end."""

@@ -10,7 +10,7 @@ from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.channels import ChannelConfig, Stragglers
 from leaderless.planner.engines import engine_of
 from leaderless.planner.layout import format_ranks, places_of_shard
-from leaderless.planner.plan import PlannedNode, RoleInstance
+from leaderless.planner.parts import PlannedNode, RoleInstance
 from leaderless.planner.row_sets import DATA
 from leaderless.planner.schedule import makers
 

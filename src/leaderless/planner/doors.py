@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from leaderless.config import Recipe
-from leaderless.planner.plan import Plan, PlannedNode
+from leaderless.planner.parts import PlannedNode
+from leaderless.planner.plan import Plan
 
 
 def sampling_node(recipe: Recipe, plan: Plan) -> PlannedNode | None:

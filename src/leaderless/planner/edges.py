@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from leaderless.config import Recipe
 from leaderless.planner.entries import Reshard
-from leaderless.planner.plan import Edge, EdgeKind, Loop, PlannedNode
+from leaderless.planner.parts import Edge, EdgeKind, Loop, PlannedNode
 from leaderless.planner.row_sets import DATA
 from leaderless.planner.schedule import is_expanded
 from leaderless.workflow.columns import EXPERTS_PER_TOKEN, IMAGE_BYTES_PER_TOKEN, column_of

@@ -12,7 +12,7 @@ from leaderless.config.rollout import RolloutConfig
 from leaderless.planner.layout import Layout, check_model_axes
 
 if TYPE_CHECKING:
-    from leaderless.planner.plan import PlannedNode, RoleInstance
+    from leaderless.planner.parts import PlannedNode, RoleInstance
 
 KEY = "rollout.engine"
 """Setting that names an engine."""

@@ -11,7 +11,7 @@ from leaderless.planner.cuts import Cut, find_cut
 from leaderless.planner.edges import bytes_in_flight
 from leaderless.planner.entries import Action, Load, Pull, Push, Reshard, RunNode, SyncWeights
 from leaderless.planner.layout import all_ranks
-from leaderless.planner.plan import Channel, Loop, PlannedNode, RoleInstance
+from leaderless.planner.parts import Channel, Loop, PlannedNode, RoleInstance
 from leaderless.planner.schedule import entries_of, make_schedule, syncs_of, with_history
 from leaderless.planner.waits import find_circle
 

@@ -17,7 +17,8 @@ from leaderless.planner.layout import Cluster, Layout, make_layouts, most_prompt
 from leaderless.planner.loops import make_loops, with_staleness
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
-from leaderless.planner.plan import BatchSizes, Plan, PlannedNode, RoleInstance, answering
+from leaderless.planner.parts import BatchSizes, PlannedNode, RoleInstance, answering
+from leaderless.planner.plan import Plan
 from leaderless.planner.replay import check_experts_settings
 from leaderless.planner.row_sets import DATA
 from leaderless.planner.schedule import is_expanded, keeps_groups

@@ -12,7 +12,7 @@ from leaderless.planner.backends import backend_of
 from leaderless.planner.layout import all_ranks, most_prompts_of_rank
 from leaderless.planner.model_memory import FLOAT32_BYTES, Guest, ModelMemory, number_bytes
 from leaderless.planner.model_size import ModelSize
-from leaderless.planner.plan import Channel, RoleInstance, answering
+from leaderless.planner.parts import Channel, RoleInstance, answering
 
 MIB = 1 << 20
 MAX_LOGITS = 1 << 25

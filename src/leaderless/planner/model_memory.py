@@ -11,7 +11,7 @@ from leaderless.config.rollout import RolloutConfig
 from leaderless.planner.adapters import donor_of
 from leaderless.planner.engines import RolloutEngineSpec, engine_for
 from leaderless.planner.model_size import ModelSize
-from leaderless.planner.plan import RoleInstance
+from leaderless.planner.parts import RoleInstance
 
 FLOAT32_BYTES = 4
 

@@ -15,7 +15,8 @@ from leaderless.planner.entries import Action, Reshard, RunNode, SyncWeights, Wi
 from leaderless.planner.layout import Cluster, Layout, in_proportion
 from leaderless.planner.links import Links
 from leaderless.planner.make_plan import make_plan
-from leaderless.planner.plan import Loop, Plan
+from leaderless.planner.parts import Loop
+from leaderless.planner.plan import Plan
 from leaderless.workflow import resolve_workflow
 
 MANY = 1 << 30

@@ -13,7 +13,7 @@ from leaderless.planner.engines import engine_of
 
 if TYPE_CHECKING:
     from leaderless.planner.model_size import ModelSize
-    from leaderless.planner.plan import RoleInstance
+    from leaderless.planner.parts import RoleInstance
 
 MOST_EXPERTS = 255
 """Experts whose numbers fit into one byte, of which one says that none was recorded."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from leaderless.config import Recipe
 from leaderless.planner.entries import Action, Load, Repeat, Reshard, RunNode, SyncWeights, Windowed
 from leaderless.planner.layout import Layout, all_ranks
-from leaderless.planner.plan import PlannedNode, RoleInstance
+from leaderless.planner.parts import PlannedNode, RoleInstance
 from leaderless.planner.row_sets import DATA
 
 

@@ -17,8 +17,9 @@ from leaderless.planner.entries import Action, Pull, Push, Repeat, Reshard, Sync
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import COMMANDS, MemoryEstimate, format_bytes
 from leaderless.planner.model_size import ModelSize
+from leaderless.planner.parts import PlannedNode, RoleInstance
 from leaderless.planner.pipeline import layers_of_stage
-from leaderless.planner.plan import Plan, PlannedNode, RoleInstance
+from leaderless.planner.plan import Plan
 
 if TYPE_CHECKING:
     from leaderless.planner.costs.step import Estimate

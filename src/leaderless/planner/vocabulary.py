@@ -10,7 +10,7 @@ from pathlib import Path
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.planner.model_size import model_file
-from leaderless.planner.plan import PlannedNode
+from leaderless.planner.parts import PlannedNode
 
 
 def check_vocabularies(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:

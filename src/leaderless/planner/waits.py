@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from leaderless.planner.entries import Pull, Push
-from leaderless.planner.plan import Channel, Loop
+from leaderless.planner.parts import Channel, Loop
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Literal
 from leaderless.config.channels import ChannelConfig
 from leaderless.config.layout import LayoutConfig
 from leaderless.planner.layout import format_ranks
-from leaderless.planner.plan import Plan, PlannedNode
+from leaderless.planner.parts import PlannedNode
+from leaderless.planner.plan import Plan
 from leaderless.workflow.stages import ROW_STAGES
 
 FEW_RANKS = 16

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from leaderless.config import Recipe
 from leaderless.planner.auto.places import fullest_place
 from leaderless.planner.auto.profile import Profile, StageSeconds
-from leaderless.planner.plan import Plan, PlannedNode
+from leaderless.planner.parts import PlannedNode
+from leaderless.planner.plan import Plan
 
 NUM_DRAWS = 16
 """Steps that are drawn: the mean of the slowest shard depends on the tail of the lengths."""

@@ -11,7 +11,8 @@ from leaderless.planner.auto.continuous import Pools, step_seconds
 from leaderless.planner.auto.profile import Profile
 from leaderless.planner.auto.seconds import Seconds, StepSeconds, has_own_rows
 from leaderless.planner.entries import Action, Load, Pull, Reshard, RunNode, SyncWeights, Windowed, flat
-from leaderless.planner.plan import Loop, Plan
+from leaderless.planner.parts import Loop
+from leaderless.planner.plan import Plan
 
 
 @dataclass(frozen=True)
