@@ -22,6 +22,7 @@ from leaderless.config.data import DatasetConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.encode import Encoded, RowEncoder
 from leaderless.data.images import ORIENTATION, decode_image, image_size, plain_file
+from leaderless.data.media import image_folder
 from leaderless.data.parquet import ParquetSource
 from leaderless.models.image_readers import open_reader
 from leaderless.models.tokenizer import load_tokenizer
@@ -102,6 +103,15 @@ def test_marks_say_where_images_stand(tmp_path: Path, template: str | None) -> N
         messages: list[Json] = [{"role": "user", "content": parts}]
         result = encoded(tmp_path, {"prompt": messages, "images": files}, template=template)
         assert result.prompt == cases["red<image>blue<image>"]
+        messages = [{"role": "system", "content": "blue"}, {"role": "user", "content": "red"}]
+        result = encoded(tmp_path, {"prompt": messages, "images": files}, template=template)
+        assert result.prompt == [blue, *first, *second, red], "images come before the text of the user"
+
+
+def test_paths_of_images_begin_at_the_folder_of_the_data(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    for path in (tmp_path, tmp_path / "rows.jsonl", tmp_path / "*.jsonl", tmp_path / "part-?" / "*.parquet"):
+        assert image_folder(str(path)) == tmp_path
 
 
 def film() -> bytes:
