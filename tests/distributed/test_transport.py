@@ -26,6 +26,7 @@ from leaderless.data.encode import RowEncoder
 from leaderless.data.errors import CollectiveError
 from leaderless.data.sources import open_source
 from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.data.under_way import RoundUnderWay
 
 
 def talk() -> None:
@@ -132,7 +133,7 @@ def wait_for_an_accelerator() -> tuple[str, float]:
     device = torch.device("meta")  # any device but the CPU
     process_group = ProcessGroup((0, 1), 0, payload_device=device, timeout_s=0.5)
     try:
-        process_group._finish(transport._RoundUnderWay([cast("dist.Work", Never())], [], []), "rows")
+        process_group._finish(RoundUnderWay([cast("dist.Work", Never())], [], []), "rows")
     except CollectiveError as error:
         return str(error), time.monotonic() - begin
     return "", 0.0

@@ -18,7 +18,8 @@ from tests.distributed.ranks import RankPool
 from tests.unit.test_weight_route import columns, in_pairs
 from torch import Tensor
 
-from leaderless.data.transport import PendingGather, ProcessGroup, Round, Transport
+from leaderless.data.transport import ProcessGroup, Round, Transport
+from leaderless.data.under_way import PendingGather
 from leaderless.planner import Layout
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.serving import Fed

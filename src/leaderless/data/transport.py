@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from leaderless.data.activity import Activity
 from leaderless.data.blocks import Mesh, is_in_blocks
 from leaderless.data.errors import CollectiveError
+from leaderless.data.under_way import Passing, PendingGather, RoundUnderWay, Sending, fetch, incoming, outgoing
 from leaderless.planner import Layout, format_ranks
 from leaderless.planner.layout import BACK
 
@@ -240,7 +241,7 @@ class ProcessGroup:
 
     def exchanging(self, rounds: Iterable[Round], what: str) -> Iterator[None]:
         """Like `exchange_rounds`, but yield after each round that is done, while the next is sent."""
-        under_way: deque[_RoundUnderWay] = deque()
+        under_way: deque[RoundUnderWay] = deque()
         for sent, received in rounds:
             under_way.append(self._begin(sent, received, what))
             if len(under_way) == ROUNDS_AHEAD:
@@ -270,21 +271,21 @@ class ProcessGroup:
 
     def _begin(
         self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], what: str
-    ) -> _RoundUnderWay:
-        here = [(peer, message, _incoming(message, self.payload_device)) for peer, message in received if len(message)]
-        away = [(peer, _outgoing(message, self.payload_device)) for peer, message in sent if len(message)]
+    ) -> RoundUnderWay:
+        here = [(peer, message, incoming(message, self.payload_device)) for peer, message in received if len(message)]
+        away = [(peer, outgoing(message, self.payload_device)) for peer, message in sent if len(message)]
         operations = [
             *(dist.P2POp(dist.irecv, there, peer, group=self.handle) for peer, _, there in here),
             *(dist.P2POp(dist.isend, there, peer, group=self.handle) for peer, there in away),
         ]
         with self._waiting(what):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return _RoundUnderWay(works, [(message, there) for _, message, there in here], [there for _, there in away])
+        return RoundUnderWay(works, [(message, there) for _, message, there in here], [there for _, there in away])
 
-    def _finish(self, under_way: _RoundUnderWay, what: str) -> None:
+    def _finish(self, under_way: RoundUnderWay, what: str) -> None:
         self._wait(under_way.works, what)
         if self.payload_device.type != "cpu":
-            _fetch(under_way.received, self.payload_device)
+            fetch(under_way.received, self.payload_device)
 
     def _wait(self, works: Sequence[dist.Work], what: str) -> None:
         with self._waiting(what):
@@ -330,89 +331,6 @@ def _combined(parts: Sequence[Tensor], operation: dist.ReduceOp.RedOpType) -> Te
 def digest(content: bytes) -> int:
     """A number by which a content is recognized; it fits int64."""
     return int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
-
-
-@dataclass
-class PendingGather:
-    """A gather under way: what it fills, and what must not be freed before."""
-
-    process_group: ProcessGroup
-    gathered: Tensor
-    data: Tensor
-    work: dist.Work
-    what: str
-
-    def wait(self) -> Tensor:
-        """[ranks, bytes] uint8, in the order of the process group's ranks."""
-        self.process_group._wait([self.work], self.what)  # noqa: SLF001
-        return self.gathered
-
-
-@dataclass
-class Passing:
-    """Values that go from rank to rank: those that arrive, and what must not be freed before they have left."""
-
-    process_group: ProcessGroup
-    received: Tensor
-    sent: Tensor
-    works: Sequence[dist.Work]
-    what: str
-
-    def wait(self) -> Tensor:
-        """The values of the rank before."""
-        with self.process_group._waiting(self.what):  # noqa: SLF001
-            for work in self.works:
-                work.wait()
-        return self.received
-
-
-@dataclass
-class Sending:
-    """Values on their way to a rank, which must not be freed before they have left."""
-
-    process_group: ProcessGroup
-    values: Tensor
-    work: dist.Work
-    what: str
-
-    def wait(self) -> None:
-        """Wait until they have left."""
-        with self.process_group._waiting(self.what):  # noqa: SLF001
-            self.work.wait()
-
-
-@dataclass
-class _RoundUnderWay:
-    """A round under way: what to wait for, where bytes arrive, and what must not be freed before."""
-
-    works: Sequence[dist.Work]
-    received: Sequence[tuple[Tensor, Tensor]]
-    sent: Sequence[Tensor]
-
-
-# An accelerator's bytes pass through pinned host memory, as copies from and to other host memory would block and be
-# slower. Torch's allocator uses it again, once the copy is done.
-
-
-def _incoming(message: Tensor, device: torch.device) -> Tensor:
-    """Memory on a device, to receive a message for host memory."""
-    return message if message.device == device else torch.empty_like(message, device=device)
-
-
-def _outgoing(message: Tensor, device: torch.device) -> Tensor:
-    """A message on a device."""
-    return message if message.device == device else message.pin_memory().to(device, non_blocking=True)
-
-
-def _fetch(received: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
-    """Copy received bytes into host memory; each pair is a message there and on the device, or both times the same."""
-    received = [(message, there) for message, there in received if message is not there]
-    if not received:
-        return
-    pinned = [torch.empty_like(message, pin_memory=True).copy_(there, non_blocking=True) for message, there in received]
-    torch.accelerator.current_stream(device).synchronize()
-    for (message, _), buffer in zip(received, pinned, strict=True):
-        message.copy_(buffer)
 
 
 def _silent(rank: int, others: Sequence[int]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from leaderless.data.transport import Passing
+from leaderless.data.under_way import Passing
 from leaderless.models.attention import Attention, LengthBuckets
 from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.cpu_attention import heads_first, tokens_first

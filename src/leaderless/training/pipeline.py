@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from leaderless.data.transport import Sending
+from leaderless.data.under_way import Sending
 from leaderless.models.pipeline import PipelineParallel
 from leaderless.training.micro_batches import MicroBatch
 

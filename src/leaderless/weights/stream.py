@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leaderless.data.transport import PendingGather, ProcessGroup, Round
+from leaderless.data.transport import ProcessGroup, Round
+from leaderless.data.under_way import PendingGather
 from leaderless.rollout.apart.messages import checksums
 from leaderless.weights.blocks import Block, HeldWeights, whole_block
 from leaderless.weights.route import Piece, Route, Turn

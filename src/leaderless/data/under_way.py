@@ -1,0 +1,97 @@
+"""Messages that are under way: what to wait for, where they arrive, and what must not be freed before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from leaderless.data.transport import ProcessGroup
+
+
+@dataclass
+class PendingGather:
+    """A gather under way: what it fills, and what must not be freed before."""
+
+    process_group: ProcessGroup
+    gathered: Tensor
+    data: Tensor
+    work: dist.Work
+    what: str
+
+    def wait(self) -> Tensor:
+        """[ranks, bytes] uint8, in the order of the process group's ranks."""
+        self.process_group._wait([self.work], self.what)  # noqa: SLF001
+        return self.gathered
+
+
+@dataclass
+class Passing:
+    """Values that go from rank to rank: those that arrive, and what must not be freed before they have left."""
+
+    process_group: ProcessGroup
+    received: Tensor
+    sent: Tensor
+    works: Sequence[dist.Work]
+    what: str
+
+    def wait(self) -> Tensor:
+        """The values of the rank before."""
+        with self.process_group._waiting(self.what):  # noqa: SLF001
+            for work in self.works:
+                work.wait()
+        return self.received
+
+
+@dataclass
+class Sending:
+    """Values on their way to a rank, which must not be freed before they have left."""
+
+    process_group: ProcessGroup
+    values: Tensor
+    work: dist.Work
+    what: str
+
+    def wait(self) -> None:
+        """Wait until they have left."""
+        with self.process_group._waiting(self.what):  # noqa: SLF001
+            self.work.wait()
+
+
+@dataclass
+class RoundUnderWay:
+    """A round under way: what to wait for, where bytes arrive, and what must not be freed before."""
+
+    works: Sequence[dist.Work]
+    received: Sequence[tuple[Tensor, Tensor]]
+    sent: Sequence[Tensor]
+
+
+# An accelerator's bytes pass through pinned host memory, as copies from and to other host memory would block and be
+# slower. Torch's allocator uses it again, once the copy is done.
+
+
+def incoming(message: Tensor, device: torch.device) -> Tensor:
+    """Memory on a device, to receive a message for host memory."""
+    return message if message.device == device else torch.empty_like(message, device=device)
+
+
+def outgoing(message: Tensor, device: torch.device) -> Tensor:
+    """A message on a device."""
+    return message if message.device == device else message.pin_memory().to(device, non_blocking=True)
+
+
+def fetch(received: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Copy received bytes into host memory; each pair is a message there and on the device, or both times the same."""
+    received = [(message, there) for message, there in received if message is not there]
+    if not received:
+        return
+    pinned = [torch.empty_like(message, pin_memory=True).copy_(there, non_blocking=True) for message, there in received]
+    torch.accelerator.current_stream(device).synchronize()
+    for (message, _), buffer in zip(received, pinned, strict=True):
+        message.copy_(buffer)
