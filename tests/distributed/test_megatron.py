@@ -158,6 +158,19 @@ def test_float32_weights_are_saved_of_a_model_that_computes_in_bfloat16(ranks: R
     ranks.run(2 * sizes.get("tp", 1), keep_masters, sizes, tiny_model())
 
 
+def recomputed(path: str, is_asked: bool) -> tuple[object, ...]:
+    setup = setup_of(Transport(torch.device("cpu"), timeout_s=60), Layout((0,), 1), path)
+    model = setup.model.model_copy(update={"gradient_checkpointing": is_asked})
+    engine = make_train_engine(MEGATRON, replace(setup, model=model))
+    (chunk,) = engine._server._calls._model._chunks  # type: ignore[attr-defined]
+    return chunk.config.recompute_granularity, chunk.config.recompute_method, chunk.config.recompute_num_layers
+
+
+def test_activations_are_recomputed_where_the_recipe_asks_for_it(ranks: RankPool) -> None:
+    assert ranks.run(1, recomputed, tiny_model(), True) == [("full", "uniform", 1)]
+    assert ranks.run(1, recomputed, tiny_model(), False) == [(None, None, None)]
+
+
 def environment(folder: Path, *paths: Path | str) -> str:
     """An interpreter with an environment of its own, which has the packages in some folders."""
     packages = folder / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"

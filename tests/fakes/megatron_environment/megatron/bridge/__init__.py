@@ -85,7 +85,7 @@ class GPTModelProvider:
     expert_tensor_parallel_size = None
     sequence_parallel = variable_seq_lengths = calculate_per_token_loss = bf16 = fp16 = False
     hidden_dropout = attention_dropout = 0.1
-    moe_aux_loss_coeff = 0.0
+    moe_aux_loss_coeff = 0.001
     params_dtype = pipeline_dtype = autocast_dtype = torch.float32
     recompute_granularity = recompute_method = recompute_num_layers = None
     finalize_model_grads_func = None
@@ -101,6 +101,10 @@ class GPTModelProvider:
 
     def finalize(self):
         assert self.hidden_dropout == self.attention_dropout == 0.0, "log-probabilities must not be random"
+        assert self.moe_aux_loss_coeff == 0.0, "Megatron would add a loss of its own"
+        assert self.sequence_parallel == (self.tensor_model_parallel_size > 1), "experts need it together with tp"
+        experts = self.tensor_model_parallel_size if self.expert_model_parallel_size == 1 else 1
+        assert self.expert_tensor_parallel_size == experts, "ranks along ep have whole experts"
         self.made = "finalized"
 
     def initialize_model_parallel(self, seed=None, seed_kwargs=None, **model_parallel_kwargs):
