@@ -20,6 +20,7 @@ from tests.fakes.in_process import ENVIRONMENT
 from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
 from torch import Tensor
 
+from leaderless.config import Json
 from leaderless.data.batch import Batch
 from leaderless.data.transport import Transport
 from leaderless.planner import Layout
@@ -156,6 +157,23 @@ def keep_masters(sizes: Mapping[str, int], path: str) -> None:
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}])
 def test_float32_weights_are_saved_of_a_model_that_computes_in_bfloat16(ranks: RankPool, sizes: dict[str, int]) -> None:
     ranks.run(2 * sizes.get("tp", 1), keep_masters, sizes, tiny_model())
+
+
+def damaged(path: str) -> None:
+    engine = make_train_engine(MEGATRON, setup_of(Transport(torch.device("cpu"), timeout_s=60), Layout((0,), 1), path))
+    call = engine._server.call  # type: ignore[attr-defined]
+
+    def wrong(name: str, body: Json) -> Json:
+        answer = call(name, body)
+        return {**answer, "checksum": answer["checksum"] + 1} if name == "/bucket" else answer
+
+    engine._server.call = wrong  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="weights of role 'policy' have changed on their way from Megatron"):
+        [*engine.full_weights()]
+
+
+def test_weights_that_were_damaged_on_their_way_are_refused(ranks: RankPool) -> None:
+    ranks.run(1, damaged, tiny_model())
 
 
 def recomputed(path: str, is_asked: bool) -> tuple[object, ...]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.tiny import tiny_model
 from tests.unit.recipes import make_recipe, plan_of, write_model
 
@@ -16,9 +19,11 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout
+from leaderless.rollout.apart.messages import PackedWeight, checksum
 from leaderless.training.engine import ApartSetup, EngineSetup
-from leaderless.training.megatron import model
+from leaderless.training.megatron import folder, model
 from leaderless.training.megatron.engine import make_engine
+from leaderless.training.megatron.server import Calls
 from leaderless.worker.roles import _apart
 
 PYTHON = {"python": "/opt/megatron/bin/python"}
@@ -105,3 +110,30 @@ def test_a_rank_refuses_what_cannot_start(tmp_path: Path, python: str, layout: L
     )
     with pytest.raises(RecipeError, match=re.escape(message)):
         make_engine(setup)
+
+
+def test_weights_are_written_in_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "FILE_BYTES", 100)
+    weights = {f"layers.{number}": torch.randn(10) for number in range(5)}
+    folder._write(weights.items(), tmp_path)
+    places = json.loads((tmp_path / folder.INDEX).read_text())["weight_map"]
+    assert [len(load_file(path)) for path in sorted(tmp_path.glob("*.safetensors"))] == [3, 2]
+    assert places.keys() == weights.keys()
+    assert all(torch.equal(load_file(tmp_path / places[name])[name], weight) for name, weight in weights.items())
+
+
+def test_weights_that_do_not_fit_into_a_bucket_come_in_the_next_one() -> None:
+    weights = {"a": torch.randn(6), "b": torch.randn(2, 3), "c": torch.randn(2).bfloat16(), "d": torch.randn(7)}
+    calls, data, found = Calls(Mock(export=lambda _: iter(weights.items()))), torch.zeros(64, dtype=torch.uint8), []
+    calls.answer("export", {"kind": "weights"})
+    while (bucket := calls._bucket(data))["weights"]:
+        assert bucket["checksum"] == checksum(data[: bucket["bytes"]])  # type: ignore[misc]
+        packed = [PackedWeight(**one) for one in bucket["weights"]]  # type: ignore[attr-defined]
+        found.append({one.name: one.view(data).clone() for one in packed})
+    assert [[*one] for one in found] == [["a", "b"], ["c", "d"]]
+    for one in found:
+        for name, value in one.items():
+            assert torch.equal(value, weights[name].float())
+    calls.answer("export", {"kind": "weights"})
+    with pytest.raises(ValueError, match="'a' of 32 bytes does not fit into a bucket of 16"):
+        calls._bucket(data[:16])

@@ -181,7 +181,7 @@ class MegatronModel:
             if non_loss_data:
                 return log_probs, entropies
             assert slope is not None
-            loss = (torch.tensor(slope.log_probs, device=self._device) * log_probs).sum() + 0.0 * logits.sum()
+            loss = (torch.tensor(slope.log_probs, device=self._device) * log_probs).sum()
             if slope.entropies:
                 loss = loss + (torch.tensor(slope.entropies, device=self._device) * entropies).sum()
             return loss, torch.zeros((), dtype=torch.int, device=self._device), {}

@@ -56,7 +56,7 @@ class _Part:
                 if len(opt.state[p]) == 0:
                     opt.state[p]["exp_avg"] = torch.zeros_like(p.data)
                     opt.state[p]["exp_avg_sq"] = torch.zeros_like(p.data)
-                    opt.state[p]["step"] = torch.zeros(())  # Transformer Engine's Adam counts in the group
+                    opt.state[p]["step"] = torch.zeros(())
 
 
 class ChainedOptimizer:
@@ -89,6 +89,10 @@ class ChainedOptimizer:
             gradient.mul_(scale)
         for one in self.chained_optimizers:
             one.optimizer.step()
+            for group in one.optimizer.param_groups:  # Transformer Engine's Adam counts here, and corrects by it
+                group["step"] = group.get("step", 0) + 1
+                steps = {float(one.optimizer.state[parameter]["step"]) for parameter in group["params"]}
+                assert steps <= {group["step"]}, "the optimizer counts other updates than led to its moments"
             for parameter, master in zip(one.parameters, one.masters, strict=True):
                 if parameter is not master:
                     parameter.copy_(master)
