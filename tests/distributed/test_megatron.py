@@ -159,21 +159,32 @@ def test_float32_weights_are_saved_of_a_model_that_computes_in_bfloat16(ranks: R
     ranks.run(2 * sizes.get("tp", 1), keep_masters, sizes, tiny_model())
 
 
-def damaged(path: str) -> None:
+def damaged(path: str, change: Json, problem: str) -> None:
+    """Weights of which something is changed on their way."""
     engine = make_train_engine(MEGATRON, setup_of(Transport(torch.device("cpu"), timeout_s=60), Layout((0,), 1), path))
     call = engine._server.call  # type: ignore[attr-defined]
 
     def wrong(name: str, body: Json) -> Json:
         answer = call(name, body)
-        return {**answer, "checksum": answer["checksum"] + 1} if name == "/bucket" else answer
+        if name == "/bucket" and answer["weights"]:
+            (answer if "checksum" in change else answer["weights"][0]).update(change)  # type: ignore[operator]
+        return answer
 
     engine._server.call = wrong  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="weights of role 'policy' have changed on their way from Megatron"):
+    with pytest.raises(RuntimeError, match=problem):
         [*engine.full_weights()]
 
 
-def test_weights_that_were_damaged_on_their_way_are_refused(ranks: RankPool) -> None:
-    ranks.run(1, damaged, tiny_model())
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"checksum": 7}, "weights of role 'policy' have changed on their way from Megatron"),
+        ({"shape": [2, 4]}, r"Megatron's 'model.embed_tokens.weight' has shape \(2, 4\), and the model of role"),
+        ({"name": "strange"}, "Megatron has no 'model.embed_tokens.weight', which the model of role 'policy' has"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_model_are_refused(ranks: RankPool, change: Json, problem: str) -> None:
+    ranks.run(1, damaged, tiny_model(), change, problem)
 
 
 def recomputed(path: str, is_asked: bool) -> tuple[object, ...]:
