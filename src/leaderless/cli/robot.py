@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Annotated, Literal
@@ -22,6 +24,7 @@ from leaderless.robots.outcome import Outcome, Refused
 from leaderless.robots.registry import make_station
 from leaderless.robots.server import RobotServer
 from leaderless.serve.port import TOKEN_VARIABLE, take_port
+from leaderless.supervision.stop import Interrupted
 
 robot = typer.Typer(help="Serve an arm within its limits, try it, and stop it.", no_args_is_help=True)
 
@@ -61,7 +64,7 @@ def serve_robot(
             if server.controller.stopped_because:
                 print_line("it is stopped: see that nobody is near it, then type 'release'")
 
-        asyncio.run(server.answer(listener, ready))
+        asyncio.run(_answer(server, listener, ready))
 
 
 @robot.command("try")
@@ -143,6 +146,23 @@ def _options(given: list[str]) -> dict[str, Json]:
         except ValueError:
             found[key] = text
     return found
+
+
+async def _answer(server: RobotServer, listener: socket.socket, ready: Callable[[], None]) -> None:
+    """Answer until a signal comes, which must not be lost in the task of a client."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(server.answer(listener, ready))
+    received: list[int] = []
+
+    def end(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end, number)
+    try:
+        await task
+    except asyncio.CancelledError as error:
+        raise Interrupted(received[0]) from error
 
 
 def _obey(server: RobotServer) -> None:

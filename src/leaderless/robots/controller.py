@@ -62,6 +62,7 @@ class Controller:
         self._approach: _Approach | None = None
         self._is_preparing = self._is_in_episode = self._is_closed = False
         self._abandoned = ""
+        self._is_unstoppable = False
         self._is_holding = True
         self._num_steps = self._num_done = self._num_idle = 0
         self._wish = np.zeros(len(self._spec.axes))
@@ -129,7 +130,7 @@ class Controller:
         if not self._stopped.is_set():
             self._reason = reason
         self._stopped.set()  # before the lock, which `run` may hold: it looks again after each movement
-        self._arm.stop()
+        self._stop_arm()
         with self._changed:
             self._is_in_episode = False
             self._cut(f"stopped: {self._reason}")
@@ -198,11 +199,22 @@ class Controller:
             waits_s = None if self._spec.is_simulated else THINKING_SHARE * self._spec.period_s
             self._changed.wait_for(self._has_work, waits_s)
             if self._stopped.is_set() or self._is_closed:
+                if self._is_unstoppable:
+                    self._stop_arm()
                 return
             self._move(reading)
             self._arm.move(self._limiter.target)
         if self._stopped.is_set():
+            self._stop_arm()
+
+    def _stop_arm(self) -> None:
+        try:
             self._arm.stop()
+            self._is_unstoppable = False
+        except Exception as error:  # noqa: BLE001 - whatever a driver raises, this thread goes on and tries again
+            if not self._is_unstoppable:
+                self._reason += f"; its driver cannot stop it: {type(error).__name__}: {error}"
+            self._is_unstoppable = True
 
     def _has_work(self) -> bool:
         if self._stopped.is_set():
@@ -230,7 +242,13 @@ class Controller:
                 Refused("start", f"axis '{axis.name}' is outside {axis.low:g} to {axis.high:g}: move it inside by hand")
             )
         elif self._stopped.is_set():
-            self._arm.release()
+            try:
+                self._arm.release()
+            except Exception as error:  # noqa: BLE001 - a driver's; the person is told, and the arm stays stopped
+                future.set_exception(
+                    Refused("driver", f"its driver cannot release it: {type(error).__name__}: {error}")
+                )
+                return
             self._limiter.start_at(reading.position)
             self._is_holding, self._wish = True, np.zeros_like(self._wish)
             self._stopped.clear()

@@ -193,6 +193,27 @@ def test_a_real_arm_waits_for_a_person_first_and_stops_at_any_failure_of_its_dri
             client.step(np.zeros((1, 2), np.float32))
 
 
+def test_a_driver_that_cannot_stop_is_told_again():
+    arm, tries = SpyArm(**REAL_TIME), []
+
+    def stop():
+        tries.append(1)
+        if len(tries) < 4:
+            raise OSError("no connection")
+
+    with serving(station_of(arm)) as served:
+        served.release()
+        arm.stop = stop
+        served.server.controller.stop("test")
+        time.sleep(0.3)
+        assert served.server.controller.stopped_because == "test; its driver cannot stop it: OSError: no connection"
+        assert len(tries) == 4
+        arm.release = lambda: 1 / 0
+        with pytest.raises(Refused, match="its driver cannot release it: ZeroDivisionError"):
+            served.release()  # the thread of the arm is still there
+        assert served.server.controller.stopped_because
+
+
 def test_an_arm_that_is_not_where_it_should_be_is_stopped():
     arm = SpyArm()
     with serving(station_of(arm)) as served:
