@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 from tests.end_to_end.own_code import OWN_WORKFLOW
 from tests.episodes import EPISODES_WORKFLOW
+from tests.small_bodies import body_recipe
 from tests.tiny import tiny_model, tiny_recipe
 
 from leaderless.config import Recipe
@@ -47,6 +48,11 @@ WORKFLOWS: dict[str, dict[str, object]] = {
     "episodes.yaml": {},
 }
 """Recipes that together contain every built-in stage, and a user's."""
+BODY_WORKFLOWS: dict[str, dict[str, object]] = {
+    "ppo": {"algorithm": {"advantage": {"type": "body_gae"}}},
+    "remax": {},
+    "imitation": {},
+}
 
 
 def copied(column: Column) -> object:
@@ -114,6 +120,10 @@ def test_stages_keep_their_promises_in_a_step_of_each_workflow(tmp_path: Path, a
         digits = {"reward": {"format": {"pattern": r".*\d.*"}}}  # an untrained model earns it now and then
         settings = {"workflow": name, "run.recorded_prompts": 2, **digits, **changes}
         seen |= set(stages_of_a_step(tiny_recipe(folder, tiny_model(), settings).recipe, alone))
+    for workflow, changes in BODY_WORKFLOWS.items():
+        folder = tmp_path / workflow
+        folder.mkdir()
+        seen |= set(stages_of_a_step(body_recipe(folder, workflow=workflow, **changes), alone))
     assert seen >= {*BUILTIN_STAGES, OWN[0], "tests.episodes:play"}
 
 

@@ -278,7 +278,7 @@ def test_a_wrong_value_is_shown_with_the_rule(tmp_path, more, key, rule):
         (("name: tiny", "name: a/b"), "must match pattern"),
         (("name: tiny", "name: 2024-01-01"), "must be a valid string"),
         (("workflow: grpo", "workflow: ' '"), "must name a workflow"),
-        (("some/model", "''"), "must have at least 1 character"),
+        (("some/model", "''"), "path must be a folder, or the name of a model on the hub"),
         (("{policy: some/model}", "{policy: 3}"), "must be text (its path) or a section of settings"),
         (("{math: 1.0}", "{math: yes}"), "must be a number (its weight) or a section of settings"),
         (("{math: 1.0}", "{format: 1.0}"), "must be given"),

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -25,6 +26,7 @@ from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.decoder import class_for, load_value_model
 from leaderless.models.lora import merge_adapters, write_adapters
 from leaderless.planner.adapters import CONFIG_FILE, described
+from leaderless.policies.opened import empty_model, is_body
 
 
 def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False) -> Path:
@@ -59,6 +61,8 @@ def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False)
         _write_adapted(source, role, partial, merge=merge, is_critic=state.is_value_model)
     elif merge:
         raise RecipeError.at("--merge", f"role '{role}' of checkpoint {checkpoint} has no adapters: leave it out")
+    elif is_body(source):
+        _write_body(source, partial)
     else:
         _write_whole(source, partial, is_critic=state.is_value_model)
     AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(partial)
@@ -79,6 +83,14 @@ def _write_whole(source: Path, out: Path, *, is_critic: bool) -> None:
     if (source / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source)
     model.save_pretrained(out)
+
+
+def _write_body(source: Path, out: Path) -> None:
+    """Write a model of a body."""
+    weights = {name: one.detach().contiguous() for name, one in empty_model(source).named_parameters()}
+    read_tensors(source, {f"weights.{name}": one for name, one in weights.items()})
+    save_file(weights, out / "model.safetensors")
+    shutil.copy(source / "config.json", out)
 
 
 def _write_adapted(source: Path, role: str, out: Path, *, merge: bool, is_critic: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 from rich.markup import escape
 
+from leaderless.cli.demonstrate import demonstrate
 from leaderless.cli.env import env
 from leaderless.cli.plan import plan, schema
 from leaderless.cli.profile import profile
@@ -47,6 +48,7 @@ app.command()(report)
 app.command()(reward)
 app.command()(template)
 app.command()(schema)
+app.command()(demonstrate)
 app.add_typer(env, name="env")
 app.add_typer(robot, name="robot")
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from math import sqrt
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from leaderless.config.base import Section, ShorthandSection
+from leaderless.config.body import PolicyConfig
 from leaderless.device import find_accelerator
 
 ComputeType = Literal["float32", "bfloat16"]
@@ -82,8 +84,11 @@ class ModelConfig(ShorthandSection):
 
     shorthand: ClassVar[str] = "path"
 
-    path: str = Field(min_length=1)
-    """A local folder in Hugging Face format, or the name of a model on the hub."""
+    path: str = ""
+    """A local folder in Hugging Face format, or the name of a model on the hub; a policy of a body may begin without
+    one."""
+    body: PolicyConfig | None = None
+    """Kind of a model of a body; by default, what the folder at `path` says. Without a path, weights are random."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     compute_dtype: ComputeType = Field(default_factory=default_compute_dtype)
@@ -97,3 +102,21 @@ class ModelConfig(ShorthandSection):
     """Leave the part that sees as it is, and train the layers for text alone; for models that see images."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave it off unless you have read that code."""
+
+    @model_validator(mode="after")
+    def _has_origin(self) -> Self:
+        if not self.path and self.body is None:
+            raise ValueError("path must be a folder, or the name of a model on the hub")
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        """The JSON Schema asks for one of the two origins."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        forms = [{**schema, "required": [origin]} for origin in ("path", "body")]
+        return {"title": cls.__name__, "anyOf": [*forms, {"type": "string"}]}
+
+    @property
+    def name(self) -> str:
+        """What to call the model in messages."""
+        return self.path or (self.body.type if self.body else "")

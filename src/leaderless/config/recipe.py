@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.config.base import Section
+from leaderless.config.body import BodyConfig
 from leaderless.config.channels import ChannelConfig
 from leaderless.config.data import DataConfig, DatasetConfig, TrainingSetConfig
 from leaderless.config.environment import EnvironmentConfig
@@ -44,6 +45,8 @@ class Recipe(Section):
     """Generation of responses."""
     environment: EnvironmentConfig | None = None
     """Environment in which the policy acts. Without one, a prompt gets a response, and that is all."""
+    body: BodyConfig | None = None
+    """Environment in which the policy moves a body, in place of generating text."""
     online: OnlineConfig | None = None
     """Requests of clients in place of training data: the policy learns from their feedback while it is used."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -160,7 +163,7 @@ class Recipe(Section):
         sets: dict[str, DatasetConfig] = {**self.data.train_sets()}
         if self.data.evaluation is not None:
             sets["data.evaluation"] = self.data.evaluation
-        for key, config in sets.items() if self.environment else ():
+        for key, config in sets.items() if self.environment or self.body else ():
             if "{" in config.template:
                 raise ValueError(
                     f"{key}.template must be auto, chat or plain: it says how the environment's observations are "
@@ -169,6 +172,31 @@ class Recipe(Section):
             if config.response is not None:
                 raise ValueError(
                     f"{key}.response: with an environment, all responses are sampled; leave one of the two out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _bodies_generate_no_text(self) -> Recipe:
+        kinds = {role: model.body for role, model in self.models.items() if model.body is not None}
+        if self.body is None:
+            if kinds:
+                raise ValueError(f"models.{min(kinds)}.body needs `body`, the environment in which the policy moves")
+            return self
+        for name, is_given in {
+            "environment": self.environment is not None,
+            "online": self.online is not None,
+            "channels": bool(self.open_channels),
+            "algorithm.replay_experts": self.algorithm.replay_experts,
+            "algorithm.overlong": bool(self.algorithm.overlong.buffer_tokens),
+            "data: images": self.data.has_images,
+            "data: response": self.data.has_responses,
+        }.items():
+            if is_given:
+                raise ValueError(f"{name} cannot be combined with `body`, whose policy generates no text: leave it out")
+        for role, model in self.models.items():
+            if model.lora is not None or model.freeze_vision:
+                raise ValueError(
+                    f"models.{role}: a policy of a body has no adapters and no frozen part: leave them out"
                 )
         return self
 
@@ -204,10 +232,11 @@ class Recipe(Section):
                 f"evaluation.every_steps: one role plays held-out tasks, but environment.agents names {len(roles)}: "
                 "leave it out"
             )
-        if self.evaluation.every_steps and not self.reward.options() and self.environment is None:
+        has_world = self.environment is not None or self.body is not None
+        if self.evaluation.every_steps and not self.reward.options() and not has_world:
             raise ValueError("evaluation.every_steps needs a reward, to tell whether a response is correct")
         metric = self.evaluation.metric
-        rewards = [*self.reward.options(), *(["environment"] if self.environment else [])]
+        rewards = [*self.reward.options(), *["environment"] * has_world, *["success"] * (self.body is not None)]
         if metric is not None and metric not in rewards:
             known = ", ".join(rewards) or "none"
             raise ValueError(f"evaluation.metric='{metric}' is not one of the recipe's rewards ({known})")
@@ -220,8 +249,13 @@ class Recipe(Section):
 
     @property
     def has_episodes(self) -> bool:
-        """Whether the rollout's samples are episodes: of an environment, or of clients."""
+        """Whether the rollout's samples are conversations: with an environment, or with clients."""
         return self.environment is not None or self.online is not None
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether rows of the dataset are tasks, without prompts."""
+        return self.has_episodes or self.body is not None
 
     def model_of(self, role: str) -> ModelConfig | None:
         """The model of a role of the workflow, or None if the recipe names none.
@@ -269,7 +303,12 @@ class Recipe(Section):
         return f"roles.{owner}.{setting}" if owner else setting
 
     def longest_response(self, agents: Iterable[str] = ()) -> int:
-        """Most tokens after the prompt of a sample of one of some roles; without any, of one in general."""
+        """Most tokens after the prompt of a sample of one of some roles; without any, of one in general.
+
+        For a body, these are the steps of an episode.
+        """
+        if self.body is not None:
+            return self.body.max_steps
         if self.environment is not None:
             return self.environment.max_episode_tokens
         lengths = (self.as_seen_by(agent).rollout.max_response_tokens for agent in agents)

@@ -146,7 +146,7 @@ def open_training_set(
     reader: Callable[[], ImageReader] | None = None,
 ) -> TrainingSet:
     """Open a dataset to train on; errors as of `open_source` and `open_dataset`. All ranks of the cache call it."""
-    encoder = RowEncoder(tokenizer, config, key, is_task=recipe.has_episodes, reader=reader)
+    encoder = RowEncoder(tokenizer, config, key, is_task=recipe.has_tasks, reader=reader)
     if recipe.online is not None:
         return RequestSet(encoder)
     if config.streaming:

@@ -152,7 +152,9 @@ def open_dataset(
     tokenizer = tokenizer_fingerprint(encoder.tokenizer) if cache.is_first and cache.folder else ""
     limits: list[Json] = [data.max_prompt_tokens, data.max_response_tokens, data.overlong, max_rows]
     limits += [encoder.images.reader.fingerprint] if encoder.images else []
-    limits += [True] * (recipe.environment is not None)  # tasks have no prompts that could be too long
+    limits += [True] * (
+        recipe.environment is not None or recipe.body is not None
+    )  # tasks have no prompts that could be too long
     origin: list[Json] = [leaderless.__version__, source.version(), tokenizer, config.model_dump(mode="json"), limits]
     scan = _Scan(source, encoder, recipe, cache, progress)
     found = cache.kept("usable", origin, partial(scan.run, max_rows))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from transformers import AutoTokenizer
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.hub import unreachable_hub
+
+END_TOKEN = "<|endoftext|>"  # noqa: S105 - no password
 
 
 def load_tokenizer(config: ModelConfig, role: str) -> Tokenizer:
@@ -29,6 +32,15 @@ def load_tokenizer(config: ModelConfig, role: str) -> Tokenizer:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # Without files, `transformers` makes an empty tokenizer.
         raise RecipeError.at(f"models.{role}", f"'{config.path}' has no tokenizer: put its files next to the model")
+    return tokenizer
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Make a tokenizer whose tokens are bytes, for runs in which no model reads text."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([END_TOKEN, *symbols])}
+    ends = {"eos_token": END_TOKEN, "pad_token": END_TOKEN}
+    tokenizer: Tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=None, **ends)
     return tokenizer
 
 

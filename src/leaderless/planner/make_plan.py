@@ -368,14 +368,16 @@ def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str,
             raise RecipeError.at(
                 "data.max_prompt_tokens",
                 f"a prompt and its response may have {longest} tokens, but the context of role '{instance.role}' "
-                f"({model.path}) ends at {size.max_positions}: shorten prompts or responses",
+                f"({model.name}) ends at {size.max_positions}: shorten prompts or responses",
             )
         sizes[instance.role] = size
     return sizes
 
 
 def longest_sequence(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
-    """Tokens of the longest sample: a generated one, or one of the dataset."""
+    """Tokens of the longest sample: a generated one, or one of the dataset; of a body, its steps."""
+    if recipe.body is not None:
+        return recipe.body.max_steps
     agents = [instance.role for instance in instances if instance.generates]
     response = recipe.longest_response(agents) if agents else recipe.data.max_response_tokens
     return recipe.data.max_prompt_tokens + response

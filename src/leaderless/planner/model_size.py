@@ -175,6 +175,8 @@ def _with_vision(size: ModelSize, vision: VisionSize | None) -> ModelSize:
 
 def model_file(model: ModelConfig, name: str) -> Path | None:
     """A file of a model's folder, on this machine or in the cache of the hub; None where there is none."""
+    if not model.path:
+        return None
     local = Path(model.path)
     if local.exists():
         return local / name if (local / name).exists() else None

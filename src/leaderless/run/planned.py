@@ -69,12 +69,15 @@ class Planned:
 
     def check_inputs(self) -> None:
         """Check the models, files, rewards and environment that the recipe names; no model is loaded."""
+        from leaderless.environments.bodies.registry import check_body
         from leaderless.environments.registry import try_environment
         from leaderless.rewards.registry import check_rewards
 
         recipe = self.recipe
         problems: list[Problem] = []
         for role, model in recipe.models.items():
+            if not model.path:
+                continue
             path = Path(model.path)
             if path.is_file():
                 problems.append(Problem(f"models.{role}", f"{path} is a file; name the folder that holds config.json"))
@@ -100,6 +103,8 @@ class Planned:
             check_rewards(recipe.reward, in_worker=recipe.run.reward_processes == 0)
             if recipe.environment is not None:
                 try_environment(recipe.environment)
+            if recipe.body is not None:
+                check_body(recipe.body)
 
     def is_finished(self, *, is_shown: bool = True) -> bool:
         """Whether the run has all of its steps; if so, and if `is_shown`, print that there is nothing to do."""
@@ -231,7 +236,7 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
     with located(loaded):
         if recipe.data.evaluation is None:
             raise RecipeError.at("data.evaluation", "must name the held-out prompts")
-        if not recipe.reward.options() and recipe.environment is None:
+        if not recipe.reward.options() and not recipe.has_tasks:
             raise RecipeError.at("reward", "must name a reward, or the recipe an environment, to tell what is correct")
         if model is None:
             raise RecipeError.at("models", f"has no model for the role '{role}'{nearest(role, recipe.models)}")

@@ -13,7 +13,9 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.images import thumbnail, unpack_images
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
+from leaderless.rollout.worlds import spaces_of
 from leaderless.stages.context import StageContext
+from leaderless.stages.films import Films
 from leaderless.stages.reward import inputs_of
 from leaderless.workflow.columns import IMAGES
 
@@ -89,6 +91,7 @@ def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
     masks = batch.jagged("response_mask").rows() if "response_mask" in batch else None
     log_probs = {name: batch.jagged(column).rows() for name, column in LOG_PROBS.items() if column in batch}
     recorder, roles = TokenRecorder(context.tokenizer), _roles(batch, context)
+    films = None if context.recipe.body is None else Films.of(batch, spaces_of(context.recipe.body))
     samples: list[dict[str, Json]] = []
     pictures = thumbnails(batch)
     for index, sample in enumerate(inputs):
@@ -111,6 +114,9 @@ def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
             place["joint_id"] = int(batch.dense("joint_ids")[index])
         if roles:
             place["role"] = roles[index]
+        if films is not None:
+            samples.append(place | films.describe(index, graded))
+            continue
         samples.append(place | describe_sample(sample, graded, recorder.describe(tokens[index], known, mask)))
     return samples
 

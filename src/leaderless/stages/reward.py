@@ -21,7 +21,7 @@ from leaderless.rewards.protocol import Passage, RewardInput
 from leaderless.rollout.engine import Completion
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Episodes
-from leaderless.workflow.stages import ENVIRONMENT
+from leaderless.workflow.stages import ENVIRONMENT, SUCCESS
 
 
 def reward(batch: Batch, context: StageContext) -> Batch:
@@ -54,6 +54,9 @@ def _with_environment(
     values, failures = episodes.dense("environment_rewards").tolist(), episodes.objects("environment_failed")
     whole = [place for place, failure in enumerate(failures) if failure is None]
     graded = [with_environment(None, value, failure) for value, failure in zip(values, failures, strict=True)]
+    if SUCCESS in episodes:
+        done = episodes.dense(SUCCESS).tolist()
+        graded = [with_success(one, is_done=is_done) for one, is_done in zip(graded, done, strict=True)]
     if context.recipe.reward.options():
         found = context.grade([inputs[place] for place in whole], [sources[place] for place in whole])
         for place, one in zip(whole, found, strict=True):
@@ -87,6 +90,13 @@ def with_environment(graded: Graded | None, value: float, failure: Json) -> Grad
         return Graded(value, is_valid=True, details=details)
     total = graded.value + value if graded.is_valid else 0.0
     return replace(graded, value=total, details={**graded.details, **details})
+
+
+def with_success(graded: Graded, *, is_done: bool) -> Graded:
+    """What a body's episode is worth, with the fact whether it has done its task."""
+    if not graded.is_valid:
+        return graded
+    return replace(graded, details={**graded.details, SUCCESS: {"value": float(is_done)}})
 
 
 def inputs_of(batch: Batch, context: StageContext) -> list[RewardInput]:
@@ -142,7 +152,7 @@ def _report(context: StageContext, graded: Sequence[Graded], rewards: Tensor, is
     for name, error in islice(errors, 1):
         context.run_directory.note_reward_error(context.step, context.process_group.rank, name, error)
     details = [g.details for g, is_kept in zip(graded, is_reported.tolist(), strict=True) if is_kept]
-    for name in (*context.recipe.reward.options(), *([ENVIRONMENT] if context.recipe.has_episodes else [])):
+    for name in (*context.recipe.reward.options(), *([ENVIRONMENT] if context.recipe.has_tasks else [])):
         values = [value for detail in details if (value := reward_value(detail, name)) is not None]
         context.metrics.mean(f"reward/{name}", sum(values), len(values))
 
@@ -199,8 +209,10 @@ def transcripts(
 
     In an environment, which stop texts may tell what the policy wants, they are kept.
 
-    The masks say of each token whether the policy sampled it; None if it sampled all.
+    The masks say of each token whether the policy sampled it; None if it sampled all. The policy of a body writes none.
     """
+    if recipe.body is not None:
+        return [() for _ in rows]
 
     def decode(tokens: Sequence[int], *, is_response: bool) -> Passage:
         text = tokenizer.decode(tokens, skip_special_tokens=True)

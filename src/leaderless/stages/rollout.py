@@ -14,6 +14,7 @@ from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.errors import memory_explained
 from leaderless.environments.registry import agents_of
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate, prompts_of
+from leaderless.stages.bodies import play_bodies
 from leaderless.stages.context import StageContext
 from leaderless.stages.earlier import Earlier, earlier_episodes
 from leaderless.stages.online import collect
@@ -55,6 +56,8 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
     # Samples of several nodes differ in their ids, and those of the first have the ids they would have alone.
     places = context.recipe.batch.responses_per_prompt + 1
     first = node.sampler * places
+    if context.recipe.body is not None:
+        return play_bodies(batch, context, distributions, first)
     if context.recipe.has_episodes:
         return _play(batch, context, Play(distributions, first, node.num_samplers * places, context.recipe.seed))
     prompt_index = torch.arange(len(batch)).repeat_interleave(siblings)

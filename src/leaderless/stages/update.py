@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from leaderless.stages.mini_batches import (
     only,
     take,
 )
+from leaderless.training.engine import BodyCritic
 from leaderless.training.micro_batches import TEMPERATURES, MicroBatch, response_lengths
 from leaderless.workflow.ages import AGES, may_be_stale
 from leaderless.workflow.stage import has_turn
@@ -54,8 +56,12 @@ def log_probs(batch: Batch, context: StageContext) -> Batch:
 
 
 def values(batch: Batch, context: StageContext) -> Batch:
-    """Add the critic's value before each sampled token."""
-    return batch.with_columns(values=context.critic.values(batch))
+    """Add the critic's value before each sampled token, and at the end of an episode of a body."""
+    critic = context.critic
+    batch = batch.with_columns(values=critic.values(batch))
+    if context.recipe.body is None:
+        return batch
+    return batch.with_columns(final_values=cast("BodyCritic", critic).final_values(batch))
 
 
 def update(batch: Batch, context: StageContext) -> Batch:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from leaderless.config.body import Grain
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
+from leaderless.environments.bodies.protocol import Spaces
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.scoring import Entropy
 from leaderless.planner import Layout
@@ -57,6 +59,19 @@ class ApartSetup:
 
 
 @dataclass(frozen=True)
+class BodySetup:
+    """What the models of a body have to know of it.
+
+    Attributes:
+        spaces: What its environment shows and takes.
+        grain: What has a log-probability of its own: see `BodyConfig.log_prob`.
+    """
+
+    spaces: Spaces
+    grain: Grain
+
+
+@dataclass(frozen=True)
 class EngineSetup:
     """What a back end needs to make an engine on one of the ranks of a layout. All of them make it together.
 
@@ -76,6 +91,7 @@ class EngineSetup:
         donor: Engine of another role, with adapters on the same model, whose other weights this one may use; they stay
             as they are.
         apart: How to start processes of its own; None if the recipe names no interpreter for them.
+        body: The body that the model is for; None for language models.
     """
 
     role: str
@@ -90,6 +106,7 @@ class EngineSetup:
     micro_batch_tokens: int
     donor: Trainable | None = None
     apart: ApartSetup | None = None
+    body: BodySetup | None = None
 
     def mesh(self) -> DeviceMesh:
         """The ranks of the layout as a mesh whose axes are those of the layout, `dp` the outermost."""
@@ -243,3 +260,10 @@ class ValueEngine(Trainable, Protocol):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """[R] float32: value before each of a micro-batch's sampled tokens, with a graph for the backward pass."""
+
+
+class BodyCritic(ValueEngine, Protocol):
+    """A value model of what a body sees."""
+
+    def final_values(self, batch: Batch) -> Tensor:
+        """[n] float32: value of what was seen at the end of each episode."""

@@ -25,6 +25,7 @@ from leaderless.models.tensor_parallel import TensorParallel
 from leaderless.models.vision import VisionLM
 from leaderless.planner.backends import check_divides, check_experts
 from leaderless.planner.layout import BACK
+from leaderless.training.bodies import make_body_engine
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.sharded import Model_co, ShardedModel
@@ -156,6 +157,8 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     Raises:
         RecipeError: The model cannot be loaded, or ranks along `tp` or `pp` cannot divide it.
     """
+    if setup.body is not None:
+        return cast("FsdpEngine | FsdpValueEngine", make_body_engine(setup))
     model = _model(setup)
     key, layout = f"models.{setup.role}", setup.layout
     if isinstance(model, VisionLM) and (wrong := [axis for axis in layout.axes if axis != "dp"]):

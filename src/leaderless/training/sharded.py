@@ -117,7 +117,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     def _shard(self, mesh: DeviceMesh) -> None:
         """Make each decoder layer, and the rest of the model, a unit that is gathered at once."""
         policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
-        layer_names = set(self.model.model._no_split_modules or ())  # noqa: SLF001
+        layer_names = set(getattr(self.model.model, "_no_split_modules", None) or ())
         for module in [m for m in self.model.modules() if type(m).__name__ in layer_names]:
             self.units.append(fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=self._divided))
         for module in self.model.float32_modules():

@@ -17,14 +17,18 @@ from leaderless.data.errors import memory_explained
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.environments.episode import Episode
 from leaderless.environments.journal import text_of
+from leaderless.observability.clock import Clock
 from leaderless.observability.episode_files import What
 from leaderless.planner import Layout, Plan, answering
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
+from leaderless.rollout.bodies import BodyEngine
 from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, generate, prompts_of
 from leaderless.rollout.shared import SharedEngine
+from leaderless.stages.bodies import body_tasks, graded_episode
 from leaderless.stages.context import Grader, ModelRole
 from leaderless.stages.continuous_evaluation import HeldOut
+from leaderless.stages.films import describe_episode
 from leaderless.stages.play import play_tasks, played_before
 from leaderless.stages.played import Play
 from leaderless.stages.record import TokenRecorder, describe_sample, thumbnails
@@ -95,6 +99,8 @@ class Evaluator:
         """The graded responses to some rows, those to one row next to each other."""
         has_images = self.dataset.encoder.images is not None
         batch = make_batch(rows, self.dataset.read(rows), has_responses=False, has_images=has_images)
+        if self.recipe.body is not None:
+            return self._move(batch, progress, record)
         with memory_explained(TOO_MUCH), self.model.generating() as engine:
             if self.recipe.environment is None:
                 answers = self._sample(engine, batch, progress)
@@ -122,6 +128,30 @@ class Evaluator:
                         sample, one, recorder.describe(answer.tokens, {"rollout": answer.log_probs}, answer.is_sampled)
                     )
                     for index, (sample, one, answer) in enumerate(islice(kept, k * self.recipe.run.recorded_prompts))
+                ]
+            )
+        return graded
+
+    def _move(self, batch: Batch, progress: Callable[[float], None], record: Record | None) -> list[Graded]:
+        """The graded episodes of a body, those of one task next to each other."""
+        config = self.recipe.evaluation
+        k = config.responses_per_prompt
+        ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch)))
+        tasks = body_tasks(batch, ids, [config] * k, self._seed)
+        with self.model.generating() as engine:
+            assert isinstance(engine, BodyEngine)
+            episodes = engine.play(
+                tasks, seed=self._seed, temperature=config.temperature or 1.0, progress=progress, clock=Clock()
+            )
+            spaces = engine.spaces
+        graded = [graded_episode(episode) for episode in episodes]
+        if record is not None:
+            shown = list(zip(ids.tolist(), episodes, graded, strict=True))[: k * self.recipe.run.recorded_prompts]
+            places = zip(shown, batch.ids.repeat_interleave(k).tolist(), strict=False)
+            record(
+                [
+                    {"sample_id": number, "group_id": group} | describe_episode(episode, one, spaces)
+                    for (number, episode, one), group in places
                 ]
             )
         return graded

@@ -26,7 +26,7 @@ from leaderless.data.sources import open_source
 from leaderless.data.transport import Transport
 from leaderless.models.chat_template import check_template
 from leaderless.models.image_readers import open_reader
-from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.models.tokenizer import byte_tokenizer, end_tokens, load_tokenizer
 from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
@@ -156,9 +156,9 @@ class _Builder:
         first = answering(plan.instances).role  # the tokenizer does not depend on what is evaluated
         config = recipe.model_of(first)
         assert config is not None
-        on_hub = checkpoint is None and not Path(config.path).exists()
-        self._say_source("loading", str(checkpoint or config.path), on_hub=on_hub)
-        self.tokenizer: Tokenizer = load_tokenizer(config, first)
+        on_hub = checkpoint is None and bool(config.path) and not Path(config.path).exists()
+        self._say_source("loading", str(checkpoint or config.name), on_hub=on_hub)
+        self.tokenizer: Tokenizer = load_tokenizer(config, first) if recipe.body is None else byte_tokenizer()
         if display.is_shown and (warning := warning_of_drift(recipe, config, self.tokenizer)):
             display.say(f"[yellow]{escape(warning)}[/]")
         self.roles = Roles(recipe, plan, transport, turns, self.tokenizer, logs, partial(_print_own, display))
@@ -183,7 +183,7 @@ class _Builder:
         assert config is not None, "checked when the recipe was read"
         self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
         cache = DataCache(self.transport.world, RunDirectory.of(self.recipe).data)
-        source, is_task = open_source(config, key, cache), self.recipe.environment is not None
+        source, is_task = open_source(config, key, cache), self.recipe.has_tasks
         encoder = RowEncoder(self.tokenizer, config, key, is_task=is_task, reader=self._reader())
         with self.display.reading(config.path) as progress:
             dataset = open_dataset(source, encoder, self.recipe, cache, progress, self.recipe.evaluation.max_prompts)

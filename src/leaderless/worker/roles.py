@@ -24,16 +24,26 @@ from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answerin
 from leaderless.planner.adapters import base_of, donor_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_for, engine_of
+from leaderless.rollout.bodies import make_body_rollout
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.probe import probe_of
 from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, shapes_of
 from leaderless.rollout.shared import SharedEngine
+from leaderless.rollout.worlds import spaces_of
 from leaderless.stages.context import ModelRole
 from leaderless.stages.play import tools_of
 from leaderless.supervision.limits import lower_limit, read_limits
-from leaderless.training.engine import AdaptedEngine, ApartSetup, EngineSetup, Trainable, TrainEngine, ValueEngine
+from leaderless.training.engine import (
+    AdaptedEngine,
+    ApartSetup,
+    BodySetup,
+    EngineSetup,
+    Trainable,
+    TrainEngine,
+    ValueEngine,
+)
 from leaderless.training.move import move_state
 from leaderless.training.registry import make_train_engine, make_value_engine
 from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, everything, shard_rows
@@ -128,6 +138,7 @@ class Roles:
             micro_batch_tokens=self._plan.batch.micro_batch_tokens,
             donor=self._donor(instance),
             apart=_apart(recipe, self._logs),
+            body=self._body(),
         )
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
@@ -138,6 +149,11 @@ class Roles:
         check_vocabulary(engine, self._tokenizer, role)
         serving = self._colocated(instance, recipe, engine) if instance in self._generating else None
         self.engines[role, ranks], self._models[role, ranks] = engine, ModelRole(engine, serving)
+
+    def _body(self) -> BodySetup | None:
+        """The body that models are for; None for language models."""
+        config = self._recipe.body
+        return None if config is None else BodySetup(spaces_of(config), config.log_prob)
 
     def _donor(self, instance: RoleInstance) -> Trainable | None:
         """The engine whose weights that of an instance uses under its own adapters, if it is here already."""
@@ -177,6 +193,10 @@ class Roles:
     def _colocated(self, instance: RoleInstance, recipe: Recipe, trainer: TrainEngine) -> Serving:
         """An engine on ranks that also train or score the model."""
         setup, spec = self._setup(instance, recipe), engine_for(recipe.rollout, instance.engine)
+        if recipe.body is not None:
+            engine = make_body_rollout(setup.model, f"models.{instance.role}", recipe.body, self._device)
+            pool = Pool(instance.layout, _placement(recipe, trainer.weight_shapes()))
+            return Colocated(cast("RolloutEngine", engine), trainer, pool, torch.float32)
         return Colocated(
             self._engine(instance, setup),
             trainer,

@@ -10,16 +10,16 @@ from leaderless.observability.metrics import Metrics
 from leaderless.rewards.pool import Graded
 from leaderless.stages.reward import reward_value
 from leaderless.workflow.metrics import pass_at_sizes
-from leaderless.workflow.stages import ENVIRONMENT
+from leaderless.workflow.stages import ENVIRONMENT, SUCCESS
 
 
 class Scores:
     """Adds up the responses of one rank, prompt by prompt.
 
     A response is correct when the reward `evaluation.metric`, else the one of largest weight that applies to its row,
-    else that of the environment, is at least `evaluation.correct_at`. Responses that could not be graded, or that a
-    named metric does not apply to, are left out and counted. The majority is that of the answers which the reward finds
-    in the responses; a prompt without any counts as wrong.
+    else that of the environment (of a body, whether it has done its task), is at least `evaluation.correct_at`.
+    Responses that could not be graded, or that a named metric does not apply to, are left out and counted. The majority
+    is that of the answers which the reward finds in the responses; a prompt without any counts as wrong.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -68,7 +68,7 @@ class Scores:
         if named is not None:
             return named if named in graded.details else None
         applying = [name for name in weights if name in graded.details]
-        environment = ENVIRONMENT if ENVIRONMENT in graded.details else None
+        environment = next((name for name in (SUCCESS, ENVIRONMENT) if name in graded.details), None)
         return max(applying, key=lambda name: weights[name].weight, default=environment)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Axis = Literal["prompt_tokens", "image_bytes", "tokens", "response_tokens", "experts"]
+Axis = Literal["prompt_tokens", "image_bytes", "tokens", "response_tokens", "experts", "observations", "decisions"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,20 @@ PLAY_COLUMNS = (
     "environment_failed",
 )
 """Columns that rollouts write in an environment, besides those that they always write."""
+SEEN_COLUMNS = ("frames", "states")
+"""Columns of what a body sees before each decision, and at the end of its episode."""
+BODY_COLUMNS = (
+    "prompt_tokens",
+    *SEEN_COLUMNS,
+    "choices",
+    "turns",
+    "env_steps",
+    "turn_rewards",
+    "environment_rewards",
+    "environment_failed",
+    "success",
+)
+"""Columns that rollouts of a body write, besides those that they always write."""
 IS_GREEDY = "is_greedy"
 """Column that says which samples are baselines, decoded greedily."""
 EPISODE_IDS = "episode_ids"
@@ -67,6 +81,12 @@ COLUMNS: dict[str, Column] = {
     "turn_rewards": Column(
         "jagged", "float32", "the environment's reward of a turn at its last token, else 0", "response_tokens"
     ),
+    "frames": Column("jagged", "uint8", "pixels of all cameras before each decision, and at the end", "observations"),
+    "states": Column("jagged", "float32", "state of a body before each decision, and at the end", "observations"),
+    "choices": Column("jagged", "float32", "what a policy chose in each decision, as it scores it again", "decisions"),
+    "env_steps": Column("jagged", "int32", "step of the environment that a chosen number is for", "response_tokens"),
+    "success": Column("dense", "bool", "the environment says that a body has done its task"),
+    "final_values": Column("dense", "float32", "the critic's value of what a body saw at the end of its episode"),
     "environment_rewards": Column("dense", "float32", "all rewards of the environment for the agent in the play"),
     "environment_failed": Column("object", "json", "why the episode has failed, or null"),
     "truncated": Column("dense", "bool", "the response was cut at its longest allowed length"),

@@ -12,7 +12,7 @@ from leaderless.environments.programs.doorway import doorway_refusal
 from leaderless.environments.registry import agents_of, environment_class, world_maker
 from leaderless.environments.tools.formats import named_reader
 from leaderless.environments.tools.sources import python_tools
-from leaderless.workflow.columns import EPISODE_IDS, EXPERTS, IMAGES, PLAY_COLUMNS
+from leaderless.workflow.columns import BODY_COLUMNS, EPISODE_IDS, EXPERTS, IMAGES, PLAY_COLUMNS, SEEN_COLUMNS
 from leaderless.workflow.stage import STAGES, StageSpec
 from leaderless.workflow.training_stages import (
     SEQUENCE,
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "environment"
 """Name of the environment's reward among the rewards of a sample."""
+SUCCESS = "success"
+"""Name of what says whether a body has done its task, among them."""
 
 
 def log_probs_column(node: Node, workflow: Workflow) -> str:
@@ -82,19 +84,21 @@ def _advantage_sampled_with(recipe: Recipe, node: Node) -> list[str]:  # noqa: A
 
 
 def _reward_names(recipe: Recipe) -> list[str]:
-    return [*recipe.reward.options(), *([ENVIRONMENT] if recipe.has_episodes else [])]
+    return [*recipe.reward.options(), *([ENVIRONMENT] if recipe.has_tasks else [])]
 
 
 def _rollout_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    return ["rows"] if recipe.has_episodes else ["prompt_tokens"]
+    return ["rows"] if recipe.has_tasks else ["prompt_tokens"]
 
 
 def _rollout_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
     own = [*ROLLOUT_WRITES, *[EXPERTS] * recipe.algorithm.replay_experts]
-    return [*own, *(PLAY_COLUMNS if recipe.has_episodes else ())]
+    return [*own, *(PLAY_COLUMNS if recipe.has_episodes else ()), *(BODY_COLUMNS if recipe.body else ())]
 
 
 def _rollout_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    if recipe.body:
+        return [f"body/{name}" for name in BODY_METRICS]
     names = [f"rollout/{name}" for name in ("response_tokens", "truncated", "tokens_per_s")]
     if recipe.has_episodes:
         names += ["rollout/prefix_hits", "rollout/engine_busy", *(f"episode/{name}" for name in EPISODE_METRICS)]
@@ -123,6 +127,7 @@ def _record_reads(recipe: Recipe, node: Node) -> list[str]:
     columns = ["rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"]
     # Without the mask, what an environment has said would be taken for a part of the response.
     columns += [IMAGES] * recipe.data.has_images
+    columns += [*SEEN_COLUMNS, "prompt_tokens", "turns", "success"] * (recipe.body is not None)
     return columns + ["agent"] * (len(node.agents) > 1) + ["response_mask"] * recipe.has_episodes
 
 
@@ -195,8 +200,15 @@ def _check_play_on(recipe: Recipe, node: Node) -> None:
         )
 
 
+def _check_demonstrations(recipe: Recipe, node: Node) -> None:
+    if recipe.body is None or recipe.body.demonstrations is None:
+        raise RecipeError.at(
+            "body.demonstrations", f"must name the folder of demonstrations that node '{node.name}' takes samples of"
+        )
+
+
 def _check_reward(recipe: Recipe, node: Node) -> None:
-    if not recipe.reward.options() and not recipe.has_episodes:
+    if not recipe.reward.options() and not recipe.has_tasks:
         raise RecipeError.at("reward", f"must name at least one reward, as node '{node.name}' computes it")
     limited = next((name for name, options in recipe.reward.options().items() if options.sources), None)
     train = recipe.data.train
@@ -254,6 +266,8 @@ EPISODE_METRICS = (
     "environment_s",
 )
 """Metrics of episodes, below `episode/`."""
+BODY_METRICS = ("success", "steps", "decisions", "truncated", "failed", "steps_per_s", "environment_s", "policy_s")
+"""Metrics of a body's episodes, below `body/`."""
 GENERATION_METRICS = ("response_tokens", "voided_tokens", "canceled", "deferred", "open")
 ONLINE_METRICS = (
     "requests",
@@ -302,6 +316,14 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         check=_check_play_on,
         summary="continue the episodes of other roles",
     ),
+    "demonstrations": StageSpec(
+        "leaderless.stages.demonstrations:demonstrations",
+        reads=("rows",),
+        writes=("prompt_tokens", "tokens", "response_mask", *SEEN_COLUMNS, "choices", "turns"),
+        roles={"model": "score"},
+        check=_check_demonstrations,
+        summary="what demonstrations of a body show, as samples",
+    ),
     "reward": StageSpec(
         "leaderless.stages.reward:reward",
         sampled_with=("stop",),
@@ -313,6 +335,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
             "actor",
             "environment_rewards",
             "environment_failed",
+            "success",
         ),
         writes=("rewards", "reward_valid", "reward_details"),
         needs_whole_episodes=True,
@@ -396,7 +419,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "values": StageSpec(
         "leaderless.stages.update:values",
         reads=SEQUENCE,
-        writes=("values",),
+        writes=lambda recipe, *_: ["values", *["final_values"] * (recipe.body is not None)],
         roles={"model": "score"},
         critics=("model",),
         streams=True,

@@ -108,6 +108,14 @@ def _longest(recipe: Recipe, section: Literal["data", "rollout"]) -> int:
 
 
 def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> None:
+    if recipe.body is not None:
+        steps = recipe.body.max_steps
+        if (bound := recipe.batch.first_micro_batch_tokens(steps)) < steps:
+            raise RecipeError.at(
+                "batch.micro_batch_tokens",
+                f"is {bound}, but an episode may have {steps} steps (body.max_steps), which are not divided: raise it",
+            )
+        return
     longest = recipe.data.max_prompt_tokens + _longest(recipe, section)
     bound = recipe.batch.first_micro_batch_tokens(longest)
     num_parts = max((layout.cp for layout in recipe.layout.values()), default=1)
@@ -222,7 +230,7 @@ def _check_sft(recipe: Recipe, node: Node) -> None:
         raise RecipeError.at(
             "online", f"brings requests, which have no responses that node '{node.name}' could imitate: leave it out"
         )
-    if not recipe.data.has_responses:
+    if recipe.body is None and not recipe.data.has_responses:
         raise RecipeError.at(
             f"{next(iter(recipe.data.train_sets()))}.response", f"must name the column that node '{node.name}' imitates"
         )

@@ -226,9 +226,10 @@ def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> 
     tokens: dict[str, Mapping[str, object]] = {}
     images: dict[str, tuple[str, ...]] = {}
     for row in last.values():
-        urls = [as_text(url) for url in as_list(row.get("images"))]  # recorded with the first response alone
+        urls = [as_text(url) for url in as_list(row.get("images"))]  # a prompt's with the first response alone
         if urls:
-            images[as_text(row.get("group_id"))] = tuple(url for url in urls if url.startswith(IMAGE_URL))
+            group = as_text(row.get("group_id"))
+            images[group] = (*images.get(group, ()), *(url for url in urls if url.startswith(IMAGE_URL)))
         key = (as_text(row.get("group_id")), _prompt_text(row.get("prompt")), as_text(row.get("answer")))
         alike = groups.setdefault(key, {})
         sample = _sample(row, judge)

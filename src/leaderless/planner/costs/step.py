@@ -155,7 +155,7 @@ def _model_costs(plan: Plan, recipe: Recipe, network: Network) -> Models:
         if size is None:
             raise RecipeError.at(
                 f"models.{instance.role}" if instance.role in recipe.models else "models.policy",
-                f"the size of '{model.path}' is not known, because its config.json is not on this machine or is of no "
+                f"the size of '{model.name}' is not known, because its config.json is not on this machine or is of no "
                 "known family: name a folder that holds one",
             )
         costs[instance.role, instance.layout.ranks] = ModelCost(

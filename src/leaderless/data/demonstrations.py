@@ -1,0 +1,304 @@
+"""Demonstrations of bodies: folders in the format of LeRobot, read and written. Imports no torch.
+
+Version 2 has a Parquet file for each episode, version 3 files of many episodes. Images are columns of the files;
+folders with videos are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from leaderless.config import Json
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+VERSION = "v2.1"
+"""Version of the format that is written."""
+IMAGES, STATE, ACTION = "observation.images.", "observation.state", "action"
+EPISODES_PER_CHUNK = 1000
+KEPT_BYTES = 1 << 28
+"""Decoded episodes that stay in memory; once it is full, others are decoded each time."""
+EPISODES_FILE = Path("meta", "episodes.jsonl")
+"""File with a line for each episode, which a recipe names as its dataset."""
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """An episode of T steps.
+
+    Attributes:
+        images: [T, height, width, 3] uint8 of each camera, before each step.
+        states: [T, state_size] float32, before each step.
+        actions: [T, dim] float32, or [T] int64 choices.
+        instruction: Instruction.
+    """
+
+    images: Mapping[str, NDArray[np.uint8]]
+    states: NDArray[np.float32]
+    actions: NDArray[np.generic]
+    instruction: str = ""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.states), len(self.actions), *map(len, self.images.values())}
+        if len(lengths) > 1 or not len(self.actions):
+            raise ValueError(f"a demonstration needs as many states, images and actions, at least one, not {lengths}")
+
+
+class Demonstrations:
+    """The episodes of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open a folder.
+
+        Raises:
+            ValueError: It is none of demonstrations, or of a version that is not read.
+        """
+        self.folder, about = folder, folder / "meta" / "info.json"
+        if not about.is_file():
+            raise ValueError(f"{folder} holds no demonstrations: {about} is missing")
+        try:
+            self._info = json.loads(about.read_text(encoding="utf-8"))
+            self._features = dict(self._info["features"])
+            version = str(self._info["codebase_version"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{about} does not describe demonstrations: {error!r}") from error
+        self._is_joint = version.startswith("v3.")
+        if not (version.startswith("v2.") or self._is_joint):
+            raise ValueError(f"{folder} has version {version} of the format; v2 and v3 are read")
+        videos = sorted(name for name, one in self._features.items() if one.get("dtype") == "video")
+        if videos:
+            raise ValueError(
+                f"{folder} holds {', '.join(videos)} as videos, which are not read: convert them to images, as "
+                "lerobot does with use_videos=False"
+            )
+        self._table = lru_cache(maxsize=8)(self._read)
+        self._kept: dict[int, Demonstration] = {}
+        self._room = KEPT_BYTES
+
+    @property
+    def cameras(self) -> Mapping[str, tuple[int, int]]:
+        """Height and width of each camera."""
+        shapes = {name: one["shape"] for name, one in self._features.items() if name.startswith(IMAGES)}
+        return {name.removeprefix(IMAGES): (int(shape[0]), int(shape[1])) for name, shape in shapes.items()}
+
+    @cached_property
+    def _episodes(self) -> list[dict[str, Json]]:
+        if self._is_joint:
+            from pyarrow import parquet
+
+            files = sorted((self.folder / "meta" / "episodes").glob("*/*.parquet"))
+            return [row for file in files for row in parquet.read_table(file).to_pylist()]
+        lines = (self.folder / EPISODES_FILE).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.strip()]
+
+    def __len__(self) -> int:
+        """Number of episodes."""
+        return len(self._episodes)
+
+    def _read(self, file: Path) -> pa.Table:
+        from pyarrow import parquet
+
+        return parquet.read_table(file)
+
+    def read(self, number: int) -> Demonstration:
+        """One episode.
+
+        Raises:
+            ValueError: There is none with this number, or it is damaged.
+        """
+        if number in self._kept:
+            return self._kept[number]
+        if not 0 <= number < len(self):
+            raise ValueError(f"{self.folder} has {len(self)} demonstrations, and none with the number {number}")
+        episode = self._episodes[number]
+        try:
+            table = self._rows(number, episode)
+            columns = {name: table.column(name) for name in table.column_names}
+            images = {
+                camera: np.stack([_decoded(cell.as_py()) for cell in columns[f"{IMAGES}{camera}"]])
+                for camera in self.cameras
+            }
+            actions = np.array(columns[ACTION].to_pylist())
+            if actions.dtype.kind == "f":
+                actions = actions.astype(np.float32)
+            states = np.zeros((len(actions), 0), dtype=np.float32)
+            if STATE in columns:
+                states = np.array(columns[STATE].to_pylist(), dtype=np.float32).reshape(len(actions), -1)
+            tasks = episode.get("tasks")
+            instruction = str(tasks[0]) if isinstance(tasks, list) and tasks else ""
+            found = Demonstration(images, states, actions, instruction)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"demonstration {number} of {self.folder} cannot be read: {error}") from error
+        size = sum(image.nbytes for image in images.values()) + states.nbytes + actions.nbytes
+        if size <= self._room:
+            self._room -= size
+            self._kept[number] = found
+        return found
+
+    def _rows(self, number: int, episode: Mapping[str, Json]) -> pa.Table:
+        if not self._is_joint:
+            size = int(self._info.get("chunks_size", EPISODES_PER_CHUNK))
+            place = str(self._info["data_path"]).format(episode_chunk=number // size, episode_index=number)
+            return self._table(self.folder / place)
+        chunk, file = (int(str(episode[f"data/{name}_index"])) for name in ("chunk", "file"))
+        table = self._table(self.folder / str(self._info["data_path"]).format(chunk_index=chunk, file_index=file))
+        import pyarrow.compute as pc
+
+        return table.filter(pc.equal(table.column("episode_index"), number))
+
+
+class Recorder:
+    """Writes demonstrations into a new folder, episode by episode; what is written stays readable at any time."""
+
+    def __init__(self, folder: Path, *, steps_per_s: float = 10.0, robot: str = "") -> None:
+        """Begin a folder, or continue one.
+
+        Raises:
+            ValueError: The folder holds something else.
+        """
+        self.folder, self._steps_per_s, self._robot = folder, steps_per_s, robot
+        self._tasks: dict[str, int] = {}
+        self._lengths: list[int] = []
+        self._features: dict[str, Json] = {}
+        if (folder / "meta" / "info.json").exists():
+            earlier = Demonstrations(folder)
+            self._features = dict(earlier._features)  # noqa: SLF001
+            for episode in earlier._episodes:  # noqa: SLF001
+                self._lengths.append(int(str(episode["length"])))
+                for task in episode["tasks"] if isinstance(episode["tasks"], list) else ():
+                    self._tasks.setdefault(str(task), len(self._tasks))
+        elif folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty, and holds no demonstrations: name another folder")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lengths:
+            self._describe()
+
+    def __len__(self) -> int:
+        """Number of episodes."""
+        return len(self._lengths)
+
+    def add(self, episode: Demonstration) -> None:
+        """Write an episode.
+
+        Raises:
+            ValueError: It has other cameras, or other numbers in states or actions, than earlier ones.
+        """
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        features = _features_of(episode)
+        if self._features and features != self._features:
+            raise ValueError(f"demonstrations of a folder must be alike: {features} is not {self._features}")
+        self._features = features
+        number, length = len(self._lengths), len(episode.actions)
+        task = self._tasks.setdefault(episode.instruction, len(self._tasks))
+        first = sum(self._lengths)
+        columns: dict[str, object] = {
+            f"{IMAGES}{camera}": pa.array(
+                [{"bytes": _encoded(image), "path": None} for image in images],
+                pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+            )
+            for camera, images in episode.images.items()
+        }
+        columns |= {
+            STATE: pa.array(episode.states.tolist(), pa.list_(pa.float32())),
+            ACTION: pa.array(episode.actions.tolist()),
+            "timestamp": pa.array([step / self._steps_per_s for step in range(length)], pa.float32()),
+            "frame_index": pa.array(range(length), pa.int64()),
+            "episode_index": pa.array([number] * length, pa.int64()),
+            "index": pa.array(range(first, first + length), pa.int64()),
+            "task_index": pa.array([task] * length, pa.int64()),
+        }
+        file = self.folder / _data_path(number)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        parquet.write_table(pa.table(columns), part)
+        part.replace(file)
+        self._lengths.append(length)
+        self._note(number, length, episode.instruction)
+
+    def _note(self, number: int, length: int, instruction: str) -> None:
+        """Add the line of an episode, whose file is complete."""
+        meta = self.folder / "meta"
+        meta.mkdir(exist_ok=True)
+        line: dict[str, Json] = {"episode_index": number, "tasks": [instruction], "length": length}
+        with (self.folder / EPISODES_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        if number == 0:
+            self._describe()
+
+    def _describe(self) -> None:
+        meta, total = self.folder / "meta", sum(self._lengths)
+        lines = (json.dumps({"task_index": n, "task": task}, ensure_ascii=False) for task, n in self._tasks.items())
+        (meta / "tasks.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        info: dict[str, Json] = {
+            "codebase_version": VERSION,
+            "robot_type": self._robot,
+            "total_episodes": len(self._lengths),
+            "total_frames": total,
+            "total_tasks": len(self._tasks),
+            "total_videos": 0,
+            "total_chunks": -(-len(self._lengths) // EPISODES_PER_CHUNK),
+            "chunks_size": EPISODES_PER_CHUNK,
+            "fps": self._steps_per_s,
+            "splits": {"train": f"0:{len(self._lengths)}"},
+            "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+            "video_path": None,
+            "features": self._features,
+        }
+        part = meta / "info.json.part"
+        part.write_text(json.dumps(info, indent=2), encoding="utf-8")
+        part.replace(meta / "info.json")
+
+
+def _data_path(number: int) -> Path:
+    return Path("data", f"chunk-{number // EPISODES_PER_CHUNK:03d}", f"episode_{number:06d}.parquet")
+
+
+def _features_of(episode: Demonstration) -> dict[str, Json]:
+    def numbers(values: NDArray[np.generic]) -> Json:
+        return {"dtype": str(values.dtype), "shape": [*values.shape[1:]] or [1], "names": None}
+
+    images: dict[str, Json] = {
+        f"{IMAGES}{camera}": {
+            "dtype": "image",
+            "shape": [*values.shape[1:]],
+            "names": ["height", "width", "channels"],
+        }
+        for camera, values in episode.images.items()
+    }
+    counted: Sequence[str] = ("frame_index", "episode_index", "index", "task_index")
+    times: dict[str, Json] = {"timestamp": {"dtype": "float32", "shape": [1], "names": None}}
+    whole: dict[str, Json] = {name: {"dtype": "int64", "shape": [1], "names": None} for name in counted}
+    return {**images, STATE: numbers(episode.states), ACTION: numbers(episode.actions), **times, **whole}
+
+
+def _encoded(image: NDArray[np.uint8]) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    return file.getvalue()
+
+
+def _decoded(cell: object) -> NDArray[np.uint8]:
+    data = cell.get("bytes") if isinstance(cell, Mapping) else None
+    if not isinstance(data, bytes):
+        raise ValueError("an image has no bytes in the file, only a path: write images into the Parquet files")
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))

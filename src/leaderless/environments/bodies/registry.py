@@ -1,0 +1,63 @@
+"""Environments of bodies by name. Imports no torch, and a simulator only when it is needed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from leaderless.config import RecipeError, nearest
+from leaderless.config.body import BodyConfig
+from leaderless.config.functions import is_function_name, load_class
+from leaderless.environments.bodies.protocol import VectorEnvironment
+
+BUILT_IN: Mapping[str, str] = {
+    "table": "leaderless.environments.bodies.table:Table",
+}
+"""Environments that come with the package, each as `module:Class`."""
+
+
+def find_body(config: BodyConfig) -> type[VectorEnvironment]:
+    """The environment that a recipe names.
+
+    Raises:
+        RecipeError: There is no such environment, or its constructor does not take the options.
+    """
+    name = BUILT_IN.get(config.type, config.type)
+    if not is_function_name(name):
+        raise RecipeError.at(
+            "body.type",
+            f"unknown environment '{name}'{nearest(name, BUILT_IN)}; a custom one is 'package.module:Class'",
+        )
+    found = load_class(name, "body.type", VectorEnvironment)  # type: ignore[type-abstract]
+    try:
+        inspect.signature(found).bind(1, **config.options)
+    except TypeError as error:
+        raise RecipeError.at(
+            "body.options", f"{found.__name__}{inspect.signature(found)} does not take them: {error}"
+        ) from error
+    return found
+
+
+def open_body(config: BodyConfig, num: int) -> VectorEnvironment:
+    """Make the environment that a recipe names, with room for some episodes.
+
+    Raises:
+        RecipeError: It cannot be made, or its episodes may be longer than the recipe says.
+    """
+    try:
+        environment = find_body(config)(num, **config.options)
+    except (ValueError, ImportError, OSError) as error:
+        raise RecipeError.at("body", f"environment '{config.type}' cannot be made: {error}") from error
+    if environment.spaces.max_steps > config.max_steps:
+        environment.close()
+        raise RecipeError.at(
+            "body.max_steps",
+            f"is {config.max_steps}, but episodes of '{config.type}' have up to {environment.spaces.max_steps} steps: "
+            "raise it",
+        )
+    return environment
+
+
+def check_body(config: BodyConfig) -> None:
+    """Make the environment once, with room for one episode; errors as of `open_body`."""
+    open_body(config, 1).close()

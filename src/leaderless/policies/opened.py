@@ -1,0 +1,193 @@
+"""Policies and critics as recipes name them: from a folder, or new."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors.torch import load_file
+
+from leaderless.config import Json, RecipeError, nearest
+from leaderless.config.body import PolicyConfig
+from leaderless.config.functions import is_function_name, load_class
+from leaderless.config.models import ModelConfig
+from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
+from leaderless.policies.protocol import BodyModel, BodyPolicy, BodyValue
+
+Model = TypeVar("Model", bound=BodyModel)
+
+POLICIES: Mapping[str, str] = {"film": "leaderless.policies.film:Film", "mlp": "leaderless.policies.mlp:Mlp"}
+"""Policies that come with the package, each as `module:Class`."""
+VALUES: Mapping[str, str] = {"film": "leaderless.policies.film:FilmValue", "mlp": "leaderless.policies.mlp:MlpValue"}
+"""Critics, likewise; they have the names of the policies that see in the same way."""
+MODEL_TYPE = "leaderless_body"
+"""What the `config.json` of a saved model says."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model, and how to describe it.
+
+    Attributes:
+        model: The policy, or the critic.
+        describe: Function that writes `config.json` into a folder.
+    """
+
+    model: BodyPolicy | BodyValue
+    describe: Callable[[Path], None]
+
+
+def open_model(config: ModelConfig, key: str, spaces: Spaces, *, is_critic: bool) -> Opened:
+    """Load a model from its folder, or make one with random weights, the same on every rank.
+
+    A critic that begins with the folder of a policy is new, but sees as that policy does.
+
+    Raises:
+        RecipeError: It cannot be loaded or made, or is for a body of another kind. Errors name `key`.
+    """
+    saved: Mapping[str, Json] = _described(config.path, key) if config.path else {}
+    options = saved.get("options")
+    kind = config.body or PolicyConfig(type=str(saved["type"]), options=options if isinstance(options, dict) else {})
+    if saved and saved.get("spaces") != (mine := describe_spaces(spaces)):
+        theirs = saved.get("spaces")
+        differing = sorted(name for name in mine if not isinstance(theirs, Mapping) or theirs.get(name) != mine[name])
+        name = differing[0]
+        was = theirs.get(name) if isinstance(theirs, Mapping) else None
+        raise RecipeError.at(
+            key,
+            f"'{config.path}' is for another body: its {name} is {was}, but that of the environment is {mine[name]}",
+        )
+    model = make_model(kind, key, spaces, is_critic=is_critic)
+    if saved and bool(saved.get("is_critic")) == is_critic:
+        _load(model, Path(config.path), key)
+    about: dict[str, Json] = {
+        "model_type": MODEL_TYPE,
+        "type": kind.type,
+        "options": dict(kind.options),
+        "is_critic": is_critic,
+        "spaces": describe_spaces(spaces),
+    }
+    return Opened(model, partial(_describe, about))
+
+
+def is_body(folder: Path) -> bool:
+    """Whether a folder describes a model of a body."""
+    try:
+        about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(about, dict) and about.get("model_type") == MODEL_TYPE
+
+
+def empty_model(folder: Path) -> BodyPolicy | BodyValue:
+    """The model that a folder describes, without its weights; a RecipeError says why it cannot be made."""
+    about = _described(str(folder), "models")
+    spaces, options = about["spaces"], about["options"]
+    assert isinstance(spaces, dict)
+    assert isinstance(options, dict)
+    kind = PolicyConfig(type=str(about["type"]), options=options)
+    return make_model(kind, "models", _read_spaces(spaces), is_critic=bool(about["is_critic"]))
+
+
+def _read_spaces(about: Mapping[str, Json]) -> Spaces:
+    """The inverse of `describe_spaces`, without the length of episodes."""
+    images, taken = about["images"], about["actions"]
+    assert isinstance(images, dict)
+    assert isinstance(taken, dict)
+    actions: Continuous | Discrete
+    if "num_choices" in taken:
+        actions = Discrete(int(str(taken["num_choices"])))
+    else:
+        low, high = (tuple(float(str(one)) for one in as_list(taken[name])) for name in ("low", "high"))
+        actions = Continuous(low, high)
+    sizes = {camera: tuple(int(str(side)) for side in as_list(size)) for camera, size in images.items()}
+    return Spaces(
+        {camera: (size[0], size[1]) for camera, size in sizes.items()}, int(str(about["state_size"])), actions, 1
+    )
+
+
+def as_list(value: Json) -> list[Json]:
+    """A value of a description that is a list."""
+    assert isinstance(value, list)
+    return value
+
+
+def make_model(kind: PolicyConfig, key: str, spaces: Spaces, *, is_critic: bool) -> BodyPolicy | BodyValue:
+    """Make a model with random weights, which do not depend on what was drawn before.
+
+    Raises:
+        RecipeError: There is no such model, or it cannot be made for such a body.
+    """
+    if is_critic:
+        return _made(kind, key, spaces, VALUES, BodyValue)  # type: ignore[type-abstract]
+    return _made(kind, key, spaces, POLICIES, BodyPolicy)  # type: ignore[type-abstract]
+
+
+def _made(kind: PolicyConfig, key: str, spaces: Spaces, known: Mapping[str, str], base: type[Model]) -> Model:
+    name = known.get(kind.type, kind.type)
+    if not is_function_name(name):
+        raise RecipeError.at(
+            f"{key}.body.type",
+            f"unknown {'critic' if known is VALUES else 'policy'} '{name}'{nearest(name, known)}; a custom one is "
+            "'package.module:Class'",
+        )
+    found = load_class(name, f"{key}.body.type", base)
+    try:
+        inspect.signature(found).bind(spaces, **kind.options)
+    except TypeError as error:
+        raise RecipeError.at(
+            f"{key}.body.options", f"{found.__name__}{inspect.signature(found)} does not take them: {error}"
+        ) from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            return found(spaces, **kind.options)
+        except (ValueError, ImportError) as error:
+            raise RecipeError.at(f"{key}.body", f"'{kind.type}' cannot be made: {error}") from error
+
+
+def describe_spaces(spaces: Spaces) -> dict[str, Json]:
+    """What a model was made for, as JSON."""
+    actions = spaces.actions
+    taken: Json = (
+        {"low": list(actions.low), "high": list(actions.high)}
+        if isinstance(actions, Continuous)
+        else {"num_choices": actions.num_choices}
+    )
+    images: dict[str, Json] = {camera: list(size) for camera, size in spaces.images.items()}
+    return {"images": images, "state_size": spaces.state_size, "actions": taken}
+
+
+def _describe(about: Mapping[str, Json], folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(about, indent=2), encoding="utf-8")
+
+
+def _described(path: str, key: str) -> Mapping[str, Json]:
+    file = Path(path) / "config.json"
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError.at(key, f"'{path}' cannot be read: {error}") from error
+    if not isinstance(about, dict) or about.get("model_type") != MODEL_TYPE:
+        raise RecipeError.at(key, f"'{path}' is no policy of a body: its config.json has another model_type")
+    return about
+
+
+def _load(model: BodyModel, folder: Path, key: str) -> None:
+    """Load the weights of a folder, all of them."""
+    wanted = dict(model.named_parameters())
+    files = sorted(folder.glob("*.safetensors"))
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for name, parameter in wanted.items():
+        if name not in found or found[name].shape != parameter.shape:
+            what = "lacks" if name not in found else f"has {tuple(found[name].shape)} numbers of"
+            raise RecipeError.at(key, f"'{folder}' {what} the weight '{name}' of shape {tuple(parameter.shape)}")
+        parameter.data.copy_(found[name])
+    if unknown := sorted(found.keys() - wanted.keys()):
+        raise RecipeError.at(key, f"'{folder}' has weights that the model does not know, such as '{unknown[0]}'")

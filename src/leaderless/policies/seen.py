@@ -1,0 +1,34 @@
+"""What bodies see, between the columns of a batch and what policies take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from leaderless.environments.bodies.protocol import Spaces
+
+
+def frame_bytes(spaces: Spaces) -> int:
+    """Bytes of the pixels of all cameras."""
+    return sum(height * width * 3 for height, width in spaces.images.values())
+
+
+def images_of(pixels: Tensor, spaces: Spaces) -> dict[str, Tensor]:
+    """The images of each camera, [n, height, width, 3] uint8, from all pixels, [n, bytes] uint8."""
+    sizes = [height * width * 3 for height, width in spaces.images.values()]
+    parts = torch.split(pixels, sizes, dim=1) if sizes else ()
+    return {
+        camera: part.reshape(-1, height, width, 3)
+        for (camera, (height, width)), part in zip(spaces.images.items(), parts, strict=True)
+    }
+
+
+def padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Instructions as ids [n, longest] int64, padded with 0, and their lengths [n] int64."""
+    lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64)
+    table = torch.zeros(len(ids), max(1, int(lengths.max()) if len(ids) else 1), dtype=torch.int64)
+    for row, values in enumerate(ids):
+        table[row, : len(values)] = torch.tensor(values, dtype=torch.int64)
+    return table.to(device), lengths.to(device)

@@ -1,0 +1,105 @@
+"""Episodes of bodies for people to look at: strips of what the first camera saw."""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from leaderless.config import Json
+from leaderless.data.batch import Batch
+from leaderless.environments.bodies.protocol import Spaces
+from leaderless.policies.seen import images_of
+from leaderless.rewards.pool import Graded
+from leaderless.rollout.bodies import BodyEpisode
+
+MAX_FRAMES = 12
+"""Frames of a strip; of longer episodes they are spread evenly."""
+DONE, NOT_DONE = (46, 160, 67), (207, 34, 46)
+"""Colors of the line below a strip."""
+
+
+def film_strip(frames: NDArray[np.uint8], *, is_success: bool) -> str:
+    """A data URL of frames, [t, height, width, 3] uint8, next to each other, with a line that says how they ended."""
+    count = min(len(frames), MAX_FRAMES)
+    chosen = frames[np.linspace(0, len(frames) - 1, count).round().astype(int)]
+    gap = np.full((count, chosen.shape[1], 1, 3), 255, dtype=np.uint8)
+    strip = np.concatenate([*np.concatenate([chosen, gap], axis=2)], axis=1)[:, :-1]
+    line = np.broadcast_to(np.array(DONE if is_success else NOT_DONE, dtype=np.uint8), (1, strip.shape[1], 3))
+    file = io.BytesIO()
+    Image.fromarray(np.concatenate([strip, line])).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def describe_episode(episode: BodyEpisode, graded: Graded, spaces: Spaces) -> dict[str, Json]:
+    """What is kept of an episode."""
+    pixels = torch.from_numpy(np.stack(episode.frames)) if episode.frames else torch.zeros(0, 0, dtype=torch.uint8)
+    said = _told(episode.is_success, len(episode.num_steps), sum(episode.num_steps), episode.failure)
+    return _described(episode.instruction, said, graded, _strip(pixels, spaces, is_success=episode.is_success)) | {
+        "is_truncated": not episode.is_terminated
+    }
+
+
+@dataclass(frozen=True)
+class Films:
+    """Episodes in a batch.
+
+    Attributes:
+        batch: Rows of episodes.
+        spaces: What the environment shows.
+    """
+
+    batch: Batch
+    spaces: Spaces
+
+    @classmethod
+    def of(cls, batch: Batch, spaces: Spaces) -> Films:
+        """Take the episodes of a batch."""
+        return cls(batch, spaces)
+
+    def describe(self, row: int, graded: Graded) -> dict[str, Json]:
+        """What is kept of one of them."""
+        batch, is_success = self.batch, bool(self.batch.dense("success")[row])
+        prompts, index = batch.prompts, batch.prompt_index
+        assert prompts is not None
+        assert index is not None
+        ids = prompts.jagged("prompt_tokens").rows()[int(index[row])]
+        instruction = bytes(int(token) for token in ids if 0 < token < 256).decode(errors="replace")
+        turns = batch.jagged("turns").rows()[row]
+        num_decisions = int(turns[-1]) + 1 if len(turns) else 0
+        said = _told(is_success, num_decisions, None, None if graded.is_valid else "failed")
+        strip = _strip(batch.jagged("frames").rows()[row], self.spaces, is_success=is_success)
+        return _described(instruction, said, graded, strip) | {"is_truncated": bool(batch.dense("truncated")[row])}
+
+
+def _strip(pixels: torch.Tensor, spaces: Spaces, *, is_success: bool) -> list[str]:
+    """The strip of the first camera; none without cameras or frames."""
+    if not spaces.images or not len(pixels):
+        return []
+    frames = next(iter(images_of(pixels, spaces).values()))
+    return [film_strip(frames.numpy(), is_success=is_success)]
+
+
+def _told(is_success: bool, num_decisions: int, num_steps: int | None, failure: str | None) -> str:
+    if failure is not None:
+        return f"failed: {failure}"
+    steps = "" if num_steps is None else f", {num_steps} steps"
+    return f"{'done' if is_success else 'not done'} after {num_decisions} decisions{steps}"
+
+
+def _described(instruction: str, said: str, graded: Graded, strip: list[str]) -> dict[str, Json]:
+    return {
+        "prompt": instruction,
+        "response": said,
+        "answer": None,
+        "reward": graded.value,
+        "is_valid": graded.is_valid,
+        "details": dict(graded.details),
+        "tokens": None,
+        "images": list(strip),
+    }

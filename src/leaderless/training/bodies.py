@@ -1,0 +1,273 @@
+"""Engines of policies that move bodies, and of their critics: the back end `fsdp` without tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from leaderless.config import RecipeError
+from leaderless.config.body import Grain
+from leaderless.data.batch import Batch, Jagged, ragged_index
+from leaderless.models.causal_lm import TokenOutputs
+from leaderless.models.scoring import Entropy
+from leaderless.models.shared_prompts import Family
+from leaderless.policies.opened import open_model
+from leaderless.policies.protocol import BodyPolicy, BodyValue, Observed, Scores
+from leaderless.policies.seen import images_of, padded
+from leaderless.training.engine import EngineSetup
+from leaderless.training.micro_batches import TEMPERATURES, MicroBatch
+from leaderless.training.sharded import ShardedModel
+from leaderless.training.units import grained
+
+NO_WORDS = 1 << 62
+"""Size of the vocabulary of a model without one: any token fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BodyMicroBatch(MicroBatch):
+    """Whole episodes that pass through a policy together.
+
+    Attributes:
+        observed: What was seen before each of N decisions.
+        choices: [N, choice_size] float32.
+        decisions: [R] int64, the decision of each unit.
+        places: [R] int64, see `grained`.
+    """
+
+    observed: Observed
+    choices: Tensor
+    decisions: Tensor
+    places: Tensor
+
+
+class HeldBody(nn.Module):
+    """A policy or a critic as an engine holds it; see `Decoder`, whose place it takes."""
+
+    def __init__(self, model: BodyPolicy | BodyValue, description: Callable[[Path], None]) -> None:
+        """Wrap a model; weights keep their names."""
+        super().__init__()
+        self.model = model
+        self.vocab_size = NO_WORDS
+        self.tensor_parallel = self.pipeline = None
+        self.divides_experts = False
+        self.complete: Callable[[], None] = lambda: None
+        self._describe = description
+        self._frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+    def forward(self, observed: Observed, choices: Tensor | None, temperature: float) -> Scores | Tensor:
+        """Scores of decisions, or values [n]."""
+        if isinstance(self.model, BodyPolicy):
+            assert choices is not None
+            return self.model.score(observed, choices, temperature)
+        return self.model.values(observed)
+
+    def train(self, mode: bool = True) -> Self:  # noqa: ARG002
+        """Stay in evaluation mode: a policy that is trained must be the one that decided."""
+        return super().train(False)
+
+    def float32_modules(self) -> list[nn.Module]:
+        """See `Decoder`."""
+        return []
+
+    def is_frozen(self, name: str) -> bool:
+        """See `Decoder`."""
+        return name in self._frozen
+
+    def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """See `Decoder`."""
+        yield from self.model.named_parameters()
+
+    def write_description(self, folder: Path) -> None:
+        """See `Decoder`."""
+        self._describe(folder)
+
+
+class _Bodies(ShardedModel[HeldBody]):  # type: ignore[type-var]
+    """What the engines of policies and critics have in common."""
+
+    grain: Grain
+
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """See `Trainable`. Episodes stay whole, and a pass has at most `micro_batch_tokens` steps, or one episode."""
+        episodes = _Episodes.of(batch, self.model.model, self.device)
+        packs: list[list[int]] = []
+        filled = 0
+        for row in torch.argsort(episodes.counts, descending=True, stable=True).tolist():
+            size = int(episodes.counts[row]) * self.model.model.chunk
+            if not packs or filled + size > self.micro_batch_tokens:
+                packs.append([])
+                filled = 0
+            packs[-1].append(row)
+            filled += size
+        count = int(self.process_group.max(torch.tensor([len(packs)]), "the number of micro-batches"))
+        return [episodes.pack(torch.tensor(rows, dtype=torch.int64)) for rows in [*packs, *[[]] * (count - len(packs))]]
+
+
+class BodyPolicyEngine(_Bodies):
+    """See `TrainEngine`, with decisions in the place of tokens."""
+
+    @property
+    def policy(self) -> BodyPolicy:
+        """The policy, for what does not depend on its weights."""
+        return cast("BodyPolicy", self.model.model)
+
+    def log_probs(self, batch: Batch) -> Jagged:
+        """See `TrainEngine`."""
+        return self.scores(batch, lambda micro_batch: self.forward(micro_batch, "none").log_probs)
+
+    def forward(self, micro_batch: MicroBatch, entropy: Entropy = "value") -> TokenOutputs:
+        """See `TrainEngine`."""
+        assert isinstance(micro_batch, BodyMicroBatch)
+        assert isinstance(micro_batch.temperature, float), "all decisions of a pass have the same temperature"
+        self.process_group.activity.beat()
+        scores = cast("Scores", self.model(micro_batch.observed, micro_batch.choices, micro_batch.temperature))
+        units = self.grain, micro_batch.decisions, micro_batch.places
+        log_probs = grained(scores.log_probs.float(), *units)
+        if entropy == "none":
+            return TokenOutputs(log_probs, log_probs[:0])
+        entropies = grained(scores.entropies.float(), *units)
+        return TokenOutputs(log_probs, entropies if entropy == "gradient" else entropies.detach())
+
+
+class BodyValueEngine(_Bodies):
+    """See `ValueEngine`, with decisions in the place of tokens: all units of a decision have its value."""
+
+    @property
+    def is_value_model(self) -> bool:
+        """See `Trainable`."""
+        return True
+
+    def values(self, batch: Batch) -> Jagged:
+        """See `ValueEngine`."""
+        return self.scores(batch, self.forward)
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """See `ValueEngine`."""
+        assert isinstance(micro_batch, BodyMicroBatch)
+        return self._values(micro_batch.observed)[micro_batch.decisions]
+
+    @torch.no_grad()
+    def final_values(self, batch: Batch) -> Tensor:
+        """Value of what each episode saw at its end, [n] float32; 0 for failed ones, which saw nothing."""
+        found = torch.zeros(len(batch))
+        episodes = _Episodes.of(batch, self.model.model, self.device)
+        rows = torch.nonzero(episodes.seen.lengths > 0)[:, 0]
+        parts = list(torch.split(rows, max(1, self.micro_batch_tokens // self.model.model.chunk)))
+        count = int(self.process_group.max(torch.tensor([len(parts)]), "the number of passes over last observations"))
+        for part in [*parts, *[rows[:0]] * (count - len(parts))]:
+            found[part] = self._values(episodes.ends(part))[: len(part)].cpu()
+        if self.units:
+            self.units[-1].reshard()
+        return found
+
+    def _values(self, observed: Observed) -> Tensor:
+        self.process_group.activity.beat()
+        return cast("Tensor", self.model(observed, None, 1.0)).float()
+
+
+@dataclass(frozen=True)
+class _Episodes:
+    """The columns of a batch that passes need; a model always sees something, if only a blank."""
+
+    model: BodyPolicy | BodyValue
+    device: torch.device
+    seen: Jagged  # pixels
+    states: Jagged
+    choices: Jagged
+    tokens: Jagged
+    turns: Jagged
+    instructions: list[list[int]]
+    prompt_of_row: Tensor
+    temperatures: Tensor | None
+
+    @classmethod
+    def of(cls, batch: Batch, model: BodyPolicy | BodyValue, device: torch.device) -> _Episodes:
+        """Take the columns of a batch."""
+        prompts, prompt_of_row = batch.prompts, batch.prompt_index
+        if prompts is None or prompt_of_row is None or "prompt_tokens" in batch.columns:
+            prompts, prompt_of_row = batch, torch.arange(len(batch))
+        return cls(
+            model,
+            device,
+            seen=batch.jagged("frames"),
+            states=batch.jagged("states"),
+            choices=batch.jagged("choices"),
+            tokens=batch.jagged("tokens"),
+            turns=batch.jagged("turns"),
+            instructions=prompts.jagged("prompt_tokens").to_lists(),
+            prompt_of_row=prompt_of_row,
+            temperatures=batch.jagged(TEMPERATURES).values if TEMPERATURES in batch else None,
+        )
+
+    @property
+    def counts(self) -> Tensor:
+        """[n] int64: number of decisions of each episode."""
+        return self.choices.lengths
+
+    def pack(self, rows: Tensor) -> BodyMicroBatch:
+        """The passes of some episodes, [m] int64, in which each decision is computed once."""
+        counts, units = self.counts[rows], self.tokens.select(rows)
+        first = (counts.cumsum(0) - counts).repeat_interleave(units.lengths)
+        index = ragged_index(self.seen.offsets[:-1][rows], counts)
+        unit_index = ragged_index(self.tokens.offsets[:-1][rows], units.lengths)
+        temperatures = None if self.temperatures is None else self.temperatures[unit_index]
+        if temperatures is not None and bool((temperatures != temperatures[:1]).any()):
+            raise RuntimeError("decisions of a pass were made at several temperatures: score them in batches of one")
+        none = torch.empty(0, dtype=torch.int64)
+        return BodyMicroBatch(
+            tokens=torch.zeros(max(1, int(counts.sum()) * self.model.chunk), dtype=torch.int64),
+            positions=none,
+            families=[Family(1, tuple(counts.tolist()))],
+            select=none,
+            targets=none,
+            response_index=unit_index,
+            response_lengths=units.lengths,
+            temperature=1.0 if temperatures is None or not len(temperatures) else float(str(temperatures[0].numpy())),
+            observed=self._observed(index, rows.repeat_interleave(counts)),
+            choices=self._some(self.choices.select(rows).values),
+            decisions=(first + self.turns.select(rows).values.long()).to(self.device),
+            places=units.values.to(self.device),
+        )
+
+    def ends(self, rows: Tensor) -> Observed:
+        """What some episodes, [m] int64, saw last."""
+        return self._observed(self.seen.offsets[1:][rows] - 1, rows)
+
+    def _observed(self, index: Tensor, rows: Tensor) -> Observed:
+        pixels, states = self._some(self.seen.values[index]), self._some(self.states.values[index])
+        ids = [self.instructions[prompt] for prompt in self.prompt_of_row[rows].tolist()] or [[0]]
+        return Observed(images_of(pixels, self.model.spaces), states, padded(ids, self.device))
+
+    def _some(self, values: Tensor) -> Tensor:
+        """Values on the device; zeros for one decision if there are none."""
+        return (values if len(values) else values.new_zeros(1, *values.shape[1:])).to(self.device)
+
+
+def make_body_engine(setup: EngineSetup) -> BodyPolicyEngine | BodyValueEngine:
+    """Load a policy or a critic of a body, or make one, and shard it over the ranks of its layout.
+
+    Raises:
+        RecipeError: It cannot be loaded or made, or is to be divided along another axis than `dp`.
+    """
+    assert setup.body is not None
+    key = f"models.{setup.role}"
+    if wrong := [axis for axis in setup.layout.axes if axis != "dp"]:
+        raise RecipeError.at(key, f"a policy of a body cannot be divided along {', '.join(wrong)}: use dp alone")
+    opened = open_model(setup.model, key, setup.body.spaces, is_critic=setup.is_critic)
+    make = BodyValueEngine if setup.is_critic else BodyPolicyEngine
+    engine = make(
+        HeldBody(opened.model, opened.describe),
+        setup.model,
+        setup.process_group,
+        setup.device,
+        setup.micro_batch_tokens,
+        optimizer=setup.optimizer,
+        num_updates=setup.num_updates,
+    )
+    engine.grain = setup.body.grain
+    return engine

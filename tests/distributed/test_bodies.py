@@ -1,0 +1,162 @@
+"""Policies and critics of bodies: ranks that divide episodes compute what one does, and passes of any size the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.distributed.ranks import RankPool
+from tests.distributed.test_mesh import setup_of
+from tests.distributed.test_training import Numbers, largest_difference
+from tests.small_bodies import Bins, Line
+from torch import Tensor
+
+from leaderless.config import RecipeError
+from leaderless.config.body import BodyConfig, Grain, PolicyConfig
+from leaderless.config.models import ModelConfig
+from leaderless.data.batch import Batch
+from leaderless.data.transport import Transport
+from leaderless.observability.clock import Clock
+from leaderless.planner import Layout
+from leaderless.policies.protocol import Observed
+from leaderless.policies.seen import images_of, padded
+from leaderless.rollout.bodies import BodyEngine, BodyTask
+from leaderless.rollout.worlds import OwnWorlds
+from leaderless.stages.bodies import BodyRows
+from leaderless.training.bodies import BodyPolicyEngine, BodyValueEngine
+from leaderless.training.engine import BodySetup
+from leaderless.training.fsdp import make_engine
+from leaderless.training.units import grained
+
+SHARES = {1: [12], 2: [9, 3], 4: [5, 0, 1, 6]}
+MODULE = "tests.small_bodies"
+
+
+def played(grain: Grain, num: int = 12, *, slots: int = 5) -> Batch:
+    """Episodes of a policy with random weights, two of each task; one of them has failed."""
+    torch.manual_seed(3)
+    policy = Bins(Line(1).spaces)
+    engine = BodyEngine(policy, lambda: OwnWorlds(Line(slots), slots), torch.device("cpu"))
+    tasks = [BodyTask(number, {}, seed=100 + number // 2, is_greedy=number % 5 == 4) for number in range(num)]
+    episodes = engine.play(tasks, seed=7, temperature=0.8, progress=lambda _: None, clock=Clock())
+    engine.close()
+    episodes[3] = replace(episodes[3], frames=[], states=[], choices=[], log_probs=[], num_steps=[], rewards=[])
+    episodes[3].failure = "it broke"
+    prompts = Batch(torch.arange(num // 2) << 16, {"rows": tuple({} for _ in range(num // 2))})
+    rows = BodyRows(policy, BodyConfig(type=f"{MODULE}:Line", log_prob=grain), 0.8, 4)
+    return rows.samples(prompts, torch.arange(num), episodes)
+
+
+def setup(transport: Transport, grain: Grain, kind: str, micro_batch_tokens: int, *, is_critic: bool = False):  # type: ignore[no-untyped-def]
+    layout = Layout(transport.world.ranks, transport.world.size)
+    own = setup_of(transport, layout, "none")
+    model = ModelConfig(body=PolicyConfig(type=f"{MODULE}:{kind}"))
+    body = BodySetup(Line(1).spaces, grain)
+    return replace(own, model=model, body=body, micro_batch_tokens=micro_batch_tokens, is_critic=is_critic)
+
+
+def share_of(batch: Batch, transport: Transport) -> Batch:
+    shares = SHARES[transport.world.size]
+    first = sum(shares[: transport.rank])
+    return batch.select(torch.arange(first, first + shares[transport.rank]))
+
+
+def train(grain: Grain, micro_batch_tokens: int) -> Numbers:
+    """Scores, the gradient's norm and weights of two updates, and the values of a critic."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    engine = make_engine(setup(transport, grain, "Bins", micro_batch_tokens))
+    assert isinstance(engine, BodyPolicyEngine)
+    batch, numbers = share_of(played(grain), transport), Numbers()
+    gains = batch.jagged("rollout_log_probs").values.cos()
+    for update in range(2):
+        for row, values in zip(batch.ids.tolist(), engine.log_probs(batch).rows(), strict=True):
+            numbers[f"scores.{update}.{row}"] = values
+        engine.discard_gradient()
+        for micro_batch in engine.micro_batches(batch):
+            outputs = engine.forward(micro_batch, "gradient")
+            weights = gains[micro_batch.response_index]
+            ((weights * (outputs.log_probs + 0.3 * outputs.entropies)).sum() + 0.0 * outputs.log_probs.sum()).backward()
+        numbers[f"norm.{update}"] = torch.tensor(engine.optimizer_step().grad_norm)
+    critic = make_engine(setup(transport, grain, "Worth", micro_batch_tokens, is_critic=True))
+    assert isinstance(critic, BodyValueEngine)
+    finals = critic.final_values(batch)
+    for place, (row, values) in enumerate(zip(batch.ids.tolist(), critic.values(batch).rows(), strict=True)):
+        numbers[f"values.{row}"], numbers[f"final.{row}"] = values, finals[place]
+    return numbers | {f"weights.{name}": value.clone() for name, value in engine.full_weights()}
+
+
+@pytest.mark.parametrize("grain", ["token", "action", "chunk"])
+def test_ranks_and_passes_of_any_size_learn_like_one(ranks: RankPool, grain: Grain) -> None:
+    (expected,) = ranks.run(1, train, grain, 1 << 20)
+    assert largest_difference(ranks.run(1, train, grain, 1), expected) < 1e-5
+    assert largest_difference(ranks.run(2, train, grain, 8), expected) < 1e-5
+    if grain == "token":
+        assert largest_difference(ranks.run(4, train, grain, 16), expected) < 1e-5
+
+
+def alone(batch: Batch, row: int, what: str) -> Observed:
+    """What one episode saw, without any other."""
+    (pixels, states) = (batch.jagged(name).rows()[row] for name in ("frames", "states"))
+    part = slice(-1, None) if what == "end" else slice(0, -1)
+    assert batch.prompts is not None
+    assert batch.prompt_index is not None
+    words = batch.prompts.jagged("prompt_tokens").to_lists()[int(batch.prompt_index[row])]
+    images = images_of(pixels[part], Line(1).spaces)
+    return Observed(images, states[part], padded([words] * len(states[part]), torch.device("cpu")))
+
+
+def scores_of_rows(grain: Grain) -> float:
+    """Largest difference between scores of a batch and those of each episode alone, in the model's own pass."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    engine = make_engine(setup(transport, grain, "Bins", 1 << 20))
+    critic = make_engine(setup(transport, grain, "Worth", 1 << 20, is_critic=True))
+    assert isinstance(engine, BodyPolicyEngine)
+    assert isinstance(critic, BodyValueEngine)
+    batch, largest = played(grain), 0.0
+    found, values, finals = engine.log_probs(batch).rows(), critic.values(batch).rows(), critic.final_values(batch)
+    for row in range(len(batch)):
+        choices, turns = batch.jagged("choices").rows()[row], batch.jagged("turns").rows()[row].long()
+        if not len(choices):
+            assert not len(found[row])
+            assert float(finals[row]) == 0.0
+            continue
+        places = batch.jagged("tokens").rows()[row]
+        scores = engine.policy.score(alone(batch, row, "decisions"), choices, 0.8).log_probs
+        worth = critic.model.model
+        expected: list[tuple[Tensor, Tensor]] = [
+            (found[row], grained(scores, grain, turns, places)),
+            (values[row], worth.values(alone(batch, row, "decisions"))[turns]),  # type: ignore[union-attr]
+            (finals[row : row + 1], worth.values(alone(batch, row, "end"))),  # type: ignore[union-attr]
+        ]
+        largest = max([largest, *(float((one - other).abs().max()) for one, other in expected)])
+    return largest
+
+
+@pytest.mark.parametrize("grain", ["token", "action", "chunk"])
+def test_scores_are_those_of_each_episode_alone(ranks: RankPool, grain: Grain) -> None:
+    assert ranks.run(1, scores_of_rows, grain)[0] < 1e-6
+
+
+def test_what_is_played_does_not_depend_on_how_many_play_at_once() -> None:
+    whole = played("token")
+    for slots in (1, 3, 12):
+        other = played("token", slots=slots)
+        for name in ("tokens", "turns", "env_steps", "choices", "frames", "turn_rewards"):
+            assert torch.equal(whole.jagged(name).values, other.jagged(name).values), name
+        difference = whole.jagged("rollout_log_probs").values - other.jagged("rollout_log_probs").values
+        assert float(difference.abs().max()) < 1e-6
+
+
+def refusals() -> Sequence[str]:
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    own = setup(transport, "token", "Bins", 64)
+    wrong = setup_of(transport, Layout(transport.world.ranks, 1, tp=2), "none")
+    with pytest.raises(RecipeError) as caught:
+        make_engine(replace(wrong, model=own.model, body=own.body))
+    return [str(caught.value)]
+
+
+def test_a_policy_is_not_divided_along_other_axes(ranks: RankPool) -> None:
+    assert "cannot be divided along tp: use dp alone" in ranks.run(2, refusals)[0][0]

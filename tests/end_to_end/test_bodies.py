@@ -1,0 +1,103 @@
+"""Runs whose policy moves a body: they learn, do not depend on ranks, and continue after a kill."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.cli import run, succeed
+from tests.small_bodies import body_recipe, settings_of
+
+from leaderless.data.demonstrations import Demonstrations
+from leaderless.observability.run_directory import RunDirectory
+
+UNSTEADY = ("time", "seconds/", "throughput/", "memory/", "body/steps_per_s", "data/wait")
+
+
+def numbers(folder: Path, name: str = "line") -> list[dict[str, float]]:
+    rows = RunDirectory(folder / "runs" / name).read_metrics()
+    return [{key: value for key, value in row.items() if not key.startswith(UNSTEADY)} for row in rows]
+
+
+def test_a_policy_learns_and_the_report_shows_its_episodes(ranks: RankPool, tmp_path: Path) -> None:
+    body_recipe(tmp_path, steps=25, **{"evaluation.every_steps": 25, "batch.responses_per_prompt": 8})
+    succeed(ranks, tmp_path, "train", "recipe.yaml")
+    first, *_, last = [row["evaluation/mean@1"] for row in numbers(tmp_path) if "evaluation/mean@1" in row]
+    assert first < 0.7
+    assert last > 0.8
+    page = (tmp_path / "runs/line/report.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "go to the middle" in page
+    assert re.search(r"done after \d decisions", page)
+
+
+def test_ranks_change_no_number_and_a_stopped_run_continues_as_if_it_had_not_been(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    (tmp_path / "stopped").mkdir()
+    ppo = {
+        "workflow": "ppo",
+        "algorithm": {"advantage": {"type": "body_gae"}},
+        "batch.updates_per_step": 2,
+        "evaluation.every_steps": 2,
+        "checkpoint": {"every_steps": 2},
+    }
+    for name in ("one", "two", "stopped"):
+        body_recipe(tmp_path / name, **ppo)  # type: ignore[arg-type]
+    succeed(ranks, tmp_path / "one", "train", "recipe.yaml")
+    expected = numbers(tmp_path / "one")
+    succeed(ranks, tmp_path / "two", "train", "recipe.yaml", num_ranks=2)
+    for row, other in zip(numbers(tmp_path / "two"), expected, strict=True):
+        assert row.keys() == other.keys()
+        assert row == pytest.approx(other, abs=2e-5)
+    succeed(ranks, tmp_path / "stopped", "train", "recipe.yaml", "steps=2")
+    succeed(ranks, tmp_path / "stopped", "train", "recipe.yaml")
+    assert numbers(tmp_path / "stopped") == expected
+
+
+def test_demonstrations_are_imitated_exported_and_evaluated(ranks: RankPool, tmp_path: Path) -> None:
+    body_recipe(tmp_path, workflow="imitation", steps=40)
+    assert "5 demonstrations" in succeed(ranks, tmp_path, "demonstrate", "recipe.yaml", "more", "--episodes", 5)
+    succeed(ranks, tmp_path, "train", "recipe.yaml")
+    succeed(ranks, tmp_path, "export", "runs/line", "exported")
+    printed = succeed(ranks, tmp_path, "eval", "recipe.yaml", "models.policy=exported", "workflow=grpo")
+    assert len(Demonstrations(tmp_path / "more")) == 5
+    accuracy = re.search(r"mean@1\s*.\s*(\d\.\d+)", printed)
+    assert accuracy is not None, printed
+    assert float(accuracy[1]) > 0.8
+    about = json.loads((tmp_path / "exported/config.json").read_text())
+    assert (about["model_type"], about["spaces"]["state_size"]) == ("leaderless_body", 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"body.type": "tables"}, "unknown environment 'tables' (did you mean 'table'?)"),
+        ({"body.max_steps": 5}, "episodes of 'tests.small_bodies:Line' have up to 6 steps: raise it"),
+        ({"body.options": {"fault": 1}}, "does not take them"),
+        ({"batch.micro_batch_tokens": 4}, "an episode may have 6 steps (body.max_steps), which are not divided"),
+        ({"environment": {"type": "calculator"}}, "environment cannot be combined with `body`"),
+        ({"models": {"policy": {"body": "film", "lora": {}}}}, "has no adapters"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_before_the_run(
+    ranks: RankPool, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(json.dumps(settings_of(tmp_path, **changes)))  # type: ignore[arg-type]
+    outcome = run(ranks, tmp_path, "train", "recipe.yaml")
+    assert outcome.code == 2, outcome.errors
+    assert message in " ".join(outcome.errors.split())
+
+
+def test_episodes_that_fail_are_left_out_and_counted(ranks: RankPool, tmp_path: Path) -> None:
+    body_recipe(tmp_path, steps=3, **{"body.options": {"fails_at": 1.5}})
+    succeed(ranks, tmp_path, "train", "recipe.yaml")
+    rows = numbers(tmp_path)
+    assert any(0 < row["body/failed"] < 1 for row in rows)
+    assert all(row["reward/failed"] == pytest.approx(16 * row["body/failed"]) for row in rows)
