@@ -21,9 +21,6 @@ from leaderless.robots.wire import Description, from_frame
 RETRY_S = 0.1
 """Time between two attempts to come back."""
 
-TAKEN_S = 0.5
-"""Time for which a new client waits for an arm that another one has."""
-
 
 @dataclass(frozen=True)
 class Address:
@@ -58,6 +55,7 @@ class RobotClient:
         timeout_s: Longest time for an answer, beyond that which a command needs.
         reconnect_s: Time for which a lost server is looked for.
         role: `control`, or `watch` for one who may only stop the arm.
+        taken_s: Time for which an arm is waited for that another client has.
 
     Raises:
         Refused: The server does not let this client in.
@@ -72,8 +70,9 @@ class RobotClient:
         timeout_s: float = 10.0,
         reconnect_s: float = 10.0,
         role: Literal["control", "watch"] = "control",
+        taken_s: float = 0.5,
     ) -> None:
-        self._address, self._token, self._role = address, token, role
+        self.address, self._token, self._role = address, token, role
         self._timeout_s, self._reconnect_s = timeout_s, reconnect_s
         self._session = secrets.token_hex(8)
         self._tag = 0
@@ -82,7 +81,7 @@ class RobotClient:
         self._ahead_s = 0.0
         self._socket: socket.socket | None = None
         self.stopped = ""
-        self.description = self._first_connection()
+        self.description = self._first_connection(taken_s)
         self._id = 0
 
     def begin_reset(self, seed: int, within_s: float) -> None:
@@ -152,7 +151,7 @@ class RobotClient:
             while self._socket is None:
                 if time.monotonic() > until_s:
                     remedy = "look at its server, and check the network"
-                    raise ConnectionError(f"the arm at {self._address} is lost ({lost}): {remedy}") from lost
+                    raise ConnectionError(f"the arm at {self.address} is lost ({lost}): {remedy}") from lost
                 try:
                     self._connect()
                 except OSError as error:
@@ -160,9 +159,9 @@ class RobotClient:
                     time.sleep(RETRY_S)
             is_sent = False
 
-    def _first_connection(self) -> Description:
+    def _first_connection(self, taken_s: float) -> Description:
         """Introduce this client, as soon as the one before is seen to be gone."""
-        until_s = time.monotonic() + TAKEN_S
+        until_s = time.monotonic() + taken_s
         while True:
             try:
                 return self._connect()
@@ -174,9 +173,9 @@ class RobotClient:
     def _connect(self) -> Description:
         """Introduce this client."""
         try:
-            self._socket = socket.create_connection((self._address.host, self._address.port), self._timeout_s)
+            self._socket = socket.create_connection((self.address.host, self.address.port), self._timeout_s)
         except OSError as error:
-            raise ConnectionError(f"no arm answers at {self._address} ({error}): start its server") from error
+            raise ConnectionError(f"no arm answers at {self.address} ({error}): start its server") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello: dict[str, Json] = {"verb": "hello", "version": VERSION, "token": self._token, "role": self._role}
         tag = self._next_tag()
@@ -208,7 +207,7 @@ class RobotClient:
             if isinstance(now, int | float):
                 self._ahead_s = now - time.monotonic()
             if not frame.header.get("ok"):
-                raise Refused(str(frame.header.get("code")), f"arm at {self._address}: {frame.header.get('message')}")
+                raise Refused(str(frame.header.get("code")), f"arm at {self.address}: {frame.header.get('message')}")
             return frame
 
     def _exactly(self, num: int, until_s: float) -> bytes:

@@ -20,6 +20,8 @@ from leaderless.robots.outcome import Outcome, Refused
 TOKEN_VARIABLE = "LEADERLESS_TOKEN"  # noqa: S105 - its name, not its value
 ASK_S = 0.5
 """Time between two questions whether a person has released an arm."""
+TAKEN_S = 1.0
+"""Time for which arms are waited for that other clients have."""
 MAX_ATTEMPTS = 3
 """Number of times that a late command, or an episode whose begin was cut, is asked for."""
 
@@ -34,8 +36,9 @@ class RobotEnvironment(VectorEnvironment):
     The token of the servers is in the environment variable `LEADERLESS_TOKEN`.
 
     Args:
-        num: Number of episodes at a time, one for each address.
-        addresses: Addresses of servers, as host:port.
+        num: Number of episodes at a time, each on an arm of its own.
+        addresses: Addresses of servers, as host:port, of all arms that may be used. The first `num` are taken that no
+            other client has, so that several ranks share the list.
         begin_within_s: Time within which a command must begin at the server; later it is refused as out of date.
         reset_within_s: Time within which an arm must be at the start of an episode.
         reconnect_s: Time for which a lost server is looked for.
@@ -57,7 +60,7 @@ class RobotEnvironment(VectorEnvironment):
         reconnect_s: float = 30.0,
         release_within_s: float = 600.0,
     ) -> None:
-        if num != len(addresses):
+        if num > len(addresses):
             raise ValueError(f"{num} episodes at a time need as many arms, not {len(addresses)}: give `addresses`")
         self._begin_within_s, self._reset_within_s = begin_within_s, reset_within_s
         self._release_within_s = release_within_s
@@ -65,12 +68,12 @@ class RobotEnvironment(VectorEnvironment):
         self._seen: dict[int, Reading] = {}
         token = os.environ.get(TOKEN_VARIABLE)
         try:
-            for address in addresses:
-                self._clients.append(RobotClient(Address.of(address), token, reconnect_s=reconnect_s))
+            self._take_arms(num, [Address.of(address) for address in addresses], token, reconnect_s)
             first = self._clients[0].description
-            for client, address in zip(self._clients, addresses, strict=True):
+            for client in self._clients:
                 if client.description != first:
-                    raise ValueError(f"the arm at {address} differs from that at {addresses[0]}: use equal ones")
+                    both = f"{client.address} differs from that at {self._clients[0].address}"
+                    raise ValueError(f"the arm at {both}: use equal ones")
         except BaseException:
             self.close()
             raise
@@ -130,6 +133,27 @@ class RobotEnvironment(VectorEnvironment):
         """See `VectorEnvironment`. The arms hold."""
         for client in self._clients:
             client.close()
+
+    def _take_arms(self, num: int, addresses: Sequence[Address], token: str | None, reconnect_s: float) -> None:
+        """Connect to the first arms that are free."""
+        until_s, left = time.monotonic() + TAKEN_S, list(addresses)
+        while len(self._clients) < num:
+            taken: Refused | None = None
+            for address in tuple(left):
+                try:
+                    client = RobotClient(address, token, reconnect_s=reconnect_s, taken_s=0.0)
+                except Refused as refused:
+                    if refused.code != "taken":
+                        raise
+                    taken = refused
+                    continue
+                self._clients.append(client)
+                left.remove(address)
+                if len(self._clients) == num:
+                    return
+            if taken is not None and time.monotonic() > until_s:
+                raise taken
+            time.sleep(TAKEN_S / 10)
 
     def _finish_reset(self, client: RobotClient, seed: int) -> Outcome:
         until_s, num_cut, is_told = time.monotonic() + self._release_within_s, 0, False

@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 import pytest
+from examples.robots.help import play
 from tests.unit.robots.serving import SpyArm, serving, station_of
 
 from leaderless.environments.bodies.protocol import Continuous
@@ -89,6 +90,13 @@ def test_arms_that_differ_or_are_too_few_are_refused():
         RobotEnvironment(2, ["127.0.0.1:1"])
     with pytest.raises(ValueError, match="differs from that at"), arms(dummy(), dummy(max_steps=9)):
         pass
+    with arms(dummy(), dummy(radius=0.1)) as (one, served):
+        addresses = [str(one.address) for one in served]
+        one._clients.pop().close()
+        with closing(RobotEnvironment(1, addresses)) as other:  # the first arm is taken
+            assert str(other._clients[0].address) == addresses[1]
+            with pytest.raises(Refused, match="another client has the arm"):
+                RobotEnvironment(1, addresses)
     with pytest.raises(ValueError, match="must be host:port"):
         RobotEnvironment(1, ["127.0.0.1"])
     with pytest.raises(ConnectionError, match=r"no arm answers at 127\.0\.0\.1:1 .*start its server"):
@@ -152,6 +160,13 @@ def test_what_a_person_did_is_recorded_once_in_both_memories():
     assert (actions[~ran] == 0.0).all()
 
 
+def test_the_example_records_what_a_person_did():
+    with serving(dummy(has_human=True)) as served:
+        online, demonstrations = play(str(served.address), 3)
+    num, num_helped = sum(map(len, online)), sum(map(len, demonstrations))
+    assert 3 < num_helped < num
+
+
 def test_a_lost_connection_amid_a_chunk_costs_no_step():
     arm = SpyArm(is_simulated=False, period_s=0.02, max_speed=2.0, max_acceleration=20.0)
     with arms(station_of(arm, radius=0.001)) as (environment, served):
@@ -199,7 +214,7 @@ def test_a_server_that_is_gone_is_named_in_time():
     with arms(dummy(), reconnect_s=0.3) as (environment, _):
         environment.reset([0], [{}], [0])
         environment._clients[0].close()
-        environment._clients[0]._address = Address("127.0.0.1", 1)
+        environment._clients[0].address = Address("127.0.0.1", 1)
         begin_s = time.monotonic()
         with pytest.raises(ConnectionError, match=r"the arm at 127\.0\.0\.1:1 is lost"):
             environment.step([0], np.zeros((1, 1, 2), np.float32))

@@ -240,7 +240,7 @@ def test_a_client_with_a_wrong_token_or_version_is_not_let_in(hello, code):
     right = {"verb": "hello", "version": 1, "token": "secret", "session": "a", "tag": 1}
     with serving(station_of(SpyArm()), "secret") as served:
         client = RobotClient.__new__(RobotClient)
-        client._address, client._timeout_s, client._ahead_s = served.address, 5.0, 0.0
+        client.address, client._timeout_s, client._ahead_s = served.address, 5.0, 0.0
         client._socket = socket.create_connection((served.address.host, served.address.port))
         client._send(Frame({**right, **hello}))
         with pytest.raises(Refused) as refused:

@@ -11,6 +11,7 @@ from leaderless.config.functions import is_function_name, load_class
 from leaderless.environments.bodies.protocol import VectorEnvironment
 
 BUILT_IN: Mapping[str, str] = {
+    "robots": "leaderless.robots.environment:RobotEnvironment",
     "table": "leaderless.environments.bodies.table:Table",
 }
 """Environments that come with the package, each as `module:Class`."""
