@@ -22,9 +22,19 @@ from leaderless.policies.protocol import BodyModel, BodyPolicy, BodyValue
 
 Model = TypeVar("Model", bound=BodyModel)
 
-POLICIES: Mapping[str, str] = {"film": "leaderless.policies.film:Film", "mlp": "leaderless.policies.mlp:Mlp"}
+POLICIES: Mapping[str, str] = {
+    "cnn": "leaderless.policies.cnn:Cnn",
+    "film": "leaderless.policies.film:Film",
+    "flow": "leaderless.policies.flow:Flow",
+    "mlp": "leaderless.policies.mlp:Mlp",
+}
 """Policies that come with the package, each as `module:Class`."""
-VALUES: Mapping[str, str] = {"film": "leaderless.policies.film:FilmValue", "mlp": "leaderless.policies.mlp:MlpValue"}
+VALUES: Mapping[str, str] = {
+    "cnn": "leaderless.policies.cnn:CnnValue",
+    "film": "leaderless.policies.film:FilmValue",
+    "flow": "leaderless.policies.flow:FlowValue",
+    "mlp": "leaderless.policies.mlp:MlpValue",
+}
 """Critics, likewise; they have the names of the policies that see in the same way."""
 MODEL_TYPE = "leaderless_body"
 """What the `config.json` of a saved model says."""

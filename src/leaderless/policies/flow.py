@@ -1,0 +1,109 @@
+"""A small flow policy for states and images, and its critic."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from leaderless.environments.bodies.protocol import Spaces
+from leaderless.policies.film import Seer
+from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
+from leaderless.policies.protocol import BodyValue, Observed
+from leaderless.policies.statistics import Limits
+
+NUM_WAVES = 8
+"""Frequencies by which the network is told the time."""
+
+
+class _Looks(nn.Module):
+    """Features [n, hidden_size] of images, instruction and state, or of the state alone."""
+
+    def __init__(self, spaces: Spaces, hidden_size: int) -> None:
+        super().__init__()
+        if not spaces.images and not spaces.state_size:
+            raise ValueError("the environment shows neither images nor a state: there is nothing to act on")
+        self.seer = Seer(spaces, 32, hidden_size) if spaces.images else None
+        self.state = None if spaces.images else nn.Linear(spaces.state_size, hidden_size)
+
+    def forward(self, observed: Observed) -> Tensor:
+        """See the class."""
+        seen: Tensor
+        if self.seer is not None:
+            seen = self.seer(observed)
+        else:
+            assert self.state is not None
+            seen = torch.tanh(self.state(observed.state))
+        return seen.float()
+
+
+class Flow(FlowPolicy):
+    """Actions from noise, by a perceptron that sees features, the point and the time."""
+
+    def __init__(
+        self,
+        spaces: Spaces,
+        *,
+        chunk: int = 4,
+        hidden_size: int = 128,
+        method: str = "sde",
+        num_steps: int = 4,
+        noise_level: float = 0.5,
+    ) -> None:
+        """Make a policy with random weights.
+
+        Args:
+            spaces: What the environment shows and takes.
+            chunk: Steps of a decision.
+            hidden_size: Width of the hidden layers.
+            method: Whether one step of a decision is drawn (`sde`), or all with a learnt deviation (`noise`).
+            num_steps: Steps from noise to an action.
+            noise_level: Factor of the noise of `sde`.
+        """
+        super().__init__()
+        limits = Limits.of_environment(spaces)
+        flow = FlowOptions(method, num_steps, noise_level)
+        self.begin(spaces, limits=limits, sizes=(chunk, chunk, len(limits.low)), flow=flow)
+        size = chunk * self.numbers
+        self.looks = _Looks(spaces, hidden_size)
+        self.layers = nn.Sequential(
+            nn.Linear(hidden_size + size + 2 * NUM_WAVES, hidden_size),
+            nn.SiLU(),
+            nn.Linear(hidden_size, hidden_size),
+            nn.SiLU(),
+            nn.Linear(hidden_size, size),
+        )
+        self.deviations = DeviationNet(hidden_size, size) if method == "noise" else None
+
+    def look(self, observed: Observed) -> Tensor:
+        """See `FlowPolicy`."""
+        features: Tensor = self.looks(observed)
+        return features
+
+    def velocity(self, looked: object, rows: Tensor, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        """See `FlowPolicy`."""
+        assert isinstance(looked, Tensor)
+        features = looked[rows]
+        waves = times[:, None] * (math.pi * torch.arange(1, NUM_WAVES + 1, device=times.device))
+        found = self.layers(torch.cat([features, x.flatten(1), waves.sin(), waves.cos()], dim=1)).float().view(x.shape)
+        if self.deviations is None:
+            return found, found
+        return found, self.deviations(features, times).float().view(x.shape)
+
+
+class FlowValue(BodyValue):
+    """A critic that sees in the same way; its first values are 0."""
+
+    def __init__(self, spaces: Spaces, *, chunk: int = 4, hidden_size: int = 128) -> None:
+        """Make a critic; see `Flow`."""
+        super().__init__()
+        self.spaces, self.chunk = spaces, chunk
+        self.looks, self.head = _Looks(spaces, hidden_size), nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def values(self, observed: Observed) -> Tensor:
+        """See `BodyValue`."""
+        values: Tensor = self.head(self.looks(observed)).float()
+        return values[:, 0]

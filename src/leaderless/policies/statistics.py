@@ -1,0 +1,105 @@
+"""How the actions of a network, mostly from -1 to 1, become those of a robot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self, cast
+
+import torch
+from torch import Tensor
+
+from leaderless.config import Json, nearest
+from leaderless.environments.bodies.protocol import Continuous, Spaces
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What -1 and 1 stand for.
+
+    Attributes:
+        low: Number of the robot that -1 stands for.
+        high: Number of the robot that 1 stands for.
+        least: Smallest number that the environment takes.
+        most: Largest number that the environment takes.
+    """
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    least: tuple[float, ...]
+    most: tuple[float, ...]
+
+    @classmethod
+    def of_environment(cls, spaces: Spaces) -> Self:
+        """The limits of what an environment takes.
+
+        Raises:
+            ValueError: It takes choices.
+        """
+        actions = spaces.actions
+        if not isinstance(actions, Continuous):
+            raise ValueError("the environment takes choices, but this policy moves by real numbers: use mlp or cnn")
+        return cls(actions.low, actions.high, actions.low, actions.high)
+
+    @classmethod
+    def of_dataset(cls, statistics: Json, name: str, spaces: Spaces) -> Self:
+        """The limits in the statistics of a dataset, as OpenVLA's configuration has them in `norm_stats`.
+
+        Where the mask is false, as for grippers, numbers stay as they are.
+
+        Args:
+            statistics: Statistics of all datasets.
+            name: Name of the dataset of this robot.
+            spaces: What the environment takes.
+
+        Raises:
+            ValueError: There is no such dataset, or it is that of another robot.
+        """
+        around = cls.of_environment(spaces)
+        if not isinstance(statistics, Mapping) or name not in statistics:
+            known = list(statistics) if isinstance(statistics, Mapping) else []
+            raise ValueError(
+                f"statistics='{name}': the checkpoint has none of that name{nearest(name, known)}; it has those of "
+                f"{', '.join(sorted(known)) or 'no robot'}"
+            )
+        found = cast("Mapping[str, Mapping[str, Sequence[float]]]", statistics[name])["action"]
+        low, high = list(found["q01"]), list(found["q99"])
+        if len(low) != len(around.least):
+            raise ValueError(
+                f"statistics='{name}' are those of another robot: its actions have {len(low)} numbers, those of the "
+                f"environment {len(around.least)}"
+            )
+        mask = found.get("mask", [True] * len(low))
+        return cls(
+            tuple(float(one) if is_scaled else -1.0 for one, is_scaled in zip(low, mask, strict=True)),
+            tuple(float(one) if is_scaled else 1.0 for one, is_scaled in zip(high, mask, strict=True)),
+            around.least,
+            around.most,
+        )
+
+    def _tensors(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        low, high, least, most = (
+            torch.tensor(one, device=like.device) for one in (self.low, self.high, self.least, self.most)
+        )
+        return low, high, least, most
+
+    def restore(self, values: Tensor) -> Tensor:
+        """Actions [n, chunk, dim] of the robot, within what the environment takes."""
+        low, high, least, most = self._tensors(values)
+        return (low + (values + 1) / 2 * (high - low)).clamp(least, most)
+
+    def normalize(self, actions: Tensor) -> Tensor:
+        """The network's numbers of actions [n, chunk, dim] of the robot.
+
+        Raises:
+            ValueError: An action is outside of what the environment takes.
+        """
+        low, high, least, most = self._tensors(actions)
+        is_outside = (actions < least - 1e-4) | (actions > most + 1e-4) | ~actions.isfinite()
+        if bool(is_outside.any()):
+            place = tuple(is_outside.nonzero()[0].tolist())
+            raise ValueError(
+                f"an action has {float(actions[place])} as its number {place[-1]}, which must be from "
+                f"{float(least[place[-1]])} to {float(most[place[-1]])}: these are demonstrations of another body"
+            )
+        return (actions.float() - low) / (high - low).clamp(min=1e-8) * 2 - 1
