@@ -34,16 +34,19 @@ class Bins:
 
     def act(self, logits: Tensor, noise: Tensor | None, temperature: float) -> Acted:
         """Draw from logits [n, chunk, dim, num] with noise [n, chunk * dim]; without noise, take the likeliest."""
-        shape = logits.shape[:3]
+        chosen, log_probs = self.draw(logits, noise, temperature)
+        choices = chosen.flatten(1).float()
+        return Acted(self.actions_of(choices, logits.shape[1]), choices, log_probs)
+
+    def draw(self, logits: Tensor, noise: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+        """Chosen bins [n, chunk, dim] and their log-probabilities; see `act`."""
         if noise is None:
             chosen, scaled = logits.argmax(-1), logits.log_softmax(-1)
         else:
             scaled = (logits / temperature).log_softmax(-1)
             total = scaled.double().exp().cumsum(-1)
-            chosen = (total <= noise.view(*shape, 1) * total[..., -1:]).sum(-1).clamp(max=self.num - 1)
-        log_probs = scaled.gather(-1, chosen[..., None]).squeeze(-1)
-        choices = chosen.flatten(1).float()
-        return Acted(self.actions_of(choices, shape[1]), choices, log_probs)
+            chosen = (total <= noise.view(*logits.shape[:3], 1) * total[..., -1:]).sum(-1).clamp(max=self.num - 1)
+        return chosen, scaled.gather(-1, chosen[..., None]).squeeze(-1)
 
     def score(self, logits: Tensor, choices: Tensor, temperature: float) -> Scores:
         """Scores of choices [n, chunk * dim] under logits [n, chunk, dim, num]."""

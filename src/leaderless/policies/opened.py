@@ -27,6 +27,8 @@ POLICIES: Mapping[str, str] = {
     "film": "leaderless.policies.film:Film",
     "flow": "leaderless.policies.flow:Flow",
     "mlp": "leaderless.policies.mlp:Mlp",
+    "openvla": "leaderless.policies.openvla:OpenVla",
+    "openvla_oft": "leaderless.policies.openvla:OpenVlaOft",
 }
 """Policies that come with the package, each as `module:Class`."""
 VALUES: Mapping[str, str] = {
@@ -34,6 +36,8 @@ VALUES: Mapping[str, str] = {
     "film": "leaderless.policies.film:FilmValue",
     "flow": "leaderless.policies.flow:FlowValue",
     "mlp": "leaderless.policies.mlp:MlpValue",
+    "openvla": "leaderless.policies.openvla:OpenVlaValue",
+    "openvla_oft": "leaderless.policies.openvla:OpenVlaValue",
 }
 """Critics, likewise; they have the names of the policies that see in the same way."""
 MODEL_TYPE = "leaderless_body"

@@ -147,16 +147,16 @@ def test_demonstrations_are_learnt(method: str) -> None:
     torch.testing.assert_close(policy.actions_of(choices), actions)
     assert torch.equal(policy.choices_of(actions), choices)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
-    first = float(-policy.score(seen, choices).log_probs.mean())
+    first = -policy.score(seen, choices).log_probs.mean().item()
     for _ in range(400):
         loss = -policy.score(seen, choices).log_probs.mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert float(loss) < 0.6 * first
+    assert loss.item() < 0.6 * first
     acted = policy.act(seen, None)
-    assert float((acted.actions[..., 0] - actions[..., 0]).abs().mean()) < 0.15
-    assert float(policy.act(seen, drawn(policy, 64)).actions[..., 1].abs().mean()) > 0.6
+    assert (acted.actions[..., 0] - actions[..., 0]).abs().mean().item() < 0.15
+    assert policy.act(seen, drawn(policy, 64)).actions[..., 1].abs().mean().item() > 0.6
 
 
 def test_demonstrations_and_decisions_are_scored_next_to_each_other() -> None:

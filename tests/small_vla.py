@@ -1,0 +1,59 @@
+"""A small OpenVLA with random weights, in the form of published checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from leaderless.policies.prismatic import Prismatic, VlaConfig
+
+NUM_WORDS, NUM_PADDED = 400, 16
+TEXT = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": NUM_WORDS + NUM_PADDED,
+}
+
+
+def write_small_vla(folder: Path, *, dim: int = 2, seed: int = 0) -> Path:
+    """Write a model and its tokenizer of bytes, whose prompts begin with <s> and can end with an empty word."""
+    folder.mkdir(parents=True, exist_ok=True)
+    statistics = {"q01": [-0.5] * dim, "q99": [0.75] * dim, "mask": [True] * (dim - 1) + [False]}
+    config = {
+        "timm_model_ids": ["tiny_dinov2", "tiny_siglip"],
+        "image_sizes": [28, 28],
+        "pad_to_multiple_of": NUM_PADDED,
+        "text_config": TEXT,
+        "norm_stats": {"small_arm": {"action": statistics}, "other_arm": {"action": {"q01": [0.0], "q99": [1.0]}}},
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Prismatic(VlaConfig.read(folder))
+        for name, parameter in model.named_parameters():
+            if "scale_factor" in name or "token" in name or "lm_head" in name:
+                torch.nn.init.normal_(parameter, std=0.5)
+    weights = {name: one.detach().contiguous() for name, one in model.named_parameters()}
+    # Published files also have what features do not depend on.
+    weights["vision_backbone.featurizer.norm.weight"] = torch.ones(16)
+    weights["vision_backbone.featurizer.blocks.2.norm1.weight"] = torch.ones(16)
+    weights["vision_backbone.fused_featurizer.attn_pool.latent"] = torch.ones(1, 1, 24)
+    names = sorted(weights)
+    for part, some in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
+        file = folder / f"model-{part + 1:05d}-of-00002.safetensors"
+        save_file({name: weights[name] for name in some}, file)
+    words = ["<unk>", "<s>", "</s>", "▁", "\n", *(chr(code) for code in range(33, 127))]
+    core = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>"))
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.decoder = decoders.Replace("▁", " ")
+    PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return folder
