@@ -22,7 +22,7 @@ def play(address: str, num_episodes: int) -> tuple[Memory, Memory]:
         num_episodes: Number of episodes.
     """
     rng, online, demonstrations = np.random.default_rng(0), Memory(), Memory()
-    environment, recorder = RobotEnvironment(1, [address]), Recorder(online, demonstrations)
+    environment, recorder = RobotEnvironment(1, [address], allows_help=True), Recorder(online, demonstrations)
     for episode in range(num_episodes):
         seen, is_over = environment.reset([0], [{}], seeds=[episode]), False
         while not is_over:

@@ -20,6 +20,7 @@ from leaderless.robots.outcome import Outcome, Refused
 TOKEN_VARIABLE = "LEADERLESS_TOKEN"  # noqa: S105 - its name, not its value
 ASK_S = 0.5
 """Time between two questions whether a person has released an arm."""
+HELPED = "a person acted, and these actions were not the policy's: give `allows_help` where it may learn from them"
 TAKEN_S = 1.0
 """Time for which arms are waited for that other clients have."""
 MAX_ATTEMPTS = 3
@@ -43,6 +44,9 @@ class RobotEnvironment(VectorEnvironment):
         reset_within_s: Time within which an arm must be at the start of an episode.
         reconnect_s: Time for which a lost server is looked for.
         release_within_s: Time for which a person is waited for who releases a stopped arm.
+        allows_help: Whether episodes count in which a person acts. Else they are marked as failed: PPO, GRPO and their
+            like learn from what the policy did, and the person's actions were not its own. Learners such as RLPD want
+            them.
 
     Raises:
         ValueError: The number of addresses is wrong, or the arms differ.
@@ -59,11 +63,12 @@ class RobotEnvironment(VectorEnvironment):
         reset_within_s: float = 60.0,
         reconnect_s: float = 30.0,
         release_within_s: float = 600.0,
+        allows_help: bool = False,
     ) -> None:
         if num > len(addresses):
             raise ValueError(f"{num} episodes at a time need as many arms, not {len(addresses)}: give `addresses`")
         self._begin_within_s, self._reset_within_s = begin_within_s, reset_within_s
-        self._release_within_s = release_within_s
+        self._release_within_s, self._allows_help = release_within_s, allows_help
         self._clients: list[RobotClient] = []
         self._seen: dict[int, Reading] = {}
         token = os.environ.get(TOKEN_VARIABLE)
@@ -125,6 +130,9 @@ class RobotEnvironment(VectorEnvironment):
             for one in refusals:
                 if one.code != "late" or num_late >= MAX_ATTEMPTS:
                     raise one
+        for row, outcomes in enumerate(found):
+            if not self._allows_help and any(one.intervened.any() for one in outcomes):
+                failed.setdefault(row, HELPED)
         for row, index in enumerate(which):
             self._seen[index] = found[row][-1].reading if found[row] else self._seen[index]
         return self._steps(which, found, chunk, failed)
@@ -188,7 +196,9 @@ class RobotEnvironment(VectorEnvironment):
             rewards[row, : len(earned)] = earned
             num_steps[row] = max(1, len(earned))
         terminated = np.array([any(one.is_terminated for one in outcomes) for outcomes in found])
-        truncated = [any(one.is_truncated for one in outcomes) or row in failed for row, outcomes in enumerate(found)]
+        truncated = [
+            row in failed or any(one.is_truncated for one in outcomes) for row, outcomes in enumerate(found)
+        ] & ~terminated
         return Steps(
             observations=self._observations(which),
             rewards=rewards,

@@ -64,7 +64,9 @@ class OwnWorlds:
         """See `Worlds`."""
         actions = self._actions.pop(tuple(slots))
         try:
-            return {}, self._environment.step(slots, actions)
+            steps = self._environment.step(slots, actions)
+            infos = zip(slots, steps.infos, strict=False)  # an environment may give none
+            return {slot: str(info["failed"]) for slot, info in infos if "failed" in info}, steps
         except Exception as error:  # noqa: BLE001 - as above
             return dict.fromkeys(slots, _reason(error)), _no_steps()
 

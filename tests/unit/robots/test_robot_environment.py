@@ -15,9 +15,10 @@ from tests.unit.robots.serving import SpyArm, serving, station_of
 from leaderless.environments.bodies.protocol import Continuous
 from leaderless.robots.client import Address, RobotClient
 from leaderless.robots.dummy import DummyArm, ScriptedHuman, dummy, steer
-from leaderless.robots.environment import RobotEnvironment
+from leaderless.robots.environment import HELPED, RobotEnvironment
 from leaderless.robots.outcome import Refused
 from leaderless.robots.transitions import Recorder, Transitions, transitions_of
+from leaderless.rollout.worlds import OwnWorlds
 
 
 @contextmanager
@@ -132,7 +133,8 @@ def test_what_a_person_did_is_recorded_once_in_both_memories():
     online, demonstrations = Memory(), Memory()
     recorder = Recorder(online, demonstrations)
     num_steps = num_intervened = 0
-    with arms(dummy(has_human=True, patience_steps=3, help_steps=4, far=0.2)) as (environment, _):
+    station = dummy(has_human=True, patience_steps=3, help_steps=4, far=0.2)
+    with arms(station, allows_help=True) as (environment, _):
         lose_each_first_answer(environment._clients[0])
         for seed in range(4):
             seen = environment.reset([0], [{}], [seed])
@@ -165,6 +167,18 @@ def test_the_example_records_what_a_person_did():
         online, demonstrations = play(str(served.address), 3)
     num, num_helped = sum(map(len, online)), sum(map(len, demonstrations))
     assert 3 < num_helped < num
+
+
+def test_an_episode_in_which_a_person_acted_is_failed_unless_that_is_allowed():
+    with arms(dummy(has_human=True, patience_steps=3, far=0.05)) as (environment, _):
+        worlds = OwnWorlds(environment, 1)
+        worlds.reset([0], [{}], [1])
+        for expected in ({}, {0: HELPED}):
+            worlds.begin_step([0], np.zeros((1, 3, 2), np.float32))
+            failures, steps = worlds.finish_step([0])
+            assert failures == expected
+        assert steps.truncated[0]
+        assert not steps.terminated[0]
 
 
 def test_a_lost_connection_amid_a_chunk_costs_no_step():

@@ -99,7 +99,7 @@ class Steps:
         terminated: [n] bool, whether the task has come to its end.
         truncated: [n] bool, whether the episode was cut, as after `max_steps`, although the task goes on.
         success: [n] bool, whether the task was done by the last of these steps.
-        infos: Further facts of each.
+        infos: Further facts of each. `failed` says why an episode cannot be judged; it is then left out of training.
     """
 
     observations: Observations
