@@ -1,4 +1,4 @@
-"""A small OpenVLA with random weights, in the form of published checkpoints."""
+"""Small models of vision, language and action with random weights, in the form of published checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PI0Config, PI0ForConditionalGeneration, PreTrainedTokenizerFast
 
 from leaderless.policies.prismatic import Prismatic, VlaConfig
 
@@ -51,9 +51,50 @@ def write_small_vla(folder: Path, *, dim: int = 2, seed: int = 0) -> Path:
     for part, some in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
         file = folder / f"model-{part + 1:05d}-of-00002.safetensors"
         save_file({name: weights[name] for name in some}, file)
+    write_small_tokenizer(folder)
+    return folder
+
+
+def write_small_tokenizer(folder: Path) -> None:
     words = ["<unk>", "<s>", "</s>", "▁", "\n", *(chr(code) for code in range(33, 127))]
     core = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>"))
     core.normalizer = normalizers.Replace(" ", "▁")
     core.decoder = decoders.Replace("▁", " ")
     PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def write_small_pi0(folder: Path, *, state_size: int = 3, dim: int = 2) -> Path:
+    """Write a pi0 that plans 4 steps of 5 numbers, the statistics of a robot, and a tokenizer."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40}
+    heads = {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300}
+    config = PI0Config(
+        vlm_config={
+            "model_type": "paligemma",
+            "text_config": {"model_type": "gemma", "hidden_size": 32, **sizes, **heads},
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 32,
+                **sizes,
+                "patch_size": 14,
+                "image_size": 28,
+                "vision_use_head": False,
+            },
+            "projection_dim": 32,
+            "image_token_id": 299,
+        },
+        dit_config={"model_type": "gemma", "hidden_size": 24, **sizes, **heads},
+        chunk_size=4,
+        max_state_dim=6,
+        max_action_dim=5,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = PI0ForConditionalGeneration(config)
+        for parameter in model.parameters():  # far enough from 0 that everything matters
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+    about = {"state_mean": [0.1] * state_size, "state_std": [2.0] * state_size}
+    about |= {"actions_mean": [0.25] * dim, "actions_std": [0.5] * dim}
+    (folder / "processor_config.json").write_text(json.dumps(about), encoding="utf-8")
+    write_small_tokenizer(folder)
     return folder

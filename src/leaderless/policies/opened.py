@@ -29,6 +29,7 @@ POLICIES: Mapping[str, str] = {
     "mlp": "leaderless.policies.mlp:Mlp",
     "openvla": "leaderless.policies.openvla:OpenVla",
     "openvla_oft": "leaderless.policies.openvla:OpenVlaOft",
+    "pi0": "leaderless.policies.pi0:Pi0",
 }
 """Policies that come with the package, each as `module:Class`."""
 VALUES: Mapping[str, str] = {
@@ -38,6 +39,7 @@ VALUES: Mapping[str, str] = {
     "mlp": "leaderless.policies.mlp:MlpValue",
     "openvla": "leaderless.policies.openvla:OpenVlaValue",
     "openvla_oft": "leaderless.policies.openvla:OpenVlaValue",
+    "pi0": "leaderless.policies.pi0:Pi0Value",
 }
 """Critics, likewise; they have the names of the policies that see in the same way."""
 MODEL_TYPE = "leaderless_body"

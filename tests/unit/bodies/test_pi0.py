@@ -1,0 +1,154 @@
+"""pi0 as a policy: it flows as the model in transformers does, and what it draws has the scores that it says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.small_vla import write_small_pi0
+from torch import Tensor
+
+from leaderless.config import RecipeError
+from leaderless.config.body import PolicyConfig
+from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
+from leaderless.policies.opened import make_model
+from leaderless.policies.pi0 import Pi0, Pi0Value
+from leaderless.policies.protocol import Observed
+from leaderless.policies.seen import padded
+from leaderless.policies.towers import fitted
+
+ARM = Spaces({"top": (28, 28), "hand": (14, 21)}, 3, Continuous((-9.0, -9.0), (9.0, 9.0)), 10, has_instructions=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_pi0(tmp_path_factory.mktemp("vla") / "pi0")
+
+
+def policy_of(folder: Path, **options: str | int) -> Pi0:
+    kind = PolicyConfig(type="pi0", options={"path": str(folder), "chunk": 3, **options})
+    model = make_model(kind, "models.policy", ARM, is_critic=False)
+    assert isinstance(model, Pi0)
+    return model
+
+
+def observed(policy: Pi0, num: int = 3) -> Observed:
+    rng = np.random.default_rng(0)
+    images = {
+        camera: torch.from_numpy(rng.integers(0, 256, (num, *size, 3), dtype=np.uint8))
+        for camera, size in ARM.images.items()
+    }
+    ids = [policy.instruction_ids(text) for text in ("reach the red block", "push it", "Open")[:num]]
+    state = torch.from_numpy(rng.normal(size=(num, 3)).astype(np.float32))
+    return Observed(images, state, padded(ids, torch.device("cpu")))
+
+
+def noise(policy: Pi0, num: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(num, policy.noise_size, dtype=torch.float64, generator=generator)
+
+
+@torch.no_grad()
+def test_without_noise_it_acts_as_the_model_itself(folder: Path) -> None:
+    policy = policy_of(folder)
+    seen = observed(policy)
+    ids, lengths = seen.instructions
+    num_patches = 2 * 4
+    input_ids = torch.cat([torch.full((3, num_patches), 299), ids], dim=1)
+    mask = torch.cat(
+        [torch.ones(3, num_patches, dtype=torch.int64), (torch.arange(ids.shape[1]) < lengths[:, None]).long()], dim=1
+    )
+    pixels = torch.stack([fitted(seen.images[camera], 28) * 2 - 1 for camera in ("top", "hand")], dim=1)
+    expected = policy.pi0.sample_actions(
+        state=torch.nn.functional.pad((seen.state - 0.1) / 2, (0, 3)),
+        input_ids=input_ids,
+        pixel_values=pixels,
+        noise=torch.zeros(3, 4, 5),
+        attention_mask=mask,
+        pixel_attention_mask=torch.ones(3, 2, dtype=torch.bool),
+        num_steps=4,
+    )
+    found = policy.act(seen, None).actions
+    torch.testing.assert_close(found, expected[:, :3, :2] * 0.5 + 0.25, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["sde", "noise"])
+def test_scores_are_the_log_probs_of_what_was_drawn(method: str, folder: Path) -> None:
+    policy = policy_of(folder, method=method)
+    seen = observed(policy)
+    acted = policy.act(seen, noise(policy, 3))
+    scores = policy.score(seen, acted.choices)
+    assert acted.log_probs.shape == (3, 3, 2)
+    torch.testing.assert_close(acted.log_probs, scores.log_probs, rtol=0, atol=1e-4)
+    scores.log_probs.sum().backward()
+    gradients = {name: one.grad for name, one in policy.named_parameters() if one.grad is not None}
+    assert all(bool(one.isfinite().all()) for one in gradients.values())
+    assert {"pi0.action_out_proj.weight", "pi0.embed_action_time.state_proj.weight"} <= gradients.keys()
+    assert any("vision_tower" in name and bool(one.abs().sum() > 0) for name, one in gradients.items())
+    shown = policy.choices_of(acted.actions.detach())
+    torch.testing.assert_close(policy.actions_of(shown), acted.actions)
+    assert policy.score(seen, shown).log_probs.max().item() < 0
+
+
+def test_rows_do_not_depend_on_one_another_or_on_padding(folder: Path) -> None:
+    policy = policy_of(folder)
+    seen, drawn = observed(policy), noise(policy, 3)
+    whole = policy.act(seen, drawn)
+    for row in range(3):
+        one = seen.select(torch.tensor([row]))
+        ids, lengths = one.instructions
+        alone = Observed(one.images, one.state, (ids[:, : int(lengths[0])], lengths))
+        acted = policy.act(alone, drawn[row : row + 1])
+        torch.testing.assert_close(acted.choices[0], whole.choices[row], rtol=0, atol=1e-5)
+    changed = Observed(seen.images, seen.state + 1, seen.instructions)
+    assert not torch.allclose(policy.act(changed, drawn).choices, whole.choices)
+
+
+def test_critics_begin_at_zero_and_learn(folder: Path) -> None:
+    kind = PolicyConfig(type="pi0", options={"path": str(folder)})
+    critic = make_model(kind, "models.critic", ARM, is_critic=True)
+    assert isinstance(critic, Pi0Value)
+    seen = observed(policy_of(folder))
+    assert critic.values(seen).tolist() == [0.0, 0.0, 0.0]
+    torch.nn.init.ones_(critic.head.weight)
+    critic.values(seen).sum().backward()
+    assert all(one.grad is not None for one in critic.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "spaces", "message"),
+    [
+        ({"chunk": 5}, ARM, "the network plans 4 steps of 5 numbers"),
+        ({"cameras": ["front"]}, ARM, "front"),
+        ({"path": "/nothing"}, ARM, "no pi0 can be read"),
+        ({}, Spaces(ARM.images, 2, ARM.actions, 10), "another robot: state_mean has 3 numbers, the environment 2"),
+        ({}, Spaces(ARM.images, 3, Continuous((0.0,), (1.0,)), 10), "another robot: actions_mean has 2"),
+        ({}, Spaces(ARM.images, 3, Discrete(3), 10), "use mlp or cnn"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, object], spaces: Spaces, message: str, folder: Path) -> None:
+    options = {"path": str(folder), "chunk": 2, **change}
+    with pytest.raises(RecipeError, match=message):
+        make_model(PolicyConfig(type="pi0", options=options), "models.policy", spaces, is_critic=False)  # type: ignore[arg-type]
+
+
+def test_checkpoints_without_statistics_are_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "pi0")
+    file = tmp_path / "pi0/processor_config.json"
+    about = json.loads(file.read_text())
+    del about["actions_mean"]
+    file.write_text(json.dumps(about))
+    with pytest.raises(RecipeError, match="has no actions_mean and actions_std: add those"):
+        policy_of(tmp_path / "pi0")
+
+
+def test_images_are_fitted_whole() -> None:
+    image = torch.full((1, 10, 20, 3), 255, dtype=torch.uint8)
+    found = fitted(image, 28)
+    assert found.shape == (1, 3, 28, 28)
+    assert found[0, 0, 7:21].min().item() == pytest.approx(1.0)
+    assert found[0, 0, :7].max().item() == found[0, 0, 21:].max().item() == 0.0
