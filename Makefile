@@ -7,7 +7,7 @@ TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart test test-thorough test-oldest test-vllm gpu chaos lint format docs clean
+.PHONY: quickstart test test-thorough test-oldest test-vllm test-bodies gpu chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -44,6 +44,16 @@ test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pip install --quiet --editable .[test]
 	touch $@
 
+# The environments of other simulators, in an environment of its own; some minutes. Without a display, rendering needs
+# apt-get install libosmesa6.
+test-bodies: .venv-bodies/.installed
+	MUJOCO_GL=$${MUJOCO_GL-osmesa} .venv-bodies/bin/python -m pytest tests/contracts/test_bodies.py tests/unit/bodies
+
+.venv-bodies/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-bodies
+	.venv-bodies/bin/python -m pip install --quiet --editable .[test,babyai,fetch,metaworld,panda,pusht]
+	touch $@
+
 # On a machine with a CUDA GPU: its tests, then measurements, in eight minutes, with the Python and the torch that are there
 # and without a network. WHEELS=FOLDER names wheels of packages that are missing.
 gpu:
@@ -69,7 +79,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies build dist site .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from leaderless.config import RecipeError, nearest
 from leaderless.config.body import BodyConfig
 from leaderless.config.functions import is_function_name, load_class
+from leaderless.environments.bodies.adapters import ADAPTERS
 from leaderless.environments.bodies.protocol import VectorEnvironment
 
 BUILT_IN: Mapping[str, str] = {
+    **ADAPTERS,
     "robots": "leaderless.robots.environment:RobotEnvironment",
     "table": "leaderless.environments.bodies.table:Table",
 }

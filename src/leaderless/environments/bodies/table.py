@@ -90,6 +90,8 @@ class Table(VectorEnvironment):
         terminated, truncated = np.zeros(len(rows), np.bool_), np.zeros(len(rows), np.bool_)
         for place in range(chunk):
             is_on = ~(terminated | truncated)
+            if not is_on.any():
+                break
             now = rows[is_on]
             self._move(now, np.clip(actions[is_on, place].astype(np.float64), -1, 1))
             is_right, is_wrong = self._touched(now)

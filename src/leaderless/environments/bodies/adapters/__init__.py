@@ -1,0 +1,15 @@
+"""Simulators of other packages as environments of bodies, each an extra of this one. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_HERE = "leaderless.environments.bodies.adapters"
+ADAPTERS: Mapping[str, str] = {
+    "babyai": f"{_HERE}.babyai:BabyAI",
+    "gymnasium": f"{_HERE}.gymnasium:GymnasiumBody",
+    "metaworld": f"{_HERE}.metaworld:MetaWorld",
+    "panda": f"{_HERE}.gymnasium:Panda",
+    "pusht": f"{_HERE}.gymnasium:PushT",
+}
+"""Adapters by the names that recipes use, each as `module:Class`."""

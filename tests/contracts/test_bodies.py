@@ -1,0 +1,45 @@
+"""What every environment of bodies must do, for all that come with the package and are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+
+import pytest
+
+from leaderless.config.body import BodyConfig
+from leaderless.environments.bodies.adapters import ADAPTERS
+from leaderless.environments.bodies.conformance import CHECKS
+from leaderless.environments.bodies.registry import find_body
+
+CASES = {
+    "table": ("table", "numpy", {}),
+    "table, lag and noise": ("table", "numpy", {"lag": 0.5, "noise": 0.01, "max_steps": 20}),
+    "gymnasium, choices": ("gymnasium", "gymnasium", {"id": "CartPole-v1"}),
+    "gymnasium, numbers": ("gymnasium", "gymnasium", {"id": "Pendulum-v1", "max_steps": 30}),
+    "babyai": ("babyai", "minigrid", {}),
+    "babyai, symbols": ("babyai", "minigrid", {"id": "BabyAI-PickupLoc-v0", "tile_size": 0}),
+    "mujoco": ("gymnasium", "mujoco", {"id": "HalfCheetah-v5", "max_steps": 40}),
+    "mujoco, contacts": ("gymnasium", "mujoco", {"id": "Ant-v5", "max_steps": 40}),
+    "fetch": ("gymnasium", "gymnasium_robotics", {"id": "gymnasium_robotics:FetchReach-v4"}),
+    "fetch, things": ("gymnasium", "gymnasium_robotics", {"id": "gymnasium_robotics:FetchPickAndPlace-v4"}),
+    "metaworld": ("metaworld", "metaworld", {"max_steps": 40}),
+    "metaworld, pixels": ("metaworld", "metaworld", {"tasks": ["reach"], "max_steps": 12, "image_size": 32}),
+    "panda": ("panda", "panda_gym", {}),
+    "panda, push": ("panda", "panda_gym", {"id": "PandaPush-v3"}),
+    "pusht": ("pusht", "gym_pusht", {"max_steps": 40}),
+}
+"""Name of the adapter, package that it needs, and options of each case."""
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_keep_the_rules(case, check):
+    name, package, options = CASES[case]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"package {package} is not installed; `make test-bodies` tries it")
+    check(partial(find_body(BodyConfig(type=name, options=options)), **options))  # all of them can be saved
+
+
+def test_all_adapters_have_a_case():
+    assert {name for name, _, _ in CASES.values()} == {"table", *ADAPTERS}
