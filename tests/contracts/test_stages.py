@@ -51,6 +51,7 @@ WORKFLOWS: dict[str, dict[str, object]] = {
 BODY_WORKFLOWS: dict[str, dict[str, object]] = {
     "ppo": {"algorithm": {"advantage": {"type": "body_gae"}}},
     "remax": {},
+    "srpo": {},
     "imitation": {},
 }
 

@@ -47,3 +47,8 @@ class BodyConfig(ShorthandSection):
     actions of a decision together."""
     demonstrations: str | None = None
     """Folder of demonstrations, for workflows that imitate them."""
+    encoder: str = Field(default="convolution", min_length=1)
+    """What makes vectors of episodes, for workflows that compare them, such as `srpo`: `convolution`, a small network
+    with fixed random weights, or the folder of a V-JEPA 2 of transformers."""
+    encoded_frames: int = Field(default=16, ge=2)
+    """Frames of an episode that it looks at, spread evenly."""

@@ -87,6 +87,7 @@ COLUMNS: dict[str, Column] = {
     "env_steps": Column("jagged", "int32", "step of the environment that a chosen number is for", "response_tokens"),
     "success": Column("dense", "bool", "the environment says that a body has done its task"),
     "final_values": Column("dense", "float32", "the critic's value of what a body saw at the end of its episode"),
+    "embeddings": Column("dense", "float32", "what a body's episode looked like, as a vector"),
     "environment_rewards": Column("dense", "float32", "all rewards of the environment for the agent in the play"),
     "environment_failed": Column("object", "json", "why the episode has failed, or null"),
     "truncated": Column("dense", "bool", "the response was cut at its longest allowed length"),

@@ -207,6 +207,11 @@ def _check_demonstrations(recipe: Recipe, node: Node) -> None:
         )
 
 
+def _check_embeddings(recipe: Recipe, node: Node) -> None:
+    if recipe.body is None:
+        raise RecipeError.at("body", f"must name an environment: node '{node.name}' embeds what a body has seen")
+
+
 def _check_reward(recipe: Recipe, node: Node) -> None:
     if not recipe.reward.options() and not recipe.has_tasks:
         raise RecipeError.at("reward", f"must name at least one reward, as node '{node.name}' computes it")
@@ -323,6 +328,13 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         roles={"model": "score"},
         check=_check_demonstrations,
         summary="what demonstrations of a body show, as samples",
+    ),
+    "embeddings": StageSpec(
+        "leaderless.stages.embeddings:embeddings",
+        reads=("frames",),
+        writes=("embeddings",),
+        check=_check_embeddings,
+        summary="what each episode of a body looked like, as a vector",
     ),
     "reward": StageSpec(
         "leaderless.stages.reward:reward",
