@@ -68,8 +68,7 @@ def open_model(config: ModelConfig, key: str, spaces: Spaces, *, is_critic: bool
         RecipeError: It cannot be loaded or made, or is for a body of another kind. Errors name `key`.
     """
     saved: Mapping[str, Json] = _described(config.path, key) if config.path else {}
-    options = saved.get("options")
-    kind = config.body or PolicyConfig(type=str(saved["type"]), options=options if isinstance(options, dict) else {})
+    kind = config.body or _saved_kind(saved, key, is_critic=is_critic)
     if saved and saved.get("spaces") != (mine := describe_spaces(spaces)):
         theirs = saved.get("spaces")
         differing = sorted(name for name in mine if not isinstance(theirs, Mapping) or theirs.get(name) != mine[name])
@@ -90,6 +89,18 @@ def open_model(config: ModelConfig, key: str, spaces: Spaces, *, is_critic: bool
         "spaces": describe_spaces(spaces),
     }
     return Opened(model, partial(_describe, about))
+
+
+def _saved_kind(saved: Mapping[str, Json], key: str, *, is_critic: bool) -> PolicyConfig:
+    """The kind of a model that begins with a folder. A critic leaves out options that only policies have."""
+    options = saved["options"]
+    assert isinstance(options, dict)
+    kind = PolicyConfig(type=str(saved["type"]), options=options)
+    if not is_critic or saved.get("is_critic"):
+        return kind
+    found = _class_of(kind, key, VALUES, BodyValue)  # type: ignore[type-abstract]
+    known = inspect.signature(found).parameters
+    return PolicyConfig(type=kind.type, options={name: value for name, value in options.items() if name in known})
 
 
 def is_body(folder: Path) -> bool:
@@ -145,7 +156,7 @@ def make_model(kind: PolicyConfig, key: str, spaces: Spaces, *, is_critic: bool)
     return _made(kind, key, spaces, POLICIES, BodyPolicy)  # type: ignore[type-abstract]
 
 
-def _made(kind: PolicyConfig, key: str, spaces: Spaces, known: Mapping[str, str], base: type[Model]) -> Model:
+def _class_of(kind: PolicyConfig, key: str, known: Mapping[str, str], base: type[Model]) -> type[Model]:
     name = known.get(kind.type, kind.type)
     if not is_function_name(name):
         raise RecipeError.at(
@@ -153,7 +164,11 @@ def _made(kind: PolicyConfig, key: str, spaces: Spaces, known: Mapping[str, str]
             f"unknown {'critic' if known is VALUES else 'policy'} '{name}'{nearest(name, known)}; a custom one is "
             "'package.module:Class'",
         )
-    found = load_class(name, f"{key}.body.type", base)
+    return load_class(name, f"{key}.body.type", base)
+
+
+def _made(kind: PolicyConfig, key: str, spaces: Spaces, known: Mapping[str, str], base: type[Model]) -> Model:
+    found = _class_of(kind, key, known, base)
     try:
         inspect.signature(found).bind(spaces, **kind.options)
     except TypeError as error:

@@ -191,3 +191,14 @@ def test_models_that_cannot_be_made_are_refused(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         make_model(PolicyConfig(type=kind, options=dict(options)), "models.policy", spaces, is_critic=False)
+
+
+def test_a_critic_begins_with_the_folder_of_a_policy_and_leaves_out_what_only_policies_have(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    config = ModelConfig(body=PolicyConfig(type="film", options={"num_bins": 5, "channels": 8}))
+    opened = open_model(config, "models.policy", TABLE, is_critic=False)
+    save(tmp_path / "saved", opened.model, opened)
+    critic = open_model(ModelConfig(path=str(tmp_path / "saved")), "models.critic", TABLE, is_critic=True)
+    assert dict(critic.model.named_parameters())["seer.cameras.top.look.weight"].shape[0] == 8
+    save(tmp_path / "critic", critic.model, critic)
+    again = open_model(ModelConfig(path=str(tmp_path / "critic")), "models.critic", TABLE, is_critic=True)
+    assert isinstance(again.model, BodyValue)
