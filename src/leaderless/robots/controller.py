@@ -203,7 +203,7 @@ class Controller:
                     self._stop_arm()
                 return
             self._move(reading)
-            self._arm.move(self._limiter.target)
+        self._arm.move(self._limiter.target)  # without the lock: a driver that hangs must not keep others from `stop`
         if self._stopped.is_set():
             self._stop_arm()
 

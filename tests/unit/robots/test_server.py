@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -212,6 +213,48 @@ def test_a_driver_that_cannot_stop_is_told_again():
         with pytest.raises(Refused, match="its driver cannot release it: ZeroDivisionError"):
             served.release()  # the thread of the arm is still there
         assert served.server.controller.stopped_because
+
+
+def step_on(client: RobotClient) -> None:
+    for _ in range(100):
+        client.step(np.zeros((1, 2), np.float32))
+
+
+@pytest.mark.parametrize("method", ["read", "move"])
+def test_a_driver_that_hangs_is_stopped_from_outside(method):
+    arm, is_free = SpyArm(**REAL_TIME), threading.Event()
+    with serving(station_of(arm)) as served:
+        served.release()
+        client, original = served.client(), getattr(arm, method)
+        client.reset(0)
+
+        def hang(*arguments):
+            is_free.wait(10)
+            return original(*arguments)
+
+        setattr(arm, method, hang)
+        with pytest.raises(Refused, match="its driver has not answered for"):
+            step_on(client)
+        assert arm.num_stops
+        assert served.client(role="watch").stopped  # others are still answered
+        is_free.set()
+        time.sleep(0.1)
+        num = len(arm.targets)
+        time.sleep(0.1)
+        assert len(arm.targets) == num
+
+
+def test_a_client_that_comes_back_replaces_its_lost_connection(monkeypatch):
+    monkeypatch.setattr("secrets.token_hex", lambda _: "the same client")
+    with serving(station_of(SpyArm())) as served:
+        first = served.client()
+        first.reset(0)
+        found = first.step(np.ones((2, 2), np.float32))
+        second = served.client()  # the server has not noticed that the first is gone
+        assert first._socket.recv(1) == b""
+        second._id = 1
+        assert second.step(np.ones((2, 2), np.float32)).time_s == found.time_s
+        assert second.step(np.ones((1, 2), np.float32)).num_steps == 1
 
 
 def test_an_arm_that_is_not_where_it_should_be_is_stopped():
