@@ -12,6 +12,7 @@ import pytest
 from examples.robots.help import play
 from tests.unit.robots.serving import SpyArm, serving, station_of
 
+from leaderless.environments.bodies.conformance import CANNOT_SAVE, report
 from leaderless.environments.bodies.protocol import Continuous
 from leaderless.robots.client import Address, RobotClient
 from leaderless.robots.dummy import DummyArm, ScriptedHuman, dummy, steer
@@ -102,6 +103,17 @@ def test_arms_that_differ_or_are_too_few_are_refused():
         RobotEnvironment(1, ["127.0.0.1"])
     with pytest.raises(ConnectionError, match=r"no arm answers at 127\.0\.0\.1:1 .*start its server"):
         RobotEnvironment(1, ["127.0.0.1:1"])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"camera_size": 12, "dropped": 0.3, "latency_steps": 2, "has_human": True, "max_steps": 30}]
+)
+def test_arms_do_what_environments_must_except_that_they_cannot_be_saved(options):
+    with ExitStack() as stack:
+        addresses = [str(stack.enter_context(serving(dummy(**options))).address) for _ in range(3)]
+        said = report(lambda num: RobotEnvironment(num, addresses, allows_help=True))
+    assert said.pop("saved_states_continue") == CANNOT_SAVE
+    assert set(said.values()) == {"held"}
 
 
 class Memory:
