@@ -7,11 +7,14 @@ TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart test test-thorough test-oldest test-vllm test-bodies gpu chaos lint format docs clean
+.PHONY: quickstart quickstart-robot test test-thorough test-oldest test-vllm test-bodies gpu chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
 	$(BIN)/python examples/quickstart/quickstart.py
+
+quickstart-robot: .venv/.installed
+	$(BIN)/python examples/quickstart/robot.py
 
 test: .venv/.installed-test
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder

@@ -1,77 +1,24 @@
-"""A small environment and small models of bodies, as a user would write them."""
+"""Small models of bodies, as a user would write them, and recipes with them."""
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from tests.small_worlds import Line
 from torch import Tensor, nn
 
 from leaderless.cli.demonstrate import played
 from leaderless.config import Recipe
 from leaderless.data.demonstrations import EPISODES_FILE, Recorder
-from leaderless.environments.bodies.protocol import Continuous, Observations, Spaces, Steps, VectorEnvironment
-from leaderless.environments.protocol import Task
+from leaderless.environments.bodies.protocol import Spaces
 from leaderless.policies.protocol import Acted, BodyPolicy, BodyValue, Observed, Scores
 from leaderless.workflow import load_recipe
 
 BINS = 5
-MODULE = "tests.small_bodies"
-
-
-class Line(VectorEnvironment):
-    """A point on a line that has to come to 0; the picture is one row of pixels, white where it is."""
-
-    def __init__(self, num: int, *, max_steps: int = 6, fails_at: float | None = None) -> None:
-        self.spaces = Spaces({"top": (1, 8)}, 2, Continuous((-1.0,), (1.0,)), max_steps, has_instructions=True)
-        self.fails_at = fails_at
-        self.place, self.steps = np.zeros(num, np.float32), np.zeros(num, np.int64)
-
-    def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:  # noqa: ARG002
-        for row, seed in zip(which, seeds, strict=True):
-            self.place[row] = np.random.default_rng(seed).uniform(-2, 2)
-            if self.fails_at is not None and self.place[row] > self.fails_at:
-                raise RuntimeError("the line is broken there")
-            self.steps[row] = 0
-        return self._seen(which)
-
-    def _seen(self, which: Sequence[int]) -> Observations:
-        image = np.zeros((len(which), 1, 8, 3), np.uint8)
-        image[np.arange(len(which)), 0, np.clip((self.place[list(which)] + 2) * 2, 0, 7).astype(int)] = 255
-        state = np.stack([self.place[list(which)], self.steps[list(which)] / 10], axis=1).astype(np.float32)
-        return Observations({"top": image}, state, ("go to the middle",) * len(which))
-
-    def step(self, which: Sequence[int], actions: NDArray[np.generic]) -> Steps:
-        n, chunk = actions.shape[:2]
-        rewards, count = np.zeros((n, chunk), np.float32), np.zeros(n, np.int64)
-        done, cut = np.zeros(n, bool), np.zeros(n, bool)
-        for row, number in enumerate(which):
-            for place in range(chunk):
-                self.place[number] += np.float32(np.clip(actions[row, place, 0], -1, 1))
-                self.steps[number] += 1
-                count[row] += 1
-                done[row] = abs(self.place[number]) < 0.3
-                rewards[row, place] = float(done[row])
-                cut[row] = not done[row] and self.steps[number] >= self.spaces.max_steps
-                if done[row] or cut[row]:
-                    break
-        return Steps(self._seen(which), rewards, count, done, cut, done.copy())
-
-    def save(self, which: Sequence[int]) -> list[bytes]:
-        return [struct.pack("<fq", self.place[one], self.steps[one]) for one in which]
-
-    def restore(self, which: Sequence[int], states: Sequence[bytes]) -> Observations:
-        for one, state in zip(which, states, strict=True):
-            self.place[one], self.steps[one] = struct.unpack("<fq", state)
-        return self._seen(which)
-
-    def expert(self, which: Sequence[int]) -> NDArray[np.generic]:
-        return np.clip(-self.place[list(which)], -1, 1)[:, None].astype(np.float32)
+MODULE, WORLD = "tests.small_bodies", "tests.small_worlds"
 
 
 def _features(observed: Observed) -> Tensor:
@@ -131,7 +78,7 @@ def settings_of(folder: Path, *, workflow: str = "grpo", **changes: object) -> d
     """Settings of a small run in a folder, with tasks, and with demonstrations if they are to be imitated."""
     (folder / "tasks.jsonl").write_text("".join(json.dumps({"task": number}) + "\n" for number in range(64)))
     (folder / "held-out.jsonl").write_text("".join(json.dumps({"seed": 1000 + one}) + "\n" for one in range(32)))
-    train, body = folder / "tasks.jsonl", {"type": f"{MODULE}:Line", "num_environments": 8, "max_steps": 6}
+    train, body = folder / "tasks.jsonl", {"type": f"{WORLD}:Line", "num_environments": 8, "max_steps": 6}
     if workflow == "imitation":
         train, body = folder / "demonstrations" / EPISODES_FILE, {**body, "demonstrations": f"{folder}/demonstrations"}
         with Recorder(folder / "demonstrations") as recorder:

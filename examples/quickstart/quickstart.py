@@ -64,9 +64,9 @@ def run(*arguments: str) -> None:
         sys.exit(code)
 
 
-def accuracies() -> list[float]:
-    """Held-out accuracy during reinforcement learning, each time it was measured."""
-    records = RunDirectory(RUNS / "quickstart").read_metrics()
+def accuracies(run: str = "quickstart") -> list[float]:
+    """Held-out accuracy of a run, each time it was measured."""
+    records = RunDirectory(RUNS / run).read_metrics()
     return [record["evaluation/mean@1"] for record in records if "evaluation/mean@1" in record]
 
 

@@ -10,7 +10,8 @@ import torch
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import Numbers, largest_difference
-from tests.small_bodies import Bins, Line
+from tests.small_bodies import Bins
+from tests.small_worlds import Line
 from torch import Tensor
 
 from leaderless.config import RecipeError
@@ -45,7 +46,7 @@ def played(grain: Grain, num: int = 12, *, slots: int = 5) -> Batch:
     episodes[3] = replace(episodes[3], frames=[], states=[], choices=[], log_probs=[], num_steps=[], rewards=[])
     episodes[3].failure = "it broke"
     prompts = Batch(torch.arange(num // 2) << 16, {"rows": tuple({} for _ in range(num // 2))})
-    rows = BodyRows(policy, BodyConfig(type=f"{MODULE}:Line", log_prob=grain), 0.8, 4)
+    rows = BodyRows(policy, BodyConfig(type="tests.small_worlds:Line", log_prob=grain), 0.8, 4)
     return rows.samples(prompts, torch.arange(num), episodes)
 
 

@@ -78,7 +78,7 @@ def test_demonstrations_are_imitated_exported_and_evaluated(ranks: RankPool, tmp
     ("changes", "message"),
     [
         ({"body.type": "tables"}, "unknown environment 'tables' (did you mean 'table'?)"),
-        ({"body.max_steps": 5}, "episodes of 'tests.small_bodies:Line' have up to 6 steps: raise it"),
+        ({"body.max_steps": 5}, "episodes of 'tests.small_worlds:Line' have up to 6 steps: raise it"),
         ({"body.options": {"fault": 1}}, "does not take them"),
         ({"batch.micro_batch_tokens": 4}, "an episode may have 6 steps (body.max_steps), which are not divided"),
         ({"environment": {"type": "calculator"}}, "environment cannot be combined with `body`"),

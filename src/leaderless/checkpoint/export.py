@@ -65,7 +65,8 @@ def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False)
         _write_body(source, partial)
     else:
         _write_whole(source, partial, is_critic=state.is_value_model)
-    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(partial)
+    if not is_body(source):
+        AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(partial)
     for file in source.glob("preprocessor_config.json"):
         shutil.copy(file, partial)
     if out.exists():

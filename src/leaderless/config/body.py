@@ -40,6 +40,11 @@ class BodyConfig(ShorthandSection):
     """Arguments of its constructor."""
     num_environments: int = Field(default=64, ge=1)
     """Episodes that one rank plays at the same time."""
+    processes: int = Field(default=0, ge=0)
+    """Processes next to each rank that step its environments, which may crash or hang without harm, and step while the
+    rank decides; 0 steps them in the rank itself."""
+    step_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that a reset or a decision's steps may take in a process; then its episodes fail."""
     max_steps: int = Field(default=256, ge=1)
     """Steps after which an episode is truncated, if the environment does not end it before."""
     log_prob: Grain = "token"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leaderless.config.body import BodyConfig
+from leaderless.environments.bodies.processes import EnvironmentLost, EnvironmentProcess
 from leaderless.environments.bodies.protocol import Observations, Spaces, Steps, VectorEnvironment
 from leaderless.environments.bodies.registry import open_body
 from leaderless.environments.protocol import Task
 
+Found = TypeVar("Found")
+Number = TypeVar("Number", bound=np.generic)
 Failures = Mapping[int, str]
 """Why episodes cannot go on, by the number of their environment."""
 
@@ -75,6 +78,117 @@ class OwnWorlds:
         self._environment.close()
 
 
+class ProcessWorlds:
+    """See `Worlds`. Environments in processes next to this one; where one is lost, its episodes fail."""
+
+    def __init__(self, config: BodyConfig, chunk: int) -> None:
+        """Divide episodes among processes, which start when they are needed."""
+        num, count = config.num_environments, min(config.processes, config.num_environments)
+        self._shares = [range(num * k // count, num * (k + 1) // count) for k in range(count)]
+        spaces = spaces_of(config)
+        self._processes = [EnvironmentProcess(config, spaces, len(share), chunk) for share in self._shares]
+
+    def halves(self) -> Sequence[Sequence[int]]:
+        """See `Worlds`. Each process has a part of both."""
+        first = [slot for share in self._shares for slot in share[: -(-len(share) // 2)]]
+        second = [slot for share in self._shares for slot in share[-(-len(share) // 2) :]]
+        return [first, second] if second else [first]
+
+    def reset(self, slots: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[Failures, Observations]:
+        """See `Worlds`."""
+        given = {slot: (task, seed) for slot, task, seed in zip(slots, tasks, seeds, strict=True)}
+
+        def begin(process: EnvironmentProcess, share: range, mine: Sequence[int]) -> Observations:
+            pairs = [given[slot] for slot in mine]
+            return process.reset([slot - share.start for slot in mine], *map(list, zip(*pairs, strict=True)))
+
+        failures, found = self._each(slots, begin)
+        return failures, _joined(slots, [(mine, one) for mine, one in found])
+
+    def begin_step(self, slots: Sequence[int], actions: NDArray[np.generic]) -> None:
+        """See `Worlds`."""
+        place = {slot: row for row, slot in enumerate(slots)}
+        for process, share in zip(self._processes, self._shares, strict=True):
+            if mine := [slot for slot in slots if slot in share]:
+                process.begin_step([slot - share.start for slot in mine], actions[[place[slot] for slot in mine]])
+
+    def finish_step(self, slots: Sequence[int]) -> tuple[Failures, Steps]:
+        """See `Worlds`."""
+
+        def finish(process: EnvironmentProcess, share: range, mine: Sequence[int]) -> Steps:
+            return process.finish_step([slot - share.start for slot in mine])
+
+        failures, found = self._each(slots, finish)
+        told = {
+            slot: str(info["failed"])
+            for mine, steps in found
+            for slot, info in zip(mine, steps.infos, strict=False)
+            if "failed" in info
+        }
+        return {**failures, **told}, _joined_steps(slots, found)
+
+    def _each(
+        self, slots: Sequence[int], ask: Callable[[EnvironmentProcess, range, Sequence[int]], Found]
+    ) -> tuple[dict[int, str], list[tuple[Sequence[int], Found]]]:
+        """What processes answer about their slots, and why those of others have failed."""
+        failures: dict[int, str] = {}
+        found: list[tuple[Sequence[int], Found]] = []
+        for process, share in zip(self._processes, self._shares, strict=True):
+            mine = [slot for slot in slots if slot in share]
+            if not mine:
+                continue
+            try:
+                found.append((mine, ask(process, share, mine)))
+            except EnvironmentLost as error:
+                failures |= dict.fromkeys(mine, str(error))
+        return failures, found
+
+    def close(self) -> None:
+        """See `Worlds`."""
+        for process in self._processes:
+            process.close()
+
+
+def _joined(slots: Sequence[int], found: Sequence[tuple[Sequence[int], Observations]]) -> Observations:
+    """Observations of several processes in the order of slots; zeros for those that none has answered about."""
+    if not found:
+        return _nothing()
+    rows = _rows(slots, [mine for mine, _ in found])
+    images = {name: _taken([one.images[name] for _, one in found], rows) for name in found[0][1].images}
+    words = ["", *(text for _, one in found for text in one.instructions)]
+    state = _taken([one.state for _, one in found], rows)
+    return Observations(images, state, tuple(words[row + 1] for row in rows))
+
+
+def _joined_steps(slots: Sequence[int], found: Sequence[tuple[Sequence[int], Steps]]) -> Steps:
+    """Steps of several processes, likewise."""
+    if not found:
+        return _no_steps()
+    rows = _rows(slots, [mine for mine, _ in found])
+    steps = [one for _, one in found]
+    return Steps(
+        _joined(slots, [(mine, one.observations) for mine, one in found]),
+        _taken([one.rewards for one in steps], rows),
+        _taken([one.num_steps for one in steps], rows),
+        _taken([one.terminated for one in steps], rows),
+        _taken([one.truncated for one in steps], rows),
+        _taken([one.success for one in steps], rows),
+    )
+
+
+def _rows(slots: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
+    """Place of each slot in the parts, one after the other; -1 if it is in none."""
+    places = {slot: row for row, slot in enumerate(slot for part in parts for slot in part)}
+    return [places.get(slot, -1) for slot in slots]
+
+
+def _taken(parts: Sequence[NDArray[Number]], rows: Sequence[int]) -> NDArray[Number]:
+    """Rows of parts that are put together, with zeros for -1."""
+    whole = np.concatenate([*parts, np.zeros_like(parts[0][:1])])
+    taken: NDArray[Number] = whole[list(rows)]
+    return taken
+
+
 @cache
 def _spaces(text: str) -> Spaces:
     environment = open_body(BodyConfig.model_validate_json(text), 1)
@@ -89,8 +203,10 @@ def spaces_of(config: BodyConfig) -> Spaces:
     return _spaces(config.model_dump_json())
 
 
-def open_worlds(config: BodyConfig) -> Worlds:
-    """Open the environments of a rank; errors as of `open_body`."""
+def open_worlds(config: BodyConfig, chunk: int) -> Worlds:
+    """Open the environments of a rank, for decisions of some steps; errors as of `open_body`."""
+    if config.processes:
+        return ProcessWorlds(config, chunk)
     return OwnWorlds(open_body(config, config.num_environments), config.num_environments)
 
 

@@ -183,7 +183,7 @@ def test_a_saved_policy_is_read_back_and_refused_for_another_body(tmp_path) -> N
         ("flow", {"num_steps": 1}, ARM, "must be at least 2"),
         ("mlp", {}, Spaces({"top": (4, 4)}, 0, Discrete(2), 3), "must be at least 1"),
         ("film", {"num_bins": 1}, TABLE, "at least two"),
-        ("tests.small_bodies:Line", {}, TABLE, "derived from"),
+        ("tests.small_worlds:Line", {}, TABLE, "derived from"),
     ],
 )
 def test_models_that_cannot_be_made_are_refused(

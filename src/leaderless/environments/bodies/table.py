@@ -21,7 +21,9 @@ COLORS = {
 """Colors of blocks; those of an episode differ."""
 PAPER, ARM = (236, 232, 224), (20, 20, 20)
 REACH = 0.12
-"""Distance at which the arm touches a block; the table is 1 wide."""
+"""Distance at which the arm has reached a block; the table is 1 wide."""
+BUMP = 0.07
+"""Distance at which it bumps into a wrong one."""
 STRIDE = 0.08
 """Distance that the arm moves along an axis where an action is 1."""
 APART = 0.3
@@ -29,7 +31,7 @@ APART = 0.3
 
 
 class Table(VectorEnvironment):
-    """A step moves the arm; touching a block ends the episode, with reward 1 if it is the right one."""
+    """A step moves the arm. Reaching the right block ends the episode with reward 1, bumping into another with 0."""
 
     def __init__(
         self,
@@ -110,10 +112,10 @@ class Table(VectorEnvironment):
         self._steps[rows] += 1
 
     def _touched(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Whether the arm touches the right block, and whether a wrong one; the nearest counts."""
+        """Whether the arm has reached the right block, and whether it has bumped into another; the nearest counts."""
         distances = np.linalg.norm(self._blocks[rows] - self._arms[rows][:, None], axis=2)
-        is_near, nearest = distances.min(1) < REACH, distances.argmin(1)
-        return is_near & (nearest == self._targets[rows]), is_near & (nearest != self._targets[rows])
+        distance, is_right = distances.min(1), distances.argmin(1) == self._targets[rows]
+        return is_right & (distance < REACH), ~is_right & (distance < BUMP)
 
     def _seen(self, which: Sequence[int]) -> Observations:
         rows, size = np.array(which, np.int64), self._size
@@ -185,7 +187,7 @@ class Table(VectorEnvironment):
         for number in range(self._blocks.shape[1]):
             off = arms - self._blocks[rows, number]
             distance = np.linalg.norm(off, axis=1, keepdims=True)
-            is_other = (self._targets[rows] != number)[:, None] & (distance < 1.8 * REACH)
+            is_other = (self._targets[rows] != number)[:, None] & (distance < 2 * BUMP)
             side = np.stack([-off[:, 1], off[:, 0]], axis=1)
             side *= np.where((side * force).sum(1, keepdims=True) >= 0, 1.0, -1.0)
             push = (off + side) / np.maximum(distance, 1e-9) * 2.0
