@@ -201,6 +201,17 @@ def steer(way: Vector, spec: ArmSpec) -> NDArray[np.float64]:
     return np.asarray(wish / max(1.0, float(np.abs(wish).max())))
 
 
+def expert_actions(state: NDArray[np.float32], spec: ArmSpec) -> NDArray[np.float32]:
+    """The actions of an expert on dummies.
+
+    Args:
+        state: States of the arms, [n, 3 * axes].
+        spec: The arm.
+    """
+    position, _, goal = np.split(state.astype(np.float64), 3, axis=1)
+    return np.stack([steer(way, spec) for way in goal - position]).astype(np.float32)
+
+
 def dummy(
     *,
     radius: float = 0.05,

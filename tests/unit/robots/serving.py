@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -82,6 +82,14 @@ def serving(station: Station, token: str | None = None) -> Iterator[Served]:
         loop.call_soon_threadsafe(task.cancel)
         thread.join(10)
         loop.close()
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    """Wait for what another thread or process does, on a machine that may be busy."""
+    until_s = time.monotonic() + 20.0
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
 
 
 def assert_limits_hold(arm: SpyArm) -> None:

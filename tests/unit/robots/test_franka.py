@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tests.unit.robots.serving import serving
+from tests.unit.robots.serving import serving, wait_until
 
 from leaderless.config import RecipeError
 from leaderless.robots.franka import _turned, _yaw
@@ -96,7 +96,7 @@ def test_an_arm_is_held_and_moved_only_after_its_release(made):
         assert found.reading.position[3] > begin.reading.position[3]
         assert found.is_terminated
         robot.error = "motion aborted by reflex"
-        time.sleep(0.2)
+        wait_until(lambda: served.server.controller.stopped_because)
         assert "motion aborted by reflex" in served.server.controller.stopped_because
         assert "stop" in robot.calls[-2:]
         robot.error = None

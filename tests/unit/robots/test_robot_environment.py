@@ -15,7 +15,7 @@ from tests.unit.robots.serving import SpyArm, serving, station_of
 from leaderless.environments.bodies.conformance import CANNOT_SAVE, report
 from leaderless.environments.bodies.protocol import Continuous
 from leaderless.robots.client import Address, RobotClient
-from leaderless.robots.dummy import DummyArm, ScriptedHuman, dummy, steer
+from leaderless.robots.dummy import DummyArm, ScriptedHuman, dummy, expert_actions
 from leaderless.robots.environment import HELPED, RobotEnvironment
 from leaderless.robots.outcome import Refused
 from leaderless.robots.transitions import Recorder, Transitions, transitions_of
@@ -30,12 +30,6 @@ def arms(*stations, **options):
         environment = RobotEnvironment(len(stations), [str(one.address) for one in served], **options)
         stack.callback(environment.close)
         yield environment, served
-
-
-def expert(state: np.ndarray, environment: RobotEnvironment) -> np.ndarray:
-    return np.stack([steer(row[4:] - row[:2], environment.description.arm) for row in state])[:, None].astype(
-        np.float32
-    )
 
 
 def test_arms_act_at_the_same_time_each_in_its_own_episode():
@@ -63,7 +57,7 @@ def test_an_expert_reaches_the_goal_and_a_chunk_ends_there():
             state = environment.reset([0, 1], [{}, {}], [seed, seed]).state
             going = [0, 1]
             while going:
-                actions = np.repeat(expert(state, environment), 20, axis=1)
+                actions = np.repeat(expert_actions(state, environment.description.arm)[:, None], 20, axis=1)
                 steps = environment.step(going, actions)
                 ends = steps.terminated | steps.truncated
                 assert (steps.rewards.sum(axis=1) == steps.success).all()
@@ -195,14 +189,14 @@ def test_an_episode_in_which_a_person_acted_is_failed_unless_that_is_allowed():
 
 def test_a_lost_connection_amid_a_chunk_costs_no_step():
     arm = SpyArm(is_simulated=False, period_s=0.02, max_speed=2.0, max_acceleration=20.0)
-    with arms(station_of(arm, radius=0.001)) as (environment, served):
+    with arms(station_of(arm, radius=0.001, max_chunk=64)) as (environment, served):
         served[0].release()
         environment.reset([0], [{}], [0])
         client = environment._clients[0]
-        threading.Timer(0.1, lambda: client._socket.shutdown(socket.SHUT_RDWR)).start()
-        steps = environment.step([0], np.full((1, 12, 2), 0.02, np.float32))
-        assert steps.num_steps[0] == 12
-        assert len(steps.infos[0]["actions"]) == 12
+        threading.Timer(0.2, lambda: client._socket.shutdown(socket.SHUT_RDWR)).start()
+        steps = environment.step([0], np.full((1, 60, 2), 0.005, np.float32))
+        assert steps.num_steps[0] == 60
+        assert len(steps.infos[0]["actions"]) == 60
         assert steps.infos[0]["cuts"] == ["its client has disconnected"]
 
 
