@@ -13,6 +13,7 @@ from tests.small_bodies import body_recipe, settings_of
 
 from leaderless.data.demonstrations import Demonstrations
 from leaderless.observability.run_directory import RunDirectory
+from leaderless.workflow.stages import BODY_METRICS
 
 UNSTEADY = ("time", "seconds/", "throughput/", "memory/", "body/steps_per_s", "data/wait")
 
@@ -23,11 +24,15 @@ def numbers(folder: Path, name: str = "line") -> list[dict[str, float]]:
 
 
 def test_a_policy_learns_and_the_report_shows_its_episodes(ranks: RankPool, tmp_path: Path) -> None:
-    body_recipe(tmp_path, steps=25, **{"evaluation.every_steps": 25, "batch.responses_per_prompt": 8})
+    changes = {"evaluation.every_steps": 25, "batch.responses_per_prompt": 8, "rollout.temperature": 0.8}
+    body_recipe(tmp_path, steps=25, **changes)  # type: ignore[arg-type]
     succeed(ranks, tmp_path, "train", "recipe.yaml")
     first, *_, last = [row["evaluation/mean@1"] for row in numbers(tmp_path) if "evaluation/mean@1" in row]
     assert first < 0.7
     assert last > 0.8
+    assert all(row["mismatch/abs_max"] < 1e-5 for row in numbers(tmp_path) if "mismatch/abs_max" in row)
+    reported = {name for row in numbers(tmp_path) for name in row if name.startswith("body/")}
+    assert reported | {"body/steps_per_s"} == {f"body/{name}" for name in BODY_METRICS}
     page = (tmp_path / "runs/line/report.html").read_text()
     assert "data:image/png;base64," in page
     assert "go to the middle" in page

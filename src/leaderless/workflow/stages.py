@@ -271,7 +271,7 @@ EPISODE_METRICS = (
     "environment_s",
 )
 """Metrics of episodes, below `episode/`."""
-BODY_METRICS = ("success", "steps", "decisions", "truncated", "failed", "steps_per_s", "environment_s", "policy_s")
+BODY_METRICS = ("success", "steps", "decisions", "truncated", "failed", "steps_per_s")
 """Metrics of a body's episodes, below `body/`."""
 GENERATION_METRICS = ("response_tokens", "voided_tokens", "canceled", "deferred", "open")
 ONLINE_METRICS = (
