@@ -48,8 +48,8 @@ class Eyes(nn.Module):
         """See the class."""
         found = [observed.state]
         for camera, layers in self.cameras.items():
-            pixels = observed.images[camera].permute(0, 3, 1, 2).to(observed.state.dtype)
-            found.append(layers(pixels / 127.5 - 1))
+            pixels = observed.images[camera].permute(0, 3, 1, 2).to(next(layers.parameters()).dtype)
+            found.append(layers(pixels / 127.5 - 1).float())
         return replace(observed, state=torch.cat(found, dim=1))
 
 

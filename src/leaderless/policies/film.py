@@ -47,7 +47,7 @@ class Seer(nn.Module):
         read = self.read(words.transpose(1, 2)).relu() * is_text[:, None]
         said = read.amax(2)
         found = [camera(observed.images[name], said) for name, camera in self.cameras.items()]
-        features: Tensor = self.mix(torch.cat([*found, observed.state], dim=1)).relu()
+        features: Tensor = self.mix(torch.cat([*found, observed.state], dim=1).to(self.mix.weight.dtype)).relu()
         return features
 
 

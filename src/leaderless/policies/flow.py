@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from leaderless.environments.bodies.protocol import Spaces
 from leaderless.policies.film import Seer
 from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
+from leaderless.policies.mlp import Perceptron
 from leaderless.policies.protocol import BodyValue, Observed
 from leaderless.policies.statistics import Limits
 
@@ -34,7 +35,7 @@ class _Looks(nn.Module):
             seen = self.seer(observed)
         else:
             assert self.state is not None
-            seen = torch.tanh(self.state(observed.state))
+            seen = torch.tanh(self.state(observed.state.to(self.state.weight.dtype)))
         return seen.float()
 
 
@@ -67,7 +68,7 @@ class Flow(FlowPolicy):
         self.begin(spaces, limits=limits, sizes=(chunk, chunk, len(limits.low)), flow=flow)
         size = chunk * self.numbers
         self.looks = _Looks(spaces, hidden_size)
-        self.layers = nn.Sequential(
+        self.layers = Perceptron(
             nn.Linear(hidden_size + size + 2 * NUM_WAVES, hidden_size),
             nn.SiLU(),
             nn.Linear(hidden_size, hidden_size),
@@ -105,5 +106,5 @@ class FlowValue(BodyValue):
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""
-        values: Tensor = self.head(self.looks(observed)).float()
+        values: Tensor = self.head(self.looks(observed).to(self.head.weight.dtype)).float()
         return values[:, 0]

@@ -258,5 +258,6 @@ class DeviationNet(nn.Module):
 
     def forward(self, features: Tensor, times: Tensor) -> Tensor:
         """See the class: [m, num_outputs] from features [m, num_features] and times [m]."""
-        found: Tensor = self.out(torch.tanh(self.hidden(torch.cat([features, times[:, None]], dim=1))))
+        told = torch.cat([features, times[:, None]], dim=1).to(self.hidden.weight.dtype)
+        found: Tensor = self.out(torch.tanh(self.hidden(told)))
         return found

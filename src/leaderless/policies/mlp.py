@@ -31,7 +31,16 @@ def perceptron(num_inputs: int, hidden_size: int, num_layers: int, num_outputs: 
     layers: list[nn.Module] = []
     for before, after in pairwise(sizes):
         layers += [_linear(before, after, math.sqrt(2)), nn.Tanh()]
-    return nn.Sequential(*layers, _linear(hidden_size, num_outputs, gain))
+    return Perceptron(*layers, _linear(hidden_size, num_outputs, gain))
+
+
+class Perceptron(nn.Sequential):
+    """Layers that take float32, whatever the type of their weights."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name is that of torch)
+        """See `nn.Sequential`."""
+        found: Tensor = super().forward(input.to(next(self.parameters()).dtype))  # type: ignore[no-untyped-call]
+        return found
 
 
 def _linear(num_inputs: int, num_outputs: int, gain: float) -> nn.Linear:
@@ -78,7 +87,7 @@ class Mlp(BodyPolicy):
 
     def _normal(self, observed: Observed, temperature: float) -> tuple[Tensor, Tensor]:
         mean = self.layers(observed.state).float().view(-1, self.chunk, self.score_dim)
-        return mean, (self.log_deviation + math.log(temperature)).expand_as(mean)
+        return mean, (self.log_deviation.float() + math.log(temperature)).expand_as(mean)
 
     def _logits(self, observed: Observed) -> Tensor:
         assert self.bins is not None

@@ -214,5 +214,6 @@ class Pi0Value(_Pi0, BodyValue):
         ).last_hidden_state
         weights = is_real[..., None].to(hidden.dtype)
         mean = (hidden * weights).sum(1) / weights.sum(1)
-        values: Tensor = self.head(torch.cat([mean, self._normal_state(observed, self._most)], dim=1)).float()
+        features = torch.cat([mean, self._normal_state(observed, self._most)], dim=1)
+        values: Tensor = self.head(features.to(self.head.weight.dtype)).float()
         return values[:, 0]

@@ -342,3 +342,11 @@ def test_images_are_cropped_in_the_middle() -> None:
     assert sized(image, 40).shape == (1, 3, 40, 40)
     assert float(sized(image, 40, crop_share=0.25).min()) > 0.99
     assert float(sized(image, 20).mean()) == pytest.approx(0.25, abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["openvla", "openvla_oft"])
+def test_it_acts_in_half_precision(kind: str, folder: Path) -> None:
+    policy = policy_of(kind, folder).bfloat16()
+    seen = observed(policy, 3)
+    acted = policy.act(seen, noise(policy, 3))
+    assert policy.score(seen, acted.choices).log_probs.dtype == acted.log_probs.dtype == torch.float32

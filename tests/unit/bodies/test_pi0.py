@@ -152,3 +152,11 @@ def test_images_are_fitted_whole() -> None:
     assert found.shape == (1, 3, 28, 28)
     assert found[0, 0, 7:21].min().item() == pytest.approx(1.0)
     assert found[0, 0, :7].max().item() == found[0, 0, 21:].max().item() == 0.0
+
+
+@pytest.mark.parametrize("method", ["sde", "noise"])
+def test_it_acts_in_half_precision(method: str, folder: Path) -> None:
+    policy = policy_of(folder, method=method).bfloat16()
+    seen = observed(policy)
+    acted = policy.act(seen, noise(policy, 3))
+    assert policy.score(seen, acted.choices).log_probs.dtype == acted.log_probs.dtype == torch.float32

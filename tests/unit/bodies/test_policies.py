@@ -202,3 +202,17 @@ def test_a_critic_begins_with_the_folder_of_a_policy_and_leaves_out_what_only_po
     save(tmp_path / "critic", critic.model, critic)
     again = open_model(ModelConfig(path=str(tmp_path / "critic")), "models.critic", TABLE, is_critic=True)
     assert isinstance(again.model, BodyValue)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_policies_act_in_half_precision(name: str) -> None:
+    policy, spaces = policy_of(name).bfloat16(), CASES[name][1]
+    seen = observed(spaces, 4)
+    acted = policy.act(seen, noise(policy, 4))
+    scores = policy.score(seen, acted.choices)
+    assert acted.log_probs.dtype == scores.log_probs.dtype == scores.entropies.dtype == torch.float32
+    torch.testing.assert_close(acted.log_probs, scores.log_probs, rtol=0, atol=0.2)
+    kind = CASES[name][0].type
+    critic = make_model(PolicyConfig(type=kind), "models.critic", spaces, is_critic=True)
+    assert isinstance(critic, BodyValue)
+    assert critic.bfloat16().values(seen).dtype == torch.float32
