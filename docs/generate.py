@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import typer
 from generate_algorithms import formulas_page, results_page, with_combinations
+from generate_bodies import bodies_page
 from generate_families import families_page
 from generate_generation import with_generation
 from generate_gpu import with_gpu
@@ -112,6 +113,7 @@ def render() -> dict[Path, str]:
         "columns": columns_page(),
         "metrics": metrics_page(),
         "algorithms": formulas_page(),
+        "bodies": bodies_page(),
         "families": families_page(),
     }
     files = {DOCS / "reference" / f"{name}.md": f"{NOTE}\n\n{text.rstrip()}\n" for name, text in pages.items()}
