@@ -95,6 +95,17 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
             ("policy/entropy",),
         ),
     ),
+    "How it moves": (
+        Topic("Success", "Episodes of training in which the task was done.", ("body/success",), unit="share"),
+        Topic("Length of episodes", "Mean steps and decisions of an episode.", ("body/steps", "body/decisions")),
+        Topic(
+            "Truncated or failed episodes",
+            "Those that were cut although the task went on, and those that the environment could not finish.",
+            ("body/truncated", "body/failed"),
+            unit="share",
+        ),
+        Topic("Steps of environments per second", "On all ranks, with decisions.", ("body/steps_per_s",)),
+    ),
     "How its episodes go": (
         Topic("Turns", "Mean messages of the policy in an episode.", ("episode/turns",)),
         Topic(
