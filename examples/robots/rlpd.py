@@ -64,6 +64,7 @@ def learn(
     num_demonstrations: int,
     seed: int,
     every: int = 1000,
+    num_held_out: int = 50,
 ) -> list[tuple[int, float]]:
     """Learn, and return the share of held-out successes after some numbers of steps.
 
@@ -74,6 +75,7 @@ def learn(
         num_demonstrations: Episodes of the expert; 0 for plain SAC.
         seed: Seed of everything.
         every: Steps between evaluations.
+        num_held_out: Episodes of an evaluation.
     """
     learner = SacLearner(environment.spaces, CHUNK, SETTINGS, seed=seed)
     online = ReplayBuffer(folder / "online", environment.spaces, CHUNK)
@@ -92,14 +94,14 @@ def learn(
         num_done += play(environment, seed * 10_000 + 1000 + episode, act_and_learn, online)[1]
         episode += 1
         if num_done // every > len(curve) or num_done >= num_steps:
-            curve.append((num_done, success_rate(environment, learner)))
+            curve.append((num_done, success_rate(environment, learner, num_held_out)))
     for buffer in (online, shown):
         if buffer is not None:
             buffer.close()
     return curve
 
 
-def success_rate(environment: VectorEnvironment, learner: SacLearner, num_episodes: int = 50) -> float:
+def success_rate(environment: VectorEnvironment, learner: SacLearner, num_episodes: int) -> float:
     """Share of held-out episodes that are a success, without noise."""
     seeds = range(HELD_OUT_SEED, HELD_OUT_SEED + num_episodes)
     return float(np.mean([play(environment, one, lambda state: learner.act(state, None), None)[0] for one in seeds]))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from examples.robots.rlpd import learn
+from tests.unit.robots.serving import serving
 
 from leaderless.algorithms.sac import Actor, Ensemble, squashed_log_probs, targets
 from leaderless.data.replay import ReplayBuffer
 from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
+from leaderless.robots.dummy import dummy
+from leaderless.robots.environment import RobotEnvironment
 from leaderless.robots.transitions import Transitions
 from leaderless.training.sac import SacConfig, SacLearner
 
@@ -198,3 +203,21 @@ def test_bodies_and_settings_that_do_not_fit_are_refused() -> None:
         SacConfig(num_heads=3, subset_size=4)
     with pytest.raises(ValueError, match="batch_size=1"):
         SacConfig(batch_size=1)
+
+
+@pytest.mark.parametrize("num_demonstrations", [0, 3])
+def test_an_arm_learns_from_its_attempts_and_from_demonstrations(tmp_path: Path, num_demonstrations: int) -> None:
+    with serving(dummy()) as served, closing(RobotEnvironment(1, [str(served.address)])) as arm:
+        given = {"num_steps": 140, "num_demonstrations": num_demonstrations, "seed": 0, "num_held_out": 2}
+        curve = learn(arm, tmp_path, **given)
+        spaces = arm.spaces
+    ((num_steps, rate),) = curve
+    assert 140 <= num_steps < 140 + spaces.max_steps
+    assert 0 <= rate <= 1
+    online = ReplayBuffer(tmp_path / "online", spaces, CHUNK)
+    assert online.take(np.arange(len(online))).num_steps.sum() == num_steps
+    if num_demonstrations:
+        shown = ReplayBuffer(tmp_path / "demonstrations", spaces, CHUNK)
+        found = shown.take(np.arange(len(shown)))
+        assert found.rewards.sum() == found.terminated.sum() == num_demonstrations
+    assert (tmp_path / "demonstrations").exists() == (num_demonstrations > 0)
