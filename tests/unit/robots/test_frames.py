@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from leaderless.robots.frames import DTYPES, PREFIX, Frame, FrameError, decode, lengths
 
 values = st.sampled_from(sorted(DTYPES)).flatmap(
-    lambda dtype: arrays(dtype, array_shapes(min_dims=0, max_dims=4, min_side=0))
+    lambda dtype: arrays(dtype, array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=3))
 )
 headers = st.dictionaries(st.text(max_size=5).filter(lambda key: key != "arrays"), st.integers() | st.text(max_size=5))
 
