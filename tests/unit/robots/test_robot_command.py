@@ -54,7 +54,10 @@ def test_a_person_releases_and_stops_an_arm_at_its_server(monkeypatch):
             run("stop", address)
     finally:
         server.terminate()
-        _, error = server.communicate(timeout=60)
+        try:
+            _, error = server.communicate(timeout=60)
+        finally:
+            server.kill()
     assert server.returncode == 143
     assert not error
 
