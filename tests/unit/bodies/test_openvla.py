@@ -350,3 +350,15 @@ def test_it_acts_in_half_precision(kind: str, folder: Path) -> None:
     seen = observed(policy, 3)
     acted = policy.act(seen, noise(policy, 3))
     assert policy.score(seen, acted.choices).log_probs.dtype == acted.log_probs.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_all_places_of_a_chunk_attend_to_one_another(folder: Path) -> None:
+    policy = policy_of("openvla_oft", folder)
+    assert isinstance(policy, OpenVlaOft)
+    seen, choices = observed(policy, 1), torch.zeros(1, 6)
+    before = policy.score(seen, choices).entropies
+    # The end of the text comes last, and only attention backwards in time takes it to the first number.
+    policy.vla.language_model.get_input_embeddings().weight[2] += 1.0
+    after = policy.score(seen, choices).entropies
+    assert (before - after).abs().min().item() > 1e-6
