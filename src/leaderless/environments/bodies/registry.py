@@ -49,7 +49,7 @@ def open_body(config: BodyConfig, num: int) -> VectorEnvironment:
     """
     try:
         environment = find_body(config)(num, **config.options)
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
         raise RecipeError.at("body", f"environment '{config.type}' cannot be made: {error}") from error
     if environment.spaces.max_steps > config.max_steps:
         environment.close()
