@@ -8,6 +8,7 @@ _HERE = "leaderless.environments.bodies.adapters"
 ADAPTERS: Mapping[str, str] = {
     "babyai": f"{_HERE}.babyai:BabyAI",
     "gymnasium": f"{_HERE}.gymnasium:GymnasiumBody",
+    "libero": f"{_HERE}.libero:Libero",
     "metaworld": f"{_HERE}.metaworld:MetaWorld",
     "panda": f"{_HERE}.gymnasium:Panda",
     "pusht": f"{_HERE}.gymnasium:PushT",
