@@ -2,7 +2,7 @@
 
 It runs the commands that a person would type, from the root of the repository:
 
-    leaderless demonstrate recipes/quickstart/robot_imitation.yaml runs/quickstart-demonstrations
+    leaderless demonstrate recipes/quickstart/robot_imitation.yaml runs/quickstart-demonstrations --episodes 40
     leaderless train recipes/quickstart/robot_imitation.yaml --workers 2
     leaderless export runs/quickstart-imitation runs/quickstart-imitated
     leaderless train recipes/quickstart/robot.yaml --workers 2
@@ -28,9 +28,9 @@ def main() -> None:
     for name in ("demonstrations", "imitated", "tasks"):
         shutil.rmtree(RUNS / f"quickstart-{name}", ignore_errors=True)
     write_tasks(RUNS / "quickstart-tasks")
-    console.rule("[bold]1/4  demonstrations: a script reaches for blocks 100 times")
+    console.rule("[bold]1/4  demonstrations: a script reaches for blocks 40 times")
     imitation = "recipes/quickstart/robot_imitation.yaml"
-    leaderless("demonstrate", imitation, "runs/quickstart-demonstrations")
+    leaderless("demonstrate", imitation, "runs/quickstart-demonstrations", "--episodes", "40")
     console.rule("[bold]2/4  imitation, by a policy that sees the table and reads what to do")
     leaderless("train", imitation, "--workers", workers, "--fresh")
     console.rule("[bold]3/4  the policy as a folder")
