@@ -191,7 +191,7 @@ class _Gym(Single):
     def save(self) -> bytes | None:
         if not is_mujoco(self._world.unwrapped):
             return None
-        inner = save_mujoco(self._world.unwrapped)  # type: ignore[arg-type]
+        inner = save_mujoco(self._world.unwrapped)
         counts = {"steps": self._steps, "return": self._return}
         return pack({**counts, "inner": inner, "images": dict(self._last.images), "state": self._last.state})
 
@@ -200,7 +200,7 @@ class _Gym(Single):
         if not self._has_begun:
             self.reset({}, 0)
         saved = cast("dict[str, Any]", unpack(state))
-        restore_mujoco(self._world.unwrapped, saved["inner"])  # type: ignore[arg-type]
+        restore_mujoco(self._world.unwrapped, saved["inner"])
         self._steps, self._return = saved["steps"], saved["return"]
         self._last = Seen(saved["images"], saved["state"], self._instruction)
         return self._last
