@@ -33,6 +33,9 @@ def test_a_policy_learns_and_the_report_shows_its_episodes(ranks: RankPool, tmp_
     assert all(row["mismatch/abs_max"] < 1e-5 for row in numbers(tmp_path) if "mismatch/abs_max" in row)
     reported = {name for row in numbers(tmp_path) for name in row if name.startswith("body/")}
     assert reported | {"body/steps_per_s"} == {f"body/{name}" for name in BODY_METRICS}
+    refused = run(ranks, tmp_path, "serve", "runs/line")
+    assert refused.code == 2
+    assert "moves a body, and writes no text" in " ".join(refused.errors.split())
     page = (tmp_path / "runs/line/report.html").read_text()
     assert "data:image/png;base64," in page
     assert "go to the middle" in page

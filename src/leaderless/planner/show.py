@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 UNKNOWN_MEMORY = (
     "unknown: the config.json of the model is not on this machine,\n"
-    "or its model_type is none of those whose weights are counted"
+    "or it is no language model whose weights are counted"
 )
 
 

@@ -111,6 +111,8 @@ def _of_checkpoint(path: Path, role: str) -> Source:
     except RecipeError as error:
         remedy = "; if the checkpoint is of another version, export it, and serve the exported folder"
         raise error.noted(remedy) from error
+    if recipe.body is not None:
+        raise RecipeError.at("body", f"the policy of {path} moves a body, and writes no text that could be served")
     state, config = read_role_state(path, role), recipe.model_of(role)
     if state is None or config is None:
         roles = [folder.name for folder in path.iterdir() if folder.is_dir()]

@@ -41,7 +41,9 @@ class Evil:
 
 
 @pytest.mark.parametrize(
-    "value", [Evil(), np.array([Evil()]), [1, 2], np.zeros(3), np.full((2, 2), np.nan), np.array([["a"]])], ids=str
+    "value",
+    [Evil(), np.array([Evil()]), [1, 2], np.zeros(3), np.full((2, 2), np.nan), np.array([["a"]])],
+    ids=["code", "code-inside", "list", "flat", "nan", "text"],
 )
 def test_what_is_no_array_of_states_is_refused_and_not_executed(tmp_path, value, capsys):
     with pytest.raises(ValueError, match="does not hold start states"):
