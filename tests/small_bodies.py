@@ -10,9 +10,9 @@ import torch
 from tests.small_worlds import Line
 from torch import Tensor, nn
 
-from leaderless.cli.demonstrate import played
 from leaderless.config import Recipe
 from leaderless.data.demonstrations import EPISODES_FILE, Recorder
+from leaderless.environments.bodies.expert import played
 from leaderless.environments.bodies.protocol import Spaces
 from leaderless.policies.protocol import Acted, BodyPolicy, BodyValue, Observed, Scores
 from leaderless.workflow import load_recipe

@@ -44,6 +44,11 @@ def columns() -> dict[str, object]:
         "joint_ids": torch.tensor([8, 8, 3, 3, 5, 5, 9, 10]),
         "actor": torch.tensor([0, 1, 0, 1, 1, 0, 0, 0]),
         "turns": torch.tensor([0, 0, 2, 2, 1, 1, 0, 1, 1, 1, 3, 3, 3, 1, 3, 3, 0, 0, 1, 1, 3, 3, 3], dtype=torch.int32),
+        "final_values": torch.linspace(-1.0, 1.0, len(REWARDS)),
+        "truncated": torch.tensor([False, True, False, True, True, False, False, True]),
+        "env_steps": torch.cat([torch.arange(length, dtype=torch.int32) for length in LENGTHS.tolist()]),
+        "embeddings": torch.randn(len(REWARDS), 3, generator=noise),
+        "success": torch.tensor([True, False, False, True, False, True, False, False]),
         "rows": tuple({"question": str(group)} for group in GROUPS.tolist()),
     }
 

@@ -146,6 +146,7 @@ def test_every_type_of_advantage_and_loss_is_tried() -> None:
         "distillation",
         "rejection",
         "gae",  # tested with the critic
+        *("body_gae", "srpo"),  # tested with bodies
         *("chained_gae", "dr_mas", "magrpo", "rae"),  # tested with several agents
     }
     assert {*ADVANTAGES, *POLICY_LOSSES} <= tried | workflows

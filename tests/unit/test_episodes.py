@@ -17,7 +17,15 @@ from tests.tiny import random_samples, tiny_model
 from tests.unit.algorithms.naive import AGGREGATIONS
 from tests.unit.recipes import end, make_recipe
 from tests.unit.test_decoupled_ppo import Table
-from tests.unit.test_rows_that_do_not_count import ADVANTAGES, GROUP, IN_REWARD, OF_TEAMS, PER_TOKEN, context_of
+from tests.unit.test_rows_that_do_not_count import (
+    ADVANTAGES,
+    GROUP,
+    IN_REWARD,
+    OF_BODIES,
+    OF_TEAMS,
+    PER_TOKEN,
+    context_of,
+)
 from tests.unit.test_rows_that_do_not_count import CASES as LOSSES
 from torch import Tensor
 
@@ -131,7 +139,12 @@ def test_cutting_episodes_into_samples_changes_neither_advantages_nor_gradients(
 
 
 def test_every_advantage_is_cut() -> None:
-    assert {*BUILT_IN, "remax"} <= {*(case["advantage"]["type"] for case in CASES.values()), "remax", *OF_TEAMS}
+    assert {*BUILT_IN, "remax"} <= {
+        *(case["advantage"]["type"] for case in CASES.values()),
+        "remax",
+        *OF_TEAMS,
+        *OF_BODIES,
+    }
 
 
 def gradients(case: str, strength: float) -> list[tuple[Tensor, Tensor]]:

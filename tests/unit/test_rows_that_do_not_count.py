@@ -177,6 +177,8 @@ def advantages_of(batch: Batch, algorithm: Mapping[str, Any]) -> tuple[Tensor, d
 
 
 IN_REWARD = {"coefficient": 0.3, "place": "reward", "estimator": "k1", "target": 0.1}
+OF_BODIES = ("body_gae", "srpo")
+"""Advantages of bodies, whose episodes have columns of their own; see `tests/unit/bodies`."""
 ADVANTAGES = {
     **{kind: {"advantage": {"type": kind}, "kl": IN_REWARD} for kind in ("grpo", "rloo", "opo", "gpg", "cpgd", "gae")},
     "reinforce_pp": {"advantage": {"type": "reinforce_pp"}, "kl": IN_REWARD, "overlong": {"buffer_tokens": 3}},
@@ -208,7 +210,7 @@ OF_TEAMS = {"chained_gae", "dr_mas", "magrpo", "rae"}
 
 
 def test_every_advantage_is_tried():
-    assert {*BUILT_IN, "custom"} == {*ADVANTAGES, *OF_TEAMS, "remax"}
+    assert {*BUILT_IN, "custom"} == {*ADVANTAGES, *OF_TEAMS, *OF_BODIES, "remax"}
 
 
 def test_a_filtered_response_is_left_out_of_the_denominator_of_rejection():

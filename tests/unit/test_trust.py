@@ -50,6 +50,10 @@ ALLOWED = {
     ("rewards/process.py", "multiprocessing"),
     # An episode's process is forked, and exchanges JSON with its worker on a private pipe.
     ("environments/apart.py", "multiprocessing"),
+    # Environments in a process exchange JSON and numbers with their rank; see there.
+    ("environments/bodies/processes.py", "multiprocessing"),
+    # LIBERO publishes start states as pickles. They are read by an unpickler that knows arrays of numbers alone.
+    ("environments/bodies/adapters/libero_files.py", "pickle"),
     # SGLang's interface takes weights pickled. A rank writes them for its own server, and reads nothing of the kind.
     ("rollout/sglang.py", "pickle"),
     ("rollout/sglang.py", "multiprocessing"),

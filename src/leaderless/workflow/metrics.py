@@ -27,6 +27,7 @@ class Metric(NamedTuple):
 _ROUNDS = "a workflow that repeats nodes, such as `dapo`"
 _CRITIC = "a workflow with a critic, such as `ppo`"
 _EXPERTS = "a model with experts"
+_BODY = "a `body`"
 _PLAYED = "an `environment`, or `online`"
 _ONLINE = "`online`"
 _TOOLS = "an `environment` with tools"
@@ -80,6 +81,12 @@ METRICS: dict[str, Metric] = {
     "rollout/prefix_hits": Metric(
         "share of the tokens of earlier turns whose keys and values the engine still had", _PLAYED
     ),
+    "body/success": Metric("share of the episodes of a body in which it did its task", _BODY),
+    "body/steps": Metric("mean number of steps of its environment in an episode", _BODY),
+    "body/decisions": Metric("mean number of decisions in an episode", _BODY),
+    "body/truncated": Metric("share of episodes that were cut although their task went on", _BODY),
+    "body/failed": Metric("share of episodes that could not be finished; no other metric counts them", _BODY),
+    "body/steps_per_s": Metric("steps of environments per second of rollout, with decisions, over all ranks", _BODY),
     "episode/turns": Metric("mean number of messages of the policy in an episode", _PLAYED),
     "episode/tokens": Metric("mean number of tokens of an episode, with what the policy is told", _PLAYED),
     "episode/told_tokens": Metric("mean number of those that the policy did not sample", _PLAYED),

@@ -74,7 +74,9 @@ def decision_advantages(
     keys = episodes * (int(turns.max()) + 1 if len(turns) else 1) + turns
     _, which, counts = torch.unique_consecutive(keys, return_inverse=True, return_counts=True)
     last = counts.cumsum(0) - 1
-    owner, is_first = episodes[last], turns[last] == 0
+    owner = episodes[last]
+    is_first = torch.ones_like(owner, dtype=torch.bool)
+    is_first[1:] = owner[1:] != owner[:-1]
     before = torch.where(is_first, -1, steps[last].roll(1)) if len(last) else steps[last]
     num_steps = steps[last] - before
     # Of a whole chunk, the one unit has the number of its last step, and the rewards of all.
@@ -87,7 +89,14 @@ def decision_advantages(
     shrink = discount ** num_steps.to(rewards.dtype)
     surprises = gained + shrink * following - value
     gains = surprises.clone()
-    for turn in range(int(turns.max()) - 1 if len(turns) else -1, -1, -1):
-        now = ((turns[last] == turn) & ~is_last).nonzero()[:, 0]
+    firsts = torch.arange(len(owner))[is_first].repeat_interleave(torch.diff(_borders(is_first)))
+    order = torch.arange(len(owner)) - firsts
+    for number in range(int(order.max()) - 1 if len(order) else -1, -1, -1):
+        now = ((order == number) & ~is_last).nonzero()[:, 0]
         gains[now] += shrink[now] * decay * gains[now + 1]
     return gains[which]
+
+
+def _borders(is_first: Tensor) -> Tensor:
+    """Where runs begin whose first members, [n] bool, are given, and their end."""
+    return torch.cat([is_first.nonzero()[:, 0], torch.tensor([len(is_first)])])
