@@ -51,7 +51,8 @@ def test_ranks_change_no_number_and_a_stopped_run_continues_as_if_it_had_not_bee
     ppo = {
         "workflow": "ppo",
         "algorithm": {"advantage": {"type": "body_gae"}},
-        "batch.updates_per_step": 2,
+        "models": {role: {"body": {"type": "mlp", "options": {"normalize": True}}} for role in ("policy", "critic")},
+        "batch": {"updates_per_step": 4, "epochs_per_step": 2},
         "evaluation.every_steps": 2,
         "checkpoint": {"every_steps": 2},
     }
@@ -89,6 +90,16 @@ def test_demonstrations_are_imitated_exported_and_evaluated(ranks: RankPool, tmp
         ({"body.max_steps": 5}, "episodes of 'tests.small_worlds:Line' have up to 6 steps: raise it"),
         ({"body.options": {"fault": 1}}, "does not take them"),
         ({"batch.micro_batch_tokens": 4}, "an episode may have 6 steps (body.max_steps), which are not divided"),
+        ({"batch": {"updates_per_step": 3, "epochs_per_step": 2}}, "updates_per_step=3 is no multiple of"),
+        ({"batch": {"updates_per_step": 10, "epochs_per_step": 2}}, "is 10 in 2 epochs, more than the 4 prompts"),
+        (
+            {
+                "models": {
+                    "policy": {"body": {"type": "mlp", "options": {"normalize": True}}, "compute_dtype": "bfloat16"}
+                }
+            },
+            "with normalize: true, set it to float32",
+        ),
         ({"environment": {"type": "calculator"}}, "environment cannot be combined with `body`"),
         ({"models": {"policy": {"body": "film", "lora": {}}}}, "has no adapters"),
     ],

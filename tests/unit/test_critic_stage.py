@@ -30,6 +30,8 @@ GROUP = ProcessGroup((0,), 0)
 class Table:
     """A critic with one number per token, which records its calls."""
 
+    policy_version = 0
+
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers.clone().requires_grad_()
         self.updates: list[list[int]] = []
@@ -120,6 +122,12 @@ def test_each_update_has_its_share_of_the_prompts() -> None:
     engine = Table(torch.zeros(9))
     update_critic(samples(torch.ones(9), torch.zeros(9), [True] * 4), context_of(engine, updates_per_step=2))
     assert engine.updates == [[0, 1], [2, 3]]
+
+
+def test_each_epoch_sees_all_prompts_again() -> None:
+    engine, settings = Table(torch.zeros(9)), {"updates_per_step": 4, "epochs_per_step": 2}
+    update_critic(samples(torch.ones(9), torch.zeros(9), [True] * 4), context_of(engine, **settings))
+    assert engine.updates == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
 
 def test_values_are_a_column_of_response_tokens() -> None:

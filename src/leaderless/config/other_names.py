@@ -19,6 +19,7 @@ _NAMES: Mapping[str, str] = {
     "batch.prompts_per_step": "data.train_batch_size rollout_batch_size",
     "batch.responses_per_prompt": "rollout.n num_generations n_samples_per_prompt group_size",
     "batch.updates_per_step": "ppo_mini_batch_size steps_per_generation",
+    "batch.epochs_per_step": "ppo_epochs num_ppo_epochs num_iterations n_epochs",
     "batch.micro_batch_tokens": "ppo_max_token_len_per_gpu ppo_micro_batch_size ppo_micro_batch_size_per_gpu "
     "train_max_tokens_per_gpu micro_train_batch_size per_device_train_batch_size",
     "rollout.max_response_tokens": "max_response_length max_completion_length generate_max_len max_new_tokens "

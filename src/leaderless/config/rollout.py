@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,6 +24,9 @@ class BatchConfig(Section):
     """Responses sampled for each prompt: the group."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates made from one step's samples."""
+    epochs_per_step: int = Field(default=1, ge=1)
+    """Times that each sample is used in the updates of a step, whose number has to be a multiple: with 16 updates and 4
+    epochs, an update sees a quarter of the samples."""
     windows_per_step: int = Field(default=1, ge=1)
     """Number of parts in which each rank's prompts of a step pass through nodes on different ranks that need not see
     all rows at once (rollout, rewards, log-probs): while one part is sampled, the part before it is sent or already
@@ -39,6 +42,20 @@ class BatchConfig(Section):
         if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
             return value
         raise ValueError("must be a whole number of at least 1, or auto")
+
+    @model_validator(mode="after")
+    def _epochs_divide_updates(self) -> Self:
+        if self.updates_per_step % self.epochs_per_step:
+            raise ValueError(
+                f"updates_per_step={self.updates_per_step} is no multiple of epochs_per_step={self.epochs_per_step}: "
+                "each epoch makes the same number of updates, so set a multiple"
+            )
+        return self
+
+    @property
+    def parts_per_step(self) -> int:
+        """Parts into which the samples of a step are divided; each epoch makes an update with each of them."""
+        return self.updates_per_step // self.epochs_per_step
 
     def first_micro_batch_tokens(self, longest_tokens: int) -> int:
         """The bound that a run begins with, given the length of the longest sample."""

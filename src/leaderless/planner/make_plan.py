@@ -400,7 +400,7 @@ def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequen
         )
     num_samplers = sum(node.spec.samples for node in nodes)
     per_prompt = batch.responses_per_prompt * num_samplers if num_samplers else 1
-    per_update = -(-batch.prompts_per_step // batch.updates_per_step)
+    per_update = -(-batch.prompts_per_step // batch.parts_per_step)
     num_shards = min(node.layout.dp for node in nodes if node.row_set == DATA)
     return BatchSizes(
         prompts_per_step=batch.prompts_per_step,

@@ -347,7 +347,7 @@ class _Rank:
     def _training(self, model: ModelMemory) -> Iterator[dict[str, int]]:
         """Memory is fullest when the backward pass begins, or when it ends."""
         batch, size, width = self.recipe.batch, model.part, model.width
-        prompts = -(-batch.prompts_per_step // batch.updates_per_step)
+        prompts = -(-batch.prompts_per_step // batch.parts_per_step)
         tokens, num_passes = self._pass(model, prompts)
         seen = min(tokens, -(-prompts // model.instance.layout.dp) * self.recipe.data.max_prompt_tokens)
         gradients, num_held = model.trained_bytes(), min(model.num_ahead, num_passes)

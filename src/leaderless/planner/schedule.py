@@ -105,7 +105,7 @@ def _repeat(recipe: Recipe, nodes: Sequence[PlannedNode], body: Sequence[Action]
 def _loads(recipe: Recipe, nodes: Sequence[PlannedNode]) -> list[Load]:
     """One load for every layout that works on the data's own rows."""
     groups = peers_of(node for node in nodes if node.row_set == DATA)
-    are_divided = recipe.batch.updates_per_step > 1
+    are_divided = recipe.batch.parts_per_step > 1
     return [
         Load(layout, _columns_from(DATA, peers), in_turns=are_divided and _are_trained(nodes, DATA, layout))
         for layout, peers in ((peers[0].layout, peers) for peers in groups)
@@ -136,7 +136,7 @@ def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode)
         if is_target and not layout.holds_rows_like(source.layout):
             rows = source.row_set_after
             whole = keeps_groups(recipe, nodes, rows, layout)
-            num_updates = recipe.batch.updates_per_step if _are_trained(nodes, rows, layout) else 1
+            num_updates = recipe.batch.parts_per_step if _are_trained(nodes, rows, layout) else 1
             entry = Reshard(source.name, rows, columns, source.layout, layout, whole, num_updates=num_updates)
             reshards.append(entry)
     return reshards

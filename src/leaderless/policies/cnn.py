@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from leaderless.environments.bodies.protocol import Spaces
 from leaderless.policies.mlp import Mlp, MlpValue
+from leaderless.policies.normalizer import StateNormalizer
 from leaderless.policies.protocol import Acted, BodyValue, Observed, Scores
 
 LEAST_SIDE = 8
@@ -18,7 +19,7 @@ LEAST_SIDE = 8
 class Eyes(nn.Module):
     """Observations whose state also has features of the images: for each camera, three convolutions that halve it."""
 
-    def __init__(self, spaces: Spaces, channels: int, num_features: int) -> None:
+    def __init__(self, spaces: Spaces, channels: int, num_features: int, *, normalize: bool = False) -> None:
         """Make the layers.
 
         Raises:
@@ -29,6 +30,7 @@ class Eyes(nn.Module):
             raise ValueError("it needs images, but the environment shows none: use mlp")
         if small := [camera for camera, size in spaces.images.items() if min(size) < LEAST_SIDE]:
             raise ValueError(f"images of camera '{small[0]}' have {spaces.images[small[0]]} pixels: 8 by 8 are needed")
+        self.normalizer = StateNormalizer(spaces.state_size) if normalize else nn.Identity()
         self.cameras = nn.ModuleDict()
         for camera, (height, width) in spaces.images.items():
             size = 2 * channels * -(-height // 8) * -(-width // 8)
@@ -46,7 +48,7 @@ class Eyes(nn.Module):
 
     def forward(self, observed: Observed) -> Observed:
         """See the class."""
-        found = [observed.state]
+        found = [self.normalizer(observed.state)]
         for camera, layers in self.cameras.items():
             pixels = observed.images[camera].permute(0, 3, 1, 2).to(next(layers.parameters()).dtype)
             found.append(layers(pixels / 127.5 - 1).float())
@@ -65,6 +67,7 @@ class Cnn(Mlp):
         num_features: int = 64,
         hidden_size: int = 64,
         first_deviation: float = 1.0,
+        normalize: bool = False,
     ) -> None:
         """Make a policy with random weights.
 
@@ -75,11 +78,12 @@ class Cnn(Mlp):
             num_features: Features of the images of each camera.
             hidden_size: Width of the hidden layer.
             first_deviation: Standard deviation of actions at first.
+            normalize: Whether it sees the state with mean 0 and deviation 1; see `StateNormalizer`.
         """
         wide = replace(spaces, state_size=spaces.state_size + num_features * max(1, len(spaces.images)))
         super().__init__(wide, chunk=chunk, hidden_size=hidden_size, num_layers=1, first_deviation=first_deviation)
         self.spaces = spaces
-        self.eyes = Eyes(spaces, channels, num_features)
+        self.eyes = Eyes(spaces, channels, num_features, normalize=normalize)
 
     def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
         """See `BodyPolicy`."""
@@ -94,12 +98,19 @@ class CnnValue(BodyValue):
     """A critic that sees in the same way."""
 
     def __init__(
-        self, spaces: Spaces, *, chunk: int = 1, channels: int = 16, num_features: int = 64, hidden_size: int = 64
+        self,
+        spaces: Spaces,
+        *,
+        chunk: int = 1,
+        channels: int = 16,
+        num_features: int = 64,
+        hidden_size: int = 64,
+        normalize: bool = False,
     ) -> None:
         """Make a critic; see `Cnn`."""
         super().__init__()
         self.spaces, self.chunk = spaces, chunk
-        self.eyes = Eyes(spaces, channels, num_features)
+        self.eyes = Eyes(spaces, channels, num_features, normalize=normalize)
         wide = replace(spaces, state_size=spaces.state_size + num_features * len(spaces.images))
         self.judge = MlpValue(wide, chunk=chunk, hidden_size=hidden_size, num_layers=1)
 

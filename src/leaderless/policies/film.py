@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from leaderless.environments.bodies.protocol import Spaces
 from leaderless.policies.bins import Bins
+from leaderless.policies.normalizer import StateNormalizer
 from leaderless.policies.protocol import Acted, BodyPolicy, BodyValue, Observed, Scores
 
 NUM_BYTES = 256
@@ -24,7 +25,7 @@ SHARPNESS = 4.0
 class Seer(nn.Module):
     """Features of what is seen, [n, size]: of each camera where its features are, and the state."""
 
-    def __init__(self, spaces: Spaces, channels: int, hidden_size: int) -> None:
+    def __init__(self, spaces: Spaces, channels: int, hidden_size: int, *, normalize: bool = False) -> None:
         """Make the layers.
 
         Raises:
@@ -33,6 +34,7 @@ class Seer(nn.Module):
         super().__init__()
         if not spaces.images:
             raise ValueError("it needs images, but the environment shows none: use mlp")
+        self.normalizer = StateNormalizer(spaces.state_size) if normalize else nn.Identity()
         self.words = nn.Embedding(NUM_BYTES, WORD_SIZE)
         self.read = nn.Conv1d(WORD_SIZE, 2 * WORD_SIZE, 5, padding=2)
         self.cameras = nn.ModuleDict({camera: _Camera(channels) for camera in spaces.images})
@@ -47,7 +49,8 @@ class Seer(nn.Module):
         read = self.read(words.transpose(1, 2)).relu() * is_text[:, None]
         said = read.amax(2)
         found = [camera(observed.images[name], said) for name, camera in self.cameras.items()]
-        features: Tensor = self.mix(torch.cat([*found, observed.state], dim=1).to(self.mix.weight.dtype)).relu()
+        seen = torch.cat([*found, self.normalizer(observed.state)], dim=1)
+        features: Tensor = self.mix(seen.to(self.mix.weight.dtype)).relu()
         return features
 
 
@@ -76,7 +79,14 @@ class Film(BodyPolicy):
     """Actions in bins from images, state and instruction."""
 
     def __init__(
-        self, spaces: Spaces, *, chunk: int = 4, num_bins: int = 9, channels: int = 32, hidden_size: int = 128
+        self,
+        spaces: Spaces,
+        *,
+        chunk: int = 4,
+        num_bins: int = 9,
+        channels: int = 32,
+        hidden_size: int = 128,
+        normalize: bool = False,
     ) -> None:
         """Make a policy with random weights.
 
@@ -86,12 +96,13 @@ class Film(BodyPolicy):
             num_bins: Values that a number of an action can have.
             channels: Features of the convolutions.
             hidden_size: Width of the last hidden layer.
+            normalize: Whether it sees the state with mean 0 and deviation 1; see `StateNormalizer`.
         """
         super().__init__()
         self.spaces, self.chunk, self.bins = spaces, chunk, Bins(spaces, num_bins)
         self.score_dim = self.bins.dim
         self.choice_size = self.noise_size = chunk * self.bins.dim
-        self.seer = Seer(spaces, channels, hidden_size)
+        self.seer = Seer(spaces, channels, hidden_size, normalize=normalize)
         self.head = nn.Linear(hidden_size, chunk * self.bins.dim * self.bins.num)
         nn.init.zeros_(self.head.bias)
         with torch.no_grad():
@@ -121,11 +132,13 @@ class Film(BodyPolicy):
 class FilmValue(BodyValue):
     """A critic that sees and reads in the same way; its first values are 0."""
 
-    def __init__(self, spaces: Spaces, *, chunk: int = 4, channels: int = 32, hidden_size: int = 128) -> None:
+    def __init__(
+        self, spaces: Spaces, *, chunk: int = 4, channels: int = 32, hidden_size: int = 128, normalize: bool = False
+    ) -> None:
         """Make a critic; see `Film`."""
         super().__init__()
         self.spaces, self.chunk = spaces, chunk
-        self.seer, self.head = Seer(spaces, channels, hidden_size), nn.Linear(hidden_size, 1)
+        self.seer, self.head = Seer(spaces, channels, hidden_size, normalize=normalize), nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

@@ -11,6 +11,7 @@ from leaderless.environments.bodies.protocol import Spaces
 from leaderless.policies.film import Seer
 from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
 from leaderless.policies.mlp import Perceptron
+from leaderless.policies.normalizer import StateNormalizer
 from leaderless.policies.protocol import BodyValue, Observed
 from leaderless.policies.statistics import Limits
 
@@ -21,11 +22,13 @@ NUM_WAVES = 8
 class _Looks(nn.Module):
     """Features [n, hidden_size] of images, instruction and state, or of the state alone."""
 
-    def __init__(self, spaces: Spaces, hidden_size: int) -> None:
+    def __init__(self, spaces: Spaces, hidden_size: int, *, normalize: bool) -> None:
         super().__init__()
         if not spaces.images and not spaces.state_size:
             raise ValueError("the environment shows neither images nor a state: there is nothing to act on")
-        self.seer = Seer(spaces, 32, hidden_size) if spaces.images else None
+        is_blind = normalize and not spaces.images
+        self.normalizer = StateNormalizer(spaces.state_size) if is_blind else nn.Identity()
+        self.seer = Seer(spaces, 32, hidden_size, normalize=normalize) if spaces.images else None
         self.state = None if spaces.images else nn.Linear(spaces.state_size, hidden_size)
 
     def forward(self, observed: Observed) -> Tensor:
@@ -35,7 +38,7 @@ class _Looks(nn.Module):
             seen = self.seer(observed)
         else:
             assert self.state is not None
-            seen = torch.tanh(self.state(observed.state.to(self.state.weight.dtype)))
+            seen = torch.tanh(self.state(self.normalizer(observed.state).to(self.state.weight.dtype)))
         return seen.float()
 
 
@@ -51,6 +54,7 @@ class Flow(FlowPolicy):
         method: str = "sde",
         num_steps: int = 4,
         noise_level: float = 0.5,
+        normalize: bool = False,
     ) -> None:
         """Make a policy with random weights.
 
@@ -61,13 +65,14 @@ class Flow(FlowPolicy):
             method: Whether one step of a decision is drawn (`sde`), or all with a learnt deviation (`noise`).
             num_steps: Steps from noise to an action.
             noise_level: Factor of the noise of `sde`.
+            normalize: Whether it sees the state with mean 0 and deviation 1; see `StateNormalizer`.
         """
         super().__init__()
         limits = Limits.of_environment(spaces)
         flow = FlowOptions(method, num_steps, noise_level)
         self.begin(spaces, limits=limits, sizes=(chunk, chunk, len(limits.low)), flow=flow)
         size = chunk * self.numbers
-        self.looks = _Looks(spaces, hidden_size)
+        self.looks = _Looks(spaces, hidden_size, normalize=normalize)
         self.layers = Perceptron(
             nn.Linear(hidden_size + size + 2 * NUM_WAVES, hidden_size),
             nn.SiLU(),
@@ -96,11 +101,11 @@ class Flow(FlowPolicy):
 class FlowValue(BodyValue):
     """A critic that sees in the same way; its first values are 0."""
 
-    def __init__(self, spaces: Spaces, *, chunk: int = 4, hidden_size: int = 128) -> None:
+    def __init__(self, spaces: Spaces, *, chunk: int = 4, hidden_size: int = 128, normalize: bool = False) -> None:
         """Make a critic; see `Flow`."""
         super().__init__()
         self.spaces, self.chunk = spaces, chunk
-        self.looks, self.head = _Looks(spaces, hidden_size), nn.Linear(hidden_size, 1)
+        self.looks, self.head = _Looks(spaces, hidden_size, normalize=normalize), nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
 from leaderless.policies.bins import Bins
+from leaderless.policies.normalizer import StateNormalizer
 from leaderless.policies.protocol import Acted, BodyPolicy, BodyValue, Observed, Scores
 
 LEAST_NOISE = 1e-6
@@ -65,6 +66,7 @@ class Mlp(BodyPolicy):
         hidden_size: int = 64,
         num_layers: int = 2,
         first_deviation: float = 1.0,
+        normalize: bool = False,
     ) -> None:
         """Make a policy with random weights.
 
@@ -74,24 +76,26 @@ class Mlp(BodyPolicy):
             hidden_size: Width of the hidden layers.
             num_layers: Number of hidden layers.
             first_deviation: Standard deviation of actions at first.
+            normalize: Whether it sees the state with mean 0 and deviation 1; see `StateNormalizer`.
         """
         super().__init__()
         self.spaces, self.chunk = spaces, chunk
         self.bins = Bins(spaces, 2) if isinstance(spaces.actions, Discrete) else None
         self.score_dim = 1 if self.bins else spaces.actions.dim if isinstance(spaces.actions, Continuous) else 1
         self.choice_size = self.noise_size = chunk * self.score_dim
+        self.normalizer = StateNormalizer(spaces.state_size) if normalize else nn.Identity()
         num_outputs = self.choice_size * (self.bins.num if self.bins else 1)
         self.layers = perceptron(spaces.state_size, hidden_size, num_layers, num_outputs, 0.01)
         if self.bins is None:
             self.log_deviation = nn.Parameter(torch.full((chunk, self.score_dim), math.log(first_deviation)))
 
     def _normal(self, observed: Observed, temperature: float) -> tuple[Tensor, Tensor]:
-        mean = self.layers(observed.state).float().view(-1, self.chunk, self.score_dim)
+        mean = self.layers(self.normalizer(observed.state)).float().view(-1, self.chunk, self.score_dim)
         return mean, (self.log_deviation.float() + math.log(temperature)).expand_as(mean)
 
     def _logits(self, observed: Observed) -> Tensor:
         assert self.bins is not None
-        logits: Tensor = self.layers(observed.state).float()
+        logits: Tensor = self.layers(self.normalizer(observed.state)).float()
         return logits.view(-1, self.chunk, 1, self.bins.num)
 
     def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
@@ -137,13 +141,16 @@ def _log_density(values: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
 class MlpValue(BodyValue):
     """A critic of the state."""
 
-    def __init__(self, spaces: Spaces, *, chunk: int = 1, hidden_size: int = 64, num_layers: int = 2) -> None:
+    def __init__(
+        self, spaces: Spaces, *, chunk: int = 1, hidden_size: int = 64, num_layers: int = 2, normalize: bool = False
+    ) -> None:
         """Make a critic; see `Mlp`."""
         super().__init__()
         self.spaces, self.chunk = spaces, chunk
+        self.normalizer = StateNormalizer(spaces.state_size) if normalize else nn.Identity()
         self.layers = perceptron(spaces.state_size, hidden_size, num_layers, 1, 1.0)
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""
-        values: Tensor = self.layers(observed.state).float()
+        values: Tensor = self.layers(self.normalizer(observed.state)).float()
         return values[:, 0]

@@ -18,6 +18,7 @@ from leaderless.config.body import PolicyConfig
 from leaderless.config.functions import is_function_name, load_class
 from leaderless.config.models import ModelConfig
 from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
+from leaderless.policies.normalizer import StateNormalizer
 from leaderless.policies.protocol import BodyModel, BodyPolicy, BodyValue
 
 Model = TypeVar("Model", bound=BodyModel)
@@ -79,6 +80,12 @@ def open_model(config: ModelConfig, key: str, spaces: Spaces, *, is_critic: bool
             f"'{config.path}' is for another body: its {name} is {was}, but that of the environment is {mine[name]}",
         )
     model = make_model(kind, key, spaces, is_critic=is_critic)
+    if config.compute_dtype != "float32" and any(isinstance(one, StateNormalizer) for one in model.modules()):
+        raise RecipeError.at(
+            f"{key}.compute_dtype",
+            f"is {config.compute_dtype}, in which the mean of a state has three digits; with normalize: true, set "
+            "it to float32",
+        )
     if saved and bool(saved.get("is_critic")) == is_critic:
         _load(model, Path(config.path), key)
     about: dict[str, Json] = {

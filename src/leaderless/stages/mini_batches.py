@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from leaderless.stages import experts
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Counted
 from leaderless.stages.guards import guarded_step
-from leaderless.training.engine import Trainable
+from leaderless.training.engine import BodyTrainable, Trainable
 from leaderless.training.micro_batches import MicroBatch, response_lengths
 
 
@@ -39,15 +40,16 @@ class MiniBatch:
 def mini_batches(
     batch: Batch, counted: Counted, aggregation: Aggregation, context: StageContext
 ) -> Iterator[MiniBatch]:
-    """Divide a step's prompts between its `batch.updates_per_step` updates.
+    """Divide a step's prompts between the updates of an epoch, of which there are `batch.epochs_per_step`.
 
     Which prompts share an update depends on their ids alone, not on ranks or on the role that is trained. Rows that do
     not count carry no gradient; the aggregation turns the losses of tokens into one number.
     """
-    num_updates, longest = context.recipe.batch.updates_per_step, context.recipe.rollout.max_response_tokens
-    part = context.parts_of(batch.group_ids, num_updates)
-    for number in range(num_updates):
-        rows, chosen = batch.select(part == number), counted.select(part == number)
+    config, longest = context.recipe.batch, context.recipe.rollout.max_response_tokens
+    part = context.parts_of(batch.group_ids, config.parts_per_step)
+    for number in range(config.updates_per_step):
+        mine = part == number % config.parts_per_step
+        rows, chosen = batch.select(mine), counted.select(mine)
         counts = response_lengths(rows.jagged("response_mask")), chosen.is_counted
         totals = Denominators(*context.sum(Denominators.count(*counts, chosen.episodes)).tolist())
         weights = token_weights(aggregation, *counts, totals, chosen.episodes, norm_tokens=longest)
@@ -113,6 +115,19 @@ def _add_gradients(
         (loss.value + 0.0 * loss.scores.sum()).backward()  # type: ignore[no-untyped-call]
         done.append((loss.value.detach(), {name: share.detach() for name, share in loss.metrics.items()}))
     return done
+
+
+def add_states(engine: Trainable, batch: Batch, before: int, context: StageContext) -> None:
+    """Let a model of a body know which states a step has shown.
+
+    Args:
+        engine: Engine that was trained.
+        batch: This rank's episodes.
+        before: Version before the updates; if no update was made, weights of a version must stay as they are.
+        context: Context of the node.
+    """
+    if context.recipe.body is not None and engine.policy_version != before:
+        cast("BodyTrainable", engine).add_states(batch, context.sum)
 
 
 def counted_samples(batch: Batch, context: StageContext) -> Tensor:

@@ -31,6 +31,7 @@ from leaderless.stages.episodes import Counted
 from leaderless.stages.mini_batches import (
     Loss,
     MiniBatch,
+    add_states,
     counted_samples,
     make_update,
     metric_name,
@@ -81,6 +82,7 @@ def update(batch: Batch, context: StageContext) -> Batch:
         own = losses.token_columns(mini_batch.rows, algorithm.policy_loss.reads)
         loss_of = partial(_policy_gradient_loss, context, mini_batch, own, _choose(mini_batch, context), before)
         make_update(engine, mini_batch, loss_of, context)
+    add_states(engine, batch, before, context)
     if algorithm.is_penalized_in_loss:
         sampled = batch.jagged("rollout_log_probs")
         divergence = kl_penalty(sampled.values, batch.jagged("ref_log_probs").values, algorithm.kl.estimator)
@@ -251,8 +253,10 @@ def sft(batch: Batch, context: StageContext) -> Batch:
     engine = context.role.train_engine
     counted = Counted.of(batch, torch.ones(len(batch), dtype=torch.bool), context)
     _report_size(batch, context)
+    before = engine.policy_version
     for mini_batch in mini_batches(batch, counted, context.recipe.algorithm.aggregation, context):
         make_update(engine, mini_batch, partial(_imitation_loss, context, mini_batch), context)
+    add_states(engine, batch, before, context)
     return batch
 
 
@@ -271,8 +275,10 @@ def update_critic(batch: Batch, context: StageContext) -> Batch:
     """
     engine, counted = context.critic, Counted.of(batch, counted_samples(batch, context), context)
     _report_fit(batch, counted.is_counted, context)
+    before = engine.policy_version
     for mini_batch in mini_batches(batch, counted, "token_mean", context):
         make_update(engine, mini_batch, partial(_value_loss, context, mini_batch), context)
+    add_states(engine, batch, before, context)
     return batch
 
 

@@ -9,6 +9,7 @@ from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from leaderless.config import RecipeError
 from leaderless.config.body import Grain
@@ -16,6 +17,7 @@ from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import Family
+from leaderless.policies.normalizer import StateNormalizer, joined, moments
 from leaderless.policies.opened import open_model
 from leaderless.policies.protocol import BodyPolicy, BodyValue, Observed, Scores
 from leaderless.policies.seen import images_of, padded
@@ -106,6 +108,30 @@ class _Bodies(ShardedModel[HeldBody]):  # type: ignore[type-var]
             filled += size
         count = int(self.process_group.max(torch.tensor([len(packs)]), "the number of micro-batches"))
         return [episodes.pack(torch.tensor(rows, dtype=torch.int64)) for rows in [*packs, *[[]] * (count - len(packs))]]
+
+    @torch.no_grad()
+    def add_states(self, batch: Batch, total: Callable[[Tensor], Tensor]) -> None:
+        """See `BodyTrainable`."""
+        states = batch.jagged("states").values
+        for one in (module for module in self.model.modules() if isinstance(module, StateNormalizer)):
+            mean, variance, count = (_whole(held).cpu() for held in (one.mean, one.variance, one.count))
+            if float((added := total(moments(states, mean)))[0]) > 0:
+                for held, value in zip(
+                    (one.mean, one.variance, one.count), joined(mean, variance, count, added), strict=True
+                ):
+                    _assign(held, value.float())
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _assign(parameter: Tensor, value: Tensor) -> None:
+    """Give a weight its value, of which each rank keeps its own part."""
+    here = value.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        here = distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(here)
 
 
 class BodyPolicyEngine(_Bodies):

@@ -262,6 +262,18 @@ class ValueEngine(Trainable, Protocol):
         """[R] float32: value before each of a micro-batch's sampled tokens, with a graph for the backward pass."""
 
 
+class BodyTrainable(Trainable, Protocol):
+    """A policy of a body, or its critic."""
+
+    def add_states(self, batch: Batch, total: Callable[[Tensor], Tensor]) -> None:
+        """Let a model that normalizes states know those of a step, after its updates.
+
+        Args:
+            batch: This rank's episodes.
+            total: Function that sums a tensor over the ranks of the node; they call it together.
+        """
+
+
 class BodyCritic(ValueEngine, Protocol):
     """A value model of what a body sees."""
 

@@ -217,11 +217,13 @@ def _check_update_critic(recipe: Recipe, node: Node) -> None:
 
 
 def _check_updates_per_step(recipe: Recipe) -> None:
-    if recipe.batch.updates_per_step > recipe.batch.prompts_per_step:
+    batch = recipe.batch
+    if batch.parts_per_step > batch.prompts_per_step:
+        times = f" in {batch.epochs_per_step} epochs" * (batch.epochs_per_step > 1)
         raise RecipeError.at(
             "batch.updates_per_step",
-            f"is {recipe.batch.updates_per_step}, more than the {recipe.batch.prompts_per_step} prompts of a step; "
-            "each update needs at least one prompt",
+            f"is {batch.updates_per_step}{times}, more than the {batch.prompts_per_step} prompts of a step; each "
+            "update needs at least one prompt",
         )
 
 

@@ -80,6 +80,13 @@ def test_ranks_that_divide_layers_divide_the_work_and_wait_for_their_sums():
     assert training == pytest.approx(3 * flops / (1e12 * 0.5 * 2) + 2 * one_way)
 
 
+def test_each_epoch_takes_as_long_as_the_first():
+    rows, shards = equal_rows(4, response=1000), np.zeros(4, dtype=np.int64)
+    once = model(batch={"updates_per_step": 2}).training_seconds(rows, shards)
+    again = model(batch={"updates_per_step": 6, "epochs_per_step": 3}).training_seconds(rows, shards)
+    assert again == pytest.approx(3 * once)
+
+
 def test_training_takes_three_passes_or_four_where_activations_are_computed_again():
     rows, shards = equal_rows(4, response=1000), np.zeros(4, dtype=np.int64)
     flops = float(model().forward_flops(rows, shards).sum())

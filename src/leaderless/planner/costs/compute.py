@@ -90,7 +90,7 @@ class ModelCost:
         gradients = self.size.num_gathered(self.layout) * GRADIENT_BYTES
         holders = np.array(self.layout.part(self.layout.ranks[0]))
         pass_s = 2 * self.part_seconds() + self.network.gather_seconds(gradients, holders)
-        num_updates = self.recipe.batch.updates_per_step
+        num_updates = self.recipe.batch.parts_per_step
         update_of_row = rows.groups * num_updates // (int(rows.groups[-1]) + 1)
         total = 0.0
         for update in range(num_updates):
@@ -100,7 +100,7 @@ class ModelCost:
             work += (2 + self.config.gradient_checkpointing) * self._sums(part, shards[chosen])
             work *= self._filling(part, shards[chosen])
             total += max(float(work), self._num_passes(part, shards[chosen]) * pass_s)
-        return total
+        return total * self.recipe.batch.epochs_per_step
 
     def generation_seconds(self, rows: Rows, shards: Int) -> Float:
         """[dp] time of each shard: weights are gathered once, prompts read once per group, then token follows token.
