@@ -26,6 +26,7 @@ CASES: dict[str, Advantage] = {
     "gae without whitening": ADVANTAGES["gae"].model_validate({"whiten": False, "decay": 0.9}),
     "chained_gae by actions": ADVANTAGES["chained_gae"].model_validate({"level": "action", "turn_discount": 0.9}),
     "chained_gae without whitening": ADVANTAGES["chained_gae"].model_validate({"whiten": "none", "decay": 0.9}),
+    "srpo by task": ADVANTAGES["srpo"].model_validate({"task": "level"}),
     "custom": OwnAdvantage(type="tests.end_to_end.own_algorithm:OwnAdvantage"),
 }
 """Every advantage, with settings that find something to learn."""
@@ -49,7 +50,7 @@ def columns() -> dict[str, object]:
         "env_steps": torch.cat([torch.arange(length, dtype=torch.int32) for length in LENGTHS.tolist()]),
         "embeddings": torch.randn(len(REWARDS), 3, generator=noise),
         "success": torch.tensor([True, False, False, True, False, True, False, False]),
-        "rows": tuple({"question": str(group)} for group in GROUPS.tolist()),
+        "rows": tuple({"question": str(group), "level": group % 2} for group in GROUPS.tolist()),
     }
 
 

@@ -42,6 +42,7 @@ class AdvantageInputs:
         columns: Columns that the class names in `reads`, by name: a tensor [n, ...] or, along response tokens,
             [total, ...]; for other axes a tensor for each response; for JSON-able values a tuple of n.
         sum_over_ranks: Function that sums a tensor over all ranks, which call it equally often.
+        gather_over_ranks: Function that returns the rows of a tensor [n, ...] of all ranks, each once.
         step: Number of the step, from 1.
         state: Numbers that the class keeps from step to step, and which are checkpointed. It must change them in the
             same way on all ranks.
@@ -59,6 +60,7 @@ class AdvantageInputs:
     sum_over_ranks: Callable[[Tensor], Tensor]
     step: int
     state: MutableMapping[str, float] = field(default_factory=dict)
+    gather_over_ranks: Callable[[Tensor], Tensor] = field(default=lambda rows: rows)
 
     def column(self, name: str) -> Tensor:
         """A column with one value per response or per response token.

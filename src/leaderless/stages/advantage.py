@@ -94,6 +94,7 @@ def _with_advantages(batch: Batch, context: StageContext) -> Batch:
         episode_ids=rows.ids,
         columns={name: _plain(rows[name]) for name in config.reads},
         sum_over_ranks=context.sum,
+        gather_over_ranks=context.gather,
         step=context.step,
         state=context.state,
     )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from tests.unit.bodies.threads import Threads
 
-from leaderless.algorithms.advantages.srpo import centers_of, self_referential_rewards
+from leaderless.algorithms.advantages.srpo import centers_of, self_referential_rewards, task_numbers
 from leaderless.algorithms.clusters import NOISE, dbscan
 from leaderless.config import RecipeError
 from leaderless.environments.bodies.protocol import Continuous, Spaces
@@ -73,6 +75,50 @@ def test_order_other_groups_and_failed_rewards_change_nothing() -> None:
         valid[lost] = False
         rest = torch.tensor([row for row in range(12) if row != lost])
         torch.testing.assert_close(of(torch.arange(12), valid)[rest], of(rest, is_valid))
+
+
+def test_failures_are_compared_with_successes_of_their_task_from_other_starts() -> None:
+    """The second group has no success of its own, but is of the same task; the third is of another one."""
+    places = torch.tensor([[0.0], [4.0], [1.0], [3.0], [5.0], [6.0]])
+    success = torch.tensor([True, False, False, False, False, False])
+    rows = ({"task": "a"}, {"task": "a"}, {"task": "a"}, {"task": "a"}, {"task": "b"}, {"task": "b"})
+    tasks = task_numbers(rows, "task")
+    found = self_referential_rewards(places, success, torch.ones(6, dtype=torch.bool), tasks, scale=0.8, radius=1.0)
+    mean, deviation = 8 / 3, math.sqrt(((4 - 8 / 3) ** 2 + (1 - 8 / 3) ** 2 + (3 - 8 / 3) ** 2) / 3)
+    expected = [0.8 / (1 + math.exp((distance - mean) / deviation)) for distance in (4, 1, 3)]
+    assert found.tolist() == pytest.approx([1.0, *expected, 0.0, 0.0])
+    assert task_numbers(({"task": [1, "x"]}, {"task": [1, "x"]}, {"task": [1, "y"]}), "task").unique().numel() == 2
+    with pytest.raises(RecipeError, match="has only the columns task: name one of these"):
+        task_numbers(rows, "level")
+
+
+def test_ranks_change_nothing_where_tasks_are_compared() -> None:
+    torch.manual_seed(0)
+    points, success, valid = torch.randn(24, 5), torch.rand(24) < 0.3, torch.rand(24) < 0.9
+    tasks, ids = torch.arange(24) // 4 % 3, torch.randperm(24)
+    whole = self_referential_rewards(points, success, valid, tasks, scale=0.8, radius=1.0)
+    barrier, parts = threading.Barrier(3), [torch.zeros(0)] * 3
+    found = torch.zeros(24, dtype=torch.float64)
+
+    def run(rank: int) -> None:
+        rows, group = torch.arange(24)[rank::3], Threads(rank, barrier, parts)
+        found[rows] = self_referential_rewards(
+            points[rows],
+            success[rows],
+            valid[rows],
+            tasks[rows],
+            scale=0.8,
+            radius=1.0,
+            episode_ids=ids[rows],
+            gather=lambda one: torch.cat(group.gather(one, "rows")),
+        )
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(found, whole)
 
 
 def reached(start: int, distances: list[list[float]], is_core: list[bool], radius: float) -> set[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -11,9 +13,12 @@ from leaderless.algorithms.advantage import Advantage, AdvantageInputs, Advantag
 from leaderless.algorithms.advantages.grpo import grpo_advantages
 from leaderless.algorithms.clusters import dbscan
 from leaderless.algorithms.lazy import torch
+from leaderless.config.errors import RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from leaderless.config import Json
 
 MIN_POINTS = 2
 """Successful episodes that make a cluster."""
@@ -23,29 +28,32 @@ class SrpoAdvantage(Advantage):
     """Relative rewards of episodes of a body, where a failed one is worth more the nearer it came to a successful one.
 
     What an episode looked like is a vector; see `body.encoder`. Success alone counts, not the rewards of the
-    environment. A failed episode is compared with the successful ones of its group, which began in the same state, so
-    that no rank has to ask another. Without any of these, all of the group are worth 0. A single failed episode, or
-    several at the same distance, are worth `scale` / 2. Successful ones that form no cluster are centers of their own.
+    environment. A failed episode is compared with the successful ones of its task in the whole batch; see `task`.
+    Without any of these, all are worth 0. A single failed episode, or several at the same distance, are worth
+    `scale` / 2. Successful ones that form no cluster are centers of their own.
 
     Formula: g = 1 for success, else scale * sigmoid(-(d - mean(d)) / std(d)), with d the distance to the nearest center
-    of the clusters of successful ones, and mean and deviation (1/n) over the failed ones of the group; then
-    (g - mean) / (std + epsilon) over the group.
+    of the clusters of successful ones, and mean and deviation (1/n) over the failed ones of the task; then
+    (g - mean) / (std + epsilon) over the group, whose episodes begin in the same state.
 
     Source: SRPO, arXiv 2511.15605, which clusters by DBSCAN without giving its radius: here it is a share of the mean
-    distance between the group's successful episodes. It compares episodes of a task in a batch; here, of a start.
+    distance between the successful episodes of the task.
     """
 
     type: Literal["srpo"] = "srpo"
+    task: str | None = Field(default=None, min_length=1)
+    """Column of the dataset whose value names the task of a row, so that failed episodes are compared with successful
+    ones of the same task from any start, on all ranks. Without it, each row is a task of its own."""
     scale: float = Field(default=0.8, gt=0, lt=1)
     """Alpha: what a failed episode could be worth at most, where success is worth 1."""
     radius: float = Field(default=1.0, gt=0)
-    """Distance of neighbors in a cluster, as a share of the mean distance between successful episodes of the group."""
+    """Distance of neighbors in a cluster, as a share of the mean distance between successful episodes of the task."""
     epsilon: float = Field(default=1e-6, gt=0)
     """Constant added to the group's standard deviation."""
 
     compares_siblings: ClassVar[bool] = True
     judges: ClassVar[str] = "asks whether an episode is a success"
-    reads: ClassVar[tuple[str, ...]] = ("embeddings", "success")
+    reads: ClassVar[tuple[str, ...]] = ("embeddings", "success", "rows")
     metrics: ClassVar[Mapping[str, str]] = {"srpo/reward": "worth of an episode: 1 for success, less for failure"}
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
@@ -54,9 +62,11 @@ class SrpoAdvantage(Advantage):
             inputs.column("embeddings"),
             inputs.column("success"),
             inputs.is_valid,
-            inputs.group_ids,
+            inputs.group_ids if self.task is None else task_numbers(inputs.columns["rows"], self.task),
             scale=self.scale,
             radius=self.radius,
+            episode_ids=inputs.episode_ids,
+            gather=None if self.task is None else inputs.gather_over_ranks,
         )
         advantages = grpo_advantages(
             rewards, inputs.is_valid, inputs.group_ids, normalize_by_std=True, epsilon=self.epsilon
@@ -64,28 +74,83 @@ class SrpoAdvantage(Advantage):
         return AdvantageOutput(advantages, metrics={"srpo/reward": rewards})
 
 
-def self_referential_rewards(
-    embeddings: Tensor, success: Tensor, is_valid: Tensor, group_ids: Tensor, *, scale: float, radius: float
-) -> Tensor:
-    """What episodes are worth, [n] float64; see `SrpoAdvantage`. Invalid ones are worth 0, and nothing depends on them.
+def task_numbers(rows: Sequence[Tensor] | Sequence[Json] | Tensor, column: str) -> Tensor:
+    """[n] int64: a number for each row, the same for those with the same value in a column.
 
-    `embeddings` are [n, size], `success` and `is_valid` [n] bool, `group_ids` [n] int64; `scale` is alpha, `radius` a
-    share of the mean distance of successful episodes.
+    Raises:
+        RecipeError: A row lacks the column.
+    """
+    numbers: list[int] = []
+    for row in rows:
+        if not isinstance(row, Mapping) or column not in row:
+            known = ", ".join(map(str, row)) if isinstance(row, Mapping) else ""
+            raise RecipeError.at(
+                "algorithm.advantage.task",
+                f"is '{column}', but a row of the dataset has only the columns {known}: name one of these",
+            )
+        text = json.dumps(row[column], sort_keys=True, ensure_ascii=False)
+        numbers.append(int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little"))
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def self_referential_rewards(
+    embeddings: Tensor,
+    success: Tensor,
+    is_valid: Tensor,
+    task_ids: Tensor,
+    *,
+    scale: float,
+    radius: float,
+    episode_ids: Tensor | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """What episodes are worth; see `SrpoAdvantage`. Invalid ones are worth 0, and nothing depends on them.
+
+    Args:
+        embeddings: [n, size].
+        success: [n] bool.
+        is_valid: [n] bool.
+        task_ids: [n] int64, number of the task.
+        scale: Alpha.
+        radius: Share of the mean distance of successful episodes of a task.
+        episode_ids: [n] int64, numbers from which the order of sums follows; needed with `gather`.
+        gather: Function that returns the rows of all ranks, which call it equally often; None if the episodes of a task
+            are all on this rank.
+
+    Returns:
+        [n] float64.
     """
     rewards = (success & is_valid).double()
-    for group in torch.unique(group_ids[is_valid & ~success]).tolist():
-        is_here = (group_ids == group) & is_valid
-        failed, done = is_here & ~success, is_here & success
-        if not bool(done.any()):
-            continue
-        centers = centers_of(embeddings[done].double(), radius)
-        distances = torch.cdist(embeddings[failed].double(), centers, compute_mode=EXACT).min(1).values
-        spread = distances.std(correction=0)
+    is_done, is_failed = success & is_valid, ~success & is_valid
+    done, done_tasks = embeddings[is_done], task_ids[is_done]
+    if gather is not None:
+        assert episode_ids is not None, "the order of what is gathered must not depend on ranks"
+        done, done_tasks = _in_order(gather, episode_ids[is_done], done, done_tasks)
+    distances = torch.full((len(embeddings),), torch.nan, dtype=torch.float64)
+    for task in torch.unique(task_ids[is_failed]).tolist():
+        found, mine = done[done_tasks == task], is_failed & (task_ids == task)
+        if len(found):
+            centers = centers_of(found.double(), radius)
+            distances[mine] = torch.cdist(embeddings[mine].double(), centers, compute_mode=EXACT).min(1).values
+    is_compared = ~distances.isnan()
+    all_distances, all_tasks = distances[is_compared], task_ids[is_compared]
+    if gather is not None:
+        assert episode_ids is not None
+        all_distances, all_tasks = _in_order(gather, episode_ids[is_compared], all_distances, all_tasks)
+    for task in torch.unique(task_ids[is_compared]).tolist():
+        among, mine = all_distances[all_tasks == task], is_compared & (task_ids == task)
+        mean, spread = among.mean(), among.std(correction=0)
         # Equal distances differ by rounding.
-        is_even = spread <= 1e-9 * distances.mean()
-        scores = torch.where(is_even, 0.0, (distances - distances.mean()) / torch.where(is_even, 1.0, spread))
-        rewards[failed] = scale * torch.sigmoid(-scores)
+        is_even = spread <= 1e-9 * mean
+        scores = torch.where(is_even, 0.0, (distances[mine] - mean) / torch.where(is_even, 1.0, spread))
+        rewards[mine] = scale * torch.sigmoid(-scores)
     return rewards
+
+
+def _in_order(gather: Callable[[Tensor], Tensor], ids: Tensor, values: Tensor, tasks: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and tasks of all ranks, in the order of their numbers."""
+    order = gather(ids).argsort()
+    return gather(values)[order], gather(tasks)[order]
 
 
 EXACT = "donot_use_mm_for_euclid_dist"

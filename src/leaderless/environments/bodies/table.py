@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ class Table(VectorEnvironment):
         size: int = 28,
         num_blocks: int = 3,
         num_colors: int = 3,
+        num_layouts: int = 0,
         max_steps: int = 32,
         lag: float = 0.0,
         noise: float = 0.0,
@@ -51,6 +52,8 @@ class Table(VectorEnvironment):
             size: Pixels of a side of the image.
             num_blocks: Number of blocks.
             num_colors: Number of colors, of which the blocks have different ones.
+            num_layouts: Number of tables, of which the number `task` of the row chooses one, or else the seed. Blocks,
+                colors and target belong to the table, the arm's place to the seed. With 0, all follow from the seed.
             max_steps: Steps after which an episode is truncated.
             lag: Share of the movement of the last step that remains, below 1.
             noise: Standard deviation of what is added to movements, in widths of the table.
@@ -60,13 +63,14 @@ class Table(VectorEnvironment):
                 f"num_blocks={num_blocks}, num_colors={num_colors}: there are up to {len(COLORS)} colors, and no more "
                 "blocks than colors"
             )
-        if size < 12 or max_steps < 1 or not 0 <= lag < 1 or noise < 0:
+        if size < 12 or max_steps < 1 or num_layouts < 0 or not 0 <= lag < 1 or noise < 0:
             raise ValueError(
-                f"size={size}, max_steps={max_steps}, lag={lag}, noise={noise}: the size must be at least 12, there "
-                "must be a step, lag is at least 0 and below 1, and noise at least 0"
+                f"size={size}, max_steps={max_steps}, num_layouts={num_layouts}, lag={lag}, noise={noise}: the size "
+                "must be at least 12, there must be a step, lag is at least 0 and below 1, and others at least 0"
             )
         self.spaces = Spaces({"top": (size, size)}, 2, Continuous((-1.0, -1.0), (1.0, 1.0)), max_steps, True)
         self._size, self._lag, self._noise, self._num_colors = size, lag, noise, num_colors
+        self._num_layouts = num_layouts
         self._arms, self._moves = np.zeros((num, 2)), np.zeros((num, 2))
         self._blocks = np.zeros((num, num_blocks, 2))
         self._colors, self._targets = np.zeros((num, num_blocks), np.int64), np.zeros(num, np.int64)
@@ -74,14 +78,18 @@ class Table(VectorEnvironment):
         self._chance = [np.random.Generator(np.random.PCG64(0)) for _ in range(num)]
         self._names, self._shades = list(COLORS), np.array(list(COLORS.values()), np.uint8)
 
-    def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:  # noqa: ARG002
-        """See `VectorEnvironment`. Everything follows from the seed."""
-        for one, seed in zip(which, seeds, strict=True):
-            chance = self._chance[one] = np.random.Generator(np.random.PCG64(seed))
-            places = _scattered(chance, 1 + self._blocks.shape[1])
+    def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:
+        """See `VectorEnvironment`. Everything follows from the seed, and from the table if there are several."""
+        for one, task, seed in zip(which, tasks, seeds, strict=True):
+            chance = layout = self._chance[one] = np.random.Generator(np.random.PCG64(seed))
+            if self._num_layouts:
+                layout = np.random.Generator(np.random.PCG64(_number(task, seed) % self._num_layouts))
+            places = _scattered(layout, 1 + self._blocks.shape[1])
             self._arms[one], self._blocks[one] = places[0], places[1:]
-            self._colors[one] = chance.permutation(self._num_colors)[: self._blocks.shape[1]]
-            self._targets[one] = chance.integers(self._blocks.shape[1])
+            self._colors[one] = layout.permutation(self._num_colors)[: self._blocks.shape[1]]
+            self._targets[one] = layout.integers(self._blocks.shape[1])
+            if self._num_layouts:
+                self._arms[one] = _scattered(chance, 1, self._blocks[one])[0]
             self._moves[one], self._steps[one] = 0.0, 0
         return self._seen(which)
 
@@ -200,11 +208,20 @@ class Table(VectorEnvironment):
 MASK = (1 << 64) - 1
 
 
-def _scattered(chance: np.random.Generator, count: int) -> NDArray[np.float64]:
-    """Places [count, 2] that are apart from one another."""
+def _number(task: Task, seed: int) -> int:
+    """The whole number `task` of a row, or the seed."""
+    number = task.get("task")
+    return number if isinstance(number, int) and not isinstance(number, bool) else seed
+
+
+def _scattered(
+    chance: np.random.Generator, count: int, others: Iterable[NDArray[np.float64]] = ()
+) -> NDArray[np.float64]:
+    """Places [count, 2] that are apart from one another, and from others."""
     places: list[NDArray[np.float64]] = []
+    taken = list(others)
     while len(places) < count:
         place = chance.uniform(0.08, 0.92, 2)
-        if all(np.linalg.norm(place - other) >= APART for other in places):
+        if all(np.linalg.norm(place - other) >= APART for other in [*taken, *places]):
             places.append(place)
     return np.stack(places)
