@@ -53,6 +53,7 @@ BODY_WORKFLOWS: dict[str, dict[str, object]] = {
     "remax": {},
     "srpo": {},
     "imitation": {},
+    "sac": {"models.policy.body": {"type": "squashed", "options": {}}, "algorithm.sac.first_decisions": 4},
 }
 
 

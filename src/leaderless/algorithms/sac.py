@@ -1,4 +1,4 @@
-"""Soft actor-critic, and RLPD, its form that learns from demonstrations too: networks and losses."""
+"""Soft actor-critic, and RLPD, its form that learns from demonstrations too: critics, densities and targets."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-
-LEAST_LOG_DEVIATION, LARGEST_LOG_DEVIATION = -5.0, 2.0
-"""Limits of the policy's deviations, before actions are squashed."""
 
 
 class Ensemble(nn.Module):
@@ -49,40 +46,14 @@ class Ensemble(nn.Module):
         return hidden[..., 0]
 
 
-class Actor(nn.Module):
-    """A policy of the state: normal numbers, squashed into -1 to 1."""
-
-    def __init__(self, state_size: int, num_outputs: int, hidden_size: int, num_layers: int) -> None:
-        """Make a policy with random weights; `num_outputs` counts the numbers of a decision."""
-        super().__init__()
-        sizes = [state_size, *[hidden_size] * num_layers]
-        layers: list[nn.Module] = []
-        for before, after in pairwise(sizes):
-            layers += [nn.Linear(before, after), nn.ReLU()]
-        self.layers = nn.Sequential(*layers, nn.Linear(sizes[-1], 2 * num_outputs))
-
-    def forward(self, states: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Actions [n, numbers] from -1 to 1, and their log-probabilities [n].
-
-        Args:
-            states: [n, state_size].
-            noise: [n, numbers], from a normal distribution; None for the middle of the distribution.
-        """
-        mean, spread = self.layers(states).chunk(2, dim=1)
-        half = (LARGEST_LOG_DEVIATION - LEAST_LOG_DEVIATION) / 2
-        log_deviation = LEAST_LOG_DEVIATION + half * (torch.tanh(spread) + 1)
-        drawn = mean if noise is None else mean + log_deviation.exp() * noise
-        return torch.tanh(drawn), squashed_log_probs(drawn, mean, log_deviation)
-
-
-def squashed_log_probs(drawn: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
-    """[n]: log-density of tanh(drawn), where `drawn` [n, numbers] is normal with `mean` and `log_deviation`.
+def squashed_log_densities(drawn: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
+    """Log-density of each number of tanh(drawn), where `drawn` is normal with `mean` and `log_deviation`.
 
     Source: Haarnoja et al., arXiv 1801.01290, equation 21, with log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2 u)).
     """
     normal = -0.5 * ((drawn - mean) / log_deviation.exp()) ** 2 - log_deviation - 0.5 * math.log(2 * math.pi)
     squash = 2 * (math.log(2) - drawn - nn.functional.softplus(-2 * drawn))
-    return (normal - squash).sum(1)
+    return normal - squash
 
 
 def targets(rewards: Tensor, num_steps: Tensor, is_terminated: Tensor, following: Tensor, discount: float) -> Tensor:
@@ -98,6 +69,6 @@ def targets(rewards: Tensor, num_steps: Tensor, is_terminated: Tensor, following
         following: [n], value of what is seen after the decision.
         discount: Gamma, per step of the environment.
     """
-    powers = discount ** torch.arange(rewards.shape[1], dtype=rewards.dtype)
+    powers = discount ** torch.arange(rewards.shape[1], dtype=rewards.dtype, device=rewards.device)
     later = discount ** num_steps.to(rewards.dtype)
     return (rewards * powers).sum(1) + torch.where(is_terminated, 0.0, later * following)

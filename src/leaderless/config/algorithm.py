@@ -14,6 +14,7 @@ from leaderless.algorithms.losses.ppo import PpoLoss
 from leaderless.algorithms.policy_loss import PolicyLoss
 from leaderless.algorithms.registry import union_of
 from leaderless.config.base import Section
+from leaderless.config.sac import SacConfig
 
 if TYPE_CHECKING:
     AnyAdvantage = Advantage
@@ -133,6 +134,8 @@ class AlgorithmConfig(Section):
     """Training of the critic, in a workflow with one."""
     team: TeamConfig = TeamConfig()
     """Training of several roles that play together."""
+    sac: SacConfig | None = None
+    """Soft actor-critic, in workflows that train by it, such as `sac`."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> AlgorithmConfig:

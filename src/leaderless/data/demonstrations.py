@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 VERSION = "v2.1"
 """Version of the format that is written."""
 IMAGES, STATE, ACTION = "observation.images.", "observation.state", "action"
+REWARD, DONE = "next.reward", "next.done"
 EPISODES_PER_CHUNK = 1000
 KEPT_BYTES = 1 << 28
 """Decoded episodes that stay in memory; once it is full, others are decoded each time."""
@@ -43,12 +44,16 @@ class Demonstration:
         states: [T, state_size] float32, before each step.
         actions: [T, dim] float32, or [T] int64 choices.
         instruction: Instruction.
+        rewards: [T] float32, reward of each step; None if they are not known.
+        is_terminated: Whether the task came to its end with the last step; else the episode was cut.
     """
 
     images: Mapping[str, NDArray[np.uint8]]
     states: NDArray[np.float32]
     actions: NDArray[np.generic]
     instruction: str = ""
+    rewards: NDArray[np.float32] | None = None
+    is_terminated: bool = True
 
     def __post_init__(self) -> None:
         lengths = {len(self.states), len(self.actions), *map(len, self.images.values())}
@@ -138,7 +143,9 @@ class Demonstrations:
                 states = np.array(columns[STATE].to_pylist(), dtype=np.float32).reshape(len(actions), -1)
             tasks = episode.get("tasks")
             instruction = str(tasks[0]) if isinstance(tasks, list) and tasks else ""
-            found = Demonstration(images, states, actions, instruction)
+            rewards = np.array(columns[REWARD].to_pylist(), np.float32).reshape(-1) if REWARD in columns else None
+            is_terminated = bool(columns[DONE].to_pylist()[-1]) if DONE in columns else True
+            found = Demonstration(images, states, actions, instruction, rewards, is_terminated)
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"demonstration {number} of {self.folder} cannot be read: {error}") from error
         size = sum(image.nbytes for image in images.values()) + states.nbytes + actions.nbytes
@@ -221,6 +228,7 @@ class Recorder:
         columns |= {
             STATE: pa.array(episode.states.tolist(), pa.list_(pa.float32())),
             ACTION: pa.array(episode.actions.tolist()),
+            **_outcome(episode),
             "timestamp": pa.array([step / self._steps_per_s for step in range(length)], pa.float32()),
             "frame_index": pa.array(range(length), pa.int64()),
             "episode_index": pa.array([number] * length, pa.int64()),
@@ -288,7 +296,23 @@ def _features_of(episode: Demonstration) -> dict[str, Json]:
     counted: Sequence[str] = ("frame_index", "episode_index", "index", "task_index")
     times: dict[str, Json] = {"timestamp": {"dtype": "float32", "shape": [1], "names": None}}
     whole: dict[str, Json] = {name: {"dtype": "int64", "shape": [1], "names": None} for name in counted}
-    return {**images, STATE: numbers(episode.states), ACTION: numbers(episode.actions), **times, **whole}
+    ends: dict[str, Json] = {}
+    if episode.rewards is not None:
+        ends = {
+            name: {"dtype": kind, "shape": [1], "names": None} for name, kind in ((REWARD, "float32"), (DONE, "bool"))
+        }
+    return {**images, STATE: numbers(episode.states), ACTION: numbers(episode.actions), **ends, **times, **whole}
+
+
+def _outcome(episode: Demonstration) -> dict[str, object]:
+    """The columns of rewards, and of whether the task came to its end."""
+    import pyarrow as pa
+
+    if episode.rewards is None:
+        return {}
+    last = len(episode.rewards) - 1
+    done = [episode.is_terminated and step == last for step in range(last + 1)]
+    return {REWARD: pa.array(episode.rewards.tolist(), pa.float32()), DONE: pa.array(done, pa.bool_())}
 
 
 def _encoded(image: NDArray[np.uint8]) -> bytes:

@@ -15,8 +15,10 @@ from leaderless.environments.bodies.protocol import Continuous, Spaces
 from leaderless.robots.transitions import Transitions
 
 ABOUT_FILE, RECORDS_FILE = "about.json", "transitions.bin"
-VERSION = 1
+VERSION = 2
 FLAGS = ("terminated", "truncated")
+PLACES = ("step", "episode")
+"""What is kept with a transition besides it: the step of a run, and the number of the episode."""
 
 
 class ReplayBuffer:
@@ -39,6 +41,7 @@ class ReplayBuffer:
         """
         self._dtype = record_type(spaces, chunk)
         self._cameras = tuple(spaces.images)
+        self._names = [name for name in (self._dtype.names or ())[1:] if name not in PLACES]
         self._path = folder / RECORDS_FILE
         folder.mkdir(parents=True, exist_ok=True)
         about = {"version": VERSION, "chunk": chunk, "fields": json.loads(json.dumps(self._dtype.descr))}
@@ -79,10 +82,17 @@ class ReplayBuffer:
         """Number of transitions."""
         return self._num
 
-    def append(self, transitions: Transitions) -> None:
-        """Keep transitions. Killing the process loses none of those for which this has returned; see `sync`."""
+    def append(self, transitions: Transitions, step: int = 0, episodes: NDArray[np.int64] | int = 0) -> None:
+        """Keep transitions. Killing the process loses none of those for which this has returned; see `sync`.
+
+        Args:
+            transitions: Transitions.
+            step: Step of the run that made them, never before that of earlier ones.
+            episodes: Number of the episode of each, int64 [n].
+        """
         records = np.zeros(len(transitions), self._dtype)
-        for name in (self._dtype.names or ())[1:]:
+        records["step"], records["episode"] = step, episodes
+        for name in self._names:
             kind, _, camera = name.partition("/")
             values = getattr(transitions, kind)
             records[name] = values[camera] if camera else values
@@ -122,14 +132,35 @@ class ReplayBuffer:
 
     def take(self, rows: NDArray[np.int64]) -> Transitions:
         """The transitions of some rows, from 0 for the oldest."""
-        if len(self._records) != self._num:
-            self._records = np.memmap(self._path, self._dtype, "r", shape=(self._num,))
-        found = self._records[rows]
+        found = self._mapped()[rows]
         images, next_images = (
             {camera: found[f"{kind}/{camera}"] for camera in self._cameras} for kind in ("images", "next_images")
         )
-        names = [name for name in (self._dtype.names or ())[1:] if "/" not in name]
+        names = [name for name in self._names if "/" not in name]
         return Transitions(images=images, next_images=next_images, **{name: np.array(found[name]) for name in names})
+
+    def places(self, first: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Step, episode, and whether a person acted, of the transitions from `first`, each [n]."""
+        found = self._mapped()[first:]
+        step, episode = (np.array(found[name]) for name in PLACES)
+        return step, episode, np.array(found["intervened"].any(axis=1))
+
+    def cut(self, step: int) -> None:
+        """Drop the transitions of a step of the run, and of later ones."""
+        self.truncate(self.first_of(step))
+
+    def first_of(self, step: int) -> int:
+        """The row of the first transition of a step of the run, or of a later one."""
+        return int(np.searchsorted(self._mapped()["step"], step))
+
+    def refresh(self) -> None:
+        """See what another process has appended since."""
+        self._num = self._path.stat().st_size // self._dtype.itemsize
+
+    def _mapped(self) -> NDArray[np.void]:
+        if len(self._records) != self._num:
+            self._records = np.memmap(self._path, self._dtype, "r", shape=(self._num,))
+        return self._records
 
     def close(self) -> None:
         """Close the file; it may be called twice."""
@@ -147,7 +178,7 @@ def record_type(spaces: Spaces, chunk: int) -> np.dtype[np.void]:
         raise ValueError(
             "actions are choices, but transitions hold real numbers: use an algorithm without a replay buffer"
         )
-    fields: list[tuple[str, str, tuple[int, ...]]] = [("checksum", "<u4", ())]
+    fields: list[tuple[str, str, tuple[int, ...]]] = [("checksum", "<u4", ()), *((name, "<i8", ()) for name in PLACES)]
     for kind, state in (("images", "state"), ("next_images", "next_state")):
         fields += [(f"{kind}/{camera}", "|u1", (*size, 3)) for camera, size in spaces.images.items()]
         fields.append((state, "<f4", (spaces.state_size,)))

@@ -31,6 +31,8 @@ POLICIES: Mapping[str, str] = {
     "openvla": "leaderless.policies.openvla:OpenVla",
     "openvla_oft": "leaderless.policies.openvla:OpenVlaOft",
     "pi0": "leaderless.policies.pi0:Pi0",
+    "squashed": "leaderless.policies.squashed:Squashed",
+    "squashed_cnn": "leaderless.policies.squashed:SquashedCnn",
 }
 """Policies that come with the package, each as `module:Class`."""
 VALUES: Mapping[str, str] = {

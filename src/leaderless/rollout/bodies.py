@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from leaderless.config import Json
 from leaderless.config.body import BodyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.environments.bodies.protocol import Observations, Spaces, Steps
@@ -53,6 +54,9 @@ class BodyEpisode:
         log_probs: Log-probabilities, float32 [chunk, numbers of an action].
         num_steps: Steps of each decision that were executed.
         rewards: Reward of each executed step.
+        taken: Actions of each decision as they were executed, [chunk, ...], a person's where one acted; 0 for other
+            steps.
+        intervened: Steps of each decision in which a person acted, bool [chunk].
         is_terminated: Whether the environment ended it.
         is_success: Whether the task was done.
         failure: Why it cannot be judged; None if it can.
@@ -65,6 +69,8 @@ class BodyEpisode:
     log_probs: list[Tensor] = field(default_factory=list)
     num_steps: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    taken: list[NDArray[np.generic]] = field(default_factory=list)
+    intervened: list[NDArray[np.bool_]] = field(default_factory=list)
     is_terminated: bool = False
     is_success: bool = False
     failure: str | None = None
@@ -190,6 +196,7 @@ class _Game:
         self._engine, self._worlds, self._tasks = engine, worlds, tasks
         self._seed, self._temperature, self._clock = seed, temperature, clock
         self._episodes = [BodyEpisode() for _ in tasks]
+        self._actions: dict[int, NDArray[np.generic]] = {}
         self._waiting = iter(range(len(tasks)))
         self._num_done = 0
 
@@ -240,6 +247,7 @@ class _Game:
         tasks, episodes = [self._tasks[n] for n in numbers], [self._episodes[n] for n in numbers]
         with self._clock.doing("generate"):
             actions = self._engine.decide(episodes, tasks, self._seed, self._temperature)
+        self._actions |= dict(zip(numbers, actions, strict=True))
         self._worlds.begin_step(list(seats), actions)
 
     def _finish(self, seats: dict[int, int]) -> None:
@@ -261,6 +269,9 @@ class _Game:
         episode, count = self._episodes[number], int(steps.num_steps[row])
         episode.num_steps.append(count)
         episode.rewards += steps.rewards[row, :count].tolist()
+        taken, intervened = executed(self._actions.pop(number), count, steps.infos[row] if steps.infos else {})
+        episode.taken.append(taken)
+        episode.intervened.append(intervened)
         episode.see(steps.observations, row)
         episode.is_terminated = bool(steps.terminated[row])
         episode.is_success = episode.is_success or bool(steps.success[row])
@@ -271,6 +282,24 @@ class _Game:
     def _fail(self, number: int, reason: str) -> None:
         self._episodes[number] = BodyEpisode(failure=reason, instruction=self._episodes[number].instruction)
         self._num_done += 1
+
+
+def executed(
+    wanted: NDArray[np.generic], num_steps: int, info: Mapping[str, Json]
+) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:
+    """The actions of a decision that were executed, 0 after them, and in which steps a person acted.
+
+    Args:
+        wanted: Actions of the policy, [chunk, ...].
+        num_steps: Number of steps that were executed.
+        info: Further facts, whose `actions` and `intervened`, if there are any, say what was done in place of these.
+    """
+    taken, intervened = np.array(wanted), np.zeros(len(wanted), np.bool_)
+    if info.get("actions"):
+        taken[:num_steps] = np.array(info["actions"], taken.dtype)
+        intervened[:num_steps] = np.array(info["intervened"], np.bool_)
+    taken[num_steps:] = 0
+    return taken, intervened
 
 
 def make_body_rollout(model: ModelConfig, key: str, body: BodyConfig, device: torch.device) -> BodyEngine:

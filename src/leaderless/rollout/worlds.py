@@ -166,6 +166,7 @@ def _joined_steps(slots: Sequence[int], found: Sequence[tuple[Sequence[int], Ste
         return _no_steps()
     rows = _rows(slots, [mine for mine, _ in found])
     steps = [one for _, one in found]
+    infos = [{}, *(info for one in steps for info in one.infos or ({},) * len(one.num_steps))]
     return Steps(
         _joined(slots, [(mine, one.observations) for mine, one in found]),
         _taken([one.rewards for one in steps], rows),
@@ -173,6 +174,7 @@ def _joined_steps(slots: Sequence[int], found: Sequence[tuple[Sequence[int], Ste
         _taken([one.terminated for one in steps], rows),
         _taken([one.truncated for one in steps], rows),
         _taken([one.success for one in steps], rows),
+        tuple(infos[row + 1] for row in rows),
     )
 
 

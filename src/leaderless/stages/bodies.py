@@ -20,6 +20,7 @@ from leaderless.rollout.bodies import BodyEngine, BodyEpisode, BodyTask
 from leaderless.stages.context import StageContext
 from leaderless.stages.reward import with_environment, with_success
 from leaderless.training.units import Units, grained
+from leaderless.workflow.columns import TAKEN_COLUMNS
 
 SEED_STRIDE = 1 << 32
 """Distance of the seeds of tasks that follow from different seeds of a run."""
@@ -42,7 +43,8 @@ def play_bodies(batch: Batch, context: StageContext, distributions: Sequence[Sam
             progress=context.progress,
             clock=context.clock,
         )
-        rows = BodyRows(engine.policy, config, recipe.rollout.temperature, engine.policy_version or 0)
+        keeps = recipe.algorithm.sac is not None
+        rows = BodyRows(engine.policy, config, recipe.rollout.temperature, engine.policy_version or 0, keeps)
     seconds = time.perf_counter() - begin
     _report(context, [one for one, task in zip(episodes, tasks, strict=True) if not task.is_greedy], seconds)
     number = context.agents.index(context.node.node.role or "")
@@ -105,12 +107,14 @@ class BodyRows:
         config: Settings of the body.
         temperature: Temperature at which it decided.
         policy_version: Version of its weights.
+        keeps_taken: Whether rows say what was done in each decision; see `TAKEN_COLUMNS`.
     """
 
     policy: BodyPolicy
     config: BodyConfig
     temperature: float
     policy_version: int
+    keeps_taken: bool = False
 
     def samples(self, tasks: Batch, ids: Tensor, episodes: Sequence[BodyEpisode]) -> Batch:
         """The episodes as samples of tasks, in the order of these, with as many for each."""
@@ -118,7 +122,8 @@ class BodyRows:
         task = torch.arange(len(tasks)).repeat_interleave(siblings)
         prompts = [self.policy.instruction_ids(one.instruction) or [0] for one in episodes[::siblings]]
         table = tasks.with_columns(prompt_tokens=Jagged.from_lists(prompts, torch.int64, "prompt_tokens"))
-        return Batch(ids, {**self._decided(episodes), **self._seen(episodes), **_outcomes(episodes)}, table, task)
+        columns = {**self._decided(episodes), **self._seen(episodes), **_outcomes(episodes)}
+        return Batch(ids, columns | (self._taken(episodes) if self.keeps_taken else {}), table, task)
 
     def _decided(self, episodes: Sequence[BodyEpisode]) -> dict[str, Column]:
         """What was decided, unit by unit; see `BodyConfig.log_prob`."""
@@ -162,6 +167,22 @@ class BodyRows:
             "states": Jagged(torch.from_numpy(values), seen, "observations"),
             "choices": Jagged(chosen, decisions, "decisions"),
         }
+
+    def _taken(self, episodes: Sequence[BodyEpisode]) -> dict[str, Column]:
+        """What was done in each decision."""
+        lengths = torch.tensor([len(one.num_steps) for one in episodes], dtype=torch.int64)
+        num_steps = [count for one in episodes for count in one.num_steps]
+        chunk, numbers = self.policy.chunk, self.policy.choice_size
+        rewards = np.zeros((len(num_steps), chunk), np.float32)
+        is_executed = np.arange(chunk) < np.array(num_steps, np.int64).reshape(-1, 1)
+        rewards[is_executed] = [reward for one in episodes for reward in one.rewards]
+        actions = np.array([one for episode in episodes for one in episode.taken], np.float32)
+        helped = np.array([one for episode in episodes for one in episode.intervened], np.bool_).reshape(-1, chunk)
+        columns: dict[str, Column] = {}
+        values = (actions.reshape(-1, numbers), rewards, np.array(num_steps, np.int64), helped)
+        for name, found in zip(TAKEN_COLUMNS, values, strict=True):
+            columns[name] = Jagged(torch.from_numpy(np.ascontiguousarray(found)), lengths, "decisions")
+        return columns
 
 
 def _outcomes(episodes: Sequence[BodyEpisode]) -> dict[str, Column]:

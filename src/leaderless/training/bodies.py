@@ -23,6 +23,7 @@ from leaderless.policies.protocol import BodyPolicy, BodyValue, Observed, Scores
 from leaderless.policies.seen import images_of, padded
 from leaderless.training.engine import EngineSetup
 from leaderless.training.micro_batches import TEMPERATURES, MicroBatch
+from leaderless.training.sac_engine import SacEngine, make_sac_engine
 from leaderless.training.sharded import ShardedModel
 from leaderless.training.units import grained
 
@@ -274,7 +275,7 @@ class _Episodes:
         return (values if len(values) else values.new_zeros(1, *values.shape[1:])).to(self.device)
 
 
-def make_body_engine(setup: EngineSetup) -> BodyPolicyEngine | BodyValueEngine:
+def make_body_engine(setup: EngineSetup) -> BodyPolicyEngine | BodyValueEngine | SacEngine:
     """Load a policy or a critic of a body, or make one, and shard it over the ranks of its layout.
 
     Raises:
@@ -284,6 +285,8 @@ def make_body_engine(setup: EngineSetup) -> BodyPolicyEngine | BodyValueEngine:
     key = f"models.{setup.role}"
     if wrong := [axis for axis in setup.layout.axes if axis != "dp"]:
         raise RecipeError.at(key, f"a policy of a body cannot be divided along {', '.join(wrong)}: use dp alone")
+    if setup.body.sac is not None and setup.optimizer is not None:
+        return make_sac_engine(setup)
     opened = open_model(setup.model, key, setup.body.spaces, is_critic=setup.is_critic)
     make = BodyValueEngine if setup.is_critic else BodyPolicyEngine
     engine = make(

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from leaderless.config.body import Grain
 from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.config.sac import SacConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.environments.bodies.protocol import Spaces
@@ -65,10 +66,14 @@ class BodySetup:
     Attributes:
         spaces: What its environment shows and takes.
         grain: What has a log-probability of its own: see `BodyConfig.log_prob`.
+        sac: Settings of SAC, if this trains the model.
+        seed: Seed of the run.
     """
 
     spaces: Spaces
     grain: Grain
+    sac: SacConfig | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)

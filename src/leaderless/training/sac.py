@@ -1,4 +1,4 @@
-"""The learner of SAC and RLPD: it draws transitions, and improves critics, policy and temperature."""
+"""The learner of SAC and RLPD: it improves critics, policy and temperature on transitions that it is given."""
 
 from __future__ import annotations
 
@@ -11,261 +11,250 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from leaderless.algorithms.sac import Actor, Ensemble, targets
-from leaderless.data.replay import ReplayBuffer
-from leaderless.environments.bodies.protocol import Continuous, Spaces
-from leaderless.robots.transitions import Transitions
+from leaderless.algorithms.sac import Ensemble, targets
+from leaderless.config.models import OptimizerConfig
+from leaderless.config.sac import SacConfig
+from leaderless.environments.bodies.protocol import Spaces
+from leaderless.policies.cnn import Eyes
+from leaderless.policies.protocol import Observed
+from leaderless.policies.squashed import Squashed, SquashedCnn
+from leaderless.training.memory import Drawn
+from leaderless.training.optimizer import learning_rate_at, make_optimizer
 
-WEIGHTS, CRITICS, POLICY, ACTING = range(4)
+WEIGHTS, CRITICS, POLICY = range(3)
 """What random numbers are for; each has a stream of its own."""
-DEMONSTRATIONS = 1 << 64
-"""Distance between the seeds of transitions and of demonstrations."""
+Draw = Callable[[int, int, int], Drawn]
+"""Function of the size of a batch, a seed and the number of an update: this rank's part of the batch."""
+
+
+class Critics(nn.Module):
+    """An ensemble that sees what a policy sees, with eyes of its own."""
+
+    def __init__(self, policy: Squashed, config: SacConfig) -> None:
+        """Make critics with random weights, and with the eyes of the policy's size if it has some."""
+        super().__init__()
+        spaces, num_seen = policy.spaces, policy.spaces.state_size
+        self.eyes: Eyes | None = None
+        if isinstance(policy, SquashedCnn):
+            first = next(iter(policy.eyes.cameras.values()))
+            channels, num_features = first[0].out_channels, first[-2].out_features  # type: ignore[index]
+            self.eyes = Eyes(spaces, int(channels), int(num_features))
+            num_seen += int(num_features) * len(spaces.images)
+        self.heads = Ensemble(num_seen + policy.choice_size, config.hidden_size, config.num_layers, config.num_heads)
+
+    def forward(self, observed: Observed, actions: Tensor) -> Tensor:
+        """[heads, n]: values of actions [n, numbers] from -1 to 1."""
+        values: Tensor = self.heads((self.eyes(observed) if self.eyes else observed).state, actions)
+        return values
 
 
 @dataclass(frozen=True)
-class SacConfig:
-    """Settings of SAC; with demonstrations it is RLPD.
+class Batch:
+    """Transitions that one rank computes: [n, ...], with the heads of the subset."""
 
-    Attributes:
-        batch_size: Transitions of an update, on all ranks together; half of them demonstrations, if there are any.
-        critic_updates: Updates of the critics for one of the policy.
-        num_heads: Number of critics.
-        subset_size: Critics whose least value is the target of all.
-        discount: Gamma, per step of the environment.
-        target_rate: Share of the critics that goes into the slow ones at each update.
-        learning_rate: Learning rate of all optimizers.
-        first_temperature: Weight of the entropy at first.
-        target_entropy: Entropy that the temperature is tuned for, per number of an action.
-        is_entropy_valued: Whether entropy to come is part of the critics' values.
-        hidden_size: Width of hidden layers.
-        num_layers: Number of hidden layers.
-    """
-
-    batch_size: int = 256
-    critic_updates: int = 4
-    num_heads: int = 10
-    subset_size: int = 2
-    discount: float = 0.97
-    target_rate: float = 0.01
-    learning_rate: float = 3e-4
-    first_temperature: float = 0.01
-    target_entropy: float = -0.5
-    is_entropy_valued: bool = False
-    hidden_size: int = 64
-    num_layers: int = 2
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.subset_size <= self.num_heads:
-            raise ValueError(f"subset_size={self.subset_size}: must be from 1 to num_heads={self.num_heads}")
-        if self.batch_size < 2 or self.critic_updates < 1 or not 0 < self.discount <= 1:
-            shown = f"batch_size={self.batch_size}, critic_updates={self.critic_updates}, discount={self.discount:g}"
-            raise ValueError(f"{shown}: must be at least 2, at least 1, and above 0 up to 1")
+    seen: Observed
+    next_seen: Observed
+    actions: Tensor
+    rewards: Tensor
+    num_steps: Tensor
+    is_terminated: Tensor
+    slots: Tensor
+    noise: Tensor
+    heads: Tensor
 
 
 class SacLearner:
-    """Critics, policy and temperature of a body whose state is known.
+    """Critics, policy and temperature.
 
-    Every rank draws the same transitions and takes its own share of them. Gradients are summed over ranks, so that
-    their number changes nothing but rounding. All randomness follows from the seed and the number of the update.
+    Ranks compute the transitions of a batch that they hold. Gradients are summed over ranks, so that their number
+    changes nothing but rounding. All randomness follows from the seed and the number of the update.
 
     Source: Haarnoja et al., arXiv 1812.05905, for losses and temperature; Ball et al., arXiv 2302.02948, for the many
-    critics, subsets of them, layer normalization, and demonstrations in half of each batch.
+    critics, subsets of them, layer normalization, and demonstrations in half of each batch. Policy and critics see
+    images with eyes of their own, and images are not shifted at random, as they are there.
+
+    Attributes:
+        policy: The policy.
+        num_updates: Updates of the policy that were made.
     """
 
     def __init__(
         self,
-        spaces: Spaces,
-        chunk: int,
+        policy: Squashed,
         config: SacConfig,
+        optimizer: OptimizerConfig,
         *,
         seed: int = 0,
-        rank: int = 0,
-        num_ranks: int = 1,
+        device: torch.device | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
-        """Make a learner with random weights.
+        """Make critics with random weights, the same on every rank.
 
         Args:
-            spaces: What the environment shows and takes.
-            chunk: Steps of a decision.
+            policy: Policy to improve.
             config: Settings.
+            optimizer: Settings of the optimizers of policy, critics and temperature.
             seed: Seed of everything.
-            rank: Number of this rank.
-            num_ranks: Number of ranks.
+            device: Device that computes; by default the CPU.
             sum_over_ranks: Function that sums a tensor over all ranks.
-
-        Raises:
-            ValueError: There is no state, or actions are choices.
         """
-        if not spaces.state_size or not isinstance(spaces.actions, Continuous):
-            raise ValueError("SAC needs a state and actions of real numbers: use a workflow such as ppo for this body")
         self.config, self.num_updates = config, 0
-        self._seed, self._rank, self._num_ranks, self._sum = seed, rank, num_ranks, sum_over_ranks
-        self._shape = (chunk, spaces.actions.dim)
-        self._low, self._high = (np.array(one, np.float32) for one in (spaces.actions.low, spaces.actions.high))
-        num = chunk * spaces.actions.dim
+        self._seed, self._sum, self._device = seed, sum_over_ranks, device or torch.device("cpu")
+        self._optimizer_config = optimizer
+        self.policy = policy.to(self._device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(self._chance(WEIGHTS).integers(2**63)))
-            self.actor = Actor(spaces.state_size, num, config.hidden_size, config.num_layers)
-            self.critics = Ensemble(spaces.state_size + num, config.hidden_size, config.num_layers, config.num_heads)
+            self.critics = Critics(policy, config).to(self._device)
         self.slow_critics = copy.deepcopy(self.critics).requires_grad_(requires_grad=False)
-        self.log_temperature = nn.Parameter(torch.tensor(float(np.log(config.first_temperature))))
-        self._target_entropy = config.target_entropy * num
-        self._critic_optimizer, self._actor_optimizer, self._temperature_optimizer = (
-            torch.optim.Adam(parameters, config.learning_rate)
-            for parameters in (self.critics.parameters(), self.actor.parameters(), [self.log_temperature])
-        )
+        start = torch.tensor([float(np.log(config.first_temperature))], device=self._device)
+        self.log_temperature = nn.Parameter(start)
+        self._target_entropy = config.target_entropy * policy.choice_size
+        self._optimizers = {
+            name: make_optimizer(parameters, optimizer)
+            for name, parameters in (
+                ("critics", self.critics.parameters()),
+                ("policy", self.policy.parameters()),
+                ("temperature", [self.log_temperature]),
+            )
+        }
 
-    def act(self, state: NDArray[np.float32], step: int | None) -> NDArray[np.float32]:
-        """Actions [n, chunk, dim] in states [n, state_size].
-
-        Args:
-            state: What is seen.
-            step: Number from which the noise follows; None for no noise.
-        """
-        noise = None if step is None else self._noise(len(state), ACTING, step)
-        with torch.no_grad():
-            squashed, _ = self.actor(torch.from_numpy(state), noise)
-        shares = (squashed.numpy().reshape(-1, *self._shape) + 1) / 2
-        actions: NDArray[np.float32] = (self._low + shares * (self._high - self._low)).astype(np.float32)
-        return actions
-
-    def update(self, online: ReplayBuffer, demonstrations: ReplayBuffer | None = None) -> Mapping[str, float]:
+    def update(self, draw: Draw) -> Mapping[str, float]:
         """Improve the critics `critic_updates` times, and the policy and the temperature once.
-
-        Args:
-            online: Transitions of the policy.
-            demonstrations: Transitions of experts, of which half of each batch is then made.
 
         Returns:
             Numbers to report, over all ranks.
+
+        Raises:
+            RuntimeError: A gradient is not finite.
         """
-        loss = torch.zeros(())
-        for _ in range(self.config.critic_updates):
-            batch = self._batch(online, demonstrations)
-            loss = self._update_critics(batch)
-            self.num_updates += 1
-        actor_loss, entropy = self._update_actor(batch.states)
-        sums = self._sum(torch.stack([loss, actor_loss, entropy]))
+        config, critic_loss = self.config, torch.zeros((), device=self._device)
+        for number in range(config.critic_updates):
+            now = self.num_updates * config.critic_updates + number
+            batch = self._batch(draw(config.batch_size, self._seed, now), now)
+            critic_loss = self._update_critics(batch)
+        actor_loss, entropy = self._update_policy(batch)
+        self.num_updates += 1
+        sums = self._sum(torch.stack([critic_loss, actor_loss, entropy]))
         names = ("critic_loss", "actor_loss", "entropy")
         temperature = float(self.log_temperature.detach().exp())
         return {**dict(zip(names, sums.tolist(), strict=True)), "temperature": temperature}
 
-    def state(self) -> dict[str, object]:
-        """All that a checkpoint has to hold; see `load_state`."""
-        return {
-            "num_updates": self.num_updates,
-            "log_temperature": self.log_temperature.detach().clone(),
-            **{name: copy.deepcopy(one.state_dict()) for name, one in self._parts().items()},
-        }
+    def state(self) -> dict[str, Tensor]:
+        """Weights but for those of the policy, and what optimizers keep of all, in the memory that training changes."""
+        found = {f"critics.{name}": one.detach() for name, one in self.critics.named_parameters()}
+        found |= {f"slow_critics.{name}": one.detach() for name, one in self.slow_critics.named_parameters()}
+        found["log_temperature"] = self.log_temperature.detach()
+        parts = {"critics": self.critics.named_parameters(), "policy": self.policy.named_parameters()}
+        for part, optimizer in self._optimizers.items():
+            for name, parameter in parts.get(part, [("log_temperature", self.log_temperature)]):
+                moments = optimizer.state[parameter]
+                if not moments:
+                    moments["step"] = torch.zeros((), device=self._device)
+                    moments["exp_avg"], moments["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                found |= {f"optimizer.{kind}.{part}.{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
+        return found
 
-    def load_state(self, state: Mapping[str, object]) -> None:
-        """Continue from what `state` returned."""
-        for name, one in self._parts().items():
-            one.load_state_dict(copy.deepcopy(state[name]))  # type: ignore[arg-type]
-        with torch.no_grad():
-            self.log_temperature.copy_(state["log_temperature"])  # type: ignore[arg-type]
-        self.num_updates = int(state["num_updates"])  # type: ignore[call-overload]
+    def state_loaded(self, num_updates: int) -> None:
+        """Take over tensors of `state` that were written to, and the number of updates."""
+        self.num_updates = num_updates
+        for part, optimizer in self._optimizers.items():
+            for moments in optimizer.state.values():
+                moments["step"].fill_(float(num_updates * (self.config.critic_updates if part == "critics" else 1)))
 
-    def _parts(self) -> dict[str, nn.Module | torch.optim.Optimizer]:
-        return {
-            "actor": self.actor,
-            "critics": self.critics,
-            "slow_critics": self.slow_critics,
-            "actor_optimizer": self._actor_optimizer,
-            "critic_optimizer": self._critic_optimizer,
-            "temperature_optimizer": self._temperature_optimizer,
-        }
+    def _chance(self, stream: int, number: int = 0) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, 1 + stream, number])))
 
-    def _chance(self, stream: int, step: int | None = None) -> np.random.Generator:
-        number = self.num_updates if step is None else step
-        return np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, stream, number])))
-
-    def _noise(self, num: int, stream: int, step: int) -> Tensor:
-        numbers = self._chance(stream, step).standard_normal((num, int(np.prod(self._shape))))
-        return torch.from_numpy(numbers.astype(np.float32))
-
-    def _batch(self, online: ReplayBuffer, demonstrations: ReplayBuffer | None) -> _Share:
-        size, now = self.config.batch_size, self.num_updates
-        half = size // 2 if demonstrations is not None else 0
-        drawn = [online.sample(size - half, seed=self._seed, step=now)]
-        if demonstrations is not None:
-            drawn.append(demonstrations.sample(half, seed=self._seed + DEMONSTRATIONS, step=now))
-        chance = self._chance(CRITICS)
-        noise = chance.standard_normal((2, size, int(np.prod(self._shape)))).astype(np.float32)
+    def _batch(self, drawn: Drawn, number: int) -> Batch:
+        """What this rank computes of a batch; noise and heads are those of the whole one."""
+        kept, policy, chance = drawn.transitions, self.policy, self._chance(CRITICS, number)
+        noise = chance.standard_normal((self.config.batch_size, policy.choice_size)).astype(np.float32)
         heads = chance.permutation(self.config.num_heads)[: self.config.subset_size]
-        return self._share(drawn, torch.from_numpy(noise), torch.from_numpy(heads))
-
-    def _share(self, drawn: Iterable[Transitions], noise: Tensor, heads: Tensor) -> _Share:
-        """What this rank computes of a batch."""
-        own = slice(self._rank, None, self._num_ranks)
-
-        def of(name: str) -> Tensor:
-            return torch.from_numpy(np.concatenate([getattr(one, name) for one in drawn])[own])
-
-        span = torch.from_numpy(self._high - self._low)
-        executed = torch.arange(self._shape[0]) < of("num_steps")[:, None]
-        actions = (of("actions") - torch.from_numpy(self._low)) / span * 2 - 1
-        return _Share(
-            states=of("state"),
-            next_states=of("next_state"),
+        on_device = self._tensor
+        executed = torch.arange(policy.chunk, device=self._device) < on_device(kept.num_steps)[:, None]
+        actions = policy.squash(on_device(kept.actions)).view(-1, policy.chunk, policy.score_dim)
+        return Batch(
+            seen=self._observed(kept.images, kept.state),
+            next_seen=self._observed(kept.next_images, kept.next_state),
             actions=(actions * executed[..., None]).flatten(1),
-            rewards=of("rewards"),
-            num_steps=of("num_steps"),
-            is_terminated=of("terminated"),
-            noise=noise[0, own],
-            heads=heads,
+            rewards=on_device(kept.rewards),
+            num_steps=on_device(kept.num_steps),
+            is_terminated=on_device(kept.terminated),
+            slots=on_device(drawn.slots),
+            noise=on_device(noise[drawn.slots]),
+            heads=on_device(heads),
         )
 
-    def _update_critics(self, batch: _Share) -> Tensor:
+    def _tensor(self, values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+    def _observed(self, images: Mapping[str, NDArray[np.uint8]], state: NDArray[np.float32]) -> Observed:
+        return observed_of(images, state, self._device)
+
+    def _update_critics(self, batch: Batch) -> Tensor:
         config = self.config
         with torch.no_grad():
-            actions, log_probs = self.actor(batch.next_states, batch.noise)
-            following = self.slow_critics(batch.next_states, actions)[batch.heads].min(0).values
+            actions, log_probs = self.policy.draw(batch.next_seen, batch.noise)
+            following = self.slow_critics(batch.next_seen, actions)[batch.heads].min(0).values
             if config.is_entropy_valued:
                 following = following - self.log_temperature.exp() * log_probs
             aims = targets(batch.rewards, batch.num_steps, batch.is_terminated, following, config.discount)
-        loss = (self.critics(batch.states, batch.actions) - aims).square().mean(0).sum() / config.batch_size
-        self._step(self._critic_optimizer, loss)
+        loss = (self.critics(batch.seen, batch.actions) - aims).square().mean(0).sum() / config.batch_size
+        self._step("critics", loss, self.critics.parameters())
         with torch.no_grad():
             for slow, fast in zip(self.slow_critics.parameters(), self.critics.parameters(), strict=True):
                 slow.lerp_(fast, config.target_rate)
         found: Tensor = loss.detach()
         return found
 
-    def _update_actor(self, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _update_policy(self, batch: Batch) -> tuple[Tensor, Tensor]:
         size = self.config.batch_size
-        own = slice(self._rank, None, self._num_ranks)
-        noise = self._noise(size, POLICY, self.num_updates)[own]
-        actions, log_probs = self.actor(states, noise)
-        temperature = self.log_temperature.exp()
-        values = self.critics(states, actions).mean(0)
+        noise = self._chance(POLICY, self.num_updates).standard_normal((size, self.policy.choice_size))
+        mine = self._tensor(noise.astype(np.float32))[batch.slots]
+        actions, log_probs = self.policy.draw(batch.seen, mine)
+        temperature = self.log_temperature.exp()[0]
+        values = self.critics(batch.seen, actions).mean(0)
         loss = (temperature.detach() * log_probs - values).sum() / size
-        self._step(self._actor_optimizer, loss)
+        self._step("policy", loss, self.policy.parameters())
         surprise = (log_probs.detach() + self._target_entropy).sum() / size
-        self._step(self._temperature_optimizer, -temperature * surprise)
+        self._step("temperature", -temperature * surprise, [self.log_temperature])
         return loss.detach(), -log_probs.detach().sum() / size
 
-    def _step(self, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    def _step(self, name: str, loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
         """Add up the gradients of all ranks, and let the optimizer use them."""
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        found = torch.autograd.grad(loss, parameters)
+        given, config = list(parameters), self._optimizer_config
+        found = torch.autograd.grad(loss, given)
         whole = self._sum(torch.cat([one.flatten() for one in found]))
-        sizes = [one.numel() for one in parameters]
-        for parameter, gradient in zip(parameters, torch.split(whole, sizes), strict=True):
+        norm = float(torch.linalg.vector_norm(whole))
+        if not np.isfinite(norm):
+            raise RuntimeError(
+                f"the gradient of the {name} has the norm {norm} in update {self.num_updates}: lower "
+                "optimizer.learning_rate, or look at the rewards"
+            )
+        whole *= min(1.0, config.max_grad_norm / (norm + 1e-6))
+        for parameter, gradient in zip(given, torch.split(whole, [one.numel() for one in given]), strict=True):
             parameter.grad = gradient.view_as(parameter).clone()
+        optimizer = self._optimizers[name]
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(config, self.num_updates, self.num_updates)
         optimizer.step()
+        optimizer.zero_grad()
 
 
-@dataclass(frozen=True)
-class _Share:
-    """Transitions that one rank computes: [n, ...], with the heads of the subset."""
+def observed_of(images: Mapping[str, NDArray[np.uint8]], state: NDArray[np.float32], device: torch.device) -> Observed:
+    """What was seen, as policies take it; instructions are not kept."""
+    num = len(state)
+    pixels = {camera: torch.from_numpy(np.ascontiguousarray(one)).to(device) for camera, one in images.items()}
+    nothing = torch.zeros(num, 1, dtype=torch.int64, device=device), torch.zeros(num, dtype=torch.int64, device=device)
+    return Observed(pixels, torch.from_numpy(np.ascontiguousarray(state)).to(device), nothing)
 
-    states: Tensor
-    next_states: Tensor
-    actions: Tensor
-    rewards: Tensor
-    num_steps: Tensor
-    is_terminated: Tensor
-    noise: Tensor
-    heads: Tensor
+
+def check_policy(policy: object, spaces: Spaces) -> Squashed:
+    """The policy, if SAC can train it.
+
+    Raises:
+        ValueError: It is of another kind.
+    """
+    if not isinstance(policy, Squashed):
+        best = "squashed_cnn" if spaces.images else "squashed"
+        raise ValueError(f"SAC trains policies of the type squashed or squashed_cnn: use body: {best}")
+    return policy

@@ -138,7 +138,7 @@ class Roles:
             micro_batch_tokens=self._plan.batch.micro_batch_tokens,
             donor=self._donor(instance),
             apart=_apart(recipe, self._logs),
-            body=self._body(),
+            body=self._body(recipe),
         )
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
@@ -150,10 +150,12 @@ class Roles:
         serving = self._colocated(instance, recipe, engine) if instance in self._generating else None
         self.engines[role, ranks], self._models[role, ranks] = engine, ModelRole(engine, serving)
 
-    def _body(self) -> BodySetup | None:
+    def _body(self, recipe: Recipe) -> BodySetup | None:
         """The body that models are for; None for language models."""
-        config = self._recipe.body
-        return None if config is None else BodySetup(spaces_of(config), config.log_prob)
+        config = recipe.body
+        if config is None:
+            return None
+        return BodySetup(spaces_of(config), config.log_prob, recipe.algorithm.sac, recipe.seed)
 
     def _donor(self, instance: RoleInstance) -> Trainable | None:
         """The engine whose weights that of an instance uses under its own adapters, if it is here already."""
@@ -459,7 +461,7 @@ def _apart(recipe: Recipe, logs: Path) -> ApartSetup | None:
 def _placement(recipe: Recipe, names: Iterable[str]) -> Placement:
     """How the back end of a role divides its weights, which have these names."""
     backend = backend_of(recipe.training.backend)
-    if not backend.shards_weights:
+    if not backend.shards_weights or recipe.algorithm.sac is not None:
         return everything
     return stage_rows(names) if backend.shards_along_axes else shard_rows
 

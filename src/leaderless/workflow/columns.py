@@ -61,6 +61,8 @@ BODY_COLUMNS = (
     "success",
 )
 """Columns that rollouts of a body write, besides those that they always write."""
+TAKEN_COLUMNS = ("taken", "step_rewards", "num_steps", "intervened")
+"""Columns of what was done in each decision, for workflows that keep transitions."""
 IS_GREEDY = "is_greedy"
 """Column that says which samples are baselines, decoded greedily."""
 EPISODE_IDS = "episode_ids"
@@ -84,6 +86,12 @@ COLUMNS: dict[str, Column] = {
     "frames": Column("jagged", "uint8", "pixels of all cameras before each decision, and at the end", "observations"),
     "states": Column("jagged", "float32", "state of a body before each decision, and at the end", "observations"),
     "choices": Column("jagged", "float32", "what a policy chose in each decision, as it scores it again", "decisions"),
+    "taken": Column(
+        "jagged", "float32", "actions that were executed in each decision, a person's where one acted", "decisions"
+    ),
+    "step_rewards": Column("jagged", "float32", "rewards of the steps of each decision", "decisions"),
+    "num_steps": Column("jagged", "int64", "steps of each decision that were executed", "decisions"),
+    "intervened": Column("jagged", "bool", "in which steps of a decision a person acted", "decisions"),
     "env_steps": Column("jagged", "int32", "step of the environment that a chosen number is for", "response_tokens"),
     "success": Column("dense", "bool", "the environment says that a body has done its task"),
     "final_values": Column("dense", "float32", "the critic's value of what a body saw at the end of its episode"),

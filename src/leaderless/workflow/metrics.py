@@ -28,6 +28,7 @@ _ROUNDS = "a workflow that repeats nodes, such as `dapo`"
 _CRITIC = "a workflow with a critic, such as `ppo`"
 _EXPERTS = "a model with experts"
 _BODY = "a `body`"
+_SAC = "the workflow `sac`"
 _PLAYED = "an `environment`, or `online`"
 _ONLINE = "`online`"
 _TOOLS = "an `environment` with tools"
@@ -86,6 +87,13 @@ METRICS: dict[str, Metric] = {
     "body/decisions": Metric("mean number of decisions in an episode", _BODY),
     "body/truncated": Metric("share of episodes that were cut although their task went on", _BODY),
     "body/failed": Metric("share of episodes that could not be finished; no other metric counts them", _BODY),
+    "sac/transitions": Metric("transitions that are kept, on all ranks", _SAC),
+    "sac/demonstrations": Metric("transitions of demonstrations, and of people who helped", _SAC),
+    "sac/updates": Metric("updates of the policy in the step", _SAC),
+    "sac/critic_loss": Metric("squared error of the critics in the last update", _SAC),
+    "sac/actor_loss": Metric("loss of the policy in the last update", _SAC),
+    "sac/entropy": Metric("entropy of decisions in the last update, of actions from -1 to 1", _SAC),
+    "sac/temperature": Metric("weight of the entropy", _SAC),
     "body/steps_per_s": Metric("steps of environments per second of rollout, with decisions, over all ranks", _BODY),
     "episode/turns": Metric("mean number of messages of the policy in an episode", _PLAYED),
     "episode/tokens": Metric("mean number of tokens of an episode, with what the policy is told", _PLAYED),

@@ -12,7 +12,15 @@ from leaderless.environments.programs.doorway import doorway_refusal
 from leaderless.environments.registry import agents_of, environment_class, world_maker
 from leaderless.environments.tools.formats import named_reader
 from leaderless.environments.tools.sources import python_tools
-from leaderless.workflow.columns import BODY_COLUMNS, EPISODE_IDS, EXPERTS, IMAGES, PLAY_COLUMNS, SEEN_COLUMNS
+from leaderless.workflow.columns import (
+    BODY_COLUMNS,
+    EPISODE_IDS,
+    EXPERTS,
+    IMAGES,
+    PLAY_COLUMNS,
+    SEEN_COLUMNS,
+    TAKEN_COLUMNS,
+)
 from leaderless.workflow.stage import STAGES, StageSpec
 from leaderless.workflow.training_stages import (
     SEQUENCE,
@@ -93,6 +101,7 @@ def _rollout_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 
 def _rollout_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
     own = [*ROLLOUT_WRITES, *[EXPERTS] * recipe.algorithm.replay_experts]
+    own += TAKEN_COLUMNS if recipe.body and recipe.algorithm.sac else ()
     return [*own, *(PLAY_COLUMNS if recipe.has_episodes else ()), *(BODY_COLUMNS if recipe.body else ())]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import RecipeError
 from leaderless.workflow.ages import AGES, may_be_stale
-from leaderless.workflow.columns import COLUMNS, EPISODE_IDS, EXPERTS
+from leaderless.workflow.columns import COLUMNS, EPISODE_IDS, EXPERTS, SEEN_COLUMNS, TAKEN_COLUMNS
 from leaderless.workflow.stage import StageSpec
 
 if TYPE_CHECKING:
@@ -216,7 +216,27 @@ def _check_update_critic(recipe: Recipe, node: Node) -> None:
     _check_updates_per_step(recipe)
 
 
+def _check_sac(recipe: Recipe, node: Node) -> None:
+    """Check what transitions are made of, and what SAC would not look at."""
+    if recipe.body is None:
+        raise RecipeError.at("body", f"must name an environment: node '{node.name}' works with transitions of a body")
+    if recipe.algorithm.sac is None:
+        raise RecipeError.at("algorithm.sac", f"must be given, as `sac: {{}}`: node '{node.name}' learns by it")
+    for key, is_given in {
+        "schedule.replan_every_steps": bool(recipe.schedule.replan_every_steps),
+        "optimizer.schedule": recipe.optimizer.schedule != "constant",
+        "batch.updates_per_step": recipe.batch.updates_per_step > 1,
+        "algorithm.kl.coefficient": recipe.algorithm.uses_reference,
+    }.items():
+        if is_given:
+            raise RecipeError.at(key, f"cannot be combined with node '{node.name}', which learns by SAC: leave it out")
+
+
 def _check_updates_per_step(recipe: Recipe) -> None:
+    if recipe.algorithm.sac is not None:
+        raise RecipeError.at(
+            "algorithm.sac", "does nothing in nodes that train in another way: use the workflow sac, or leave it out"
+        )
     batch = recipe.batch
     if batch.parts_per_step > batch.prompts_per_step:
         times = f" in {batch.epochs_per_step} epochs" * (batch.epochs_per_step > 1)
@@ -277,6 +297,23 @@ TRAINING_STAGES: dict[str, StageSpec] = {
         metrics=_critic_metrics,
         check=_check_update_critic,
         summary="clipped squared-error updates towards the returns",
+    ),
+    "remember": StageSpec(
+        "leaderless.stages.sac:remember",
+        reads=(*SEEN_COLUMNS, *TAKEN_COLUMNS, "truncated"),
+        roles={"model": "score"},
+        has_effect=True,
+        metrics=("sac/transitions", "sac/demonstrations"),
+        check=_check_sac,
+        summary="keep what a body has lived through",
+    ),
+    "update_sac": StageSpec(
+        "leaderless.stages.sac:update_sac",
+        roles={"model": "train"},
+        has_effect=True,
+        metrics=tuple(f"sac/{name}" for name in ("critic_loss", "actor_loss", "entropy", "temperature", "updates")),
+        check=_check_sac,
+        summary="soft actor-critic updates on what was kept",
     ),
     "sft": StageSpec(
         "leaderless.stages.update:sft",

@@ -20,6 +20,8 @@ class _Trace:
     images: dict[str, list[NDArray[np.uint8]]] = field(default_factory=dict)
     states: list[NDArray[np.float32]] = field(default_factory=list)
     actions: list[NDArray[np.generic]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    is_terminated: bool = False
     instruction: str = ""
 
     def see(self, observations: Observations, row: int) -> None:
@@ -30,7 +32,9 @@ class _Trace:
 
     def whole(self) -> Demonstration:
         images = {camera: np.stack(frames) for camera, frames in self.images.items()}
-        return Demonstration(images, np.stack(self.states), np.stack(self.actions), self.instruction)
+        rewards = np.array(self.rewards, np.float32)
+        states, actions = np.stack(self.states), np.stack(self.actions)
+        return Demonstration(images, states, actions, self.instruction, rewards, self.is_terminated)
 
 
 def played(environment: VectorEnvironment, seed: int) -> Iterator[tuple[bool, Demonstration]]:
@@ -52,6 +56,8 @@ def _together(environment: VectorEnvironment, seeds: Sequence[int]) -> list[tupl
         steps = environment.step(running, actions[:, None])
         for row, number in enumerate(running):
             is_done[number] = bool(steps.success[row])
+            traces[number].rewards.append(float(steps.rewards[row, 0]))
+            traces[number].is_terminated = bool(steps.terminated[row])
         goes_on = ~(steps.terminated | steps.truncated)
         seen = Observations(
             {camera: images[goes_on] for camera, images in steps.observations.images.items()},

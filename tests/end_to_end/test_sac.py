@@ -1,0 +1,156 @@
+"""Runs that learn from transitions: ranks change nothing, and neither does a kill at any moment."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from examples.robots.rlpd import record
+from tests.chaos.stage import COMMIT, VARIABLE, WRITE, Kill
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.cli import ROOT, finish, run, start, succeed
+from tests.end_to_end.test_bodies import numbers
+from tests.small_bodies import settings_of
+from tests.unit.robots.serving import serving
+
+from leaderless.data.replay import RECORDS_FILE
+from leaderless.robots.dummy import dummy
+from leaderless.robots.environment import RobotEnvironment
+from leaderless.stages.sac import FOLDER
+
+STEPS = 6
+
+
+def sac_recipe(folder: Path, **changes: object) -> Path:
+    """Write a recipe that learns from its own attempts and demonstrations, in a folder."""
+    folder.mkdir(exist_ok=True)
+    small = {"batch_size": 16, "hidden_size": 8, "num_heads": 3, "first_decisions": 8, "critic_updates": 2}
+    settings = settings_of(folder, workflow="imitation")
+    settings |= {
+        "workflow": "sac",
+        "models": {"policy": {"body": {"type": "squashed", "options": {"chunk": 2, "hidden_size": 8}}}},
+        "algorithm": {"sac": small},
+        "optimizer": {"learning_rate": 3e-3},
+        "batch": {"prompts_per_step": 4, "responses_per_prompt": 1},
+        "checkpoint": {"every_steps": 1},
+        "steps": STEPS,
+        **changes,
+    }
+    settings["data"]["train"] = {"path": str(folder / "tasks.jsonl")}  # type: ignore[index]
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def kept(folder: Path) -> dict[str, bytes]:
+    """The transitions of a run, file by file."""
+    root = folder / "runs/line" / FOLDER
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.glob(f"*/{RECORDS_FILE}"))}
+
+
+def test_ranks_change_no_number_and_a_run_continues_with_another_number_of_them(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for name in ("one", "two", "fewer"):
+        sac_recipe(tmp_path / name, evaluation={"every_steps": 3})
+    printed = succeed(ranks, tmp_path / "one", "train", "recipe.yaml")
+    assert "accuracy" in printed
+    expected = numbers(tmp_path / "one")
+    last = expected[-1]
+    assert last["sac/updates"] > 0
+    assert last["sac/demonstrations"] > 16
+    succeed(ranks, tmp_path / "two", "train", "recipe.yaml", num_ranks=2)
+    assert len(kept(tmp_path / "two")) == 2
+    succeed(ranks, tmp_path / "fewer", "train", "recipe.yaml", "steps=3", num_ranks=2)
+    succeed(ranks, tmp_path / "fewer", "train", "recipe.yaml")
+    for name in ("two", "fewer"):
+        for row, other in zip(numbers(tmp_path / name), expected, strict=True):
+            assert row == pytest.approx(other, abs=1e-4), name
+
+
+def test_a_kill_in_any_phase_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed while it acts, remembers and learns, and while a checkpoint is written."""
+    kills = [
+        Kill(rank=0, phase="act", step=2, delay_s=0.0),
+        Kill(rank=0, phase="remember", step=3, delay_s=0.002),
+        Kill(rank=0, phase="policy", step=4, delay_s=0.01),
+        Kill(rank=0, phase=WRITE, step=5, delay_s=0.0),
+        Kill(rank=0, phase=COMMIT, step=6, delay_s=0.0),
+    ]
+    for name, planned in (("plain", []), ("killed", kills)):
+        folder = tmp_path / name
+        body = {"type": "tests.chaos.bodies:Line", "num_environments": 8, "max_steps": 6}
+        body["demonstrations"] = str(folder / "demonstrations")
+        traced = {"directory": str(folder / "runs"), "trace_steps": STEPS, "max_restarts": 9}
+        sac_recipe(folder, body=body, run=traced)
+        (folder / "kills.json").write_text(json.dumps([asdict(kill) for kill in planned]))
+        monkeypatch.setenv(VARIABLE, str(folder))
+        outcome = finish(start(folder, "leaderless", "train", "recipe.yaml", "--workers", 1))
+        assert outcome.code == 0, outcome.errors
+    done = [json.loads(path.read_text()) for path in sorted((tmp_path / "killed").glob("killed-*.json"))]
+    assert len(done) == len(kills)
+    assert all(kill.phase in note["phases"] for kill, note in zip(kills, done, strict=True))
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "plain")
+    assert kept(tmp_path / "killed") == kept(tmp_path / "plain")
+    (weights, *_), (others, *_) = (
+        [
+            path.read_bytes()
+            for path in sorted(
+                (tmp_path / name / "runs/line").glob(f"checkpoints/step-{STEPS:06d}/policy/*.safetensors")
+            )
+        ]
+        for name in ("killed", "plain")
+    )
+    assert weights == others
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": {"policy": {"body": "mlp"}}}, "SAC trains policies of the type squashed or squashed_cnn"),
+        ({"workflow": "grpo", "batch": {}}, "use the workflow sac, or leave it out"),
+        ({"optimizer": {"schedule": "cosine"}}, "which learns by SAC: leave it out"),
+        ({"algorithm": {"sac": {"subset_size": 4, "num_heads": 3}}}, "must be at most num_heads=3"),
+    ],
+    ids=["policy", "workflow", "schedule", "subset"],
+)
+def test_what_sac_cannot_do_is_refused(
+    ranks: RankPool, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    sac_recipe(tmp_path / "run", **changes)
+    outcome = run(ranks, tmp_path / "run", "train", "recipe.yaml")
+    assert outcome.code == 2, outcome.errors
+    assert message in " ".join(outcome.errors.split())
+
+
+def test_the_recipe_of_an_arm_learns_from_the_script_of_its_example(ranks: RankPool, tmp_path: Path) -> None:
+    with serving(dummy()) as served:
+        with closing(RobotEnvironment(1, [str(served.address)])) as arm:
+            assert record(arm, tmp_path, 3) == 3
+        (tmp_path / "recipe.yaml").write_text((ROOT / "recipes/robots/rlpd.yaml").read_text())
+        changes = [
+            f"body.options.addresses=[{served.address}]",
+            f"body.demonstrations={tmp_path}/demonstrations",
+            f"data.train.path={tmp_path}/train.jsonl",
+            f"data.evaluation.path={tmp_path}/test.jsonl",
+            f"run.directory={tmp_path}/runs",
+            "evaluation={every_steps: 3, max_prompts: 2}",
+        ]
+        succeed(ranks, tmp_path, "train", "recipe.yaml", "steps=3", "algorithm.sac.first_decisions=40", *changes)
+    rows = numbers(tmp_path, "rlpd")
+    assert rows[-1]["sac/updates"] > 0
+    assert rows[-1]["sac/transitions"] == sum(row["body/decisions"] for row in rows if row["step"])
+
+
+def test_transitions_that_are_missing_are_noticed(ranks: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    sac_recipe(folder)
+    succeed(ranks, folder, "train", "recipe.yaml", "steps=2")
+    for path in (folder / "runs/line" / FOLDER).glob(f"*/{RECORDS_FILE}"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    outcome = run(ranks, folder, "train", "recipe.yaml", "steps=3")
+    assert outcome.code != 0
+    assert "bring back its files, or begin again with --fresh" in " ".join(outcome.errors.split())
