@@ -11,10 +11,10 @@ OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
-	$(BIN)/python examples/quickstart/quickstart.py
+	$(BIN)/leaderless quickstart
 
 quickstart-robot: .venv/.installed
-	$(BIN)/python examples/quickstart/robot.py
+	$(BIN)/leaderless quickstart --robot
 
 test: .venv/.installed-test
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder

@@ -14,6 +14,7 @@ from leaderless.cli.demonstrate import demonstrate
 from leaderless.cli.env import env
 from leaderless.cli.plan import plan, schema
 from leaderless.cli.profile import profile
+from leaderless.cli.quickstart import new, quickstart
 from leaderless.cli.results import evaluate, export, report
 from leaderless.cli.retriever import retriever
 from leaderless.cli.reward import reward
@@ -33,9 +34,10 @@ OTHERS_REPORT_S = 5.0
 app = typer.Typer(
     help="Fully distributed reinforcement-learning post-training: every worker computes the plan, none leads.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(quickstart)
+app.command()(new)
 app.command()(train)
 app.command()(plan)
 app.command()(profile)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from leaderless.config import RecipeError
 from leaderless.config.data import COMPRESSED, DatasetConfig
+from leaderless.config.packaged import how_to_make
 
 SUFFIXES = (".jsonl", ".parquet", COMPRESSED)
 """Ends of the names of files that are read."""
@@ -25,7 +26,8 @@ def find_files(config: DatasetConfig, key: str) -> list[Path] | None:
         return files
     if path.name.endswith(SUFFIXES):
         if not path.exists():
-            raise RecipeError.at(f"{key}.path", f"file {path} does not exist (looked for from {Path.cwd()})")
+            reason = f"file {path} does not exist (looked for from {Path.cwd()})"
+            raise RecipeError.at(f"{key}.path", reason + how_to_make(path))
         return [path]
     if path.exists():
         raise RecipeError.at(f"{key}.path", f"{path} must end in .jsonl, .parquet or {COMPRESSED}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, nearest
 from leaderless.config.layout import LayoutConfig
+from leaderless.config.packaged import how_to_make
 from leaderless.config.schedule import ScheduleConfig
 from leaderless.data.files import find_files
 from leaderless.observability.console import print_line, print_path
@@ -84,7 +85,7 @@ class Planned:
             elif path.is_dir() and not (path / "config.json").exists():
                 problems.append(Problem(f"models.{role}", f"folder {path} holds no config.json, so it is not a model"))
             elif not path.exists() and (path.is_absolute() or model.path.startswith(".") or len(path.parts) > 2):
-                reason = f"folder {path} does not exist (looked for from {Path.cwd()})"
+                reason = f"folder {path} does not exist (looked for from {Path.cwd()}){how_to_make(path)}"
                 problems.append(Problem(f"models.{role}", reason))
         held_out = {"data.evaluation": recipe.data.evaluation} if recipe.data.evaluation else {}
         training = recipe.data.train_sets() if recipe.online is None else {}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from leaderless.config import LoadedRecipe, Recipe, RecipeError
+from leaderless.config.packaged import find_packaged
 from leaderless.config.run import RunConfig
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
 from leaderless.data.rows import plain_row
@@ -55,8 +56,8 @@ def read_settings(
 
 
 def recipe_path(target: Path) -> Path:
-    """The recipe that a path means: the file, or that of a run's folder."""
-    return target / "config.yaml" if target.is_dir() else target
+    """The recipe that a path means: the file, that of a run's folder, or the packaged one of that name."""
+    return target / "config.yaml" if target.is_dir() else find_packaged(target)
 
 
 def check_importable(loaded: LoadedRecipe) -> None:

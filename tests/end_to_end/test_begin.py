@@ -1,0 +1,129 @@
+"""The first minutes: the quickstart and new projects, from the installed package alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.cli import ROOT, environment, finish, metrics, run, start, succeed
+
+from leaderless.config import RecipeError, load_recipe
+from leaderless.config import packaged as packaged_recipes
+from leaderless.config.packaged import find_packaged, recipes_folder
+from leaderless.quickstart import commands
+from leaderless.quickstart.commands import CommandError, Show
+from leaderless.quickstart.language import show_language
+from leaderless.quickstart.project import write_project
+from leaderless.quickstart.robot import show_robot
+
+
+def test_a_new_project_trains_and_its_tests_pass(ranks: RankPool, tmp_path: Path) -> None:
+    output = succeed(ranks, tmp_path, "new", "own task")
+    assert "leaderless train recipe.yaml" in output
+    project = tmp_path / "own task"
+    succeed(ranks, project, "train", "recipe.yaml", "steps=12", "run.tensorboard=false")
+    lines = [line for line in metrics(project / "runs/own-task") if "reward/mean" in line]
+    assert lines[-1]["reward/mean"] > 2 * lines[0]["reward/mean"], "it learns from the first steps on"
+    assert lines[-1]["reward/failed"] == 0
+    tested = finish(start(project, "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", project))
+    assert tested.code == 0, tested.output
+    questions = [(project / f"data/{part}.jsonl").read_text().splitlines() for part in ("train", "test")]
+    assert not set(questions[0]) & set(questions[1])
+
+
+def test_a_new_project_takes_another_model(tmp_path: Path) -> None:
+    write_project(tmp_path / "one", "Qwen/Qwen3-0.6B")
+    assert load_recipe(tmp_path / "one/recipe.yaml").recipe.models["policy"].path == "Qwen/Qwen3-0.6B"
+    assert not (tmp_path / "one/model").exists()
+    assert "Which digit is larger" in (tmp_path / "one/data/train.jsonl").read_text()
+
+
+def test_a_folder_with_files_is_not_overwritten(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("kept")
+    outcome = run(ranks, tmp_path, "new", ".")
+    assert outcome.code == 2
+    assert "exists already, and is not an empty folder: name another one" in outcome.errors
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_the_quickstarts_run_their_commands(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(show: Show, *arguments: str) -> None:
+        succeed(ranks, show.folder, *arguments)
+
+    monkeypatch.setattr(Show, "command", command)
+    monkeypatch.setattr("leaderless.quickstart.robot.NUM_DEMONSTRATIONS", 4)
+    few = ("steps=2", "run.tensorboard=false", "batch.prompts_per_step=2")
+    show_language(Show(tmp_path, 1, (*few, "evaluation.max_prompts=4")))
+    assert "before reinforcement learning" in capsys.readouterr().out
+    assert (tmp_path / "runs/quickstart/report.html").exists()
+    monkeypatch.setattr(Show, "train", lambda show, recipe: show.command("train", recipe, *few, *_held_out(recipe)))
+    show_robot(Show(tmp_path, 1))
+    assert "after imitation" in capsys.readouterr().out
+
+
+def _held_out(recipe: str) -> list[str]:
+    return [] if "imitation" in recipe else ["evaluation.max_prompts=2"]
+
+
+def test_a_quickstart_ends_where_a_command_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands.sys, "executable", "/bin/false")
+    with pytest.raises(CommandError) as failed:
+        Show(tmp_path, 1).train("recipes/quickstart/sft.yaml")
+    assert failed.value.code == 1
+
+
+def test_recipes_of_the_package_are_found_from_anywhere(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "32 prompts, 512 samples" in succeed(ranks, tmp_path, "plan", "recipes/quickstart/grpo.yaml")
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert included["force-include"] == {"recipes": "leaderless/recipes"}
+    package = tmp_path / "site-packages/leaderless"
+    (package / "recipes").mkdir(parents=True)
+    (package / "recipes/a.yaml").touch()
+    monkeypatch.setattr(packaged_recipes, "_PACKAGE", package)
+    assert recipes_folder() == package / "recipes"
+    assert find_packaged(Path("recipes/a.yaml")) == package / "recipes/a.yaml"
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("recipes/gsm8k/grp.yaml", "did you mean 'recipes/gsm8k/grpo.yaml'?"),
+        ("recipes/../../secret.yaml", "`leaderless new DIR` writes one"),
+        ("mine.yaml", "`leaderless new DIR` writes one"),
+    ],
+)
+def test_a_recipe_that_is_not_there_is_refused_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as refused:
+        find_packaged(Path(name))
+    assert f"{name} does not exist (looked for from {tmp_path})" in str(refused.value)
+    assert remedy in str(refused.value)
+
+
+@pytest.mark.parametrize(("recipe", "option"), [("grpo", ""), ("robot", " --robot")])
+def test_what_a_quickstart_makes_is_named(ranks: RankPool, tmp_path: Path, recipe: str, option: str) -> None:
+    outcome = run(ranks, tmp_path, "train", f"recipes/quickstart/{recipe}.yaml")
+    assert outcome.code == 2
+    assert f"`leaderless quickstart{option}` makes it" in outcome.errors
+
+
+def test_shells_can_complete_commands() -> None:
+    words = {"_LEADERLESS_COMPLETE": "complete_bash", "COMP_WORDS": "leaderless qui", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv[0] = 'leaderless'; from leaderless.cli.main import app; app()"],
+        env=environment() | words,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["quickstart"], done.stderr
