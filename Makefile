@@ -7,7 +7,7 @@ TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart quickstart-robot test test-thorough test-oldest test-vllm test-bodies gpu chaos lint format docs clean
+.PHONY: quickstart quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters gpu chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -52,6 +52,17 @@ test-vllm: .venv-vllm/.installed
 test-bodies: .venv-bodies/.installed
 	MUJOCO_GL=$${MUJOCO_GL-osmesa} .venv-bodies/bin/python -m pytest tests/contracts/test_bodies.py tests/unit/bodies
 
+# Written jobs in a real Slurm (Debian: apt-get install slurmctld slurmd slurm-client munge; as root) and a real Ray of
+# several nodes on this machine, and against SkyPilot's schema; some minutes. CRDS=FOLDER holds the definitions of JobSet
+# and PyTorchJob (jobset.x-k8s.io_jobsets.yaml, kubeflow.org_pytorchjobs.yaml), to check manifests against them.
+test-clusters: .venv-clusters/.installed
+	LEADERLESS_CRDS=$(CRDS) .venv-clusters/bin/python -m pytest --timeout 900 tests/clusters tests/unit/test_submit.py
+
+.venv-clusters/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-clusters
+	.venv-clusters/bin/python -m pip install --quiet --editable .[test,ray] skypilot
+	touch $@
+
 .venv-bodies/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-bodies
 	.venv-bodies/bin/python -m pip install --quiet --editable .[test,babyai,fetch,metaworld,panda,pusht]
@@ -82,7 +93,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters build dist site .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'

@@ -30,6 +30,7 @@ from generate_performance import (
     with_training_step,
 )
 from generate_search import with_search
+from generate_submit import submit_page
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -108,6 +109,7 @@ def render() -> dict[Path, str]:
     pages = {
         "configuration": configuration_page(),
         "cluster": cluster_page(),
+        "submit": submit_page(_section),
         "cli": cli_page(),
         "stages": stages_page(),
         "columns": columns_page(),

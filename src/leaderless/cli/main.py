@@ -21,6 +21,7 @@ from leaderless.cli.reward import reward
 from leaderless.cli.robot import robot
 from leaderless.cli.serve import serve
 from leaderless.cli.simulate import simulate
+from leaderless.cli.submit import submit
 from leaderless.cli.template import template
 from leaderless.cli.train import train
 from leaderless.observability.console import errors
@@ -39,6 +40,7 @@ app = typer.Typer(
 app.command()(quickstart)
 app.command()(new)
 app.command()(train)
+app.command()(submit)
 app.command()(plan)
 app.command()(profile)
 app.command()(simulate)

@@ -76,6 +76,11 @@ def load_recipe(
 def load_section(path: Path, section: type[AnySection]) -> AnySection:
     """Read and check a YAML file that is not a recipe, with a model of its settings, by the same rules."""
     source = read_yaml(path)
+    return check_section(section, source)
+
+
+def check_section(section: type[AnySection], source: RecipeSource) -> AnySection:
+    """Check settings that are not a recipe's with a model of them, by the same rules."""
     return _validate(section, source.settings, source)
 
 
