@@ -6,7 +6,7 @@ import inspect
 from typing import cast
 
 from leaderless.config.errors import Problem, RecipeError
-from leaderless.config.functions import load_function
+from leaderless.config.functions import load_callable, load_function
 from leaderless.config.rewards import (
     AnswerMatchOptions,
     CodeOptions,
@@ -17,6 +17,7 @@ from leaderless.config.rewards import (
     RewardsConfig,
     SearchFormatOptions,
 )
+from leaderless.rewards.others import adapt
 from leaderless.rewards.protocol import Reward
 from leaderless.rewards.search import AnswerMatchReward, SearchFormatReward
 from leaderless.rewards.text import ExactMatchReward, FormatReward
@@ -93,7 +94,9 @@ def _load_function(name: str, in_worker: bool) -> Reward:
             "must be in a module that can be imported: reward processes do not run the script; "
             "or set run.reward_processes=0",
         )
-    function = load_function(name, key=key, num_arguments=1)
+    found = load_callable(name, key, "function")
+    adapted = adapt(found, key)
+    function = found if adapted is not None else load_function(name, key=key, num_arguments=1)
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise RecipeError.at(key, "must be a plain function that returns the reward, not a coroutine or generator")
-    return cast(Reward, function)
+    return adapted or cast(Reward, function)
