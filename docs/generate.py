@@ -23,6 +23,7 @@ from generate_markup import cell, sections_of, table_of
 from generate_performance import (
     with_episodes,
     with_fixed_lag,
+    with_loading,
     with_lora,
     with_placement,
     with_real_size,
@@ -133,7 +134,7 @@ def render() -> dict[Path, str]:
     performance = DOCS / "performance.md"
     page = with_slow_host(performance.read_text(encoding="utf-8"))
     files[performance] = with_gpu(
-        with_episodes(with_real_size(with_fixed_lag(with_generation(with_training_step(page)))))
+        with_episodes(with_loading(with_real_size(with_fixed_lag(with_generation(with_training_step(page))))))
     )
     return files | {DOCS / "images" / f"{name}.svg": draw(picture) for name, picture in PICTURES.items()}
 

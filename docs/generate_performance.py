@@ -9,6 +9,7 @@ from pathlib import Path
 MARKS = "<!-- training step: begin -->", "<!-- training step: end -->"
 ALT = "Seconds of generation, log-probs and update of a step, ours next to TRL's, for four workloads"
 MEMORY = Path(__file__).parent / "performance/real_size.json"
+LOADING = Path(__file__).parent / "performance/loading.json"
 
 
 def _between(page: str, name: str, results: str | None) -> str:
@@ -34,6 +35,25 @@ def _memory_table() -> str:
         for phase, sizes in phases.items():
             measured, planned = (sizes[kind] / 2**30 for kind in ("measured", "planned"))
             lines.append(f"| {workers} | {phase} | {measured:.2f} | {planned:.2f} | {measured / planned:.2f} |")
+    return "\n".join(lines)
+
+
+def with_loading(page: str) -> str:
+    """A page with the newest results of `benchmarks/loading.py` between its two marks."""
+    return _between(page, "loading", _loading_table() if LOADING.exists() else None)
+
+
+def _loading_table() -> str:
+    """Memory and bytes read where ranks read their parts, and memory where they read all, by model and layout."""
+    lines = [
+        "| model | layout | weights kept, MiB | peak, MiB | read, MiB | peak with whole models, MiB |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for model, layouts in json.loads(LOADING.read_text(encoding="utf-8")).items():
+        for layout, ways in layouts.items():
+            parts = ways["parts"]
+            figures = (parts["held"], parts["peak"], parts["read"], ways["whole"]["peak"])
+            lines.append(f"| {model} | {layout} | {' | '.join(f'{one / 2**20:,.0f}' for one in figures)} |")
     return "\n".join(lines)
 
 

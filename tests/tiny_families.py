@@ -28,6 +28,7 @@ from leaderless.data.activity import Activity
 from leaderless.data.batch import Batch
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.opened import open_model
 from leaderless.training.fsdp import FsdpEngine
 
 FILE = Path(__file__).parents[1] / "docs/reference/families.json"
@@ -209,6 +210,7 @@ def judge(config: PretrainedConfig, folder: Path, *, is_tiny: bool = True) -> Ve
         return Verdict(is_right=False, reason=_shorter(str(caught.value)))
     try:
         model = load_causal_lm(settings, "policy")
+        _check_parts(settings, model)
         group = cast("ProcessGroup", Alone())
         engine = FsdpEngine(
             model, settings, group, torch.device("cpu"), 256, optimizer=OptimizerConfig(), num_updates=1
@@ -221,6 +223,15 @@ def judge(config: PretrainedConfig, folder: Path, *, is_tiny: bool = True) -> Ve
             raise
         return Verdict(is_right=False, reason="the sliding window")
     return Verdict(is_right=True)
+
+
+def _check_parts(settings: ModelConfig, whole: torch.nn.Module) -> None:
+    """A model that is read in parts is accepted, and has the same weights and buffers."""
+    opened = open_model(settings, "policy")
+    opened.decoder.complete(lambda _, weight: weight, torch.device("cpu"))
+    states = [dict(model.named_parameters()) | dict(model.named_buffers()) for model in (opened.decoder, whole)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 def _write(config: PretrainedConfig, folder: Path) -> None:

@@ -237,17 +237,17 @@ def test_families_whose_layers_are_elsewhere_are_refused() -> None:
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": False}
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=88, tie_word_embeddings=False)
     with pytest.raises(RecipeError, match="gpt2 cannot be divided by pp: it is not known which stage"):
-        check_stages(AutoModelForCausalLM.from_config(config), 2, "models.policy")
+        check_stages(one := AutoModelForCausalLM.from_config(config), one, 2, "models.policy")
     adapted = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, num_hidden_layers=2))
     with pytest.raises(RecipeError, match=r"models.policy: a model with adapters cannot be divided into stages"):
-        check_stages(adapted, 2, "models.policy", has_adapters=True)
+        check_stages(adapted, adapted, 2, "models.policy", has_adapters=True)
     gemma = GemmaConfig(**small, num_key_value_heads=2, head_dim=8, intermediate_size=48, vocab_size=88)
     model = AutoModelForCausalLM.from_config(gemma, attn_implementation="leaderless")
-    check_stages(model, 2, "models.policy")
+    check_stages(model, model, 2, "models.policy")
     granite = GraniteConfig(**SIZES, num_hidden_layers=2, embedding_multiplier=2.0)  # multiplies what enters a stage
     model = AutoModelForCausalLM.from_config(granite, attn_implementation="leaderless")
     with pytest.raises(RecipeError, match="granite cannot be divided by pp: stages give other hidden states, by "):
-        check_stages(model, 2, "models.policy")
+        check_stages(model, model, 2, "models.policy")
 
 
 def test_memory_counts_the_layers_and_micro_batches_of_a_stage(tmp_path: Path) -> None:

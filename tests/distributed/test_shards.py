@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from leaderless.checkpoint import shards
 from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry
 from leaderless.checkpoint.shards import SHARDING, Shard, read_tensors, shard_file, write_shards
+from leaderless.weights import files
 
 WHOLE = {
     "matrix": torch.arange(35.0).reshape(7, 5),
@@ -93,7 +94,7 @@ def write_both_ways(folder: str) -> None:
 def read_both_ways(folder: str) -> None:
     for reader, writer in ((read_tensors, "torch"), (read_tensors, "own"), (read_with_torch, "own")):
         state = sharded({name: torch.full_like(value, -7) for name, value in WHOLE.items()})
-        with patch.object(shards, "BLOCK_BYTES", 40):
+        with patch.object(files, "BLOCK_BYTES", 40):
             reader(Path(folder) / writer, state)
         for name, value in state.items():
             assert torch.equal(value.full_tensor(), WHOLE[name]), (reader, writer, name)

@@ -274,6 +274,7 @@ def test_the_constants_are_those_of_the_code_that_they_describe():
     weights = pytest.importorskip("leaderless.weights.route")
     assert cache.SMALLEST_SLOT == memory.SMALLEST_SLOT
     assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
+    assert pytest.importorskip("leaderless.weights.files").BLOCK_BYTES == memory.READ_BYTES
 
 
 def test_an_asynchronous_checkpoint_is_written_from_a_copy(model):
@@ -292,10 +293,27 @@ def test_an_asynchronous_checkpoint_is_written_from_a_copy(model):
     assert without.cpu.phases["checkpoint"] == {"files being written": min(copy, memory.WRITE_BYTES)}
 
 
-def test_loading_takes_the_whole_weights_on_every_rank(model):
-    estimate = estimate_of("grpo", 128, model).cpu
-    assert estimate.apart["loading"]["whole weights"] == COUNT * 4
-    assert estimate.totals["loading"] == memory.LIBRARIES_BYTES + COUNT * 4
+def test_each_rank_reads_its_own_part_of_the_weights(model):
+    estimate, share = estimate_of("grpo", 128, model), -(-COUNT * 4 // 128)
+    parts = {"libraries": memory.LIBRARIES_BYTES, "weights": share, "weights being read": share}
+    assert estimate.cpu.apart["loading"] == parts
+    assert estimate.cpu.totals["loading"] == sum(parts.values())
+    assert estimate.accelerator.host["weights being read"] == share, "they go straight to the accelerator"
+    assert "weights" not in estimate.accelerator.host
+
+
+def test_a_back_end_of_ones_own_may_read_whole_models(model):
+    training = {"backend": "tests.distributed.test_mesh:repeats_over_pp"}
+    estimate = estimate_of("grpo", 2, model, training=training, algorithm={"kl": {"coefficient": 0.1}})
+    assert estimate.accelerator.host["whole weights"] == COUNT * 4
+    # The share of the policy stays while the reference is read.
+    assert estimate.cpu.apart["loading"]["whole weights"] == COUNT * 4
+    assert estimate.cpu.apart["loading"]["weights"] == COUNT * 4 // 2
+
+
+def test_of_a_large_model_a_few_rows_are_read_at_a_time(tmp_path):
+    large = write_model(tmp_path / "large", vocab_size=2_000_000)
+    assert estimate_of("grpo", 1, large).accelerator.host["weights being read"] == memory.READ_BYTES
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,8 @@ def load_checkpoint(path: Path, engines: Mapping[str, Trainable]) -> RunState:
                 "use the model that the run was started with, or another run name",
             )
         _check_adapters(path, role, engine)
-        read_tensors(path / role, engine.state())
+        group = engine.process_group
+        read_tensors(path / role, engine.state(), group.ranks.index(group.rank))
         engine.state_loaded(role_state.policy_version)
     return state
 

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry
+from leaderless.weights.files import BLOCK_BYTES, DTYPES, StoredTensor, bytes_of, read_block, read_header
 
-BLOCK_BYTES = 1 << 26
-"""Most bytes that are written, or read, at a time."""
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys of the offsets of each part in the metadata of a file."""
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -93,58 +89,57 @@ def _blocks_of_file(shards: list[tuple[str, Shard]]) -> Iterator[bytes | memoryv
     yield len(text).to_bytes(8, "little") + text
     for _, shard in shards:
         for part in torch.split(shard.local.reshape(-1), BLOCK_BYTES // shard.local.element_size()):
-            yield _bytes_of(part.cpu())
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host."""
-    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return view
+            yield bytes_of(part.cpu())
 
 
 @dataclass(frozen=True)
 class _StoredPart:
-    """A part of a tensor that begins at a byte of a file; `offsets` as in `Shard`."""
+    """A part of a tensor in a file; `offsets` as in `Shard`."""
 
-    file: Path
-    begin: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    stored: StoredTensor
     offsets: tuple[int, ...]
 
 
-def read_tensors(folder: Path, state: Mapping[str, Tensor]) -> None:
+def read_tensors(folder: Path, state: Mapping[str, Tensor], part: int | None = None) -> None:
     """Read tensors by name, or this rank's shards of them, in place; others that are in the folder are left out.
+
+    Args:
+        folder: Folder with the files.
+        state: Tensors to be written to, by name.
+        part: The index of a file that may have all of it, as that which this rank has written; see `shard_file`. The
+            headers of others are not read then, so that a thousand ranks do not read those of a thousand files each.
 
     Raises:
         DamagedCheckpointError: The files cannot be read, or do not hold the tensors.
     """
+    shards = {name: Shard.of(value) for name, value in state.items()}
     try:
-        stored = _find_parts(folder)
-        for name, value in state.items():
-            shard = Shard.of(value)
-            if sum(_read_part(part, shard) for part in stored.get(name, ())) != shard.local.numel():
+        own = folder / shard_file(part) if part is not None else None
+        stored = _find_parts([own]) if own is not None and own.exists() else {}
+        wanted = {name: shard for name, shard in shards.items() if shard.local.numel()}
+        if not all(any(_holds(one, shard) for one in stored.get(name, ())) for name, shard in wanted.items()):
+            stored = _find_parts(sorted(folder.glob("*.safetensors")))
+        for name, shard in shards.items():
+            if sum(_read_part(one, shard) for one in stored.get(name, ())) != shard.local.numel():
                 raise DamagedCheckpointError(f"{folder} does not hold all of {name}")
     except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpointError(f"{folder} cannot be read: {error}") from error
 
 
-def _find_parts(folder: Path) -> dict[str, list[_StoredPart]]:
-    """The parts in the files of a folder, by the name of the tensor."""
+def _holds(part: _StoredPart, shard: Shard) -> bool:
+    """Whether a part is a shard, element for element."""
+    return (part.offsets, part.stored.shape) == (shard.offsets, tuple(shard.local.shape))
+
+
+def _find_parts(files: Iterable[Path]) -> dict[str, list[_StoredPart]]:
+    """The parts in some files, by the name of the tensor."""
     parts: dict[str, list[_StoredPart]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="np"):
-            pass  # this refuses a header that does not fit its file
-        with file.open("rb") as content:
-            size = int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(size))
-        metadata = header.pop("__metadata__", {})
-        sharding = json.loads(metadata[SHARDING]) if SHARDING in metadata else {}
-        for name, entry in header.items():
-            shape = tuple(entry["shape"])
-            offsets = tuple(sharding[name][OFFSETS]) if sharding else (0,) * len(shape)
-            part = _StoredPart(file, 8 + size + entry["data_offsets"][0], _DTYPES[entry["dtype"]], shape, offsets)
-            parts.setdefault(name, []).append(part)
+    for file in files:
+        header = read_header(file)
+        sharding = json.loads(header.metadata[SHARDING]) if SHARDING in header.metadata else {}
+        for name, stored in header.tensors.items():
+            offsets = tuple(sharding[name][OFFSETS]) if sharding else (0,) * len(stored.shape)
+            parts.setdefault(name, []).append(_StoredPart(stored, offsets))
     return parts
 
 
@@ -152,35 +147,17 @@ def _read_part(part: _StoredPart, shard: Shard) -> int:
     """Read the elements that a part and a shard share; returns their number."""
     ranges = [
         (max(begin, wanted), min(begin + length, wanted + size))
-        for begin, length, wanted, size in zip(part.offsets, part.shape, shard.offsets, shard.local.shape, strict=True)
+        for begin, length, wanted, size in zip(
+            part.offsets, part.stored.shape, shard.offsets, shard.local.shape, strict=True
+        )
     ]
     if any(first >= last for first, last in ranges):
         return 0
-    target, source = shard.local, tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, part.offsets, strict=True))
+    if not ranges:
+        read_block(replace(part.stored, shape=(1,)), (0,), shard.local.reshape(1))
+        return 1
+    target = shard.local
     for dim, ((first, last), wanted) in enumerate(zip(ranges, shard.offsets, strict=True)):
         target = target.narrow(dim, first - wanted, last - first)
-    if not ranges:
-        target, source, part = target.reshape(1), (slice(0, 1),), replace(part, shape=(1,))
-    row_bytes = part.dtype.itemsize * math.prod(part.shape[1:])
-    num_rows = max(1, BLOCK_BYTES // row_bytes)
-    is_direct = target.is_cpu and target.is_contiguous() and target.dtype == part.dtype
-    is_direct = is_direct and target.shape[1:] == part.shape[1:]
-    buffer = None if is_direct else torch.empty((min(num_rows, len(target)), *part.shape[1:]), dtype=part.dtype)
-    with part.file.open("rb", buffering=0) as content:
-        content.seek(part.begin + source[0].start * row_bytes)
-        for rows in torch.split(target, num_rows):
-            arrived = rows if buffer is None else buffer[: len(rows)]
-            _fill(_bytes_of(arrived), content)
-            if buffer is not None:
-                rows.copy_(arrived[(slice(None), *source[1:])])
+    read_block(part.stored, [first - own for (first, _), own in zip(ranges, part.offsets, strict=True)], target)
     return target.numel()
-
-
-def _fill(memory: memoryview, content: BinaryIO) -> None:
-    """Read until the memory is full."""
-    done = 0
-    while done < len(memory):
-        count = content.readinto(memory[done:])  # type: ignore[attr-defined]
-        if not count:
-            raise DamagedCheckpointError(f"{content.name} ends too early")
-        done += count

@@ -119,15 +119,16 @@ class CausalLM(Decoder):
 
 def load_causal_lm(config: ModelConfig, role: str) -> CausalLM:
     """Load a language model; see `load_decoder`."""
-    return _made(load_decoder(AutoModelForCausalLM, config, role), config, role)
+    return language_model(load_decoder(AutoModelForCausalLM, config, role), config, role)
 
 
 def empty_causal_lm(config: ModelConfig, role: str, *, has_adapters: bool = False) -> CausalLM:
     """Make a language model whose weights have only names and shapes; see `empty_decoder`."""
-    return _made(empty_decoder(AutoModelForCausalLM, config, role, has_adapters=has_adapters), config, role)
+    return language_model(empty_decoder(AutoModelForCausalLM, config, role, has_adapters=has_adapters), config, role)
 
 
-def _made(model: PreTrainedModel, config: ModelConfig, role: str) -> CausalLM:
+def language_model(model: PreTrainedModel, config: ModelConfig, role: str) -> CausalLM:
+    """The language model around one of `transformers`: one that sees images, if it does."""
     if sees_images(model.config):
         from leaderless.models.image_readers import open_reader
         from leaderless.models.vision import VisionLM

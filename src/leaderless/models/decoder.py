@@ -49,6 +49,11 @@ SCALAR_HEAD = ("score.weight", "score.bias")
 """What `transformers` calls the head of a token or sequence classifier."""
 
 
+Completion = Callable[[Callable[[str, Tensor], Tensor], torch.device], None]
+"""Function of a device, and of a function that shows a weight, given by its name and what a rank has of it, as a part
+of the whole one."""
+
+
 class Decoder(nn.Module):
     """A model of `transformers` whose layers and head are called separately."""
 
@@ -66,7 +71,7 @@ class Decoder(nn.Module):
         """Stages into which ranks divide the layers, if they do."""
         self.divides_experts = False
         """Whether ranks divide the experts of each layer, and send tokens to them."""
-        self.complete: Callable[[], None] = lambda: None
+        self.complete: Completion = lambda whole, device: None  # noqa: ARG005
         """Function that gives weights their values once ranks have divided them."""
         # Not every family passes its window on to its attention. Where layers have types, all have full attention.
         described = model.config.get_text_config()
@@ -173,7 +178,7 @@ def load_decoder(
     key = f"models.{role}"
     unreachable = unreachable_hub(config.path)
     try:
-        with _loading():
+        with quiet_loading():
             described = _described(config)
             check_settings(described, key)
             model, info = class_for(described, auto_class, key).from_pretrained(
@@ -247,7 +252,12 @@ def _described(config: ModelConfig) -> PreTrainedConfig:
 
 
 def empty_decoder(
-    auto_class: type[AutoModel], config: ModelConfig, role: str, *, has_adapters: bool = False
+    auto_class: type[AutoModel],
+    config: ModelConfig,
+    role: str,
+    *,
+    has_adapters: bool = False,
+    has_scalar_head: bool = False,
 ) -> PreTrainedModel:
     """Make a model like `load_decoder`, but with weights that have only names and shapes, on torch's device `meta`.
 
@@ -255,6 +265,8 @@ def empty_decoder(
     they are asked for: the other weights are to be those of another model.
     """
     described, key = load_model_config(config, role), f"models.{role}"
+    if has_scalar_head:
+        described.num_labels = 1
     with _without_weights():
         model: PreTrainedModel = class_for(described, auto_class, key).from_config(
             described,
@@ -296,13 +308,17 @@ def load_value_model(config: ModelConfig, role: str) -> ValueModel:
         RecipeError: As for a language model; or its head has several outputs, or `transformers` has no classifier of
             its family.
     """
-    model = load_decoder(AutoModelForTokenClassification, config, role, has_scalar_head=True)
+    return value_model(load_decoder(AutoModelForTokenClassification, config, role, has_scalar_head=True))
+
+
+def value_model(model: PreTrainedModel) -> ValueModel:
+    """The value model of a token classifier, which is described as one from now on."""
     model.config.architectures = [type(model).__name__]
     return ValueModel(model)
 
 
 @contextmanager
-def _loading() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Silence `transformers`, as this package reports problems with weights itself, in one line.
 
     Also have it read weights one by one: a mapped file would stay in memory next to the converted model.

@@ -72,7 +72,8 @@ class _Experts:
         self._own.num_experts = self._num_own  # type: ignore[assignment]
         self._own._parameters = {}  # noqa: SLF001 - the copy has shared those of the module
         for name, weight in list(module.named_parameters(recurse=False)):
-            part = weight.detach().chunk(peers.size)[mesh.get_local_rank()].clone().to(device)
+            part = weight.detach().chunk(peers.size)[mesh.get_local_rank()].clone()
+            part = part if part.is_meta else part.to(device)  # values come later
             whole = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
             setattr(module, name, nn.Parameter(whole, requires_grad=weight.requires_grad))
             self._own.register_parameter(name, nn.Parameter(part.to("meta"), requires_grad=False))

@@ -90,11 +90,18 @@ def cut_into_stages(decoder: Decoder, stages: PipelineParallel) -> None:
     decoder.pipeline = stages
 
 
-def check_stages(model: PreTrainedModel, pp: int, key: str, *, has_adapters: bool = False) -> None:
+def check_stages(
+    model: PreTrainedModel, trial: PreTrainedModel, pp: int, key: str, *, has_adapters: bool = False
+) -> None:
     """Refuse a model that stages cannot compute.
 
-    It is whole and on the CPU. It is tried on two short sequences: in two stages it has to give the hidden states that
-    it gives in one.
+    Args:
+        model: The model, which may be without values.
+        trial: A small model of its family, or itself, on the CPU. It is tried on two short sequences: in two stages it
+            has to give the hidden states that it gives in one.
+        pp: Number of stages.
+        key: Setting of the model, for errors.
+        has_adapters: Whether it has adapters.
 
     Raises:
         RecipeError: The error is at the setting `key`.
@@ -112,7 +119,7 @@ def check_stages(model: PreTrainedModel, pp: int, key: str, *, has_adapters: boo
         what = strange[0] if strange else "layers"
         raise RecipeError.at(key, f"{family}: it is not known which stage has their {what}; leave out pp")
     try:
-        error = _error_in_stages(model)
+        error = _error_in_stages(trial)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as problem:
         raise RecipeError.at(key, f"{family}: a stage fails: {problem}; leave out pp") from problem
     if not error < _TOLERANCE:

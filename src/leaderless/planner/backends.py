@@ -37,6 +37,7 @@ class BackendSpec:
         lends_weights: Whether engines of several roles with adapters on one model have its other weights once.
         keeps_parts: Whether each rank keeps all of its part along `tp` and `pp`, with its optimizer, whatever `dp` is;
             weights that it hands out are divided all the same.
+        reads_parts: Whether each rank reads only its own part of the weights.
     """
 
     implementation: str
@@ -51,6 +52,7 @@ class BackendSpec:
     knows_experts: bool = False
     lends_weights: bool = False
     keeps_parts: bool = False
+    reads_parts: bool = False
 
     def num_shards(self, layout: Layout) -> int:
         """Number of parts into which the ranks of a layout divide weights and optimizer."""
@@ -71,6 +73,7 @@ BUILTIN_BACKENDS = {
         divides_experts=True,
         knows_experts=True,
         lends_weights=True,
+        reads_parts=True,
     ),
     "megatron": BackendSpec(
         "leaderless.training.megatron.engine:make_engine",

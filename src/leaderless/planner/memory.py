@@ -25,6 +25,8 @@ SMALLEST_SLOT = 64
 """Tokens of the smallest slot for keys and values: `leaderless.rollout.kv_cache` has the same."""
 WRITE_BYTES = 256 * MIB
 """Most that writing or reading a checkpoint holds on top of the tensors themselves."""
+READ_BYTES = 64 * MIB
+"""Bytes of a model's files that are read at a time: `leaderless.weights.files` has the same."""
 WEIGHT_BUCKET_BYTES = 32 * MIB
 """Bytes of a bucket of weights on the way to serving ranks: `leaderless.weights.route` has the same."""
 LIBRARIES_BYTES = 330 * MIB
@@ -178,18 +180,9 @@ class _Rank:
 
     def memory(self) -> Memory:
         resident, phases = dict[str, int](), dict[str, dict[str, int]]()
-        loading = whole = copied = again = 0
+        copied = again = 0
         for model in self.models:
-            sizes = model.size, model.part
-            held = [one.num_parameters * (not model.guest.trains) + one.num_adapter_parameters for one in sizes]
-            weights, own = (count * FLOAT32_BYTES for count in held)
-            share = -(-own // model.shards)
-            if not (model.is_shared or model.instance.is_engine_only):
-                # Models are loaded whole, one after the other, and then divided.
-                loading = max(loading, whole + weights)
-                whole += share
-                loading = max(loading, whole + model.size.num_parameters * FLOAT32_BYTES * model.has_own_base)
-                whole += model.adapted_bytes() * model.has_own_base
+            share = self._share(model)
             if model.instance.is_engine_only and model.engine.restarts_on(model.instance.serving_layout):
                 again += model.sent_bytes()
             copied += 3 * model.trained_bytes() * model.instance.is_trained
@@ -207,15 +200,45 @@ class _Rank:
             phases["checkpoint"] = {} if self.recipe.checkpoint.asynchronous else written
         if self.is_cpu:
             resumed = resident | libraries | {"files being read": in_flight} if copied else {}
-            apart = {"loading": libraries | {"whole weights": loading}, "resume": resumed, **self._commands(libraries)}
+            apart = {"loading": libraries | self._loading(), "resume": resumed, **self._commands(libraries)}
             return Memory(resident | kept | self._in_flight() | libraries, phases, apart, {})
         resident["driver"] = CONTEXT_BYTES
         if len(all_ranks(*(model.instance.layout for model in self.everywhere))) > 1:
             resident["communication"] = COMMUNICATION_BYTES
-        host = libraries | kept | self._in_flight() | {"whole weights": loading}
+        host = libraries | kept | self._in_flight() | self._loading()
         if asleep := sum(model.engine_bytes() for model in self.models if model.keeps_base_asleep):
             host["bases of engines asleep"] = asleep
         return Memory(resident, phases, self._commands({}), host)
+
+    def _share(self, model: ModelMemory) -> int:
+        """A rank's share of the weights that it holds of a model to train or score with it."""
+        part = model.part
+        held = part.num_parameters * (not model.guest.trains) + part.num_adapter_parameters
+        return -(-held * FLOAT32_BYTES // model.shards)
+
+    def _loading(self) -> dict[str, int]:
+        """What is in the memory of the host at the fullest moment while models are read, one after the other.
+
+        With most back ends each rank reads its own part, a few rows at a time, straight to where it stays; with others,
+        models are read whole, and then divided.
+        """
+        moments, before = [{"weights being read": 0}], 0
+        for model in self.models:
+            if model.is_shared or model.instance.is_engine_only:
+                continue
+            share, whole = self._share(model), model.size.num_parameters * FLOAT32_BYTES
+            kept = {"weights": before + share} if self.is_cpu else {}
+            if backend_of(self.recipe.as_seen_by(model.instance.role).training.backend).reads_parts:
+                moments.append(kept | {"weights being read": min(READ_BYTES, share)})
+            else:
+                moments.append({"weights": before} | {"whole weights": whole * (not model.guest.trains)})
+            before += share * self.is_cpu
+            if model.has_own_base:
+                base = model.adapted_bytes()
+                kept = {"weights": before + base} if self.is_cpu else {}
+                moments.append(kept | {"weights being read": min(READ_BYTES, base)})
+                before += base * self.is_cpu
+        return max(moments, key=lambda parts: sum(parts.values()))
 
     def _resident(self, model: ModelMemory, share: int) -> Iterator[tuple[str, int]]:
         """What stays of a model, of whose weights the rank has a share."""

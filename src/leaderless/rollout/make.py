@@ -20,9 +20,10 @@ from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import RolloutConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
-from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
+from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.decoder import reserved_tokens
 from leaderless.models.lora import share_weights
+from leaderless.models.opened import open_model
 from leaderless.models.routers import Routers
 from leaderless.models.saved_form import saved_form
 from leaderless.models.tokenizer import end_tokens
@@ -146,9 +147,10 @@ def _native_model(setup: RolloutSetup) -> CausalLM:
         model = empty_causal_lm(setup.model, setup.role, has_adapters=True)
         share_weights(model.model, setup.donor.model)
         return model
-    model = load_causal_lm(setup.model, setup.role)
-    for parameter in model.parameters():
+    model = cast("CausalLM", open_model(setup.model, setup.role).decoder)
+    for parameter in model.parameters():  # without values yet, except for adapters
         parameter.data = parameter.data.to(getattr(torch, setup.model.compute_dtype))
+    model.complete(lambda _, weight: weight, setup.device)
     return model
 
 

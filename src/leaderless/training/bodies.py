@@ -15,6 +15,7 @@ from leaderless.config import RecipeError
 from leaderless.config.body import Grain
 from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.models.causal_lm import TokenOutputs
+from leaderless.models.decoder import Completion
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import Family
 from leaderless.policies.normalizer import StateNormalizer, joined, moments
@@ -58,7 +59,7 @@ class HeldBody(nn.Module):
         self.vocab_size = NO_WORDS
         self.tensor_parallel = self.pipeline = None
         self.divides_experts = False
-        self.complete: Callable[[], None] = lambda: None
+        self.complete: Completion = lambda whole, device: None  # noqa: ARG005
         self._describe = description
         self._frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import cast
 
 import torch
@@ -12,11 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.attention import Attention
-from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm, load_causal_lm
+from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
 from leaderless.models.context_parallel import ContextParallel
-from leaderless.models.decoder import Decoder, ValueModel, load_value_model
+from leaderless.models.decoder import Decoder, ValueModel
 from leaderless.models.experts import num_experts
 from leaderless.models.lora import share_weights, without_adapters
+from leaderless.models.opened import Opened, open_model
 from leaderless.models.pipeline import PipelineParallel, check_stages, cut_into_stages
 from leaderless.models.ring import RingParallel
 from leaderless.models.scoring import Entropy
@@ -159,15 +159,15 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     """
     if setup.body is not None:
         return cast("FsdpEngine | FsdpValueEngine", make_body_engine(setup))
-    model = _model(setup)
-    key, layout = f"models.{setup.role}", setup.layout
+    opened = _open(setup)
+    model, key, layout = opened.decoder, f"models.{setup.role}", setup.layout
     if isinstance(model, VisionLM) and (wrong := [axis for axis in layout.axes if axis != "dp"]):
         raise RecipeError.at(key, f"a model that sees images cannot be divided along {', '.join(wrong)}: use dp alone")
     if layout.ep > 1:
         check_experts(key, setup.role, layout.ep, num_experts(model))
         model.divides_experts = True
     if layout.pp > 1:
-        check_stages(model.model, layout.pp, key, has_adapters=setup.model.lora is not None)
+        check_stages(model.model, opened.trial, layout.pp, key, has_adapters=setup.model.lora is not None)
     shapes = {name: weight.shape for name, weight in model.trained_weights()}
     mesh: DeviceMesh | None = None
     if layout.tp > 1:
@@ -197,15 +197,13 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     return engine
 
 
-def _model(setup: EngineSetup) -> Decoder:
-    """The model, whole; or without values that a donor has, until it is divided as the donor is."""
-    if setup.is_critic:
-        return load_value_model(setup.model, setup.role)
-    if not isinstance(setup.donor, FsdpEngine) or isinstance(setup.donor.model, VisionLM):
-        return load_causal_lm(setup.model, setup.role)
-    model = empty_causal_lm(setup.model, setup.role, has_adapters=True)
-    model.complete = partial(share_weights, model.model, setup.donor.model.model)
-    return model
+def _open(setup: EngineSetup) -> Opened:
+    """The model, without values: ranks read their parts, or share those of a donor, once it is divided."""
+    if setup.is_critic or not isinstance(setup.donor, FsdpEngine) or isinstance(setup.donor.model, VisionLM):
+        return open_model(setup.model, setup.role, is_critic=setup.is_critic, num_ranks=len(setup.layout.ranks))
+    model, donor = empty_causal_lm(setup.model, setup.role, has_adapters=True), setup.donor.model.model
+    model.complete = lambda whole, device: share_weights(model.model, donor)  # noqa: ARG005
+    return Opened(model, model.model, None)
 
 
 def _sizes(model: Decoder) -> tuple[int, int, int]:

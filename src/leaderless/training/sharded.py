@@ -58,7 +58,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         num_updates: int = 0,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Shard a model, which is whole and the same on every rank; without an optimizer it is frozen.
+        """Shard a model, which is whole or without values on every rank; without an optimizer it is frozen.
 
         A pass has at most `micro_batch_tokens`; `num_updates` are those of the whole run, for the schedule. Weights are
         divided along the axis `dp` of the mesh, which has this axis alone by default, and are the same along others,
@@ -95,7 +95,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             others = [axis for axis in mesh.mesh_dim_names or () if axis != "dp"]
             self.is_replica = tensor is None and any(mesh.get_local_rank(axis) for axis in others)
             self.is_plain = False
-        model.complete()
+        model.complete(self._whole, device)
         self.model.to(device)
         self.routed = RoutedPasses(self.model if pipeline is None else None, process_group, device)
         self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
