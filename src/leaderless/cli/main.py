@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from leaderless.cli.demonstrate import demonstrate
+from leaderless.cli.doctor import doctor
 from leaderless.cli.env import env
 from leaderless.cli.plan import plan, schema
 from leaderless.cli.profile import profile
@@ -41,6 +42,7 @@ app.command()(quickstart)
 app.command()(new)
 app.command()(train)
 app.command()(submit)
+app.command()(doctor)
 app.command()(plan)
 app.command()(profile)
 app.command()(simulate)

@@ -1,0 +1,203 @@
+"""The doctor notices what it should, and says what to do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import socket
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from leaderless.cli.main import app
+from leaderless.doctor import folder as folder_checks
+from leaderless.doctor import machine
+from leaderless.doctor.finding import Finding, differences, merged, run_checks
+from leaderless.doctor.folder import folder_check
+from leaderless.doctor.together import Link, _judge
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def only(checks: list[Callable[..., None]], name: str) -> Finding:
+    (found,) = [finding for finding in run_checks("here", checks) if finding.name == name]
+    return found
+
+
+def test_a_machine_that_runs_the_tests_has_no_errors() -> None:
+    found = run_checks("here", machine.CHECKS)
+    assert not [finding for finding in found if finding.level == "error"]
+    assert {"interpreter", "packages", "torch build", "gloo", "open files", "shared memory"} <= {
+        one.name for one in found
+    }
+    assert all(finding.remedy for finding in found if finding.level != "ok")
+
+
+def test_packages_that_are_missing_or_old_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = ["numpy>=999", "no-such-package>=1", "torch>=1", 'pytest>=999; extra == "test"']
+    monkeypatch.setattr(machine, "requires", lambda _: needed)
+    found = only([machine.check_python], "packages")
+    assert found.level == "error"
+    assert "numpy is " in found.value
+    assert "must be >=999; no-such-package is missing" in found.value
+    assert "torch" not in found.value
+    assert "pytest" not in found.value
+
+
+@pytest.mark.parametrize(("files", "level"), [(100, "error"), (1024, "warning"), (65536, "ok"), (-1, "ok")])
+def test_few_open_files_are_noticed(monkeypatch: pytest.MonkeyPatch, files: int, level: str) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    found = only([machine.check_limits], "open files")
+    assert found.level == level
+    assert ("ulimit -n" in found.remedy) == (level != "ok")
+
+
+def test_locked_memory_matters_with_fast_networks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "INFINIBAND", tmp_path)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
+    assert only([machine.check_limits], "locked memory").level == "warning"
+
+
+@pytest.mark.parametrize(("size", "level"), [(64 << 20, "warning"), (16 << 30, "ok")])
+def test_a_small_shared_memory_is_noticed(monkeypatch: pytest.MonkeyPatch, size: int, level: str) -> None:
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Usage(size, 0, size))
+    assert only([machine.check_shared_memory], "shared memory").level == level
+
+
+def test_a_quota_below_the_cores_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    assert only([machine.check_cores], "cores").level == "ok"
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    found = only([machine.check_cores], "cores")
+    assert (found.level, "a control group allows 0.5" in found.value) == ("warning", True)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert only([machine.check_cores], "cores").level == "ok"
+
+
+def test_accelerators_that_are_not_used_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(machine, "DEVICE_FOLDER", tmp_path)
+    monkeypatch.setattr(machine, "find_accelerator", lambda: None)
+    found = only([machine.check_devices], "devices")
+    assert (found.level, found.value) == ("warning", "the CPU; 1 accelerators are not used")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "level"),
+    [(["127.0.1.1"], "warning"), (["10.0.0.3"], "ok"), (["127.0.0.1", "10.0.0.3"], "ok"), ([], "warning")],
+)
+def test_a_host_name_that_others_cannot_use_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str], level: str
+) -> None:
+    def look_up(*_: object) -> list[Any]:
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(0, 0, 0, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    found = only([machine.check_host_name], "host name")
+    assert found.level == level
+    assert ("GLOO_SOCKET_IFNAME" in found.remedy) == (level != "ok")
+
+
+def test_a_port_in_use_is_an_error() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        found = only([machine.port_check(port)], "port")
+    assert (found.level, found.value.partition(" (")[0]) == ("error", f"{port} cannot be used")
+    assert "another port" in found.remedy
+
+
+def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    found = run_checks("here", [folder_check(tmp_path / "runs", is_shared=False)])
+    assert [finding.name for finding in found] == [
+        "folder",
+        "disk",
+        "renaming",
+        "small writes",
+        "large writes",
+        "clock of files",
+    ]
+    assert not [finding for finding in found if finding.level == "error"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_problems_of_a_folder_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [folder_check(tmp_path, is_shared=True)]
+    monkeypatch.setattr(folder_checks, "_file_system", lambda _: "ext4")
+    assert "other machines do not see it" in only(checks, "folder").remedy
+    monkeypatch.setattr(folder_checks, "_file_system", lambda _: "nfs4")
+    assert only(checks, "folder").level == "ok"
+    monkeypatch.setattr(folder_checks.shutil, "disk_usage", lambda _: Usage(1, 1, 1 << 30))
+    assert only(checks, "disk").level == "warning"
+    monkeypatch.setattr(folder_checks, "SLOW_S", 0.0)
+    assert only(checks, "small writes").level == "warning"
+    monkeypatch.setattr(folder_checks, "SLOW_MIB_PER_S", float("inf"))
+    assert only(checks, "large writes").level == "warning"
+    real = folder_checks.time.time
+    monkeypatch.setattr(folder_checks.time, "time", lambda: real() - 60)
+    assert "differs from this machine's by +60" in only(checks, "clock of files").value
+    monkeypatch.setattr(Path, "replace", lambda path, target: target.write_bytes(path.read_bytes()))
+    assert only(checks, "renaming").level == "error"
+    monkeypatch.setattr(folder_checks.os, "access", lambda *_: False)
+    assert only(checks, "writing").level == "error"
+
+
+def test_a_check_that_fails_is_an_error_itself() -> None:
+    def check_nothing(findings: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    (found,) = run_checks("here", [check_nothing])
+    assert (found.name, found.level, "broken" in found.value) == ("nothing", "error", True)
+
+
+def test_the_same_finding_of_several_places_is_one() -> None:
+    found = merged(
+        [Finding("a", "1", places=("x",)), Finding("b", "2", "error", "r", ("x",)), Finding("a", "1", places=("y",))]
+    )
+    assert found == [Finding("b", "2", "error", "r", ("x",)), Finding("a", "1", places=("x", "y"))]
+    assert Finding.from_json(json.loads(json.dumps(found[0].to_json()))) == found[0]
+
+
+def test_machines_that_differ_are_named_the_few_first() -> None:
+    found = list(differences("torch", {"a": "2.12", "b": "2.13", "c": "2.12"}, "install the same"))
+    assert [(one.value, one.level, one.places) for one in found] == [
+        ("2.13", "error", ("b",)),
+        ("2.12", "error", ("a", "c")),
+    ]
+    assert [one.level for one in differences("torch", {"a": "1", "b": "1"}, "")] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("link", "bad"),
+    [
+        (Link(1e-4, 5000, 0.01), set()),
+        (Link(0.02, 5000, 0), {"latency"}),
+        (Link(1e-4, 12, 0), {"bandwidth"}),
+        (Link(1e-4, 5000, -40), {"clocks"}),
+    ],
+)
+def test_a_slow_network_and_wrong_clocks_are_noticed(link: Link, bad: set[str]) -> None:
+    found = _judge("a-b", link)
+    assert {one.name for one in found if one.level == "warning"} == bad
+    assert all(bool(one.remedy) == (one.name in bad) for one in found)
+
+
+def test_the_command_prints_a_table_or_json_and_fails_on_errors(tmp_path: Path) -> None:
+    runner = CliRunner()
+    result = runner.invoke(app, ["doctor", str(tmp_path), "--json"])
+    found = json.loads(result.output)
+    assert {finding["level"] for finding in found} <= {"ok", "warning", "error"}
+    has_errors = any(finding["level"] == "error" for finding in found)
+    assert result.exit_code == int(has_errors)
+    with socket.create_server(("", 0)) as server:
+        result = runner.invoke(app, ["doctor", str(tmp_path), "--rendezvous", f"here:{server.getsockname()[1]}"])
+    assert result.exit_code == 1
+    assert "cannot be used" in " ".join(result.output.split())
+    assert "1 errors" in result.output
+    assert runner.invoke(app, ["doctor", "--nodes", "2:1", "--rendezvous", "a:1"]).exit_code == 2
