@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 import typer
 from generate_algorithms import formulas_page, results_page, with_combinations
 from generate_bodies import bodies_page
+from generate_convert import with_settings
 from generate_families import families_page
 from generate_generation import with_generation
 from generate_gpu import with_gpu
@@ -43,6 +44,7 @@ from leaderless.config import Recipe
 from leaderless.config.base import ShorthandSection
 from leaderless.config.rewards import RewardOptions
 from leaderless.config.roles import RoleConfig
+from leaderless.convert.convert import TABLES
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.picture import draw_plan
@@ -123,6 +125,8 @@ def render() -> dict[Path, str]:
     files[DOCS / "algorithms/results.md"] = f"{NOTE}\n\n{results_page()}\n"
     index = DOCS / "algorithms/index.md"
     files[index] = with_combinations(index.read_text(encoding="utf-8"))
+    for framework, guide in {name: DOCS / f"guides/from-{name}.md" for name in TABLES}.items():
+        files[guide] = with_settings(guide.read_text(encoding="utf-8"), framework)
     scaling = DOCS / "scaling.md"
     files[scaling] = with_hosts(scaling.read_text(encoding="utf-8"))
     search = DOCS / "guides/search.md"

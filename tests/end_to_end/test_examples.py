@@ -10,6 +10,7 @@ import pytest
 import torch
 from examples.calculator.prepare import prepare as prepare_sums
 from examples.environment.guess import prepare as prepare_guesses
+from examples.from_trl.rewards import num_unique_letters
 from examples.nim.prepare import prepare as prepare_nim
 from examples.order_game.prepare import prepare as prepare_order
 from examples.own_algorithm.algorithms import AgainstTheBest, SquaredRatioLoss
@@ -84,6 +85,16 @@ def test_own_reward_trains_on_what_its_functions_say(ranks: RankPool, tmp_path: 
         assert numbers["reward/mean"] == pytest.approx(weighted)
         assert numbers["reward/failed"] == 0
     assert "evaluation/mean@1" in steps[-1]
+
+
+def test_a_reward_of_trl_gives_the_same_numbers_here(ranks: RankPool, tmp_path: Path) -> None:
+    overrides = small(tmp_path, "run.recorded_prompts=6")
+    (steps,) = ranks.run(1, train_example, "examples/from_trl/recipe.yaml", overrides, 1, init_group=False)
+    (file,) = (tmp_path / "runs/from-trl/samples").iterdir()
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(samples) == 48
+    assert [one["reward"] for one in samples] == num_unique_letters([one["response"] for one in samples])
+    assert steps[0]["reward/failed"] == 0
 
 
 def test_own_stage_takes_its_penalty_from_the_reward(ranks: RankPool, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 from rich.markup import escape
 
+from leaderless.cli.convert import convert
 from leaderless.cli.demonstrate import demonstrate
 from leaderless.cli.doctor import doctor
 from leaderless.cli.env import env
@@ -43,6 +44,7 @@ app.command()(new)
 app.command()(train)
 app.command()(submit)
 app.command()(doctor)
+app.command()(convert)
 app.command()(plan)
 app.command()(profile)
 app.command()(simulate)

@@ -98,3 +98,16 @@ class VerlReward:
 
 def _taken(given: Mapping[str, object], names: frozenset[str] | None) -> dict[str, object]:
     return {name: value for name, value in given.items() if names is None or name in names}
+
+
+def math_of_verl(solution_str: str, ground_truth: object) -> RewardResult:
+    """The reward `math` for rows as verl prepares them.
+
+    Args:
+        solution_str: Response.
+        ground_truth: Expected answer.
+    """
+    from leaderless.rewards.math import MathReward
+
+    sample = RewardInput("", solution_str, str(ground_truth), {}, is_truncated=False)
+    return MathReward()(sample)

@@ -1,0 +1,147 @@
+"""How a setting of another framework becomes one of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from leaderless.config.source import Setting
+
+Values = Mapping[str, Setting]
+"""Settings of the other framework by dotted key."""
+Made = Mapping[str, Setting]
+"""Settings of a recipe by dotted key."""
+
+
+class NotTakenError(ValueError):
+    """A value has no counterpart; the text says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key of the other framework, and what it becomes.
+
+    Attributes:
+        theirs: Dotted key of the other framework.
+        ours: Key of the recipe, or several with commas; empty if there is none.
+        default: Value where a configuration does not have the key; None if the recipe's default is as good.
+        meaning: How the value changes, or why there is no such setting.
+        convert: Function from the value, and all others, to settings of the recipe.
+        is_needless: Whether nothing is lost without the key.
+    """
+
+    theirs: str
+    ours: str = ""
+    default: Setting = None
+    meaning: str = ""
+    convert: Callable[[Setting, Values], Made] | None = None
+    is_needless: bool = False
+
+    def made(self, value: Setting, values: Values) -> Made:
+        """The settings of the recipe that a value becomes.
+
+        Raises:
+            NotTakenError: It has no counterpart.
+        """
+        if self.convert is not None:
+            return self.convert(value, values)
+        return {self.ours: value} if self.ours else {}
+
+
+def number(value: Setting, key: str) -> float:
+    """A number, which YAML may have read as text, such as 1e-6.
+
+    Raises:
+        NotTakenError: It is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise NotTakenError(f"{key}={value!r} is not a number")
+    try:
+        return float(value)
+    except ValueError as error:
+        raise NotTakenError(f"{key}={value!r} is not a number") from error
+
+
+def whole(value: Setting, key: str) -> int:
+    """A whole number.
+
+    Raises:
+        NotTakenError: It is none.
+    """
+    found = number(value, key)
+    if found != int(found):
+        raise NotTakenError(f"{key}={value!r} is not a whole number")
+    return int(found)
+
+
+def is_on(value: Setting) -> bool:
+    """Whether a switch is on, which a command line may write as text."""
+    return value is True or str(value).lower() == "true"
+
+
+def as_number(theirs: str, ours: str, default: Setting = None, meaning: str = "") -> Row:
+    """A row for a number that stays as it is."""
+    return Row(theirs, ours, default, meaning, lambda value, _: {ours: number(value, theirs)})
+
+
+def as_whole(theirs: str, ours: str, default: Setting = None, meaning: str = "") -> Row:
+    """A row for a whole number that stays as it is."""
+    return Row(theirs, ours, default, meaning, lambda value, _: {ours: whole(value, theirs)})
+
+
+def as_switch(theirs: str, ours: str, default: Setting = None, meaning: str = "") -> Row:
+    """A row for a switch that stays as it is."""
+    return Row(theirs, ours, default, meaning, lambda value, _: {ours: is_on(value)})
+
+
+def as_name(theirs: str, ours: str, names: Mapping[str, Made], default: Setting, meaning: str) -> Row:
+    """A row for one of several names, each of which becomes some settings."""
+
+    def convert(value: Setting, _: Values) -> Made:
+        if str(value) not in names:
+            raise NotTakenError(f"{theirs}={value!r} has no counterpart; there is one for {', '.join(names)}")
+        return names[str(value)]
+
+    return Row(theirs, ours, default, meaning, convert)
+
+
+def as_limit(theirs: str, ours: str, meaning: str = "") -> Row:
+    """A row for a number of which -1 and null stand for none."""
+
+    def convert(value: Setting, _: Values) -> Made:
+        return {} if value is None or whole(value, theirs) < 0 else {ours: whole(value, theirs)}
+
+    return Row(theirs, ours, None, meaning, convert)
+
+
+def part(theirs: str, ours: str, default: Setting = None, meaning: str = "") -> Row:
+    """A row for a value that another row takes into account."""
+    return Row(theirs, ours, default, meaning, lambda *_: {})
+
+
+def as_optional(theirs: str, ours: str, default: Setting = None, meaning: str = "") -> Row:
+    """A row for a number of which null stands for none."""
+
+    def convert(value: Setting, _: Values) -> Made:
+        if value is None:
+            return {}
+        found = number(value, theirs)
+        return {ours: int(found) if found == int(found) else found}
+
+    return Row(theirs, ours, default, meaning, convert)
+
+
+def needless(reason: str, *keys: str) -> list[Row]:
+    """Rows for keys whose effect is there without a setting."""
+    return [Row(key, meaning=reason, is_needless=True) for key in keys]
+
+
+def absent(reason: str, *keys: str) -> list[Row]:
+    """Rows for keys without a counterpart."""
+    return [Row(key, meaning=reason) for key in keys]
+
+
+def texts(value: Setting) -> Sequence[str]:
+    """Texts of a list, or the one that is given."""
+    return [str(one) for one in cast("Sequence[Setting]", value)] if isinstance(value, list | tuple) else [str(value)]

@@ -1,0 +1,354 @@
+"""Recipes from configurations of verl and TRL."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from leaderless.cli.main import app
+from leaderless.config import RecipeError, all_keys, load_recipe
+from leaderless.config.layout import LayoutConfig
+from leaderless.config.models import ModelConfig
+from leaderless.config.other_names import own_name
+from leaderless.convert import trl, verl
+from leaderless.convert.convert import TABLES, Converted, convert, guess, read_configuration
+from leaderless.convert.table import Row
+from leaderless.rewards.others import math_of_verl
+from leaderless.run.run import Run
+
+SCRIPT = """
+set -x
+MODEL=some/model
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=rows/train.parquet data.val_files="['rows/test.parquet']" \\
+    data.train_batch_size=64 data.max_prompt_length=256 data.max_response_length=128 \\
+    data.filter_overlong_prompts=True data.truncation='error' \\
+    actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.actor.optim.lr=2e-6 actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.002 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    actor_rollout_ref.actor.fsdp_config.param_offload=True \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=5 \\
+    +actor_rollout_ref.rollout.seed=3 \\
+    trainer.experiment_name='my_run' trainer.n_gpus_per_node=8 trainer.save_freq=20 trainer.test_freq=5 \\
+    trainer.total_training_steps=105 $@
+"""
+TRL = {
+    "model_name_or_path": "some/model",
+    "dataset_name": "some/rows",
+    "reward_funcs": ["accuracy_reward", "my.rewards.short"],
+    "reward_weights": [1.0, 0.2],
+    "num_generations": 8,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "steps_per_generation": 8,
+    "max_steps": 800,
+    "learning_rate": "1.0e-5",
+    "beta": 0.04,
+    "bf16": True,
+    "save_steps": 100,
+}
+ROWS = [(name, row) for name, rows in TABLES.items() for row in rows]
+
+
+def of_verl(**values: Any) -> Converted:
+    given = {"algorithm.adv_estimator": "grpo", "data.train_files": "t", "actor_rollout_ref.model.path": "m"}
+    return convert(given | {key.replace("__", "."): value for key, value in values.items()}, "verl")
+
+
+def setting(made: Converted, key: str) -> Any:
+    found: Any = made.settings
+    for part in key.split("."):
+        found = found[part]
+    return found
+
+
+def test_every_key_is_named_once_and_becomes_one_that_exists() -> None:
+    known = {*all_keys(), "name", "workflow", "steps", "seed"}
+    inside = {"models": ModelConfig, "layout": LayoutConfig}
+    for name, rows in TABLES.items():
+        assert len({row.theirs for row in rows}) == len(rows), name
+        for row in rows:
+            for key in filter(None, row.ours.split(", ")):
+                if ":" in key or "NAME" in key or key.startswith("or "):
+                    continue
+                own = re.sub(r"^roles\.\w+\.", "", key)
+                section, _, rest = own.partition(".")
+                if section in inside:
+                    assert rest.split(".")[1] in inside[section].model_fields if "." in rest else rest, key
+                else:
+                    assert any(one == own or one.startswith(f"{own}.") for one in known), (row.theirs, key)
+            assert row.ours or row.meaning, f"{row.theirs}: a reader wants to know why not"
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS, ids=lambda value: getattr(value, "theirs", str(value)))
+def test_hints_for_misspelled_keys_agree_with_the_table(name: str, row: Row) -> None:
+    hint = own_name(row.theirs.split("."))
+    if hint is None or not row.ours:
+        return
+    sections = {key.split(".")[0] for key in row.ours.split(", ")}
+    assert hint.split(".")[0] in sections, f"{row.theirs} is {row.ours}, but its hint is {hint}"
+
+
+def test_a_script_of_verl_becomes_a_recipe_with_the_same_meaning(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    values = read_configuration(script)
+    assert guess(values) == "verl"
+    made = convert(values, "verl")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(made.text("run.sh"))
+    recipe = load_recipe(file).recipe
+    assert (recipe.name, recipe.workflow, recipe.steps) == ("my_run", "grpo", 105)
+    assert recipe.models["policy"].path == "some/model"
+    assert recipe.models["policy"].gradient_checkpointing, "a default of verl"
+    assert (recipe.batch.prompts_per_step, recipe.batch.responses_per_prompt) == (64, 5)
+    assert (recipe.batch.updates_per_step, recipe.batch.epochs_per_step) == (4, 1)
+    assert (recipe.data.max_prompt_tokens, recipe.rollout.max_response_tokens, recipe.data.overlong) == (
+        256,
+        128,
+        "drop",
+    )
+    assert recipe.data.evaluation is not None
+    assert (recipe.data.evaluation.path, recipe.data.evaluation.source) == ("rows/test.parquet", "data_source")
+    kl = recipe.algorithm.kl
+    assert (kl.coefficient, kl.place, kl.estimator) == (0.002, "loss", "k3")
+    loss = recipe.algorithm.policy_loss.model_dump()
+    assert (loss["type"], loss["clip_low"], loss["clip_high"], loss["dual_clip"]) == ("ppo", 0.2, 0.28, 3.0)
+    assert recipe.algorithm.aggregation == "token_mean", "a default of verl"
+    assert (recipe.optimizer.learning_rate, recipe.optimizer.weight_decay) == (2e-6, 0.01)
+    assert (recipe.checkpoint.every_steps, recipe.evaluation.every_steps) == (20, 5)
+    assert list(recipe.reward.options()) == [verl.MATH_REWARD]
+    assert {left.key for left in made.left} == {
+        "actor_rollout_ref.actor.fsdp_config.param_offload",
+        "actor_rollout_ref.rollout.seed",
+    }
+    assert "trainer.n_gpus_per_node" in made.needless
+    assert "# not taken over: actor_rollout_ref.rollout.seed=3" in file.read_text()
+    assert Run(file, "rollout.engine=native").plan(8).nodes
+
+
+def test_a_configuration_of_trl_becomes_a_recipe_with_the_same_sizes(tmp_path: Path) -> None:
+    made = convert(TRL, guess(TRL), workers=4)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(made.text("trl.yaml"))
+    recipe = load_recipe(file).recipe
+    # 4 processes x 4 completions x 8 rounds = 128 completions of 16 prompts, in updates of 4 x 4 x 4 = 64.
+    assert (recipe.batch.prompts_per_step, recipe.batch.updates_per_step) == (16, 2)
+    assert recipe.steps == 400, "of two updates each"
+    assert recipe.checkpoint.every_steps == 50
+    assert recipe.data.train_sets()["data.train"].answer == "solution"
+    assert {name: one.weight for name, one in recipe.reward.options().items()} == {"math": 1.0, "my.rewards:short": 0.2}
+    assert (recipe.algorithm.kl.coefficient, recipe.optimizer.learning_rate) == (0.04, 1e-5)
+    assert (recipe.algorithm.aggregation, recipe.optimizer.schedule) == ("token_mean", "linear"), "defaults of TRL"
+    assert not made.left
+
+
+@pytest.mark.parametrize("estimator", verl.ESTIMATORS)
+def test_every_estimator_of_verl_gives_a_recipe_that_can_be_planned(tmp_path: Path, estimator: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    extra: Mapping[str, Any] = {"actor_rollout_ref__rollout__n": 4, "algorithm__adv_estimator": estimator}
+    file.write_text(of_verl(**extra).text("x"))
+    assert Run(file).plan(2).nodes
+
+
+@pytest.mark.parametrize("loss", verl.LOSSES)
+def test_every_loss_of_verl_gives_a_valid_recipe(tmp_path: Path, loss: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(of_verl(actor_rollout_ref__actor__policy_loss__loss_mode=loss).text("x"))
+    assert load_recipe(file).recipe.algorithm.policy_loss.type == verl.LOSSES[loss]["algorithm.policy_loss.type"]
+
+
+@pytest.mark.parametrize("loss", trl.LOSSES)
+@pytest.mark.parametrize("level", trl.LEVELS)
+def test_every_loss_of_trl_gives_a_valid_recipe(tmp_path: Path, loss: str, level: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(convert(TRL | {"loss_type": loss, "importance_sampling_level": level}, "trl").text("x"))
+    load_recipe(file)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "abs"},
+            {"kl.place": "reward", "kl.estimator": "absolute"},
+        ),
+        (
+            {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
+            {"kl.target": 0.1, "kl.horizon": 10000, "kl.coefficient": 0.001},
+        ),
+        (
+            {"reward_model__overlong_buffer__enable": True, "reward_model__overlong_buffer__len": 64},
+            {"overlong.buffer_tokens": 64},
+        ),
+        (
+            {"algorithm__rollout_correction__rollout_is": "token"},
+            {"correction.type": "truncate", "correction.level": "token", "correction.highest": 2.0},
+        ),
+        ({"algorithm__norm_adv_by_std_in_grpo": False}, {"advantage.normalize_by_std": False}),
+    ],
+)
+def test_parts_of_the_algorithm_of_verl(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    made = of_verl(**given)
+    assert {key: setting(made, f"algorithm.{key}") for key in expected} == expected
+    assert [left.key for left in made.left] == ["steps"]
+
+
+def test_other_parts_of_verl() -> None:
+    made = of_verl(
+        algorithm__filter_groups__enable=True,
+        actor_rollout_ref__actor__ppo_epochs=2,
+        actor_rollout_ref__model__lora_rank=8,
+        actor_rollout_ref__rollout__val_kwargs__do_sample=True,
+        actor_rollout_ref__rollout__val_kwargs__temperature=0.6,
+        actor_rollout_ref__rollout__top_k=-1,
+        actor_rollout_ref__actor__optim__lr_warmup_steps_ratio=0.1,
+        trainer__total_training_steps=200,
+        custom_reward_function__path="my/score.py",
+        data__val_files="v",
+    )
+    assert made.settings["workflow"] == "dapo"
+    assert (setting(made, "batch.updates_per_step"), setting(made, "batch.epochs_per_step")) == (8, 2)
+    assert setting(made, "models.policy.lora") == {"rank": 8, "alpha": 16.0, "targets": "all-linear"}
+    assert (setting(made, "evaluation.temperature"), setting(made, "rollout.top_k")) == (0.6, 0)
+    assert setting(made, "optimizer.warmup_updates") == 20
+    assert setting(made, "reward") == {"my.score:compute_score": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("algorithm__adv_estimator", "optimal_token_baseline", "has no counterpart; there is one for gae, grpo"),
+        ("actor_rollout_ref__actor__ppo_mini_batch_size", 100, "must divide data.train_batch_size=1024"),
+        ("data__train_files", ["a", "b"], "names 2 files: put them into one folder"),
+        ("data__train_batch_size", "many", "is not a number"),
+        ("custom_reward_function__path", "/home/me/score.py", "is not below the folder of the command"),
+        ("data__truncation", "left", "prompts are not cut"),
+        (
+            "actor_rollout_ref__actor__optim__lr_warmup_steps_ratio",
+            0.1,
+            "of an unknown number: set optimizer.warmup_updates",
+        ),
+        ("data__train_batchsize", 3, "did you mean data.train_batch_size?"),
+        ("trainer__total_epochs", 15, "100 is a placeholder: epochs x rows / batch.prompts_per_step"),
+    ],
+)
+def test_what_verl_has_and_we_have_not_is_listed_with_a_reason(key: str, value: Any, reason: str) -> None:
+    assert any(reason in left.reason for left in of_verl(**{key: value}).left)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"loss_type": "luspo"}, "has no counterpart"),
+        ({"scale_rewards": "batch"}, "there is one for group and none"),
+        ({"num_generations": 7}, "must be a multiple of num_generations=7"),
+        ({"reward_funcs": ["reasoning_accuracy_reward"], "reward_weights": None}, "name a function as package.module"),
+        ({"reward_weights": [1.0]}, "1 entries for 2 reward_funcs"),
+        ({"num_train_epochs": 3}, "100 is a placeholder"),
+        ({"eval_strategy": "epoch"}, "set evaluation.every_steps"),
+        ({"warmup_ratio": 0.1, "max_steps": -1}, "of an unknown number"),
+        ({"sync_ref_model": True}, "the reference stays as it is"),
+    ],
+)
+def test_what_trl_has_and_we_have_not_is_listed_with_a_reason(given: Mapping[str, Any], reason: str) -> None:
+    assert any(reason in left.reason for left in convert(TRL | given, "trl").left)
+
+
+def test_other_parts_of_trl() -> None:
+    more = {
+        "use_peft": True,
+        "lora_r": 4,
+        "lora_target_modules": ["q_proj"],
+        "use_vllm": True,
+        "delta": 4.0,
+        "epsilon_high": 0.3,
+        "eval_strategy": "steps",
+        "eval_steps": 20,
+        "warmup_ratio": 0.05,
+        "dataset_config": "main",
+        "save_total_limit": 3,
+    }
+    made = convert(TRL | more, "trl")
+    assert setting(made, "models.policy.lora") == {"rank": 4, "alpha": 32.0, "targets": ["q_proj"]}
+    loss = setting(made, "algorithm.policy_loss")
+    assert (loss["clip_low"], loss["clip_high"], loss["dual_clip"]) == (0.2, 0.3, 4.0)
+    assert setting(made, "rollout.engine") == "vllm"
+    assert setting(made, "data.evaluation") == {"path": "some/rows", "split": "test", "subset": "main"}
+    assert (setting(made, "evaluation.every_steps"), setting(made, "checkpoint.keep")) == (10, 3)
+    assert setting(made, "optimizer.warmup_updates") == 40
+    assert not made.left
+
+
+def test_a_whole_configuration_of_verl_has_no_noise(tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    whole = {
+        "actor_rollout_ref": {
+            "actor": {"_target_": "verl.X", "profiler": {"tool": "nsys"}, "rollout_n": "${oc.select:a,1}"},
+            "rollout": {"engine_kwargs": {"vllm": {"a": 1}}, "do_not_know": 3},
+        },
+        "critic": {"optim": {"clip_grad": 1.0}},
+        "reward_model": {"enable": False, "num_workers": 8},
+        "algorithm": {"adv_estimator": "grpo"},
+    }
+    file.write_text(yaml.safe_dump(whole))
+    keys = [left.key for left in convert(read_configuration(file), "verl").left]
+    assert keys == ["actor_rollout_ref.rollout.do_not_know", "steps"]
+
+
+def test_rows_of_verl_are_graded_as_by_the_reward_for_mathematics() -> None:
+    assert math_of_verl("It is #### 42", "42").value == 1
+    assert math_of_verl("It is #### 41", "42").value == 0
+
+
+def command(folder: Path, *words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["convert", *words])
+    error = f" {result.exception}" if result.exception and not isinstance(result.exception, SystemExit) else ""
+    return result.exit_code, " ".join((result.output + error).split())
+
+
+def test_the_command_writes_a_recipe_and_lists_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text(SCRIPT)
+    code, output = command(tmp_path, "run.sh")
+    assert code == 0, output
+    assert "settings of verl taken over" in output
+    assert "not taken over" in output
+    assert "leaderless plan recipe.yaml" in output
+    code, output = command(tmp_path, "run.sh")
+    assert code != 0
+    assert "recipe.yaml exists already: give another --out" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words", "message"),
+    [
+        ("a.yaml", "a: 1\n", (), "no key of verl or TRL is in the file"),
+        ("a.yaml", "num_generations: 8\n", ("--from", "trll"), "unknown framework (did you mean 'trl'?)"),
+        ("a.sh", "echo hello\n", (), "starts no verl.trainer.main_"),
+        ("a.sh", "echo 'hello\n", (), "cannot be read"),
+        ("a.yaml", "a: [\n", (), "is not valid YAML"),
+        ("a.yaml", "num_generations: 8\n", (), "models.policy"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, words: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text)
+    code, output = command(tmp_path, name, *words)
+    assert code != 0
+    assert message in output
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"nothing\.sh cannot be read"):
+        read_configuration(tmp_path / "nothing.sh")
