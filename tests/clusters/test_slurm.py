@@ -61,7 +61,7 @@ def submit(ranks: RankPool, tmp_path: Path, environment: dict[str, str]) -> Iter
     slurm.call(environment, "scancel", "--user=root")
 
 
-def wait_for(what: Callable[[], bool], folder: Path, seconds: float = 600) -> None:
+def wait_for(what: Callable[[], bool], folder: Path, seconds: float = 900) -> None:
     end = time.monotonic() + seconds
     while not what():
         logs = [path.read_text() for path in folder.glob("tiny-*.log")]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Self
+
+import psutil
 
 from leaderless.supervision.failure import Failure, WorkersFailed
 
@@ -45,6 +50,17 @@ class Nodes:
     def is_loopback(self) -> bool:
         """Whether all of them are this machine."""
         return self.rendezvous.rpartition(":")[0] in LOOPBACK
+
+    @property
+    def is_own_address(self) -> bool:
+        """Whether the rendezvous is an address of one of this machine's interfaces, other than the loopback."""
+        host = self.rendezvous.rpartition(":")[0].strip("[]")
+        own = {address.address.partition("%")[0] for all_of in psutil.net_if_addrs().values() for address in all_of}
+        try:
+            found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+        except OSError:  # the error comes when it is connected to
+            return False
+        return bool(found & own) and not any(ip_address(one).is_loopback for one in found)
 
     @classmethod
     def parse(cls, text: str, rendezvous: str) -> Self:
@@ -90,14 +106,15 @@ class ManyMachines:
         Raises:
             WorkersFailed: The store cannot be reached.
         """
-        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         # Workers meet at a store that is new after each restart; the launchers' own would remember the last one.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._nodes, self._num_workers = nodes, num_workers
-        parameters = RendezvousParameters(
+        parameters = partial(
+            RendezvousParameters,
             "c10d",
             nodes.rendezvous,
             name,
@@ -110,7 +127,15 @@ class ManyMachines:
             join_timeout=JOIN_S,
         )
         with self._explained():
-            self._handler = get_rendezvous_handler(parameters)
+            # Torch asks only for addresses of the host's name, which may be a loopback address alone.
+            is_host = nodes.is_own_address
+            try:
+                self._handler = get_rendezvous_handler(parameters(is_host=True) if is_host else parameters())
+            except RendezvousConnectionError:
+                if not is_host:
+                    raise
+                # Another launcher of this machine holds the store.
+                self._handler = get_rendezvous_handler(parameters(is_host=False))
         self._store: Store | None = None
         self._num_machines = 0
 
