@@ -77,16 +77,10 @@ def wait_for(folder: Path, count: int, seconds: float = 240) -> None:
         time.sleep(0.2)
 
 
-def num_workers(folder: Path) -> set[int]:
-    """Numbers of workers with which the run has had checkpoints."""
-    found = (folder / "runs/tiny/checkpoints").glob("*/state.json")
-    return {json.loads(path.read_text())["world_size"] for path in found}
-
-
 def test_a_run_on_two_nodes_is_done(cluster: Any, tmp_path: Path) -> None:
     assert run_machines(wish(tmp_path, free_port()), threading.Event()) == 0
     assert steps_of(tmp_path) == list(range(1, 13))
-    assert len(list((tmp_path / "runs/tiny/logs").glob("*"))) == 1, "one of two workers writes to a log"
+    assert len(list((tmp_path / "runs/tiny/trace").glob("rank-*.json"))) == 2, "both workers have trained"
 
 
 def test_a_recipe_that_is_wrong_ends_the_job_at_once(cluster: Any, tmp_path: Path) -> None:
@@ -101,8 +95,6 @@ def test_the_others_continue_when_a_node_is_lost_and_another_joins(cluster: Any,
     wanted = wish(tmp_path, free_port(), steps=60)
     thread, _, codes = started(wanted)
     wait_for(tmp_path, 6)
-    head_node = ray.util.get_node_ip_address()
-    assert head_node
     lost = _node_of_last_machine(cluster)
     cluster.remove_node(lost, allow_graceful=False)
     reached = len(steps_of(tmp_path))
@@ -115,11 +107,8 @@ def test_the_others_continue_when_a_node_is_lost_and_another_joins(cluster: Any,
 
 def _node_of_last_machine(cluster: Any) -> Any:
     """The node of the machine at which the others do not meet."""
-    from ray.util.state import list_actors
-
-    alive = [actor for actor in list_actors(detail=True) if actor.state == "ALIVE"]
-    last = max(alive, key=lambda actor: actor.placement_group_bundle_index or 0)
-    return next(node for node in cluster.nodes_for_machines if node.node_id == last.node_id)
+    (group,) = [one for one in ray.util.placement_group_table().values() if one["state"] == "CREATED"]
+    return next(node for node in cluster.nodes_for_machines if node.node_id == group["bundles_to_node_id"][1])
 
 
 def test_a_run_that_is_stopped_saves_its_step(cluster: Any, tmp_path: Path) -> None:
@@ -133,7 +122,7 @@ def test_a_run_that_is_stopped_saves_its_step(cluster: Any, tmp_path: Path) -> N
 
 
 def test_too_small_a_cluster_is_named(cluster: Any, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"has no room for 3 machines with .*'CPU': 1.0.* STRICT_SPREAD.*ray status"):
+    with pytest.raises(RuntimeError, match=r"no room for 3 machines with .*'CPU': 1.0.*STRICT_SPREAD.*ray status"):
         place(wish(tmp_path, 1, smallest=3, largest=3, placement_timeout_s=2))
     group = place(wish(tmp_path, 1, smallest=1, largest=3, placement_timeout_s=2))
     assert group.bundle_count == 2, "as many as there is room for"

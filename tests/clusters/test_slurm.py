@@ -21,7 +21,7 @@ import pathlib, time
 
 def grade(sample):
     if not pathlib.Path("fast").exists():
-        time.sleep(0.1)
+        time.sleep(0.2)
     return float(len(sample.response))
 """
 STEPS = 120
@@ -82,7 +82,7 @@ def steps(folder: Path) -> list[int]:
 def test_before_the_time_limit_a_run_saves_its_step_and_continues_in_the_next_start(
     submit: Callable[..., str], environment: dict[str, str], tmp_path: Path
 ) -> None:
-    job = submit("time=2", "warn_s=30")
+    job = submit("time=3", "warn_s=30")
     wait_for(lambda: int(state(environment, job)["Restarts"]) > 0, tmp_path)
     stopped_after = steps(tmp_path)[-1]
     assert stopped_after < STEPS, "it would have taken longer"
