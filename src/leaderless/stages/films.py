@@ -20,6 +20,8 @@ from leaderless.rollout.bodies import BodyEpisode
 
 MAX_FRAMES = 12
 """Frames of a strip; of longer episodes they are spread evenly."""
+MAX_SIDE = 64
+"""Pixels of a side of a frame of a strip; larger ones are made smaller."""
 DONE, NOT_DONE = (46, 160, 67), (207, 34, 46)
 """Colors of the line below a strip."""
 
@@ -28,12 +30,21 @@ def film_strip(frames: NDArray[np.uint8], *, is_success: bool) -> str:
     """A data URL of frames, [t, height, width, 3] uint8, next to each other, with a line that says how they ended."""
     count = min(len(frames), MAX_FRAMES)
     chosen = frames[np.linspace(0, len(frames) - 1, count).round().astype(int)]
+    if max(chosen.shape[1:3]) > MAX_SIDE:
+        chosen = np.stack([_small(frame) for frame in chosen])
     gap = np.full((count, chosen.shape[1], 1, 3), 255, dtype=np.uint8)
     strip = np.concatenate([*np.concatenate([chosen, gap], axis=2)], axis=1)[:, :-1]
     line = np.broadcast_to(np.array(DONE if is_success else NOT_DONE, dtype=np.uint8), (1, strip.shape[1], 3))
     file = io.BytesIO()
     Image.fromarray(np.concatenate([strip, line])).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _small(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A frame [height, width, 3] with sides of at most `MAX_SIDE`."""
+    image = Image.fromarray(frame)
+    image.thumbnail((MAX_SIDE, MAX_SIDE))
+    return np.asarray(image)
 
 
 def describe_episode(episode: BodyEpisode, graded: Graded, spaces: Spaces) -> dict[str, Json]:

@@ -17,7 +17,13 @@ from tests.unit.report.runs import (
 from leaderless.observability.report import render_report
 from leaderless.observability.report.curves import MAX_POINTS, Series, mean_per_run, thin
 from leaderless.observability.report.run_files import read_run
-from leaderless.observability.report.samples import BUDGET_BYTES, MAX_TEXT_CHARACTERS, Judge, read_samples
+from leaderless.observability.report.samples import (
+    BUDGET_BYTES,
+    IMAGE_BUDGET_BYTES,
+    MAX_TEXT_CHARACTERS,
+    Judge,
+    read_samples,
+)
 
 
 def test_thinned_curve_keeps_ends_and_spikes():
@@ -96,3 +102,19 @@ def test_a_very_long_text_is_cut_and_says_so(run):
     response = read_run(run).samples.steps[-1].groups[0].samples[0].response
     assert response == "y" * MAX_TEXT_CHARACTERS + "\n[… 1,500 more characters are in the file]"
     assert size_on_page(read_run(run).samples) < BUDGET_BYTES
+
+
+@pytest.mark.parametrize("num_bytes", [1_000, 60_000])
+def test_images_of_all_steps_stay_within_their_own_budget(run, num_bytes):
+    url = "data:image/png;base64," + "A" * num_bytes
+    for step in range(1, 41):
+        rows = sample_rows(step, 1.0, random.Random(0))
+        rows = [row | {"response": f"{step} {place}", "images": [url]} for place, row in enumerate(rows)]
+        write_lines(run / f"samples/step-{step:06d}.jsonl", rows)
+    steps = read_samples(run / "samples", Judge()).steps
+    shown = [sum(len(group.images) for group in one.groups) for one in steps]
+    assert IMAGE_BUDGET_BYTES / 2 < sum(shown) * len(url) <= IMAGE_BUDGET_BYTES
+    assert (steps[0].step, steps[-1].step) == (1, 40)
+    assert all(len(group.images) > 0 for one in steps for group in one.groups)
+    assert all(one.num_samples == one.num_recorded for one in steps), "only images are left out"
+    assert ("and within 1 MB of images" in Page(render_report(run)).text) == (len(steps) < 40)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,8 @@ from leaderless.observability.report.untrusted import (
 
 BUDGET_BYTES = 4_000_000
 """Largest size of all samples of one kind on a page."""
+IMAGE_BUDGET_BYTES = 1_000_000
+"""Largest size of all images of one kind, within that."""
 TOKEN_BUDGET_BYTES = 2_000_000
 """Largest size of their single tokens, on top of that."""
 MAX_TEXT_CHARACTERS = 20_000
@@ -119,6 +122,19 @@ class RecordedStep:
         """Size in the page, without the tokens."""
         return _size_bytes(asdict(replace(self, tokens={}, episodes={})))
 
+    @property
+    def image_bytes(self) -> int:
+        """Size of the images."""
+        return sum(len(url) for group in self.groups for url in group.images)
+
+    def cut_images(self, limit_bytes: int) -> RecordedStep:
+        """The step with only the first images of each group that fit into its share."""
+        share, groups = limit_bytes // max(1, len(self.groups)), list[Group]()
+        for group in self.groups:
+            ends = accumulate(len(url) for url in group.images)
+            groups.append(replace(group, images=group.images[: sum(end <= share for end in ends)]))
+        return replace(self, groups=tuple(groups))
+
     def cut(self, limit_bytes: int) -> RecordedStep:
         """The step with only as many groups as fit; the last of them may lack responses."""
         room = limit_bytes - replace(self, groups=()).size_bytes
@@ -145,6 +161,12 @@ class Samples:
     num_recorded_steps: int = 0
     problems: tuple[str, ...] = ()
     budget_bytes: int = BUDGET_BYTES
+    image_budget_bytes: int = IMAGE_BUDGET_BYTES
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some samples have images."""
+        return any(step.image_bytes for step in self.steps)
 
     @property
     def num_left_out(self) -> int:
@@ -179,6 +201,8 @@ def read_samples(
 ) -> Samples:
     """Read the samples of evenly spread steps, the first and the last among them, within the budget.
 
+    Of images, there are fewer: at most `IMAGE_BUDGET_BYTES`.
+
     Where there are episodes, only steps that have some are read.
 
     Args:
@@ -203,7 +227,10 @@ def read_samples(
         every_step, len(every_step), lambda step: sum(path.stat().st_size for path in files[step]), 8 * budget_bytes
     )
     count = _num_fitting(every_step, count, lambda step: read(step).size_bytes, budget_bytes)
+    count = _num_fitting(every_step, count, lambda step: read(step).image_bytes, IMAGE_BUDGET_BYTES)
     recorded = [read(step) for step in _spread(every_step, count)]
+    if sum(one.image_bytes for one in recorded) > IMAGE_BUDGET_BYTES:
+        recorded = [one.cut_images(IMAGE_BUDGET_BYTES // len(recorded)) for one in recorded]
     if sum(one.size_bytes for one in recorded) > budget_bytes:
         recorded = [one.cut(budget_bytes // len(recorded)) for one in recorded]
     steps = _with_newest_tokens(recorded)
