@@ -34,7 +34,7 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.scoring import score_tokens
 from leaderless.planner import Layout
-from leaderless.planner.memory import Memory
+from leaderless.planner.memory_parts import Memory
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.serving import Colocated

@@ -27,7 +27,7 @@ from benchmarks.transitions.transition import Results, Transition
 
 from leaderless.planner.costs.moves import Cost
 from leaderless.planner.costs.rows import Rows
-from leaderless.planner.memory import format_bytes
+from leaderless.planner.memory_parts import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -17,7 +17,7 @@ from tests.unit.test_schedule import Tables, rows_of
 
 from leaderless.config import RecipeError
 from leaderless.planner import Cluster, Layout, Plan, Pull, Push, Reshard, RunNode, SyncWeights, make_plan
-from leaderless.planner.memory import Memory
+from leaderless.planner.memory_parts import Memory
 from leaderless.planner.picture import draw_plan
 from leaderless.planner.show import print_plan
 from leaderless.planner.waits import find_circle, lag_of

@@ -30,7 +30,7 @@ from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_l
 from leaderless.models.lora import PREFIX, adapted_layers, is_adapter, merged, without_adapters, write_adapters
 from leaderless.planner import Plan
 from leaderless.planner.adapters import described
-from leaderless.planner.memory import Memory
+from leaderless.planner.memory_parts import Memory
 from leaderless.planner.show import print_plan
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.probe import make_probe, probe_of

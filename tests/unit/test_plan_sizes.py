@@ -13,7 +13,7 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.planner import Cluster, make_plan, memory
 from leaderless.planner.fit import Fit, fit_plan
-from leaderless.planner.memory import format_bytes
+from leaderless.planner.memory_parts import format_bytes
 from leaderless.planner.model_size import FAMILIES, read_model_size
 from leaderless.workflow import load_recipe, resolve_workflow
 

@@ -16,7 +16,7 @@ from leaderless.planner.layout import Cluster as Cluster
 from leaderless.planner.layout import Layout as Layout
 from leaderless.planner.layout import format_ranks as format_ranks
 from leaderless.planner.make_plan import make_plan as make_plan
-from leaderless.planner.memory import format_bytes as format_bytes
+from leaderless.planner.memory_parts import format_bytes as format_bytes
 from leaderless.planner.parts import Channel as Channel
 from leaderless.planner.parts import Edge as Edge
 from leaderless.planner.parts import Loop as Loop

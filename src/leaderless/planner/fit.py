@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from leaderless.config import Recipe
 from leaderless.planner.make_plan import longest_part
-from leaderless.planner.memory import COMMANDS, Memory, estimate_memory, format_bytes
+from leaderless.planner.memory import estimate_memory
+from leaderless.planner.memory_parts import COMMANDS, Memory, format_bytes
 from leaderless.planner.plan import Plan
 
 MARGIN = 0.85
@@ -76,14 +77,17 @@ def _remedies(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None) ->
         setting = recipe.key_of("rollout.max_sequences", role)
         remedies.append(
             f"lower {setting}={sampling.max_sequences}"
-            if phase.endswith(" generates")
+            if phase.endswith(" generates") and recipe.body is None
             else f"lower batch.micro_batch_tokens={tokens}"
         )
+    if recipe.body is not None:
+        remedies.append(f"lower batch.prompts_per_step={recipe.batch.prompts_per_step}, whose episodes are kept")
     if "checkpoint copy" in memory.resident:
         saved = format_bytes(memory.resident["checkpoint copy"])
         remedies.append(f"set checkpoint.asynchronous=false, which saves {saved}")
     trained = [instance.role for instance in plan.instances if instance.is_trained]
     unchecked = [role for role in trained if (m := recipe.model_of(role)) and not m.gradient_checkpointing]
+    unchecked = [] if recipe.body is not None else unchecked
     if unchecked and phase.endswith(" trains"):
         remedies.append(f"set models.{unchecked[0]}.gradient_checkpointing")
     remedies.append("use more ranks (on a CPU, of more machines), or a smaller model")

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from leaderless.config import Recipe
 from leaderless.environments.registry import environment_class
 from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
+from leaderless.planner.body_memory import estimate_body_memory
 from leaderless.planner.layout import all_ranks, most_prompts_of_rank
+from leaderless.planner.memory_parts import (
+    COMMUNICATION_BYTES,
+    CONTEXT_BYTES,
+    LIBRARIES_BYTES,
+    MIB,
+    WRITE_BYTES,
+    Memory,
+    MemoryEstimate,
+)
 from leaderless.planner.model_memory import FLOAT32_BYTES, Guest, ModelMemory, number_bytes
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import Channel, RoleInstance, answering
 
-MIB = 1 << 20
 MAX_LOGITS = 1 << 25
 """Logits of one chunk, and the most that are kept for the backward pass: `leaderless.models.scoring` has the same."""
 CPU_MAX_LOGITS = 1 << 21
@@ -23,81 +32,12 @@ CPU_PASS_TOKENS = 2048
 """Tokens up to which samples of several prompts share a pass on a CPU: `leaderless.training.passes` has the same."""
 SMALLEST_SLOT = 64
 """Tokens of the smallest slot for keys and values: `leaderless.rollout.kv_cache` has the same."""
-WRITE_BYTES = 256 * MIB
-"""Most that writing or reading a checkpoint holds on top of the tensors themselves."""
 READ_BYTES = 64 * MIB
 """Bytes of a model's files that are read at a time: `leaderless.weights.files` has the same."""
 WEIGHT_BUCKET_BYTES = 32 * MIB
 """Bytes of a bucket of weights on the way to serving ranks: `leaderless.weights.route` has the same."""
-LIBRARIES_BYTES = 330 * MIB
-"""Python, torch and transformers in a process of their own."""
-CONTEXT_BYTES = 600 * MIB
-"""Memory of an accelerator that its driver takes for a process."""
-COMMUNICATION_BYTES = 1024 * MIB
-"""Buffers of the accelerator's communication library, where there are several ranks."""
 LOGIT_BYTES, TRUNCATED_LOGIT_BYTES = 12, 40
 """Bytes for each logit of a decoding step: itself, scaled, and its weight; for top-p or top-k, sorted as well."""
-
-
-def format_bytes(count: int) -> str:
-    """Bytes for a reader, as `1.5 GiB`."""
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if size < 1023.5:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.1f} {unit}" if size < 10 and unit != "B" else f"{size:.0f} {unit}"
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one rank on one kind of device.
-
-    Attributes:
-        resident: Parts that stay through a step, by what they are for.
-        phases: Parts on top of these in each phase of a step; only one phase is under way at a time.
-        apart: Parts of phases outside of steps: loading, resuming, and other commands.
-        host: Parts in the memory of the host, on an accelerator.
-    """
-
-    resident: Mapping[str, int]
-    phases: Mapping[str, Mapping[str, int]]
-    apart: Mapping[str, Mapping[str, int]]
-    host: Mapping[str, int]
-
-    @property
-    def totals(self) -> Mapping[str, int]:
-        """All that is held in each phase."""
-        resident = sum(self.resident.values())
-        in_step = {name: resident + sum(parts.values()) for name, parts in self.phases.items()}
-        return in_step | {name: sum(parts.values()) for name, parts in self.apart.items()}
-
-    @property
-    def peak(self) -> int:
-        """Most that a run holds at any time."""
-        totals = self.totals
-        during = [totals[name] for name in (*self.phases, *self.apart) if name not in COMMANDS]
-        return max(during, default=sum(self.resident.values()))
-
-    def to_json(self) -> dict[str, object]:
-        """JSON-able values."""
-        return {"peak": self.peak, **asdict(self), "totals": dict(self.totals)}
-
-
-COMMANDS = ("export", "serve")
-"""Phases of other commands, which the peak of a run does not depend on."""
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of the fullest rank, where ranks compute on the CPU and where each has an accelerator."""
-
-    cpu: Memory
-    accelerator: Memory
-
-    def to_json(self) -> dict[str, object]:
-        """JSON-able values."""
-        return {"cpu": self.cpu.to_json(), "accelerator": self.accelerator.to_json()}
 
 
 def estimate_memory(
@@ -122,6 +62,8 @@ def estimate_memory(
     two tokens. A pass has at most `pass_tokens`; at most `max_sequences` are
     decoded at the same time, by default what the recipe allows each role.
     """
+    if recipe.body is not None:
+        return estimate_body_memory(recipe, instances, pass_tokens, among)
     models, is_evaluated = list[list[ModelMemory]](), bool(recipe.evaluation.every_steps)
     for instance in instances:
         size, config = sizes.get(instance.role), recipe.model_of(instance.role)

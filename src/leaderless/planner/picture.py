@@ -16,7 +16,7 @@ from leaderless.planner.entries import Repeat, SyncWeights
 from leaderless.planner.lanes import FRAME, Frame, Wire, place_lanes
 from leaderless.planner.layering import Link, Point, place
 from leaderless.planner.layout import format_ranks
-from leaderless.planner.memory import format_bytes
+from leaderless.planner.memory_parts import format_bytes
 from leaderless.planner.parts import Loop, PlannedNode
 from leaderless.planner.plan import Plan
 from leaderless.planner.row_sets import DATA

@@ -25,7 +25,7 @@ from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import BatchSizes, Channel, Edge, Loop, PlannedNode, RoleInstance
 
 if TYPE_CHECKING:
-    from leaderless.planner.memory import MemoryEstimate
+    from leaderless.planner.memory_parts import MemoryEstimate
 
 
 @dataclass(frozen=True)

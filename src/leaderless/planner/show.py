@@ -15,7 +15,7 @@ from leaderless.config import Json
 from leaderless.planner.costs.cluster import GIB, ClusterConfig
 from leaderless.planner.entries import Action, Pull, Push, Repeat, Reshard, SyncWeights, Windowed
 from leaderless.planner.layout import format_ranks
-from leaderless.planner.memory import COMMANDS, MemoryEstimate, format_bytes
+from leaderless.planner.memory_parts import COMMANDS, MemoryEstimate, format_bytes
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import PlannedNode, RoleInstance
 from leaderless.planner.pipeline import layers_of_stage
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 UNKNOWN_MEMORY = (
     "unknown: the config.json of the model is not on this machine,\n"
-    "or it is no language model whose weights are counted"
+    "or it is no language model whose weights are counted;\n"
+    "of a body, its environment or a model cannot be made here"
 )
 
 

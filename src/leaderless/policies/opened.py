@@ -70,6 +70,28 @@ def open_model(config: ModelConfig, key: str, spaces: Spaces, *, is_critic: bool
     Raises:
         RecipeError: It cannot be loaded or made, or is for a body of another kind. Errors name `key`.
     """
+    model, kind, saved = _new(config, key, spaces, is_critic=is_critic)
+    if saved and bool(saved.get("is_critic")) == is_critic:
+        _load(model, Path(config.path), key)
+    about: dict[str, Json] = {
+        "model_type": MODEL_TYPE,
+        "type": kind.type,
+        "options": dict(kind.options),
+        "is_critic": is_critic,
+        "spaces": describe_spaces(spaces),
+    }
+    return Opened(model, partial(_describe, about))
+
+
+def model_for(config: ModelConfig, key: str, spaces: Spaces, *, is_critic: bool) -> BodyPolicy | BodyValue:
+    """The model of `open_model` before the weights of its folder are loaded; errors as there."""
+    return _new(config, key, spaces, is_critic=is_critic)[0]
+
+
+def _new(
+    config: ModelConfig, key: str, spaces: Spaces, *, is_critic: bool
+) -> tuple[BodyPolicy | BodyValue, PolicyConfig, Mapping[str, Json]]:
+    """A model as it is made, its kind, and what its folder says, if there is one."""
     saved: Mapping[str, Json] = _described(config.path, key) if config.path else {}
     kind = config.body or _saved_kind(saved, key, is_critic=is_critic)
     if saved and saved.get("spaces") != (mine := describe_spaces(spaces)):
@@ -88,16 +110,7 @@ def open_model(config: ModelConfig, key: str, spaces: Spaces, *, is_critic: bool
             f"is {config.compute_dtype}, in which the mean of a state has three digits; with normalize: true, set "
             "it to float32",
         )
-    if saved and bool(saved.get("is_critic")) == is_critic:
-        _load(model, Path(config.path), key)
-    about: dict[str, Json] = {
-        "model_type": MODEL_TYPE,
-        "type": kind.type,
-        "options": dict(kind.options),
-        "is_critic": is_critic,
-        "spaces": describe_spaces(spaces),
-    }
-    return Opened(model, partial(_describe, about))
+    return model, kind, saved
 
 
 def _saved_kind(saved: Mapping[str, Json], key: str, *, is_critic: bool) -> PolicyConfig:

@@ -34,12 +34,14 @@ class BodyTask:
         task: Row of the dataset.
         seed: Seed of the environment; episodes with the same task and seed begin in the same state.
         is_greedy: Whether nothing is drawn.
+        keeps_frames: Whether all that is seen is kept, or what was seen last.
     """
 
     number: int
     task: Task
     seed: int
     is_greedy: bool = False
+    keeps_frames: bool = True
 
 
 @dataclass
@@ -75,8 +77,11 @@ class BodyEpisode:
     is_success: bool = False
     failure: str | None = None
 
-    def see(self, observations: Observations, row: int) -> None:
-        """Keep one row of what was observed."""
+    def see(self, observations: Observations, row: int, *, keeps_frames: bool = True) -> None:
+        """Keep one row of what was observed, and what was before, or not."""
+        if not keeps_frames:
+            self.frames.clear()
+            self.states.clear()
         images = [image[row].reshape(-1) for image in observations.images.values()]
         self.frames.append(np.concatenate(images) if images else np.zeros(0, dtype=np.uint8))
         self.states.append(np.array(observations.state[row], dtype=np.float32))
@@ -272,7 +277,7 @@ class _Game:
         taken, intervened = executed(self._actions.pop(number), count, steps.infos[row] if steps.infos else {})
         episode.taken.append(taken)
         episode.intervened.append(intervened)
-        episode.see(steps.observations, row)
+        episode.see(steps.observations, row, keeps_frames=self._tasks[number].keeps_frames)
         episode.is_terminated = bool(steps.terminated[row])
         episode.is_success = episode.is_success or bool(steps.success[row])
         is_over = episode.is_terminated or bool(steps.truncated[row])

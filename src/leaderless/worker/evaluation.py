@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
@@ -138,6 +138,9 @@ class Evaluator:
         k = config.responses_per_prompt
         ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch)))
         tasks = body_tasks(batch, ids, [config] * k, self._seed)
+        num_shown = k * self.recipe.run.recorded_prompts if record is not None else 0
+        # Held-out episodes may be many: only those that are shown keep their frames.
+        tasks = [replace(task, keeps_frames=place < num_shown) for place, task in enumerate(tasks)]
         with self.model.generating() as engine:
             assert isinstance(engine, BodyEngine)
             episodes = engine.play(
@@ -146,7 +149,7 @@ class Evaluator:
             spaces = engine.spaces
         graded = [graded_episode(episode) for episode in episodes]
         if record is not None:
-            shown = list(zip(ids.tolist(), episodes, graded, strict=True))[: k * self.recipe.run.recorded_prompts]
+            shown = list(zip(ids.tolist(), episodes, graded, strict=True))[:num_shown]
             places = zip(shown, batch.ids.repeat_interleave(k).tolist(), strict=False)
             record(
                 [

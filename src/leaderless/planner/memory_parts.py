@@ -1,0 +1,77 @@
+"""The parts of a rank's memory, and what every rank has, whatever its models are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+MIB = 1 << 20
+WRITE_BYTES = 256 * MIB
+"""Most that writing or reading a checkpoint holds on top of the tensors themselves."""
+LIBRARIES_BYTES = 330 * MIB
+"""Python, torch and transformers in a process of their own."""
+CONTEXT_BYTES = 600 * MIB
+"""Memory of an accelerator that its driver takes for a process."""
+COMMUNICATION_BYTES = 1024 * MIB
+"""Buffers of the accelerator's communication library, where there are several ranks."""
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for a reader, as `1.5 GiB`."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1023.5:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}" if size < 10 and unit != "B" else f"{size:.0f} {unit}"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank on one kind of device.
+
+    Attributes:
+        resident: Parts that stay through a step, by what they are for.
+        phases: Parts on top of these in each phase of a step; only one phase is under way at a time.
+        apart: Parts of phases outside of steps: loading, resuming, and other commands.
+        host: Parts in the memory of the host, on an accelerator.
+    """
+
+    resident: Mapping[str, int]
+    phases: Mapping[str, Mapping[str, int]]
+    apart: Mapping[str, Mapping[str, int]]
+    host: Mapping[str, int]
+
+    @property
+    def totals(self) -> Mapping[str, int]:
+        """All that is held in each phase."""
+        resident = sum(self.resident.values())
+        in_step = {name: resident + sum(parts.values()) for name, parts in self.phases.items()}
+        return in_step | {name: sum(parts.values()) for name, parts in self.apart.items()}
+
+    @property
+    def peak(self) -> int:
+        """Most that a run holds at any time."""
+        totals = self.totals
+        during = [totals[name] for name in (*self.phases, *self.apart) if name not in COMMANDS]
+        return max(during, default=sum(self.resident.values()))
+
+    def to_json(self) -> dict[str, object]:
+        """JSON-able values."""
+        return {"peak": self.peak, **asdict(self), "totals": dict(self.totals)}
+
+
+COMMANDS = ("export", "serve")
+"""Phases of other commands, which the peak of a run does not depend on."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of the fullest rank, where ranks compute on the CPU and where each has an accelerator."""
+
+    cpu: Memory
+    accelerator: Memory
+
+    def to_json(self) -> dict[str, object]:
+        """JSON-able values."""
+        return {"cpu": self.cpu.to_json(), "accelerator": self.accelerator.to_json()}

@@ -1,0 +1,200 @@
+"""What a model of a body takes, without its weights: it is made, and runs, on a device that holds no numbers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.fx.experimental import _config as symbolic
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from leaderless.config.body import BodyConfig
+from leaderless.config.models import ModelConfig
+from leaderless.environments.bodies.protocol import Spaces
+from leaderless.policies.opened import model_for
+from leaderless.policies.protocol import BodyPolicy, Observed
+from leaderless.rollout.worlds import spaces_of
+
+TYPICAL_INSTRUCTION = "pick up the black bowl between the plate and the ramekin and place it on the plate"
+"""Instruction that decisions are measured with: one of LIBERO's longer ones."""
+FEW, MORE = 128, 512
+"""Decisions whose passes are compared: enough that gradients of weights matter little."""
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class BodySize:
+    """Sizes of a model of a body.
+
+    Attributes:
+        num_parameters: Weights.
+        num_trained: Weights with a gradient.
+        num_largest: Numbers of the largest weight.
+        trained_bytes: Bytes at the fullest moment of a forward and backward pass, for each decision, without gradients
+            of weights.
+        scored_bytes: The same of a pass without gradients.
+        chunk: Steps of a decision.
+        num_units: Log-probabilities of a decision, at most.
+        frame_bytes: Bytes of an observation: its images and its state.
+        choice_bytes: Bytes of what says what was chosen.
+    """
+
+    num_parameters: int
+    num_trained: int
+    num_largest: int
+    trained_bytes: int
+    scored_bytes: int
+    chunk: int
+    num_units: int
+    frame_bytes: int
+    choice_bytes: int
+
+
+def measure_body(model: ModelConfig, key: str, body: BodyConfig, *, is_critic: bool) -> BodySize:
+    """Measure a model for an environment, which is opened once.
+
+    Raises:
+        RecipeError: One of them cannot be made.
+        NotImplementedError: What the model computes depends on numbers that are not there.
+    """
+    return _measured(model.model_dump_json(), key, body.model_dump_json(), is_critic)
+
+
+@cache
+def _measured(model_text: str, key: str, body_text: str, is_critic: bool) -> BodySize:
+    config, body = ModelConfig.model_validate_json(model_text), BodyConfig.model_validate_json(body_text)
+    spaces = spaces_of(body)
+    with META:
+        model = model_for(config, key, spaces, is_critic=is_critic).to(getattr(torch, config.compute_dtype))
+    ids = model.instruction_ids(TYPICAL_INSTRUCTION)
+    units, size = (model.chunk * model.score_dim, model.choice_size) if isinstance(model, BodyPolicy) else (0, 0)
+
+    def compute(num: int) -> Tensor:
+        observed = _blank(spaces, ids, num)
+        if isinstance(model, BodyPolicy):
+            scores = model.score(observed, torch.zeros(num, size, device=META))
+            return scores.log_probs.sum() + scores.entropies.sum()
+        found: Tensor = model(observed)
+        return found.sum()
+
+    def trained(num: int) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        with _Live() as live:
+            compute(num).backward()  # type: ignore[no-untyped-call]
+        peaks.append(live.peak)
+
+    def scored(num: int) -> None:
+        with torch.no_grad(), _Live() as live:
+            compute(num)
+        peaks.append(live.peak)
+
+    peaks: list[int] = []
+    # Where rows are chosen by what they hold, as in flows, all of them are taken to be.
+    with symbolic.patch(meta_nonzero_assume_all_nonzero=True), _Fused():  # type: ignore[attr-defined]
+        for one in (trained, scored):
+            for num in (FEW, MORE):
+                one(num)
+    parameters = list(model.parameters())
+    frame = sum(3 * height * width for height, width in spaces.images.values()) + 4 * spaces.state_size
+    return BodySize(
+        num_parameters=sum(one.numel() for one in parameters),
+        num_trained=sum(one.numel() for one in parameters if one.requires_grad),
+        num_largest=max(one.numel() for one in parameters),
+        trained_bytes=max(0, -(-(peaks[1] - peaks[0]) // (MORE - FEW))),
+        scored_bytes=max(0, -(-(peaks[3] - peaks[2]) // (MORE - FEW))),
+        chunk=model.chunk,
+        num_units=units,
+        frame_bytes=frame,
+        choice_bytes=4 * size,
+    )
+
+
+def _blank(spaces: Spaces, ids: Sequence[int], num: int) -> Observed:
+    images = {
+        camera: torch.zeros(num, *side, 3, dtype=torch.uint8, device=META) for camera, side in spaces.images.items()
+    }
+    words = torch.zeros(num, max(1, len(ids)), dtype=torch.int64, device=META)
+    lengths = torch.ones(num, dtype=torch.int64, device=META)
+    return Observed(images, torch.zeros(num, spaces.state_size, device=META), (words, lengths))
+
+
+class _Fused(TorchFunctionMode):
+    """Attention that keeps no probabilities, as devices compute it; without a device, torch would keep them."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        is_attention = func is scaled_dot_product_attention and isinstance(args[0], Tensor) and args[0].is_meta
+        chosen: Callable[..., object] = _attention if is_attention else func
+        return chosen(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)  # as torch does, in each layer
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+    found: Tensor = fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return found
+
+
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that operations make, as long as somebody holds them.
+
+    Attributes:
+        peak: Most bytes at any time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = self._now = 0
+        self._known: dict[int, weakref.finalize[[int, int], object]] = {}
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        given = {id(one.untyped_storage()) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        found = func(*args, **(kwargs or {}))
+        for one in tree_leaves(found):
+            if isinstance(one, Tensor):
+                storage = one.untyped_storage()
+                if (key := id(storage)) not in self._known and key not in given:
+                    self._now += storage.nbytes()
+                    self._known[key] = weakref.finalize(storage, self._free, key, storage.nbytes())
+        self.peak = max(self.peak, self._now)
+        return found
+
+    def _free(self, key: int, size: int) -> None:
+        self._now -= size
+        self._known.pop(key, None)
