@@ -50,10 +50,18 @@ def played(grain: Grain, num: int = 12, *, slots: int = 5) -> Batch:
     return rows.samples(prompts, torch.arange(num), episodes)
 
 
-def setup(transport: Transport, grain: Grain, kind: str, micro_batch_tokens: int, *, is_critic: bool = False):  # type: ignore[no-untyped-def]
+def setup(  # type: ignore[no-untyped-def]
+    transport: Transport,
+    grain: Grain,
+    kind: str,
+    micro_batch_tokens: int,
+    *,
+    is_critic: bool = False,
+    is_recomputed: bool = False,
+):
     layout = Layout(transport.world.ranks, transport.world.size)
     own = setup_of(transport, layout, "none")
-    model = ModelConfig(body=PolicyConfig(type=f"{MODULE}:{kind}"))
+    model = ModelConfig(body=PolicyConfig(type=f"{MODULE}:{kind}"), gradient_checkpointing=is_recomputed)
     body = BodySetup(Line(1).spaces, grain)
     return replace(own, model=model, body=body, micro_batch_tokens=micro_batch_tokens, is_critic=is_critic)
 
@@ -64,10 +72,10 @@ def share_of(batch: Batch, transport: Transport) -> Batch:
     return batch.select(torch.arange(first, first + shares[transport.rank]))
 
 
-def train(grain: Grain, micro_batch_tokens: int) -> Numbers:
+def train(grain: Grain, micro_batch_tokens: int, is_recomputed: bool = False) -> Numbers:
     """Scores, the gradient's norm and weights of two updates, and the values of a critic."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
-    engine = make_engine(setup(transport, grain, "Bins", micro_batch_tokens))
+    engine = make_engine(setup(transport, grain, "Bins", micro_batch_tokens, is_recomputed=is_recomputed))
     assert isinstance(engine, BodyPolicyEngine)
     batch, numbers = share_of(played(grain), transport), Numbers()
     gains = batch.jagged("rollout_log_probs").values.cos()
@@ -80,7 +88,9 @@ def train(grain: Grain, micro_batch_tokens: int) -> Numbers:
             weights = gains[micro_batch.response_index]
             ((weights * (outputs.log_probs + 0.3 * outputs.entropies)).sum() + 0.0 * outputs.log_probs.sum()).backward()
         numbers[f"norm.{update}"] = torch.tensor(engine.optimizer_step().grad_norm)
-    critic = make_engine(setup(transport, grain, "Worth", micro_batch_tokens, is_critic=True))
+    critic = make_engine(
+        setup(transport, grain, "Worth", micro_batch_tokens, is_critic=True, is_recomputed=is_recomputed)
+    )
     assert isinstance(critic, BodyValueEngine)
     finals = critic.final_values(batch)
     for place, (row, values) in enumerate(zip(batch.ids.tolist(), critic.values(batch).rows(), strict=True)):
@@ -93,8 +103,26 @@ def test_ranks_and_passes_of_any_size_learn_like_one(ranks: RankPool, grain: Gra
     (expected,) = ranks.run(1, train, grain, 1 << 20)
     assert largest_difference(ranks.run(1, train, grain, 1), expected) < 1e-5
     assert largest_difference(ranks.run(2, train, grain, 8), expected) < 1e-5
+    assert largest_difference(ranks.run(1, train, grain, 6, True), expected) < 1e-5
     if grain == "token":
+        assert largest_difference(ranks.run(2, train, grain, 2, True), expected) < 1e-5
         assert largest_difference(ranks.run(4, train, grain, 16), expected) < 1e-5
+
+
+def held(is_recomputed: bool) -> int:
+    """Decisions that a model is given at once, at most, in passes of all episodes."""
+    transport, seen = Transport(torch.device("cpu"), timeout_s=60), list[int]()
+    engine = make_engine(setup(transport, "action", "Bins", 4, is_recomputed=is_recomputed))
+    assert isinstance(engine, BodyPolicyEngine)
+    score = engine.policy.score
+    engine.policy.score = lambda observed, *more: (seen.append(len(observed)), score(observed, *more))[1]  # type: ignore[method-assign]
+    engine.log_probs(played("action"))
+    return max(seen)
+
+
+def test_models_that_recompute_divide_episodes(ranks: RankPool) -> None:
+    assert ranks.run(1, held, True) == [2], "4 steps, of which each decision has 2"
+    assert ranks.run(1, held, False) == [3], "a whole episode"
 
 
 def alone(batch: Batch, row: int, what: str) -> Observed:

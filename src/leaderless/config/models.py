@@ -95,7 +95,8 @@ class ModelConfig(ShorthandSection):
     """Type of activations and of the weights while they compute; master weights and optimizer are float32. The default
     is bfloat16 on a machine with an accelerator, float32 elsewhere."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    """Recompute activations in the backward pass: less memory, about a third more compute. Models of bodies then also
+    divide the decisions of an episode by `batch.micro_batch_tokens`."""
     lora: LoraConfig | None = None
     """Train adapters of low rank, and leave the weights as they are; `lora: {}` for the defaults."""
     freeze_vision: bool = False

@@ -51,7 +51,9 @@ def estimate_body_memory(
             return None
         is_asked = bool(recipe.evaluation.every_steps) and instance == answering(instances, recipe.evaluation.role)
         generates = instance.generates or is_asked
-        models.append(_Model(instance, size, number_bytes(config), instance.layout.dp, generates))
+        models.append(
+            _Model(instance, size, number_bytes(config), instance.layout.dp, generates, config.gradient_checkpointing)
+        )
     if not models:
         return None
     ranks = among or all_ranks(*(instance.layout for instance in instances))
@@ -85,6 +87,7 @@ class _Model:
     width: int
     shards: int
     generates: bool
+    is_recomputed: bool
 
     @property
     def is_sharded(self) -> bool:
@@ -152,6 +155,8 @@ class _Rank:
     def _phases(self, model: _Model) -> Iterator[tuple[str, dict[str, int]]]:
         role, size, num = model.instance.role, model.size, self._pass_decisions(model)
         observed, rows = num * size.frame_bytes, self.rows_bytes() * self.is_cpu
+        if model.is_recomputed:
+            num = min(num, max(1, self.pass_steps // size.chunk))
         if model.generates:
             # Where environments step in processes, half of them wait for decisions at a time.
             asked = -(-self.body.num_environments // (2 if self.body.processes else 1))

@@ -87,7 +87,6 @@ def _remedies(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None) ->
         remedies.append(f"set checkpoint.asynchronous=false, which saves {saved}")
     trained = [instance.role for instance in plan.instances if instance.is_trained]
     unchecked = [role for role in trained if (m := recipe.model_of(role)) and not m.gradient_checkpointing]
-    unchecked = [] if recipe.body is not None else unchecked
     if unchecked and phase.endswith(" trains"):
         remedies.append(f"set models.{unchecked[0]}.gradient_checkpointing")
     remedies.append("use more ranks (on a CPU, of more machines), or a smaller model")

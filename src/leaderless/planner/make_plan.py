@@ -384,7 +384,12 @@ def longest_sequence(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
 
 
 def longest_part(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
-    """Tokens of the longest sample that are in one rank's part of a pass, for the model with the largest parts."""
+    """Tokens of the longest sample that are in one rank's part of a pass, for the model with the largest parts.
+
+    Where models of bodies compute passes again in the backward pass, they divide episodes.
+    """
+    if recipe.body is not None and all(model.gradient_checkpointing for model in recipe.models.values()):
+        return 1
     longest = longest_sequence(recipe, instances)
     return max((-(-longest // one.layout.cp) for one in instances if not one.is_engine_only), default=longest)
 

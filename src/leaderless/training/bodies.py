@@ -10,6 +10,7 @@ from typing import Self, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from leaderless.config import RecipeError
 from leaderless.config.body import Grain
@@ -50,7 +51,12 @@ class BodyMicroBatch(MicroBatch):
 
 
 class HeldBody(nn.Module):
-    """A policy or a critic as an engine holds it; see `Decoder`, whose place it takes."""
+    """A policy or a critic as an engine holds it; see `Decoder`, whose place it takes.
+
+    Attributes:
+        piece: Decisions that are computed together, and computed again in the backward pass; None to compute all of a
+            pass at once, and keep what they need.
+    """
 
     def __init__(self, model: BodyPolicy | BodyValue, description: Callable[[Path], None]) -> None:
         """Wrap a model; weights keep their names."""
@@ -60,11 +66,27 @@ class HeldBody(nn.Module):
         self.tensor_parallel = self.pipeline = None
         self.divides_experts = False
         self.complete: Completion = lambda whole, device: None  # noqa: ARG005
+        self.piece: int | None = None
         self._describe = description
         self._frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
     def forward(self, observed: Observed, choices: Tensor | None, temperature: float) -> Scores | Tensor:
         """Scores of decisions, or values [n]."""
+        if self.piece is None or len(observed) <= self.piece:
+            return self._compute(observed, choices, temperature)
+        found: list[Scores | Tensor] = []
+        for rows in torch.split(torch.arange(len(observed), device=observed.state.device), self.piece):
+            arguments = observed.select(rows), None if choices is None else choices[rows], temperature
+            if torch.is_grad_enabled():
+                found.append(checkpoint(self._compute, *arguments, use_reentrant=False, preserve_rng_state=False))
+            else:
+                found.append(self._compute(*arguments))
+        scores, values = [one for one in found if isinstance(one, Scores)], [x for x in found if isinstance(x, Tensor)]
+        if values:
+            return torch.cat(values)
+        return Scores(torch.cat([one.log_probs for one in scores]), torch.cat([one.entropies for one in scores]))
+
+    def _compute(self, observed: Observed, choices: Tensor | None, temperature: float) -> Scores | Tensor:
         if isinstance(self.model, BodyPolicy):
             assert choices is not None
             return self.model.score(observed, choices, temperature)
@@ -97,7 +119,12 @@ class _Bodies(ShardedModel[HeldBody]):  # type: ignore[type-var]
     grain: Grain
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """See `Trainable`. Episodes stay whole, and a pass has at most `micro_batch_tokens` steps, or one episode."""
+        """See `Trainable`. Episodes stay whole, and a pass has at most `micro_batch_tokens` steps, or one episode.
+
+        With `gradient_checkpointing`, what is computed at once has at most as many, or one decision.
+        """
+        if self._config.gradient_checkpointing:
+            self.model.piece = max(1, self.micro_batch_tokens // self.model.model.chunk)
         episodes = _Episodes.of(batch, self.model.model, self.device)
         packs: list[list[int]] = []
         filled = 0

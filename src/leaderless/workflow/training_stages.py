@@ -110,10 +110,12 @@ def _longest(recipe: Recipe, section: Literal["data", "rollout"]) -> int:
 def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> None:
     if recipe.body is not None:
         steps = recipe.body.max_steps
-        if (bound := recipe.batch.first_micro_batch_tokens(steps)) < steps:
+        is_divided = all(model.gradient_checkpointing for model in recipe.models.values())
+        if (bound := recipe.batch.first_micro_batch_tokens(steps)) < steps and not is_divided:
             raise RecipeError.at(
                 "batch.micro_batch_tokens",
-                f"is {bound}, but an episode may have {steps} steps (body.max_steps), which are not divided: raise it",
+                f"is {bound}, but an episode may have {steps} steps (body.max_steps), which are not divided: raise it, "
+                "or set gradient_checkpointing of all models",
             )
         return
     longest = recipe.data.max_prompt_tokens + _longest(recipe, section)

@@ -107,6 +107,8 @@ def test_what_is_expected_grows_with_what_a_recipe_keeps(tmp_path: Path) -> None
     assert "shared with simulators" not in few
     assert more["shared with simulators"] > 0
     assert parts(**{"batch.micro_batch_tokens": 6})["activations"] * 16 == few["activations"]
+    recomputed = {"models.policy.gradient_checkpointing": True}
+    assert parts(**{"batch.micro_batch_tokens": 2, **recomputed})["activations"] * 48 == few["activations"]
     wide = parts(**{"models.policy": {"body": {"type": "mlp", "options": {"hidden_size": 512}}}})
     assert wide["policy optimizer"] == 2 * wide["policy weights"] == 2 * wide["gradients"]
     assert wide["policy weights"] > few["policy weights"]
