@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.distributed.ranks import RankPool
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import Numbers, largest_difference
 from tests.small_bodies import Bins
+from tests.small_vla import write_small_vla
 from tests.small_worlds import Line
 from torch import Tensor
 
@@ -19,11 +21,12 @@ from leaderless.config.body import BodyConfig, Grain, PolicyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch
 from leaderless.data.transport import Transport
+from leaderless.environments.bodies.table import Table
 from leaderless.observability.clock import Clock
 from leaderless.planner import Layout
 from leaderless.policies.protocol import Observed
 from leaderless.policies.seen import images_of, padded
-from leaderless.rollout.bodies import BodyEngine, BodyTask
+from leaderless.rollout.bodies import BodyEngine, BodyTask, make_body_rollout
 from leaderless.rollout.worlds import OwnWorlds
 from leaderless.stages.bodies import BodyRows
 from leaderless.training.bodies import BodyPolicyEngine, BodyValueEngine
@@ -189,3 +192,37 @@ def refusals() -> Sequence[str]:
 
 def test_a_policy_is_not_divided_along_other_axes(ranks: RankPool) -> None:
     assert "cannot be divided along tp: use dp alone" in ranks.run(2, refusals)[0][0]
+
+
+def train_vla(path: str, is_recomputed: bool) -> Numbers:
+    """Scores, the gradient's norm and weights of an update of a model whose layers are gathered one by one."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    table = BodyConfig(type="table", options={"max_steps": 4}, max_steps=4)
+    kind = PolicyConfig(type="openvla_oft", options={"path": path, "statistics": "small_arm", "chunk": 2})
+    model, spaces = ModelConfig(body=kind, gradient_checkpointing=is_recomputed), Table(1, max_steps=4).spaces
+    engine = make_body_rollout(model, "models.policy", table, torch.device("cpu"))
+    policy = engine.policy
+    tasks = [BodyTask(number, {}, seed=100 + number // 2) for number in range(12)]
+    playing = BodyEngine(policy, lambda: OwnWorlds(Table(6, max_steps=4), 6), torch.device("cpu"))
+    episodes = playing.play(tasks, seed=7, temperature=1.0, progress=lambda _: None, clock=Clock())
+    prompts = Batch(torch.arange(6) << 16, {"rows": tuple({} for _ in range(6))})
+    batch = share_of(BodyRows(policy, table, 1.0, 0).samples(prompts, torch.arange(12), episodes), transport)
+    layout = Layout(transport.world.ranks, transport.world.size)
+    own = replace(setup_of(transport, layout, "none"), model=model, body=BodySetup(spaces, "token"))
+    trained, numbers = make_engine(replace(own, micro_batch_tokens=4)), Numbers()
+    assert isinstance(trained, BodyPolicyEngine)
+    assert len(trained.units) == (0 if transport.world.size == 1 else 1 + 2 + 2 + 1), "Llama, towers, and the rest"
+    for row, values in zip(batch.ids.tolist(), trained.log_probs(batch).rows(), strict=True):
+        numbers[f"scores.{row}"] = values
+    for micro_batch in trained.micro_batches(batch):
+        log_probs = trained.forward(micro_batch, "none").log_probs
+        (log_probs * batch.jagged("rollout_log_probs").values.cos()[micro_batch.response_index]).sum().backward()
+    numbers["norm"] = torch.tensor(trained.optimizer_step().grad_norm)
+    return numbers | {f"weights.{name}": value.clone() for name, value in trained.full_weights()}
+
+
+def test_ranks_gather_large_models_layer_by_layer(ranks: RankPool, tmp_path: Path) -> None:
+    path = str(write_small_vla(tmp_path / "vla"))
+    (expected,) = ranks.run(1, train_vla, path, False)
+    assert float(expected["norm"]) > 0.01
+    assert largest_difference(ranks.run(2, train_vla, path, True), expected) < 1e-4

@@ -91,7 +91,7 @@ class _Model:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether weights are gathered for a pass; they are all one unit."""
+        """Whether weights are gathered for a pass."""
         return self.shards > 1 or self.width != FLOAT32_BYTES
 
     @property
@@ -107,7 +107,12 @@ class _Model:
     @property
     def gathered(self) -> int:
         """Bytes of weights that are gathered for a pass."""
-        return self.size.num_parameters * self.width * self.is_sharded
+        return (self.size.num_root + 2 * self.size.num_layer) * self.width * self.is_sharded
+
+    @property
+    def num_summed(self) -> int:
+        """Gradients that are whole at the same time, on their way to the ranks that hold their parts."""
+        return max(2 * self.size.num_layer, self.size.num_root) * self.is_sharded
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class _Rank:
             if model.trained:
                 resident[f"{role} optimizer"] = 2 * model.trained
             if model.generates:
-                resident[f"{role} engine's weights"] = weights
+                resident[f"{role} engine's weights"] = model.size.num_parameters * model.width
             for name, parts in self._phases(model):
                 phases[name] = max(phases.get(name, {}), parts, key=lambda parts: sum(parts.values()))
         copied = 3 * sum(model.trained for model in self.models)
@@ -174,7 +179,7 @@ class _Rank:
             )
         if model.instance.is_trained:
             batch = self.recipe.batch
-            unsharded = size.num_trained * (model.width + FLOAT32_BYTES * (2 if self.is_cpu else 1)) * model.is_sharded
+            summed = model.num_summed * (model.width + FLOAT32_BYTES * (2 if self.is_cpu else 1))
             yield (
                 f"{role} trains",
                 {
@@ -183,7 +188,7 @@ class _Rank:
                     "frames of a pass": observed,
                     "activations": num * size.trained_bytes,
                     "gradients": model.trained,
-                    "gradients being summed": unsharded,
+                    "gradients being summed": summed,
                 },
             )
 

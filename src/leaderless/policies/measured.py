@@ -37,7 +37,8 @@ class BodySize:
     Attributes:
         num_parameters: Weights.
         num_trained: Weights with a gradient.
-        num_largest: Numbers of the largest weight.
+        num_root: Weights that are gathered for the whole of a pass.
+        num_layer: Weights of the largest layer, of those that are gathered one by one; 0 without such layers.
         trained_bytes: Bytes at the fullest moment of a forward and backward pass, for each decision, without gradients
             of weights.
         scored_bytes: The same of a pass without gradients.
@@ -49,7 +50,8 @@ class BodySize:
 
     num_parameters: int
     num_trained: int
-    num_largest: int
+    num_root: int
+    num_layer: int
     trained_bytes: int
     scored_bytes: int
     chunk: int
@@ -104,11 +106,14 @@ def _measured(model_text: str, key: str, body_text: str, is_critic: bool) -> Bod
             for num in (FEW, MORE):
                 one(num)
     parameters = list(model.parameters())
+    kinds = set(model._no_split_modules)  # noqa: SLF001 - as FSDP reads it
+    layers = [sum(x.numel() for x in one.parameters()) for one in model.modules() if type(one).__name__ in kinds]
     frame = sum(3 * height * width for height, width in spaces.images.values()) + 4 * spaces.state_size
     return BodySize(
         num_parameters=sum(one.numel() for one in parameters),
         num_trained=sum(one.numel() for one in parameters if one.requires_grad),
-        num_largest=max(one.numel() for one in parameters),
+        num_root=sum(one.numel() for one in parameters) - sum(layers),
+        num_layer=max(layers, default=0),
         trained_bytes=max(0, -(-(peaks[1] - peaks[0]) // (MORE - FEW))),
         scored_bytes=max(0, -(-(peaks[3] - peaks[2]) // (MORE - FEW))),
         chunk=model.chunk,

@@ -54,6 +54,8 @@ class TokenBins(Bins):
 class _Vla(BodyModel):
     """What the policies and the critic have in common: a model that was read from a folder."""
 
+    _no_split_modules = ("_Block", "LlamaDecoderLayer")
+
     def __init__(self, spaces: Spaces, path: str, cameras: list[str] | None, crop_share: float) -> None:
         """Read the model.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -68,7 +68,8 @@ class Scores:
 class BodyModel(nn.Module):
     """What policies and critics have in common.
 
-    Rows never depend on one another, and no buffer changes in training.
+    Rows never depend on one another, and no buffer changes in training. A large model names the classes of its layers
+    in `_no_split_modules`, as those of transformers do: ranks then gather its weights layer by layer.
 
     Attributes:
         spaces: What its environment shows and takes.
@@ -77,6 +78,7 @@ class BodyModel(nn.Module):
 
     spaces: Spaces
     chunk: int
+    _no_split_modules: Sequence[str] = ()
 
     def instruction_ids(self, text: str) -> list[int]:
         """Ids of an instruction: its bytes, unless the model has a vocabulary."""

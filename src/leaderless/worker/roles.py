@@ -198,7 +198,7 @@ class Roles:
         if recipe.body is not None:
             engine = make_body_rollout(setup.model, f"models.{instance.role}", recipe.body, self._device)
             pool = Pool(instance.layout, _placement(recipe, trainer.weight_shapes()))
-            return Colocated(cast("RolloutEngine", engine), trainer, pool, torch.float32)
+            return Colocated(cast("RolloutEngine", engine), trainer, pool, getattr(torch, setup.model.compute_dtype))
         return Colocated(
             self._engine(instance, setup),
             trainer,
