@@ -7,7 +7,7 @@ TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters gpu chaos lint format docs clean
+.PHONY: quickstart quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers gpu chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -68,6 +68,16 @@ test-clusters: .venv-clusters/.installed
 	.venv-bodies/bin/python -m pip install --quiet --editable .[test,babyai,fetch,metaworld,panda,pusht]
 	touch $@
 
+# Each logger with its tracker, in an environment of its own: TensorBoard, Weights & Biases offline, an MLflow server on
+# this machine, and Trackio's store; some minutes.
+test-loggers: .venv-loggers/.installed
+	.venv-loggers/bin/python -m pytest tests/contracts/test_loggers.py tests/unit/loggers
+
+.venv-loggers/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-loggers
+	.venv-loggers/bin/python -m pip install --quiet --editable .[test,mlflow,trackio,wandb]
+	touch $@
+
 # On a machine with a CUDA GPU: its tests, then measurements, in eight minutes, with the Python and the torch that are there
 # and without a network. WHEELS=FOLDER names wheels of packages that are missing.
 gpu:
@@ -93,7 +103,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers build dist site .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'

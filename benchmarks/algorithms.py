@@ -108,7 +108,7 @@ def train(workflow: str, seed: int, steps: int, folder: Path) -> Curve:
     recipe, *overrides = STARTS.get(workflow, ["grpo"])
     name = name_of(workflow, seed)
     overrides += [f"workflow={workflow}", f"name={name}", f"seed={seed}", f"steps={steps}"]
-    overrides += ["evaluation.every_steps=10", "run.tensorboard=false", "run.trace_steps=0", "run.recorded_prompts=0"]
+    overrides += ["evaluation.every_steps=10", "loggers=[]", "run.trace_steps=0", "run.recorded_prompts=0"]
     call(
         leaderless("train", str(ROOT / f"recipes/quickstart/{recipe}.yaml"), *overrides, "--workers", "1"), folder, name
     )

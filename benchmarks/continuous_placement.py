@@ -44,7 +44,8 @@ RECIPE: Mapping[str, object] = {
     "rollout": {"engine": "asynchrony_parts:make_engine", "max_response_tokens": 512, "max_sequences": 256},
     "training": {"backend": "asynchrony_parts:make_trainer"},
     "algorithm": {"correction": {"type": "truncate"}},
-    "run": {"reward_processes": 0, "recorded_prompts": 0, "tensorboard": False, "trace_steps": 0},
+    "run": {"reward_processes": 0, "recorded_prompts": 0, "trace_steps": 0},
+    "loggers": [],
     "data": {
         "train": {"path": "rows.jsonl", "prompt": "prompt", "answer": "answer", "template": "plain"},
         "max_prompt_tokens": 64,

@@ -50,7 +50,7 @@ def measure(way: str, seed: int, steps: int, num_workers: int) -> Outcome:
     run(
         *("-m", "leaderless", "train", RECIPE, "--workers", str(num_workers), "--fresh"),
         *(f"name={folder.name}", f"seed={seed}", f"steps={steps}", f"evaluation.every_steps={EVERY}", *WAYS[way]),
-        *("run.tensorboard=false", "checkpoint.every_minutes=0"),
+        *("loggers=[]", "checkpoint.every_minutes=0"),
     )
     rows = read(folder / "metrics.jsonl")
     shutil.rmtree(folder)

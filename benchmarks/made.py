@@ -88,7 +88,8 @@ def train(folder: Path, name: str, settings: Sequence[str], num_workers: int) ->
         "models": {"policy": "model"},
         "data": {"train": data, "max_prompt_tokens": 1024},
         "reward": {"exact_match": 1.0},
-        "run": {"recorded_prompts": 0, "tensorboard": False},
+        "run": {"recorded_prompts": 0},
+        "loggers": [],
         "steps": 1,
     }
     (folder / f"{name}.yaml").write_text(json.dumps(recipe), encoding="utf-8")

@@ -36,7 +36,8 @@ PROFILE_WORKERS = 4
 SECTIONS = {
     "batch": {"prompts_per_step": PROMPTS, "responses_per_prompt": RESPONSES},
     "training": {"backend": "placement_parts:make_trainer"},
-    "run": {"reward_processes": 0, "recorded_prompts": 0, "tensorboard": False, "trace_steps": 0},
+    "run": {"reward_processes": 0, "recorded_prompts": 0, "trace_steps": 0},
+    "loggers": [],
     "models": {"policy": "model"},
     "data": {
         "train": {"path": "rows.jsonl", "prompt": "prompt", "answer": "answer", "template": "plain"},

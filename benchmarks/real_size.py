@@ -162,7 +162,8 @@ def write_recipe(
         "evaluation": {"every_steps": 0, "max_prompts": 4},
         "optimizer": {"learning_rate": 1e-6},
         "checkpoint": {"every_steps": 1, "asynchronous": is_asynchronous},
-        "run": {"directory": str(folder / "runs"), "tensorboard": False, "recorded_prompts": 1, "timeout_s": 3600},
+        "run": {"directory": str(folder / "runs"), "recorded_prompts": 1, "timeout_s": 3600},
+        "loggers": [],
         "steps": 3,
         **(changes or {}),
     }

@@ -98,7 +98,7 @@ def measured(variant: str, seed: int, steps: int, folder: Path) -> Outcome:
     if done.exists():
         return Outcome(**json.loads(done.read_text(encoding="utf-8")))
     call(["-m", "examples.signal_game.prepare", str(seed)], home, f"{name}-prepare")
-    overrides = [*overrides, f"name={name}", f"seed={seed}", f"steps={steps}", "run.tensorboard=false"]
+    overrides = [*overrides, f"name={name}", f"seed={seed}", f"steps={steps}", "loggers=[]"]
     overrides += ["run.trace_steps=0", "run.recorded_prompts=0", "run.reward_processes=0"]
     file = str(ROOT / f"recipes/agents/signal/{recipe}.yaml")
     call(["-m", "leaderless", "train", file, *overrides, "--workers", str(num_workers)], home, name)

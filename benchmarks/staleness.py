@@ -77,7 +77,7 @@ def measure(bound: int, seed: int, steps: int) -> Outcome:
     run(
         *("-m", "leaderless", "train", RECIPE, "--workers", "2", "--fresh"),
         *(f"name={folder.name}", f"seed={seed}", f"steps={steps}", f"layout={LAYOUT}", f"channels={channel}"),
-        *("algorithm.correction={type: truncate}", "run.tensorboard=false", "checkpoint.every_minutes=0"),
+        *("algorithm.correction={type: truncate}", "loggers=[]", "checkpoint.every_minutes=0"),
     )
     rows = read(folder / "metrics.jsonl")
     evaluations = rows if bound == 0 else read(folder / "metrics-evaluation.jsonl")

@@ -213,7 +213,8 @@ def train(
         "rollout": {"max_response_tokens": workload.max_response_tokens, "max_sequences": PROMPTS * RESPONSES},
         "algorithm": {"kl": {"coefficient": workload.kl}},
         "optimizer": {"learning_rate": LEARNING_RATE},
-        "run": {"recorded_prompts": recorded_prompts, "tensorboard": False},
+        "run": {"recorded_prompts": recorded_prompts},
+        "loggers": [],
         "steps": num_steps,
     }
     shutil.rmtree(home / "runs", ignore_errors=True)

@@ -13,7 +13,7 @@ def sections_of(annotation: object) -> list[type[BaseModel]]:
     """The sections in a field's annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) in {Union, UnionType, Annotated, Mapping}:
+    if get_origin(annotation) in {Union, UnionType, Annotated, Mapping, tuple}:
         return [section for argument in get_args(annotation) for section in sections_of(argument)]
     return []
 

@@ -39,7 +39,6 @@ ROOT = Path(__file__).parents[1]
 MODULES = (
     "leaderless.worker.process",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
-    "torch.utils.tensorboard",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
 )

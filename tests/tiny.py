@@ -116,9 +116,9 @@ def write_recipe(folder: Path, model: str, changes: Mapping[str, object] | None 
         "run": {
             "directory": str(folder / "runs"),
             "timeout_s": 60,
-            "tensorboard": False,
             "reward_processes": 0,
         },
+        "loggers": [],
         "steps": 2,
     }
     for key, value in (changes or {}).items():

@@ -42,7 +42,8 @@ def prepare(folder: Path, seed: int = 0, steps: int = 120) -> Path:
         },
         batch={"prompts_per_step": 64},
         optimizer={"learning_rate": 3e-3, "schedule": "cosine"},
-        run={"directory": str(folder), "tensorboard": False},
+        run={"directory": str(folder)},
+        loggers=[],
         steps=steps,
         seed=seed,
     )

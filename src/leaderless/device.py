@@ -132,6 +132,16 @@ def release_memory(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
+def used_memory(device: torch.device) -> tuple[int, int] | None:
+    """Used and all bytes of an accelerator, whoever uses them; None for the CPU."""
+    if device.type == "cpu":
+        return None
+    import torch
+
+    free, total = torch.get_device_module(device).mem_get_info(device)
+    return int(total - free), int(total)
+
+
 def trim_host_memory() -> None:
     """Return freed memory of this process to the system, where its allocator can.
 

@@ -25,7 +25,7 @@ def test_a_new_project_trains_and_its_tests_pass(ranks: RankPool, tmp_path: Path
     output = succeed(ranks, tmp_path, "new", "own task")
     assert "leaderless train recipe.yaml" in output
     project = tmp_path / "own task"
-    succeed(ranks, project, "train", "recipe.yaml", "steps=12", "run.tensorboard=false")
+    succeed(ranks, project, "train", "recipe.yaml", "steps=12", "loggers=[]")
     lines = [line for line in metrics(project / "runs/own-task") if "reward/mean" in line]
     assert lines[-1]["reward/mean"] > 2 * lines[0]["reward/mean"], "it learns from the first steps on"
     assert lines[-1]["reward/failed"] == 0
@@ -58,7 +58,7 @@ def test_the_quickstarts_run_their_commands(
 
     monkeypatch.setattr(Show, "command", command)
     monkeypatch.setattr("leaderless.quickstart.robot.NUM_DEMONSTRATIONS", 4)
-    few = ("steps=2", "run.tensorboard=false", "batch.prompts_per_step=2")
+    few = ("steps=2", "loggers=[]", "batch.prompts_per_step=2")
     show_language(Show(tmp_path, 1, (*few, "evaluation.max_prompts=4")))
     assert "before reinforcement learning" in capsys.readouterr().out
     assert (tmp_path / "runs/quickstart/report.html").exists()

@@ -14,7 +14,7 @@ SETTINGS = {
     "reward": {"format": {"pattern": r".*\d.*"}},
     "batch.prompts_per_step": 5,
     "run.reward_processes": 1,
-    "run.tensorboard": False,
+    "loggers": [],
 }
 ELASTIC = ("torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", 2)
 

@@ -33,13 +33,13 @@ def weights(run_folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_leaves_all_that_it_promises(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
-    changes = SIGNAL | held_out(tmp_path) | {"run.tensorboard": True, "steps": 3, "run.trace_steps": 2}
+    changes = SIGNAL | held_out(tmp_path) | {"loggers": ["tensorboard"], "steps": 3, "run.trace_steps": 2}
     recipe = write_recipe(tmp_path, tiny_model(), changes | {"checkpoint": {"every_steps": 1, "keep": 2}})
     succeed(ranks, tmp_path, "train", recipe, num_ranks=num_ranks)
     folder = tmp_path / "runs/tiny"
     names = {path.name for path in folder.iterdir()}
     wanted = {"config.yaml", "plan.json", "plan.svg", "metrics.jsonl", "samples", "trace", "checkpoints"}
-    assert names == wanted | {"tensorboard", "report.html"}
+    assert names == wanted | {"tensorboard", "loggers", "logs", "report.html"}
     assert yaml.safe_load((folder / "config.yaml").read_text())["batch"]["updates_per_step"] == 1, "resolved"
     assert json.loads((folder / "plan.json").read_text())["world_size"] == num_ranks
     lines = metrics(folder, with_times=True)

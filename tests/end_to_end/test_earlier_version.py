@@ -31,7 +31,8 @@ RECIPE = {
     "batch": {"prompts_per_step": 6, "responses_per_prompt": 4, "micro_batch_tokens": 64},
     "rollout": {"max_response_tokens": 6, "max_sequences": 16},
     "optimizer": {"learning_rate": 1e-3},
-    "run": {"directory": "runs", "timeout_s": 60, "tensorboard": False, "reward_processes": 0},
+    "run": {"directory": "runs", "timeout_s": 60, "reward_processes": 0},
+    "loggers": [],
     "steps": 4,
 }
 NUMBERS = {
@@ -54,6 +55,7 @@ def test_a_run_of_an_earlier_version_continues_with_the_same_numbers(
     assert str(refused.value).startswith("runs/tiny/config.yaml:")
     assert "optimizer.warmup_steps: unknown key (did you mean 'optimizer.warmup_updates'?)" in str(refused.value)
     assert "algorithm.loop.max_rounds: unknown key (did you mean 'algorithm.repeat.max_rounds'?)" in str(refused.value)
+    assert "run.tensorboard: unknown key" in str(refused.value)
     assert "models.policy.optimizer: unknown key: a role has its own optimizer" in str(refused.value)
     assert "if the run was begun with another version, correct this file, or pass --fresh" in str(refused.value)
     with pytest.raises(RecipeError, match="export it, and serve the exported folder"):
@@ -61,7 +63,7 @@ def test_a_run_of_an_earlier_version_continues_with_the_same_numbers(
     config = Path("runs/tiny/config.yaml")
     for old, new in (("warmup_steps", "warmup_updates"), ("loop", "repeat")):
         config.write_text(config.read_text().replace(f"\n  {old}:", f"\n  {new}:"))
-    config.write_text(config.read_text().replace("\n    optimizer: null", ""))
+    config.write_text(config.read_text().replace("\n    optimizer: null", "").replace("\n  tensorboard: false", ""))
     Run("recipe.yaml").train()
     lines = {line["step"]: line for line in metrics(Path("runs/tiny"))}
     assert sorted(lines) == [1, 2, 3, 4], "the first two are of the earlier version"

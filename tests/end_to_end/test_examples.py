@@ -57,7 +57,7 @@ def small(tmp_path: Path, *more: str) -> list[str]:
     return [
         f"models.policy={tiny_model()}",
         f"run.directory={tmp_path / 'runs'}",
-        "run.tensorboard=false",
+        "loggers=[]",
         "run.timeout_s=60",
         "batch.prompts_per_step=6",
         f"data.train.path={rows}",
@@ -113,7 +113,7 @@ def test_own_environment_is_learned_from_scratch(ranks: RankPool, tmp_path: Path
         f"models.policy={tmp_path / 'model'}",
         f"data.train.path={tmp_path / 'tasks.jsonl'}",
         f"run.directory={tmp_path / 'runs'}",
-        "run.tensorboard=false",
+        "loggers=[]",
         "run.timeout_s=60",
         "batch.prompts_per_step=16",
     ]
@@ -134,7 +134,7 @@ def test_calculator_is_called_by_a_model_that_was_shown_how(ranks: RankPool, tmp
         f"data.train.path={tmp_path / 'train.jsonl'}",
         f"data.evaluation.path={tmp_path / 'test.jsonl'}",
         f"run.directory={tmp_path / 'runs'}",
-        "run.tensorboard=false",
+        "loggers=[]",
         "run.timeout_s=60",
         "batch.prompts_per_step=4",
     ]
@@ -154,7 +154,7 @@ def test_nim_is_played_by_an_untrained_model_against_itself(
         f"data.train.path={tmp_path / 'train.jsonl'}",
         f"data.evaluation.path={tmp_path / 'test.jsonl'}",
         f"run.directory={tmp_path / 'runs'}",
-        "run.tensorboard=false",
+        "loggers=[]",
         "run.timeout_s=60",
         "batch.prompts_per_step=2",
         "batch.responses_per_prompt=4",
@@ -177,7 +177,7 @@ def test_a_solver_computes_what_it_is_told_first_and_guesses_otherwise(ranks: Ra
         *(f"models.{role}={tmp_path / role}" for role in ("planner", "solver")),
         f"data.train.path={tmp_path / 'tasks.jsonl'}",
         f"run.directory={tmp_path / 'runs'}",
-        "run.tensorboard=false",
+        "loggers=[]",
         "run.timeout_s=60",
     ]
     (steps,) = ranks.run(1, train_example, "recipes/agents/order/dr_mas.yaml", overrides, 2, init_group=False)
@@ -190,7 +190,7 @@ def test_tools_of_ones_own_are_called(ranks: RankPool, tmp_path: Path) -> None:
         f"models.policy={tmp_path / 'model'}",
         f"data.train.path={tmp_path / 'tasks.jsonl'}",
         f"run.directory={tmp_path / 'runs'}",
-        "run.tensorboard=false",
+        "loggers=[]",
         "run.timeout_s=60",
         "batch.prompts_per_step=8",
     ]
@@ -269,7 +269,7 @@ def test_search_plays_episodes_in_which_an_untrained_model_finds_nothing(
     ]
     overrides += [f"models.policy={tmp_path / 'model'}", "batch.prompts_per_step=2", "evaluation.max_prompts=2"]
     recipe = "recipes/agents/search/grpo.yaml"
-    (steps,) = ranks.run(1, train_example, recipe, [*overrides, "run.tensorboard=false"], 1, init_group=False)
+    (steps,) = ranks.run(1, train_example, recipe, [*overrides, "loggers=[]"], 1, init_group=False)
     assert steps[0]["episode/turns"] > 1, "it is told what is valid, and tries again"
     assert steps[0]["episode/failed"] == steps[0]["reward/failed"] == steps[0]["reward/mean"] == 0
     assert steps[-1]["evaluation/mean@1"] == 0

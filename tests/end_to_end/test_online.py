@@ -31,7 +31,8 @@ def write_recipe(folder: Path, **sections: object) -> Path:
         "batch": {"prompts_per_step": GROUPS, "responses_per_prompt": RESPONSES, "micro_batch_tokens": 128},
         "rollout": {"max_response_tokens": 12, "temperature": 0.9},
         "optimizer": {"learning_rate": 1e-3},
-        "run": {"directory": str(folder), "tensorboard": False, "timeout_s": 60, "reward_processes": 0},
+        "run": {"directory": str(folder), "timeout_s": 60, "reward_processes": 0},
+        "loggers": [],
         "steps": 3,
     }
     path = folder / "recipe.yaml"

@@ -22,7 +22,7 @@ def test_secrets_stay_in_the_environment(
     changes = {
         "workflow": "leaking.yaml",
         "reward": {"tests.end_to_end.leaking:quote_token": 1.0},
-        "run.tensorboard": True,
+        "loggers": ["tensorboard"],
         "run.recorded_prompts": 6,
         "checkpoint.every_steps": 1,
         "guards.reward_failures_limit": None,

@@ -70,7 +70,8 @@ def write_game(folder: Path, case: str, layout: Mapping[str, object], **changes:
         "optimizer": {"learning_rate": 0.01, "epsilon": 0.1},
         "algorithm": own,
         "layout": layout,
-        "run": {"directory": str(folder / "runs"), "timeout_s": 60, "tensorboard": False, "reward_processes": 0},
+        "run": {"directory": str(folder / "runs"), "timeout_s": 60, "reward_processes": 0},
+        "loggers": [],
         "steps": 3,
     }
     if recipe["workflow"] in {"dr_mas", "marft_critics"}:

@@ -499,7 +499,7 @@ recipes = st.fixed_dictionaries(
         "optimizer": optimizers,
         "roles": st.dictionaries(words, sections(optimizer=optimizers, rollout=st.none()), max_size=2),
         "layout": st.dictionaries(words, layouts, max_size=3),
-        "run": sections(directory=texts, timeout_s=positive, tensorboard=st.booleans()),
+        "run": sections(directory=texts, timeout_s=positive),
     },
 )
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from leaderless.observability.console import Display
 from leaderless.observability.report.run_files import read_run
@@ -191,7 +190,7 @@ def test_lines_of_lost_steps_are_forgotten_with_their_samples(tmp_path: Path) ->
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     assert list(run.read_metrics()) == []
-    log = StepLog(run, enable_tensorboard=False)
+    log = StepLog(run)
     for step in range(6):
         log.write(step, {"loss": step / 2})
         run.write_samples(step, 0, [{"step": step, "text": "naïve\n"}])
@@ -225,7 +224,7 @@ def test_each_loop_forgets_what_its_own_ranks_do_again(tmp_path: Path) -> None:
 
 def test_the_logs_of_loops_are_read_as_one(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    logs = {name: StepLog(run, name, enable_tensorboard=False) for name in ("", "rollout", "evaluation")}
+    logs = {name: StepLog(run, name) for name in ("", "rollout", "evaluation")}
     for step in range(1, 5):
         logs["rollout"].write(step, {"rollout/truncated": step / 8, "time/step": 1.0})
     for step in (0, 2):
@@ -246,7 +245,7 @@ def test_the_logs_of_loops_are_read_as_one(tmp_path: Path) -> None:
 
 def test_metrics_are_json_whatever_their_values(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    log = StepLog(run, enable_tensorboard=False)
+    log = StepLog(run)
     log.write(1, {"loss": math.nan, "norm": math.inf, "reward": 0.5})
     for _ in range(2):
         line = json.loads(run.metrics.read_text(), parse_constant=pytest.fail)
@@ -282,7 +281,7 @@ def test_a_run_that_is_set_aside_keeps_all_and_leaves_its_recipe(tmp_path: Path)
     for number in (1, 2):
         run.path.mkdir(exist_ok=True)
         run.config.write_text(f"name: {number}")
-        StepLog(run, enable_tensorboard=False).write(number, {})
+        StepLog(run).write(number, {})
         assert run.set_aside() == tmp_path / f"run.{number}"
         assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
     assert (tmp_path / "run.1/config.yaml").read_text() == "name: 1"
@@ -329,17 +328,3 @@ def test_two_processes_never_write_into_one_run(tmp_path: Path) -> None:
             pass
     with directory.held():
         pass
-
-
-def test_tensorboard_forgets_steps_that_are_done_again(tmp_path: Path) -> None:
-    values = {1: 1.0, 2: 2.0, 3: 3.0}
-    log = StepLog(RunDirectory(tmp_path), enable_tensorboard=True)
-    log.open(0)
-    for step, value in values.items():
-        log.write(step, {"reward/mean": value})
-    log.open(2)  # the checkpoint was that of step 1
-    log.write(2, {"reward/mean": 20.0})
-    log.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/mean")
-    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 20.0)]
-    assert [record["step"] for record in RunDirectory(tmp_path).read_metrics()] == [1, 2]

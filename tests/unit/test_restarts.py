@@ -37,7 +37,7 @@ class Run:
 
     def come_to(self, step: int, *, saved: int) -> None:
         for number in range(1, step + 1):
-            StepLog(self.directory, enable_tensorboard=False).write(number, {})
+            StepLog(self.directory).write(number, {})
         write_checkpoint(self.directory, saved)
 
     def fail(

@@ -14,6 +14,7 @@ from leaderless.cli.convert import convert
 from leaderless.cli.demonstrate import demonstrate
 from leaderless.cli.doctor import doctor
 from leaderless.cli.env import env
+from leaderless.cli.log import log
 from leaderless.cli.plan import plan, schema
 from leaderless.cli.profile import profile
 from leaderless.cli.quickstart import new, quickstart
@@ -23,6 +24,7 @@ from leaderless.cli.reward import reward
 from leaderless.cli.robot import robot
 from leaderless.cli.serve import serve
 from leaderless.cli.simulate import simulate
+from leaderless.cli.stop import stop
 from leaderless.cli.submit import submit
 from leaderless.cli.template import template
 from leaderless.cli.train import train
@@ -52,7 +54,9 @@ app.command("eval")(evaluate)
 app.command()(export)
 app.command()(serve)
 app.command()(retriever)
+app.command()(stop)
 app.command()(report)
+app.command()(log)
 app.command()(reward)
 app.command()(template)
 app.command()(schema)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 _NAMES: Mapping[str, str] = {
     "name": "experiment_name run_name wandb_run_name",
     "steps": "total_training_steps max_steps",
+    "loggers": "report_to logger run.tensorboard",
     "run.directory": "default_local_dir output_dir ckpt_path save_path",
     "models.policy": "model pretrain model.path model_name_or_path",
     "models.critic": "critic_pretrain",

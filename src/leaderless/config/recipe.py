@@ -13,6 +13,7 @@ from leaderless.config.channels import ChannelConfig
 from leaderless.config.data import DataConfig, DatasetConfig, TrainingSetConfig
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.layout import LayoutConfig
+from leaderless.config.loggers import LoggerConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.online import ONLINE, OnlineConfig
 from leaderless.config.placement import PlacementConfig, expand_auto, or_auto
@@ -76,6 +77,9 @@ class Recipe(Section):
     """Reactions to bad numbers."""
     run: RunConfig = RunConfig()
     """Folder, time limits and records of the run."""
+    loggers: tuple[LoggerConfig, ...] = (LoggerConfig(type="tensorboard"),)
+    """Trackers that get the numbers of the run, by name or with options. What training writes into the folder of the
+    run does not depend on them."""
     steps: int = Field(ge=1)
     """Number of steps, each one pass through the workflow."""
     seed: int = Field(default=0, ge=0, lt=2**31)

@@ -58,8 +58,9 @@ class RunConfig(Section):
     """Run whose continuous generation is done again: its name, or its folder. New weights are taken between the same
     two tokens as there, the layout changes after the same steps, and episodes come from its folder `episodes`, so that
     every number is the same."""
-    tensorboard: bool = True
-    """Write TensorBoard events next to `metrics.jsonl`."""
+    status_every_s: float = Field(default=2.0, ge=0)
+    """Seconds after which each rank writes what it is doing and the memory it uses, for `leaderless ui`, and looks
+    whether `leaderless stop` has been called; 0 for never. With more than 128 ranks they are longer."""
     trace_steps: int = Field(default=20, ge=0)
     """Number of first steps of which each rank writes a Chrome trace; 0 for none."""
 

@@ -49,7 +49,9 @@ class RunDirectory:
         self.errors = path / "errors"
         self.data = path.with_name(".data")  # shared by all runs next to this one
         self.logs = path / "logs"
-        self.tensorboard = path / "tensorboard"
+        self.loggers = path / "loggers"
+        self.live = path / "live"
+        self.stop = path / "stop"
 
     @classmethod
     def of(cls, recipe: Recipe) -> RunDirectory:

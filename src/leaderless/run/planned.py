@@ -16,6 +16,7 @@ from leaderless.config.layout import LayoutConfig
 from leaderless.config.packaged import how_to_make
 from leaderless.config.schedule import ScheduleConfig
 from leaderless.data.files import find_files
+from leaderless.loggers.running import loggers_running
 from leaderless.observability.console import print_line, print_path
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, Plan, make_plan
@@ -41,6 +42,7 @@ FREE_KEYS = (
     "rollout.max_sequences",
     "guards.",
     "algorithm.repeat.",
+    "loggers",
     "online.host",
     "online.port",
     "online.feedback_timeout_s",
@@ -72,6 +74,7 @@ class Planned:
         """Check the models, files, rewards and environment that the recipe names; no model is loaded."""
         from leaderless.environments.bodies.registry import check_body
         from leaderless.environments.registry import try_environment
+        from leaderless.loggers.registry import check_loggers
         from leaderless.rewards.registry import check_rewards
 
         recipe = self.recipe
@@ -101,6 +104,7 @@ class Planned:
                 from leaderless.run.profile import check_machine
 
                 check_machine(self.choice.profile)
+            check_loggers(recipe.loggers)
             check_rewards(recipe.reward, in_worker=recipe.run.reward_processes == 0)
             if recipe.environment is not None:
                 try_environment(recipe.environment)
@@ -137,16 +141,20 @@ class Planned:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Write the report at the end, even if the run fails; a report that cannot be written must not hide why."""
-        try:
-            yield
-        except BaseException:
+        """Let the recipe's loggers follow the run, and write the report at the end, even if the run fails.
+
+        A report that cannot be written must not hide why.
+        """
+        with loggers_running(self.recipe.loggers, self.directory.path, print_line):
             try:
-                self._report()
-            except OSError as error:
-                print_line(f"the report could not be written: {error}")
-            raise
-        self._report()
+                yield
+            except BaseException:
+                try:
+                    self._report()
+                except OSError as error:
+                    print_line(f"the report could not be written: {error}")
+                raise
+            self._report()
 
     def _report(self) -> None:
         if self.directory.config.exists() and self.directory.metrics.exists():
@@ -173,6 +181,8 @@ class Planned:
             print_path("the earlier run is now in", directory.set_aside(keep_limits=not fresh))
         try:
             directory.path.mkdir(parents=True, exist_ok=True)
+            if not is_restart:
+                directory.stop.unlink(missing_ok=True)
             if not has_checkpoint and not is_restart:
                 # A run without a step is not kept, and its notes do not apply to the new one.
                 shutil.rmtree(directory.traces, ignore_errors=True)

@@ -120,7 +120,7 @@ def measure(recipe: Recipe, source: Path, overrides: Sequence[str], workers: int
                 "name": name,
                 "steps": NUM_STEPS,
                 "run.directory": folder,
-                "run.tensorboard": False,
+                "loggers": [],
                 "run.trace_steps": NUM_STEPS,
                 "evaluation.every_steps": 0,
                 "checkpoint.best_metric": None,

@@ -108,6 +108,13 @@ class StopRequest:
         """The first signal that asked to stop; None when there was none."""
         return self._presses.first
 
+    def ask(self) -> None:
+        """Ask to stop as a first SIGTERM does, from another thread."""
+        if self._presses.add(signal.SIGTERM) == "first":
+            self._announce()
+            if not self._is_guest:
+                self._start_timer(self._grace_s, self._give_up, signal.SIGTERM)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         press = self._presses.add(number)
         if press == "second" and number == signal.SIGINT:

@@ -17,13 +17,13 @@ class LoopLog:
     earlier step than the iteration that it is at, so that it has a file for either.
     """
 
-    def __init__(self, directory: RunDirectory, plan: Plan, loop: Loop, *, enable_tensorboard: bool) -> None:
+    def __init__(self, directory: RunDirectory, plan: Plan, loop: Loop) -> None:
         """Nothing is written yet."""
         self._directory, self._plan, self._loop = directory, plan, loop
-        self._iterations = StepLog(directory, loop.name if loop.lag else "", enable_tensorboard=enable_tensorboard)
+        self._iterations = StepLog(directory, loop.name if loop.lag else "")
         self._evaluations = self._iterations
         if loop.lag:
-            self._evaluations = StepLog(directory, "evaluation", enable_tensorboard=enable_tensorboard)
+            self._evaluations = StepLog(directory, "evaluation")
 
     def open(self, progress: Progress, num_roll_backs: int) -> None:
         """Continue after the last iteration. What was written before the first one is written again."""
@@ -51,8 +51,3 @@ class LoopLog:
     def write_evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log what was measured after a step of training."""
         self._evaluations.write(step, numbers)
-
-    def close(self) -> None:
-        """Write out what is left."""
-        self._iterations.close()
-        self._evaluations.close()

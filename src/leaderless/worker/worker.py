@@ -13,12 +13,14 @@ import torch
 from rich.markup import escape
 
 from leaderless.config import RecipeError
+from leaderless.device import used_memory
 from leaderless.observability.console import FAILED
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Plan, PlannedNode, RoleInstance, answering
 from leaderless.supervision.guards import Guards
 from leaderless.supervision.heartbeat import Stall, Watchdog, end_stalled
+from leaderless.supervision.presence import Presence
 from leaderless.supervision.stop import StopRequest
 from leaderless.worker.adopt import adopt
 from leaderless.worker.agreement import StepEnd, agree, to_first_rank
@@ -62,8 +64,7 @@ class Worker:
         """The log of this rank's loop, if this is the loop's first rank."""
         if self._rank != self._loop.ranks[0]:
             return None
-        enable_tensorboard = self.parts.recipe.run.tensorboard
-        return LoopLog(self.parts.directory, self.parts.plan, self._loop, enable_tensorboard=enable_tensorboard)
+        return LoopLog(self.parts.directory, self.parts.plan, self._loop)
 
     def _follow(self, parts: Parts, chain: Chain) -> None:
         """Take the steps that come with these parts, and this chain of their plan."""
@@ -81,8 +82,6 @@ class Worker:
         self._keeper.finish()
         self.parts.begin(self.progress.step, "adopt")
         with self.tracer.span("adopt", self.progress.step):
-            if self._log is not None:
-                self._log.close()  # its next lines may be another rank's
             self._follow(*adopt(plan, self.parts, self.progress, self.chain, self.tracer))
             self._guards.is_first, self._log = self._rank == self._loop.ranks[0], self._make_log()
             if self._log is not None and self._is_log_open:
@@ -102,7 +101,7 @@ class Worker:
         """
         self._resume()
         stop = StopRequest(self.parts.recipe.run.grace_s, self._say_stopping, self._say_abandoned, is_guest=is_guest)
-        with self._watchdog(is_guest=is_guest), stop:
+        with self._watchdog(is_guest=is_guest), self._presence(stop), stop:
             self._run_steps(stop)
         return (stop.signal or signal.SIGTERM) if self.progress.trained < self.parts.recipe.steps else None
 
@@ -116,8 +115,6 @@ class Worker:
         self.chain.channels.finish()
         self.parts.display.stop()
         self.tracer.close()
-        if self._log is not None:
-            self._log.close()
 
     def _run_loop(self) -> bool:
         """Go through iterations while this rank is in the same loop; returns whether the run stops."""
@@ -363,6 +360,12 @@ class Worker:
         end = partial(end_stalled, directory=directory, rank=self._rank)
         transport, stacks = self.parts.transport, directory.errors / f"stacks-rank-{self._rank}.txt"
         return Watchdog(transport.activity, transport, timeout_s, stacks, self._say_stalled if is_guest else end)
+
+    def _presence(self, stop: StopRequest) -> Presence:
+        transport, device = self.parts.transport, self.parts.turns.device
+        memory = partial(used_memory, device)
+        place, every_s = (self._rank, transport.world.size), self.parts.recipe.run.status_every_s
+        return Presence(self.parts.directory, place, transport.activity, every_s, memory, stop.ask)
 
     def _say_stalled(self, stall: Stall, is_reporter: bool) -> None:
         if is_reporter:

@@ -1,0 +1,103 @@
+"""Gives a logger what a run writes, in order and once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from leaderless.loggers.protocol import LoggedRun, Logger, Numbers
+from leaderless.loggers.run_lines import GrowingFile, Line
+from leaderless.loggers.sent import Sent
+from leaderless.loggers.tables import tables_of
+
+BATCH_STEPS = 500
+"""Largest number of steps that a logger gets at a time."""
+
+
+class Follower:
+    """Follows the folder of a run for one logger. Nothing is kept in memory but checksums and one batch."""
+
+    def __init__(self, run: LoggedRun, logger: Logger, sent: Sent, tables_every_steps: int) -> None:
+        """Send nothing yet.
+
+        Args:
+            run: Run that is followed.
+            logger: Logger, which is open.
+            sent: Journal of what it has sent.
+            tables_every_steps: Steps between tables; 0 for none.
+        """
+        self._run, self._logger, self._sent, self._every = run, logger, sent, tables_every_steps
+        self._files: dict[str, GrowingFile] = {}
+        self._batch: list[tuple[Numbers, bytes]] = []
+        self._due: list[tuple[str, int]] = []
+
+    def follow(self, *, is_over: bool = False) -> None:
+        """Send what is new. Where the logger raises, the next call continues with what it was given.
+
+        Args:
+            is_over: Whether the run has ended, so that everything that is in the folder is complete.
+        """
+        self._flush()
+        for path in sorted(self._run.directory.glob("metrics*.jsonl")):
+            log = path.stem.removeprefix("metrics").removeprefix("-")
+            file = self._files.setdefault(log, GrowingFile(path))
+            for numbers, line in self._new(log, file):
+                self._batch.append((numbers, line))
+                if len(self._batch) == BATCH_STEPS:
+                    self._flush()
+            self._flush()
+        self._send_tables(is_over=is_over)
+
+    def finish(self, *files: Path) -> None:
+        """Send files of the run at its end, those that are there."""
+        for path in files:
+            if path.exists():
+                self._logger.write_file(path)
+
+    def _new(self, log: str, file: GrowingFile) -> Iterator[tuple[Numbers, bytes]]:
+        for line in file.new_lines():
+            step = line.record.get("step")
+            if isinstance(step, int) and self._is_new(log, step, line):
+                values = {
+                    name: math.nan if value is None else float(value)
+                    for name, value in line.record.items()
+                    if name != "step" and (value is None or isinstance(value, int | float))
+                }
+                self._note_tables(log, step, values)
+                yield Numbers(log, step, values), line.text
+
+    def _is_new(self, log: str, step: int, line: Line) -> bool:
+        """Whether a step is to be sent: it is the next one, or was done again and the tracker can forget it."""
+        if self._batch and step <= self._batch[-1][0].step:
+            self._flush()
+        if step > self._sent.last(log):
+            return True
+        return not self._sent.has(log, step, line.text) and self._logger.rewind(log, step)
+
+    def _note_tables(self, log: str, step: int, values: dict[str, float]) -> None:
+        if not self._every:
+            return
+        if log != "evaluation" and step and (step == 1 or step % self._every == 0):
+            self._due.append(("step", step))
+        if any(name.startswith("evaluation/") for name in values):
+            self._due.append(("evaluation", step))
+
+    def _flush(self) -> None:
+        if self._batch:
+            self._logger.write([numbers for numbers, _ in self._batch])
+            log = self._batch[0][0].log
+            self._sent.add_numbers(log, [(numbers.step, line) for numbers, line in self._batch])
+            self._batch.clear()
+
+    def _send_tables(self, *, is_over: bool) -> None:
+        """Send tables of steps after which another one has ended: all ranks have written their samples then."""
+        last = max((self._sent.last(log) for log in self._files), default=-1)
+        for kind, step in list(self._due):
+            if step >= last and not is_over:
+                continue
+            for table in tables_of(self._run.directory, kind, step):
+                if (table.name, step) not in self._sent.tables:
+                    self._logger.write_table(table)
+                    self._sent.add_table(table.name, step)
+            self._due.remove((kind, step))

@@ -1,0 +1,58 @@
+"""Reads the files of a run that grow, and gives each line once. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+CHUNK_BYTES = 4 << 20
+"""Largest number of bytes that are read at a time."""
+
+
+class Line(NamedTuple):
+    """A JSON object of a file, and the bytes that it was read from."""
+
+    record: dict[str, object]
+    text: bytes
+
+
+class GrowingFile:
+    """A file of JSON objects, one a line, that a run appends to, and replaces where it continues from a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is read yet; the file need not exist."""
+        self.path = path
+        self._inode, self._offset = -1, 0
+
+    def new_lines(self) -> Iterator[Line]:
+        """The objects that have been added; a line that is not complete, or is no object, is left out.
+
+        Where the file was replaced, all of its lines come again. A line whose consumer raises comes again, too.
+        """
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            return
+        with file:
+            state = os.fstat(file.fileno())
+            if state.st_ino != self._inode or state.st_size < self._offset:
+                self._inode, self._offset = state.st_ino, 0
+            file.seek(self._offset)
+            rest = b""
+            while chunk := file.read(CHUNK_BYTES):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    record = _parsed(line)
+                    if isinstance(record, dict):
+                        yield Line(record, line)
+                    self._offset += len(line) + 1
+
+
+def _parsed(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,100 @@
+"""A thread in each worker that writes what its rank is doing to the run's folder, and looks whether it shall stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Self
+
+import psutil
+
+from leaderless.config import Json
+from leaderless.data.activity import Activity
+from leaderless.observability.run_directory import RunDirectory, write_atomically
+
+RANKS_PER_S = 64
+"""Most files that all ranks of a run write in a second, on average."""
+
+
+class Presence:
+    """Writes `live/rank-N.json` every few seconds, as long as the rank is there; pages read it.
+
+    The run depends on nobody reading it, and on no file that could not be written.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        place: tuple[int, int],
+        activity: Activity,
+        every_s: float,
+        device_memory: Callable[[], tuple[int, int] | None],
+        on_stop: Callable[[], None],
+    ) -> None:
+        """Nothing is written yet.
+
+        Args:
+            directory: Folder of the run.
+            place: Rank, and number of all ranks.
+            activity: What the main thread is doing.
+            every_s: Seconds between two looks; 0 for none. With many ranks they are longer.
+            device_memory: Function that measures used and all bytes of the accelerator; None without one.
+            on_stop: Function to call, once, when the file `stop` is there.
+        """
+        self._directory, (self._rank, self._world_size) = directory, place
+        self._activity, self._device_memory, self._on_stop = activity, device_memory, on_stop
+        self._every_s = max(every_s, self._world_size / RANKS_PER_S) if every_s else 0.0
+        self._path = directory.live / f"rank-{self._rank}.json"
+        self._process, self._ended = psutil.Process(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        if self._every_s:
+            self._process.cpu_percent()  # counts from here
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop, and remove the file."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+            self._directory.live.rmdir()  # by the last rank
+
+    def _run(self) -> None:
+        has_stopped = False
+        while not self._ended.is_set():
+            with suppress(OSError):  # a full disk or a slow share is no reason for a run to fail
+                write_atomically(self._path, json.dumps(self.status()))
+                if not has_stopped and self._directory.stop.exists():
+                    has_stopped = True
+                    self._on_stop()
+            self._ended.wait(self._every_s)
+
+    def status(self) -> Mapping[str, Json]:
+        """What the rank is doing, and what it uses."""
+        seen, memory = self._activity, self._device_memory()
+        return {
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "host": socket.gethostname(),
+            "time": round(time.time(), 3),
+            "every_s": self._every_s,
+            "step": seen.step,
+            "doing": seen.doing,
+            "waiting_for": seen.waiting_for,
+            "idle_s": round(time.monotonic() - seen.moved_at, 3),
+            "host_bytes": self._process.memory_info().rss,
+            "cpu_percent": self._process.cpu_percent(),
+            "cpus": os.cpu_count(),
+            "device_bytes": memory[0] if memory else None,
+            "device_total_bytes": memory[1] if memory else None,
+        }
