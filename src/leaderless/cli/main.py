@@ -28,6 +28,7 @@ from leaderless.cli.stop import stop
 from leaderless.cli.submit import submit
 from leaderless.cli.template import template
 from leaderless.cli.train import train
+from leaderless.cli.ui import ui
 from leaderless.observability.console import errors
 from leaderless.supervision.failure import Failure, WorkersFailed
 from leaderless.supervision.stop import Interrupted
@@ -56,6 +57,7 @@ app.command()(serve)
 app.command()(retriever)
 app.command()(stop)
 app.command()(report)
+app.command()(ui)
 app.command()(log)
 app.command()(reward)
 app.command()(template)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from leaderless.loggers.protocol import LoggedRun, Logger, Numbers
-from leaderless.loggers.run_lines import GrowingFile, Line
 from leaderless.loggers.sent import Sent
 from leaderless.loggers.tables import tables_of
+from leaderless.observability.growing_file import GrowingFile, Line
 
 BATCH_STEPS = 500
 """Largest number of steps that a logger gets at a time."""

@@ -1,1 +1,1 @@
-"""Answers requests of OpenAI's API with a model, until it is stopped. Only this package imports web libraries."""
+"""Answers requests of OpenAI's API with a model, until it is stopped. Only this package and `ui` import web code."""

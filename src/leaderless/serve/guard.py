@@ -34,7 +34,7 @@ class Guard:
         headers = Headers(scope=scope)
         if self._token is None:
             name = headers.get("host", "")
-            if not _is_this_machine(name):
+            if not is_this_machine(name):
                 return ApiError(403, f"host '{name}' is not this machine, and the server was started without a token")
         elif scope["path"] != "/health":
             scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -46,7 +46,7 @@ class Guard:
         return None
 
 
-def _is_this_machine(name: str) -> bool:
+def is_this_machine(name: str) -> bool:
     """Check whether a name in a request is this machine's own; an address cannot be made to point elsewhere."""
     try:
         host = urlsplit(f"//{name}").hostname or ""

@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 
 from leaderless.observability.report import view
 from leaderless.observability.report.checks import review
-from leaderless.observability.report.run_files import read_run
+from leaderless.observability.report.run_files import RunFiles, read_run
 from leaderless.observability.report.untrusted import as_list, as_mapping, as_text, embedded_json
 
 FILE_NAME = "report.html"
@@ -54,41 +54,59 @@ def render_report(run_directory: Path) -> str:
     if not run_directory.is_dir():
         raise ValueError(f"run directory '{run_directory}': there is no such directory; name one under `run.directory`")
     run = read_run(run_directory)
-    (curves, curve_notes), (times, parts) = view.curves(run), view.times(run)
-    pools = view.pools(run)
-    cards = [card for _, group in curves for card in group] + ([times] if times else []) + pools
-    scripts = [_asset("boot.js"), _plotly(), _asset("charts.js"), _asset("samples.js")]
-    page = (
-        _environment()
-        .get_template("page.html")
-        .render(
-            run=run,
-            policy=_content_policy(scripts),
-            style=Markup(_asset("style.css")),  # noqa: S704 - a file of this package
-            picture=Markup(run.picture),  # noqa: S704 - reduced by `clean_svg` to what draws
-            facts=view.facts(run),
-            figures=view.figures(run),
-            failures=view.failures(run),
-            guards=view.guards(run),
-            switches=view.switches(run),
-            review=review(run),
-            curves=curves,
-            curve_notes=curve_notes,
-            times=times,
-            parts=parts,
-            pools=pools,
-            chart_data=_json({card.identifier: card.data for card in cards}),
-            sample_data=_json([asdict(step) for step in run.samples.steps]),
-            held_out_data=_json([asdict(step) for step in run.held_out.steps]),
-            scripts=[_script(script) for script in scripts],
-        )
+    scripts = [asset("boot.js"), plotly(), asset("charts.js"), asset("samples.js")]
+    return render(
+        "page.html",
+        **report_values(run, *view.curves(run)),
+        policy=_content_policy(scripts),
+        scripts=[_script(script) for script in scripts],
     )
+
+
+def render(template: str, **values: object) -> str:
+    """A page: a template filled with values."""
+    style = Markup(asset("style.css"))  # noqa: S704 - a file of this package
+    page = environment().get_template(template).render(style=style, **values)
     # A response may hold half a surrogate pair, which UTF-8 cannot encode.
     return page.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def report_values(
+    run: RunFiles, curves: Sequence[tuple[str, Sequence[view.Card]]], curve_notes: Sequence[str]
+) -> dict[str, object]:
+    """What the templates of a page about one run need, given its curves under their headings and notes on them."""
+    times, parts = view.times(run)
+    pools = view.pools(run)
+    cards = [card for _, group in curves for card in group] + ([times] if times else []) + pools
+    return {
+        **outcome_values(run),
+        "picture": Markup(run.picture),  # noqa: S704 - reduced by `clean_svg` to what draws
+        "facts": view.facts(run),
+        "curves": curves,
+        "curve_notes": curve_notes,
+        "times": times,
+        "parts": parts,
+        "pools": pools,
+        "chart_data": json_of({card.identifier: card.data for card in cards}),
+        "sample_data": json_of([asdict(step) for step in run.samples.steps]),
+        "held_out_data": json_of([asdict(step) for step in run.held_out.steps]),
+    }
+
+
+def outcome_values(run: RunFiles) -> dict[str, object]:
+    """What the template of the outcome of a run needs."""
+    return {
+        "run": run,
+        "figures": view.figures(run),
+        "failures": view.failures(run),
+        "guards": view.guards(run),
+        "switches": view.switches(run),
+        "review": review(run),
+    }
+
+
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
     """Templates that escape every value, and fail where a value is missing; each is compiled once."""
     environment = Environment(
         loader=PackageLoader("leaderless.observability.report", "assets"),
@@ -101,17 +119,19 @@ def _environment() -> Environment:
     return environment
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of the templates."""
     return (files("leaderless.observability.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _plotly() -> str:
+def plotly() -> str:
+    """The script that draws charts."""
     source: str = get_plotlyjs()
     # An HTML parser reads every line end as \n; only then is the script compared with its hash.
     return source.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _json(value: object) -> Markup:
+def json_of(value: object) -> Markup:
     """Data for the page's scripts, in which no text can end the script element."""
     return Markup(embedded_json(value))  # noqa: S704
 

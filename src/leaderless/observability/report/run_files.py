@@ -12,7 +12,7 @@ import yaml
 
 from leaderless.observability.report.curves import Series, collect_series, duration_s, last_rows
 from leaderless.observability.report.picture import clean_svg
-from leaderless.observability.report.samples import Judge, Samples, read_samples
+from leaderless.observability.report.samples import BUDGET_BYTES, Judge, Samples, read_samples
 from leaderless.observability.report.untrusted import (
     as_list,
     as_mapping,
@@ -65,27 +65,39 @@ class RunFiles:
         return found
 
 
-def read_run(directory: Path) -> RunFiles:
-    """Read a run directory, or as much of it as there is."""
+@dataclass(frozen=True)
+class Logged:
+    """What the files of metrics hold: metrics by name, all steps, and the seconds that they took."""
+
+    series: Mapping[str, Series]
+    steps: Sequence[int]
+    duration_s: float | None
+
+
+def read_run(
+    directory: Path, logged: Logged | None = None, budgets: tuple[int, int] | None = (BUDGET_BYTES, HELD_OUT_BYTES)
+) -> RunFiles:
+    """Read a run directory, or as much of it as there is.
+
+    Args:
+        directory: Folder of the run.
+        logged: Contents of the files of metrics, if they are known already.
+        budgets: Largest sizes of the samples of training and of held-out prompts; None for no samples.
+    """
     notes: list[str] = []
     recipe_text = _read(directory / "config.yaml", "the recipe", notes)
     plan = _read_plan(directory / "plan.json", notes)
     picture = _read_picture(directory / "plan.svg", notes)
     metrics, events = directory / "metrics.jsonl", directory / "events.jsonl"
-    metrics_text = _read(metrics, "the curves", notes)
-    rows = last_rows(parse_json_lines(metrics_text, metrics.name, notes))
-    for log in sorted(directory.glob("metrics-*.jsonl")):
-        more = last_rows(parse_json_lines(_read(log, "some of the curves", notes), log.name, notes))
-        # Another loop may be ahead of the one that trains, and only held-out prompts are answered before it begins.
-        rows = {step: {**more.get(step, {}), **rows.get(step, {})} for step in sorted(rows.keys() | more.keys() & {0})}
-    if metrics_text.strip() and not rows:
-        notes.append("metrics.jsonl holds no step yet, so there are no curves.")
+    logged = _read_logged(directory, notes) if logged is None else logged
     settings = flatten_recipe(recipe_text)
     judge = _judge(settings)
     episodes = directory / "episodes"
-    samples = read_samples(directory / "samples", judge, episodes=episodes)
-    held_out = read_samples(directory / "samples", judge, HELD_OUT_BYTES, "evaluation", episodes)
-    if not samples.num_recorded_steps and _is_recorded(plan):
+    samples = held_out = Samples()
+    if budgets is not None:
+        samples = read_samples(directory / "samples", judge, budgets[0], episodes=episodes)
+        held_out = read_samples(directory / "samples", judge, budgets[1], "evaluation", episodes)
+    if budgets is not None and not samples.num_recorded_steps and _is_recorded(plan):
         notes.append("samples/ holds no recorded samples, so none can be shown.")
     has_events = events.exists() and events.stat().st_size > 0  # most runs have none
     events_text = _read(events, "its failures and the events of guards", notes) if has_events else ""
@@ -96,15 +108,27 @@ def read_run(directory: Path) -> RunFiles:
         judge,
         plan,
         picture,
-        collect_series(rows),
-        tuple(rows),
-        duration_s(rows),
-        datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if rows else None,
+        logged.series,
+        logged.steps,
+        logged.duration_s,
+        datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if logged.steps and metrics.exists() else None,
         samples,
         held_out,
         parse_json_lines(events_text, events.name, notes),
         (*notes, *samples.problems, *held_out.problems),
     )
+
+
+def _read_logged(directory: Path, notes: list[str]) -> Logged:
+    metrics_text = _read(directory / "metrics.jsonl", "the curves", notes)
+    rows = last_rows(parse_json_lines(metrics_text, "metrics.jsonl", notes))
+    for log in sorted(directory.glob("metrics-*.jsonl")):
+        more = last_rows(parse_json_lines(_read(log, "some of the curves", notes), log.name, notes))
+        # Another loop may be ahead of the one that trains, and only held-out prompts are answered before it begins.
+        rows = {step: {**more.get(step, {}), **rows.get(step, {})} for step in sorted(rows.keys() | more.keys() & {0})}
+    if metrics_text.strip() and not rows:
+        notes.append("metrics.jsonl holds no step yet, so there are no curves.")
+    return Logged(collect_series(rows), tuple(rows), duration_s(rows))
 
 
 def flatten_recipe(text: str) -> dict[tuple[str, ...], str]:

@@ -145,7 +145,7 @@ def curves(run: RunFiles) -> tuple[Sequence[tuple[str, Sequence[Card]]], Sequenc
     """All curves under their headings, and notes on them."""
     found, num_left_out = charts_of(run)
     numbers = count()
-    groups = [(title, [_curve_card(f"chart-{next(numbers)}", chart) for chart in charts]) for title, charts in found]
+    groups = [(title, [curve_card(f"chart-{next(numbers)}", chart) for chart in charts]) for title, charts in found]
     notes = []
     if max((len(one.steps) for one in run.series.values()), default=0) > MAX_POINTS:
         notes.append(f"Curves of more than {MAX_POINTS:,} points are thinned; the lowest and highest values are kept.")
@@ -170,8 +170,8 @@ def times(run: RunFiles) -> tuple[Card | None, Sequence[Part]]:
     data = {
         "kind": "stack",
         "steps": steps,
-        "parts": [{"name": name, "values": _rounded(values)} for name, values in _stacked(means).items()],
-        "total": None if total is None else _rounded(total),
+        "parts": [{"name": name, "values": rounded(values)} for name, values in _stacked(means).items()],
+        "total": None if total is None else rounded(total),
     }
     explanation = (
         "Stacked by what a rank does. The line is the whole step; evaluation and checkpoints come on top of it, "
@@ -190,7 +190,7 @@ def pools(run: RunFiles) -> list[Card]:
     cards = []
     for number, (pool, names) in enumerate(by_pool(run.series).items()):
         steps, means = mean_per_run({state: run.series[name] for state, name in names.items()}, MAX_STACK_POINTS)
-        parts = [{"name": state, "values": _rounded(values)} for state, values in _stacked(means).items()]
+        parts = [{"name": state, "values": rounded(values)} for state, values in _stacked(means).items()]
         totals = {state: sum(values) for state, values in means.items()}
         cards.append(
             Card(
@@ -279,10 +279,10 @@ def _stacked(means: Mapping[str, list[float]]) -> dict[str, list[float]]:
     return stacked | {f"{len(others)} others": [sum(values) for values in zip(*others, strict=True)]}
 
 
-def _curve_card(identifier: str, chart: Chart) -> Card:
+def curve_card(identifier: str, chart: Chart, labels: Sequence[str] = ()) -> Card:
+    """The card of a chart, whose curves have these labels, or the last parts of the names of their metrics."""
     topic, series = chart.topic, chart.series
-    # The last parts of the names of the metrics, if they differ.
-    labels = [name.rpartition("/")[2] for name in series]
+    labels = labels or [name.rpartition("/")[2] for name in series]
     if len(set(labels)) < len(labels):
         labels = list(series)
     if len(series) == 1:
@@ -311,10 +311,10 @@ def _band(center: Series, half: Mapping[int, float]) -> Mapping[str, object]:
 
 def _trace(name: str, series: Series) -> Mapping[str, object]:
     thinned = thin(series)
-    return {"name": name, "steps": list(thinned.steps), "values": _rounded(thinned.values)}
+    return {"name": name, "steps": list(thinned.steps), "values": rounded(thinned.values)}
 
 
-def _rounded(values: Sequence[float | None]) -> list[float | None]:
+def rounded(values: Sequence[float | None]) -> list[float | None]:
     """Values with six digits, which are more than a screen shows."""
     return [None if value is None else float(f"{value:.6g}") for value in values]
 

@@ -176,6 +176,7 @@
   const options = { displayModeBar: false };
 
   function draw(chart) {
+    chart.isStale = false;
     Plotly.react(chart.element, tracesOf(chart), layout(chart), options);
     if (chart.isDrawn) return;
     chart.isDrawn = true;
@@ -248,12 +249,35 @@
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   addEventListener("beforeprint", () => charts.forEach(draw));
 
+  // New points of a run that is under way. Arrays are replaced, as Plotly takes the same array for the same points.
+  function extend(trace, more) {
+    trace.steps = trace.steps.concat(more.steps);
+    trace.values = trace.values.concat(more.values);
+  }
+
+  document.addEventListener("live:charts", (event) => {
+    for (const chart of charts) {
+      const news = event.detail[chart.element.id];
+      if (!news) continue;
+      if (news.data) chart.data = news.data;
+      (news.traces || []).forEach((more, index) => extend(chart.data.traces[index], more));
+      if (news.band && chart.data.band) {
+        extend(chart.data.band.low, news.band.low);
+        extend(chart.data.band.high, news.band.high);
+      }
+      if (news.shown) chart.element.parentElement.querySelector(".from-to").textContent = news.shown;
+      if (chart.isDrawn && chart.isNear) draw(chart);
+      else chart.isStale = true;
+    }
+  });
+
   charts.forEach(addTools);
   const observer = new IntersectionObserver(
     (entries) => {
       for (const entry of entries) {
         const chart = charts.find((one) => one.element === entry.target);
-        if (entry.isIntersecting && !chart.isDrawn) draw(chart);
+        chart.isNear = entry.isIntersecting;
+        if (chart.isNear && (!chart.isDrawn || chart.isStale)) draw(chart);
       }
     },
     { rootMargin: "800px" },

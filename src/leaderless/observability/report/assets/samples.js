@@ -310,6 +310,16 @@
       goTo(nearest(event.detail));
       byId("samples").scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
     });
+    // A run that is under way has recorded more: whoever looks at the newest step goes on to the new one.
+    document.addEventListener("live:samples", (event) => {
+      const isAtEnd = position === steps.length - 1;
+      const { step } = steps[position];
+      const kind = steps === kinds["held-out-data"] ? "held-out-data" : "sample-data";
+      Object.assign(kinds, event.detail);
+      steps = kinds[kind].length ? kinds[kind] : steps;
+      byId("kinds").hidden = !Object.values(kinds).every((one) => one.length);
+      goTo(isAtEnd ? steps.length - 1 : nearest(step));
+    });
     goTo(steps.length - 1); // what the policy says now
   }
 }
