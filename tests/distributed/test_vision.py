@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -30,11 +31,12 @@ def train(model: str, samples: Batch, layout: dict[str, int], changes: dict[str,
     """Scores, the gradient's norm and weights of two updates."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     setup = setup_of(transport, Layout(transport.world.ranks, **layout), model)
+    shard = setup.layout.shard_of(transport.rank)
     engine = make_engine(replace(setup, model=ModelConfig(path=model, **changes), micro_batch_tokens=80))  # type: ignore[arg-type]
     assert isinstance(engine, FsdpEngine)
-    shares, numbers = SHARES[transport.world.size], Numbers()
-    first = sum(shares[: transport.rank])
-    batch = samples.select(torch.arange(first, first + shares[transport.rank]))
+    shares, numbers = SHARES[setup.layout.dp], Numbers()
+    first = sum(shares[:shard])
+    batch = samples.select(torch.arange(first, first + shares[shard]))
     batch = at_temperature(batch, 0.7)
     for update in range(2):
         for row, values in zip(batch.ids.tolist(), engine.log_probs(batch).rows(), strict=True):
@@ -57,6 +59,13 @@ def test_ranks_learn_like_one(ranks: RankPool, size: int, changes: dict[str, obj
     assert largest_difference(ranks.run(size, train, model, samples, {"dp": size}, changes), expected) < 1e-5
 
 
+@pytest.mark.parametrize("sizes", [{"dp": 1, "cp": 2}, {"dp": 1, "cp": 3}, {"dp": 2, "cp": 2}], ids=str)
+def test_ranks_that_divide_the_tokens_of_images_learn_like_one(ranks: RankPool, sizes: dict[str, int]) -> None:
+    model, samples = vision_model(), samples_with()
+    (expected,) = ranks.run(1, train, model, samples, {"dp": 1}, {})
+    assert largest_difference(ranks.run(prod(sizes.values()), train, model, samples, sizes, {}), expected) < 1e-5
+
+
 def refusal(model: str) -> str:
     transport = Transport(torch.device("cpu"), timeout_s=60)
     with pytest.raises(RecipeError) as caught:
@@ -66,4 +75,4 @@ def refusal(model: str) -> str:
 
 def test_a_model_that_sees_images_is_not_divided_along_other_axes(ranks: RankPool) -> None:
     (problem, _) = ranks.run(2, refusal, vision_model())
-    assert "models.policy: a model that sees images cannot be divided along tp: use dp alone" in problem
+    assert "models.policy: a model that sees images cannot be divided along tp: use dp and cp" in problem

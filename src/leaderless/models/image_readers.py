@@ -36,16 +36,19 @@ class Pixels:
     Attributes:
         values: [p, values of a patch] float32, image by image; or [images, 3, height, width].
         grids: [images, 3] int64: frames, rows and columns of patches; [0] where all images have the same.
-        places: [n] int64, tokens of the pass that stand for parts of the images.
+        places: [n] int64, tokens of the pass, or of a rank's part of it, that stand for parts of the images.
+        read: [n] int64, the numbers of these parts among those of all images; None if they are all, in their order.
     """
 
     values: Tensor
     grids: Tensor
     places: Tensor
+    read: Tensor | None = None
 
     def to(self, device: torch.device) -> Pixels:
         """The same on a device."""
-        return Pixels(self.values.to(device), self.grids.to(device), self.places.to(device))
+        read = None if self.read is None else self.read.to(device)
+        return Pixels(self.values.to(device), self.grids.to(device), self.places.to(device), read)
 
 
 class Reader(ImageReader):

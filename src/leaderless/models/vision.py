@@ -89,11 +89,12 @@ class VisionLM(CausalLM):
         tower = self.model.base_model
         grids = (pixels.grids,) if self.has_grid else ()
         output = tower.get_image_features(pixels.values, *grids, return_dict=True)
-        return Seen(
-            pixels.places,
-            torch.cat(output.pooler_output),
-            [torch.cat(one) for one in getattr(output, "deepstack_features", None) or ()],
+        embeddings, *added = (
+            torch.cat(one) for one in (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
         )
+        if pixels.read is not None:  # other ranks have the other tokens
+            embeddings, *added = (one.index_select(0, pixels.read) for one in (embeddings, *added))
+        return Seen(pixels.places, embeddings, added)
 
     @override
     def hidden_states(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -15,6 +16,7 @@ from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
 from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder, ValueModel
 from leaderless.models.experts import num_experts
+from leaderless.models.image_readers import Pixels
 from leaderless.models.lora import share_weights, without_adapters
 from leaderless.models.opened import Opened, open_model
 from leaderless.models.pipeline import PipelineParallel, check_stages, cut_into_stages
@@ -59,7 +61,7 @@ class FsdpEngine(ShardedModel[CausalLM]):
             temperature = part.of(temperature).to(self.device)
         targets = _at_least_one(targets).to(self.device)
         pixels = self.model.pixels(micro_batch.images, micro_batch.tokens)
-        images = () if pixels is None else (pixels.to(self.device),)
+        images = () if pixels is None else (part.pixels(pixels).to(self.device),)
         outputs: TokenOutputs = self.model(*part.inputs(), targets, temperature, entropy, *images)
         self.routed.end()
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
@@ -135,12 +137,21 @@ class _Part:
         if self._peers is None:
             attention = attention_over(families, device, self._engine.compute_dtype)
         else:
-            tokens, positions = self._peers.part(tokens), self._peers.part(positions)
+            tokens, positions = self._peers.part(tokens), self._peers.part(positions.t()).t()  # of images, [3, T]
             select = self._peers.within(select, len(tokens))
             attention = self._peers.attention(self._peers.padded(families), device, self._engine.compute_dtype)
         line = self._engine.line
         entering = tokens.to(device) if line is None or line.stages.is_first else line.enter(len(tokens))
         return entering, positions.to(device), attention, _at_least_one(select).to(device)
+
+    def pixels(self, pixels: Pixels) -> Pixels:
+        """Of the images of a pass, what stands at the tokens of this part."""
+        if self._peers is None:
+            return pixels
+        num_tokens = len(self._micro_batch.tokens)
+        read = self._peers.places(pixels.places, num_tokens)[self._peers.place]
+        places = self._peers.within(pixels.places[read], len(self._peers.part(self._micro_batch.tokens)))
+        return replace(pixels, places=places, read=read)
 
     def gather(self, results: Tensor) -> Tensor:
         """Results for all selected tokens, from those of this part."""
@@ -161,8 +172,8 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         return cast("FsdpEngine | FsdpValueEngine", make_body_engine(setup))
     opened = _open(setup)
     model, key, layout = opened.decoder, f"models.{setup.role}", setup.layout
-    if isinstance(model, VisionLM) and (wrong := [axis for axis in layout.axes if axis != "dp"]):
-        raise RecipeError.at(key, f"a model that sees images cannot be divided along {', '.join(wrong)}: use dp alone")
+    if isinstance(model, VisionLM) and (wrong := [axis for axis in layout.axes if axis in {"tp", "pp"}]):
+        raise RecipeError.at(key, f"a model that sees images cannot be divided along {', '.join(wrong)}: use dp and cp")
     if layout.ep > 1:
         check_experts(key, setup.role, layout.ep, num_experts(model))
         model.divides_experts = True
