@@ -46,14 +46,15 @@ def with_loading(page: str) -> str:
 def _loading_table() -> str:
     """Memory and bytes read where ranks read their parts, and memory where they read all, by model and layout."""
     lines = [
-        "| model | layout | weights kept, MiB | peak, MiB | read, MiB | peak with whole models, MiB |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| model | layout | weights kept, MiB | peak, MiB | planned, MiB | read, MiB | peak with whole models, MiB |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for model, layouts in json.loads(LOADING.read_text(encoding="utf-8")).items():
         for layout, ways in layouts.items():
             parts = ways["parts"]
-            figures = (parts["held"], parts["peak"], parts["read"], ways["whole"]["peak"])
-            lines.append(f"| {model} | {layout} | {' | '.join(f'{one / 2**20:,.0f}' for one in figures)} |")
+            figures = [f"{parts[kind] / 2**20:,.0f}" for kind in ("held", "peak", "planned", "read")]
+            figures.append(f"{ways['whole']['peak'] / 2**20:,.0f}" if "whole" in ways else "")
+            lines.append(f"| {model} | {layout} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
 

@@ -115,6 +115,19 @@ def test_plain_safetensors_are_read_into_another_type(tmp_path: Path) -> None:
     assert all(torch.equal(state[name], value.float()) for name, value in WHOLE.items())
 
 
+def test_ranks_that_have_written_a_checkpoint_read_no_headers_of_others(tmp_path: Path) -> None:
+    matrix = WHOLE["matrix"]
+    for part, rows in enumerate((slice(0, 4), slice(4, 7))):
+        write_shards(tmp_path / shard_file(part), {"matrix": Shard(matrix[rows], (rows.start, 0))})
+    with patch.object(shards, "read_header", wraps=shards.read_header) as read:
+        for part, wanted, num_headers in ((0, matrix[:4], 1), (1, matrix[:4], 3), (2, matrix, 2), (None, matrix, 2)):
+            read.reset_mock()
+            found = torch.zeros_like(wanted)
+            read_tensors(tmp_path, {"matrix": found}, part)
+            assert torch.equal(found, wanted)
+            assert read.call_count == num_headers, "all are read where the own file does not have it all"
+
+
 def test_what_the_files_do_not_hold_is_an_error(tmp_path: Path) -> None:
     write_shards(tmp_path / shard_file(0), {"matrix": Shard(WHOLE["matrix"][:3], (0, 0))})
     for state in ({"matrix": torch.zeros(7, 5)}, {"other": torch.zeros(2)}):
