@@ -50,8 +50,8 @@ def trial_model(described: PreTrainedConfig, kind: type[AutoModel], *, trust_rem
         Exception: Of any kind; the settings cannot be those of a small model.
     """
     small = shrunk(described)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[]):  # without a look at accelerators, which would begin to use all of them
+        torch.default_generator.manual_seed(0)
         model: PreTrainedModel = kind.from_config(
             small,
             dtype=torch.float32,
