@@ -49,7 +49,7 @@ LAYOUTS: Mapping[str, tuple[Mapping[str, int], ...]] = {
 
 
 WHOLE_RANKS = 2
-"""Most ranks that read whole models: what one of them needs does not depend on their number."""
+"""Most ranks that read whole models at the same time: each needs memory for all of it, however many there are."""
 
 
 def measure(rank: int, model: str, ways: Mapping[str, Sequence[Mapping[str, int]]], folder: str) -> None:
