@@ -23,6 +23,7 @@ from leaderless.config.online import OnlineConfig
 from leaderless.config.placement import PlacementConfig
 from leaderless.config.rewards import CodeOptions, RewardOptions
 from leaderless.config.rollout import ExternalConfig
+from leaderless.config.sac import SacConfig
 from leaderless.config.training import MegatronConfig
 
 
@@ -147,6 +148,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("McpServerConfig", name) for name in McpServerConfig.model_fields}
     # Online runs need clients; test_online.py and tests/unit/online try each setting.
     elsewhere |= {("OnlineConfig", name) for name in OnlineConfig.model_fields}
+    # SAC needs a body; tests/unit/bodies/test_sac.py and test_sac.py have them.
+    elsewhere |= {("SacConfig", name) for name in SacConfig.model_fields}
     # Teams need an environment; test_team.py tries each setting.
     elsewhere |= {("TeamConfig", name) for name in TeamConfig.model_fields} | {("EnvironmentConfig", "agents")}
     elsewhere |= {("RunConfig", "max_restarts")}  # read by the launcher of several workers; see test_restarts.py

@@ -19,6 +19,7 @@ from leaderless import Run
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.models.image_readers import open_reader
+from leaderless.observability.run_directory import RunDirectory
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -83,3 +84,33 @@ def test_geometry3k_is_read_as_published(ranks: RankPool, tmp_path: Path) -> Non
     assert line["mismatch/abs_mean"] < 1e-5
     samples = tmp_path / "runs/geometry3k-grpo/samples/step-000001.rank-0.jsonl"
     assert json.loads(samples.read_text().splitlines()[0])["answer"] == "3"
+
+
+@pytest.mark.parametrize("mode", ["lockstep", "continuous"])
+def test_an_album_is_leafed_through_turn_by_turn(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    prepare(tmp_path, num_pictures=64)
+    channel: tuple[str, ...] = ()
+    if mode == "continuous":
+        pools = '{rollout: {ranks: "0"}, reward: {ranks: "0"}, advantage: {ranks: "1"}, policy: {ranks: "1"}}'
+        channel = ("channels.rollout={capacity: 1, mode: continuous}", f"layout={pools}")
+    overrides = (
+        f"models.policy={tmp_path}/model",
+        *(f"data.train.path={tmp_path}/train.jsonl", f"data.evaluation.path={tmp_path}/test.jsonl"),
+        *(f"run.directory={tmp_path}/runs", "batch.prompts_per_step=8", "batch.responses_per_prompt=4", "steps=2"),
+        *("evaluation.every_steps=2", "evaluation.max_prompts=4", "batch.micro_batch_tokens=256"),
+    )
+    recipe = ROOT / "recipes/vision/counting/album.yaml"
+    succeed(ranks, tmp_path, "train", recipe, *overrides, *channel, num_ranks=2)
+    lines = [dict(line) for line in RunDirectory(tmp_path / "runs/counting-album").read_metrics() if line["step"]]
+    assert [(line["episode/failed"], line["episode/turns"]) for line in lines] == [(0, 3)] * 2
+    if mode == "continuous":
+        followed = ("run.follow=counting-album", "name=again")
+        succeed(ranks, tmp_path, "train", recipe, *overrides, *channel, *followed, num_ranks=2)
+        again = [line for line in RunDirectory(tmp_path / "runs/again").read_metrics() if line["step"]]
+        assert [line["policy/loss"] for line in again] == [line["policy/loss"] for line in lines]
+        return
+    assert all(line["mismatch/abs_mean"] < 1e-5 for line in lines)
+    assert all(line["rollout/prefix_hits"] == 1 for line in lines)
+    page = (tmp_path / "runs/counting-album/report.html").read_text()
+    assert page.count("data:image/png;base64,iVBOR") >= 12, "the report shows the pictures of each turn"
+    assert "<|image_pad|> × 16" in page.replace("\\u003c", "<").replace("\\u003e", ">").replace("\\u00d7", "×")

@@ -170,14 +170,15 @@ async def _model(trial: _Trial, sources: ToolSources, served: Served) -> AsyncIt
     from leaderless.environments.tools.template import find_reader
     from leaderless.environments.trial_model import ModelTrier
     from leaderless.rollout.engine import SamplingParams
-    from leaderless.stages.play import writer_of
+    from leaderless.stages.play import reader_of, writer_of
 
     recipe, tokenizer, schemas = trial.recipe, served.tokenizer, sources.schemas()
     if recipe is None:
         writer = ChatWriter(tokenizer, tokenizer.chat_template is not None, tools=schemas)
         params = SamplingParams(SamplingConfig(), MAX_RESPONSE_TOKENS, (), trial.seed)
     else:
-        writer = replace(writer_of(tokenizer, next(iter(recipe.data.train_sets().values()))), tools=schemas)
+        data = next(iter(recipe.data.train_sets().values()))
+        writer = replace(writer_of(tokenizer, data, None, reader_of(recipe, tokenizer)), tools=schemas)
         params = SamplingParams(recipe.rollout, recipe.rollout.max_response_tokens, recipe.rollout.stop, trial.seed)
     reader = None
     if sources.tools:

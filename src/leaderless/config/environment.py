@@ -56,6 +56,9 @@ class EnvironmentConfig(ShorthandSection):
     """`thread` calls methods that are not `async` in threads; `process` plays each episode in a process of its own,
     which may crash or hang without harm. Environments that use global random numbers ask for processes by
     themselves."""
+    images: bool = False
+    """Whether what the policy is told may have images, for a model that sees them; see
+    [Models that see images](../guides/images.md#images-in-episodes)."""
     tools: tuple[ToolConfig, ...] = ()
     """Tools that the policy may call, in addition to the environment's methods marked with `@tool`."""
     mcp: Mapping[str, McpServerConfig] = {}

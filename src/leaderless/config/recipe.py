@@ -257,6 +257,16 @@ class Recipe(Section):
         return self.environment is not None or self.online is not None
 
     @property
+    def has_later_images(self) -> bool:
+        """Whether images may follow a prompt, in what an environment shows."""
+        return self.environment is not None and self.environment.images
+
+    @property
+    def has_images(self) -> bool:
+        """Whether prompts, or what follows them, may have images."""
+        return self.data.has_images or self.has_later_images
+
+    @property
     def has_tasks(self) -> bool:
         """Whether rows of the dataset are tasks, without prompts."""
         return self.has_episodes or self.body is not None

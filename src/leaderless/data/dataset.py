@@ -20,9 +20,10 @@ from leaderless.data.balance import Int
 from leaderless.data.batch import Batch, Column, Jagged
 from leaderless.data.cache import Arrays, DataCache
 from leaderless.data.encode import Encoded, RowEncoder, Written, all_overlong, fits, tokenizer_fingerprint
-from leaderless.data.images import pack_images
+from leaderless.data.images import PromptImage, pack_images
 from leaderless.data.order import Float, RowOrder
 from leaderless.data.rows import Row, RowSource
+from leaderless.workflow.columns import IMAGES, column_of
 
 BATCH_ROWS = 1024
 """Rows that are tokenized together when a dataset is opened; progress is reported after each batch."""
@@ -109,6 +110,13 @@ class _DatasetFeed(Feed):
         return num_rows / len(self.dataset.rows)
 
 
+def image_column(images: Sequence[Sequence[PromptImage]], name: str) -> Jagged:
+    """A column of images: those of each row."""
+    packed = [pack_images(some) for some in images]
+    values = torch.from_numpy(np.frombuffer(b"".join(packed), dtype=np.uint8).copy())
+    return Jagged(values, torch.tensor([len(one) for one in packed], dtype=torch.int64), column_of(name).axis or name)
+
+
 def make_batch(
     group_ids: Sequence[int], prompts: Sequence[Prompt], *, has_responses: bool, has_images: bool = False
 ) -> Batch:
@@ -121,9 +129,7 @@ def make_batch(
         "rows": tuple(p.row for p in prompts),
     }
     if has_images:
-        packed = [pack_images(p.encoded.images) for p in prompts]
-        values = torch.from_numpy(np.frombuffer(b"".join(packed), dtype=np.uint8).copy())
-        columns["images"] = Jagged(values, torch.tensor([len(one) for one in packed], dtype=torch.int64), "image_bytes")
+        columns[IMAGES] = image_column([p.encoded.images for p in prompts], IMAGES)
     if has_responses:
         tokens = Jagged.from_lists([p.encoded.response for p in prompts], torch.int64, "tokens")
         mask = Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens")

@@ -13,6 +13,7 @@ import io
 import struct
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -213,6 +214,14 @@ def collapsed(tokens: Sequence[int], images: Sequence[PromptImage]) -> list[int]
     for image in reversed(images):
         del result[image.place + 1 : image.place + image.num_tokens]
     return result
+
+
+def num_alike(first: Sequence[PromptImage], second: Sequence[PromptImage], num_tokens: int) -> int:
+    """How many of the tokens that two texts begin with, of which they have so many in common, stand for the same."""
+    for one, other in zip_longest(first, second):
+        if one != other:
+            return min(num_tokens, *(image.place for image in (one, other) if image is not None))
+    return num_tokens
 
 
 def thumbnail(data: bytes) -> str:

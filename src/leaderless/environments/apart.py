@@ -223,7 +223,8 @@ async def _serve(name: str, config: EnvironmentConfig, connection: Connection) -
                 found = getattr(importlib.import_module(module), attribute)
                 _seed(str(arguments.get("seed")))
                 make = partial(found, **config.options)
-                world = ThreadWorld(make, config.act_timeout_s, tuple(found.agents))
+                agents = tuple(found.agents)
+                world = ThreadWorld(make, config.act_timeout_s, agents, shows_images=config.images)
                 tools = {tool.name: tool for tool in python_tools(config, found)}
             if what == "tool":
                 call, toolbox = (

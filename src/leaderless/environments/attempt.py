@@ -172,7 +172,9 @@ class Attempt:
         return found
 
     def _tell(self, agent: str, observation: Observation) -> None:
-        self._waiting.setdefault(agent, []).extend(messages_of(observation))
+        self._waiting.setdefault(agent, []).extend(
+            messages_of(observation, sees_images=self._place.writer.reader is not None)
+        )
 
     async def _say(self, agent: str) -> TraceNode | None:
         """Let an agent say something; None if its conversation has become too long."""
@@ -191,6 +193,7 @@ class Attempt:
             self._place.params.limited_to(room),
             self._conversation(self.episode.agents.index(agent)),
             num_known,
+            end.seen(),
         )
         self.episode.seconds["model"] += time.perf_counter() - begin
         facts = Said(completion.log_probs, completion.policy_versions, self._num_turns, agent, completion.is_truncated)
@@ -203,9 +206,10 @@ class Attempt:
         end, told = self._ends.get(agent), self._waiting.pop(agent, [])
         if end is None:
             messages, tokens = writer.begin(told)
-            end = trace.add(None, tokens, messages)
+            end = trace.add(None, tokens, messages, images=writer.images(messages, tokens))
         elif told:
-            end = trace.add(end, writer.add(told, end.tokens), told)
+            tokens = writer.add(told, end.tokens)
+            end = trace.add(end, tokens, told, images=writer.images(told, tokens))
         self._ends[agent] = end
         return end
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jinja2 import TemplateError
 
 from leaderless.config import Json, RecipeError
 from leaderless.data.encode import Tokenizer
+from leaderless.data.images import ImageReader, PromptImage, Sized, expanded, image_size, placed
+from leaderless.environments.pictures import data_of, is_image
 from leaderless.environments.protocol import Message
 
 MARK = "\u2042said\u2042"
@@ -28,12 +30,14 @@ class ChatWriter:
         is_chat: Whether messages are written by the chat template; else their texts are put together.
         system: System message of all conversations that have none; None for none.
         tools: Schemas of the tools that the template offers.
+        reader: What the model says of images; None if it reads text alone.
     """
 
     tokenizer: Tokenizer
     is_chat: bool
     system: str | None = None
     tools: Sequence[Json] = ()
+    reader: ImageReader | None = None
     _ends: list[str] = field(init=False)
     _special: list[str] = field(init=False)
 
@@ -51,10 +55,7 @@ class ChatWriter:
         has_system = any(message["role"] == "system" for message in messages)
         if self.system is not None and not has_system:
             messages = [{"role": "system", "content": self.system}, *messages]
-        if not self.is_chat:
-            tokens = self.tokenizer.encode(_text(messages), add_special_tokens=True)
-        else:
-            tokens = self.tokenizer.encode(self._render(messages, is_prompt=True), add_special_tokens=False)
+        tokens = self.fresh(messages)
         if not tokens and self.tokenizer.eos_token_id is not None:
             tokens = [self.tokenizer.eos_token_id]  # the first token of a response follows on something
         return list(messages), tokens
@@ -66,19 +67,26 @@ class ChatWriter:
             RecipeError: The chat template cannot write them.
         """
         if not self.is_chat:
-            return self.tokenizer.encode(_text(messages), add_special_tokens=False)
+            return self._encoded(self._text(messages), messages)
         behind = self._behind(messages)
         last = self.tokenizer.decode(said[-1:]) if said else ""
         if last in self._ends:
             end = next((end for end in self._ends if behind.lstrip().startswith(end)), "")
             behind = behind.lstrip()[len(end) :] if end else behind
-        return self.tokenizer.encode(behind, add_special_tokens=False)
+        return self._encoded(behind, messages)
 
     def fresh(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a whole conversation whose next message is the agent's, written from the beginning."""
-        if not self.is_chat:
-            return self.tokenizer.encode(_text(messages), add_special_tokens=True)
-        return self.tokenizer.encode(self._render(messages, is_prompt=True), add_special_tokens=False)
+        """The tokens of a whole conversation whose next message is the agent's, written from the beginning.
+
+        Raises:
+            RecipeError: The chat template cannot write them.
+        """
+        text = self._render(messages, is_prompt=True) if self.is_chat else self._text(messages)
+        return self._encoded(text, messages, add_special_tokens=not self.is_chat)
+
+    def images(self, messages: Sequence[Message], tokens: Sequence[int]) -> tuple[PromptImage, ...]:
+        """The images of messages, with their places among the tokens that were written of them."""
+        return () if self.reader is None else placed(tokens, self.reader, self._pictures(messages))
 
     def text(self, tokens: Sequence[int], *, is_plain: bool = True) -> str:
         """What an agent has said, without special tokens or with them."""
@@ -96,14 +104,48 @@ class ChatWriter:
             )
         return behind
 
+    def _encoded(self, text: str, messages: Sequence[Message], *, add_special_tokens: bool = False) -> list[int]:
+        """The tokens of what was written of messages, with one for each part of an image."""
+        tokens = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if self.reader is None:
+            return tokens
+        try:
+            return expanded(tokens, self.reader, self._pictures(messages))
+        except ValueError as error:
+            raise RecipeError.at("", f"messages cannot be written: {error}") from error
+
+    def _pictures(self, messages: Sequence[Message]) -> list[Sized]:
+        """The images of messages, with their rows and columns of tokens."""
+        assert self.reader is not None
+        files = [data_of(part) for message in messages for part in _parts(message) if is_image(part)]
+        return [(*self.reader.grid(*image_size(data)), data) for data in files]
+
+    def _text(self, messages: Sequence[Message]) -> str:
+        """Messages without a chat template: their texts, and the model's own mark for each image."""
+        marker = "" if self.reader is None else self.reader.marker
+        parts = [part for message in messages for part in _parts(message)]
+        return _whole("".join(marker if is_image(part) else str(part["text"]) for part in parts))
+
     def _harmless(self, message: Message) -> Message:
-        """A message of others, without special tokens in its text."""
-        text = message["content"]
-        if message["role"] == "assistant" or not isinstance(text, str):
+        """A message of others, without special tokens in its texts and without the files of its images."""
+        content, is_own = message["content"], message["role"] == "assistant"
+        if isinstance(content, str):
+            return message if is_own else {**message, "content": self._plain(content)}
+        if not isinstance(content, list | tuple):
             return message
+        parts: list[Json] = []
+        for part in _parts(message):
+            text = part.get("text")
+            if is_image(part):
+                parts.append({"type": "image"})
+            else:
+                parts.append({**part, "text": self._plain(text)} if isinstance(text, str) and not is_own else part)
+        return {**message, "content": parts}
+
+    def _plain(self, text: str) -> str:
         for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")
-        return {**message, "content": _whole(text)}
+        return _whole(text)
 
     def _render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
         try:
@@ -126,8 +168,12 @@ def _special_tokens(tokenizer: Tokenizer) -> set[str]:
     return {*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)}
 
 
-def _text(messages: Sequence[Message]) -> str:
-    return _whole("".join(str(message["content"]) for message in messages))
+def _parts(message: Message) -> list[Mapping[str, Json]]:
+    """The content of a message as parts."""
+    content = message["content"]
+    if isinstance(content, list | tuple):
+        return [part for part in content if isinstance(part, Mapping)]
+    return [{"type": "text", "text": content}]
 
 
 def _whole(text: str) -> str:

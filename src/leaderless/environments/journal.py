@@ -10,6 +10,7 @@ import numpy as np
 
 from leaderless.config import Json
 from leaderless.environments.episode import Episode
+from leaderless.environments.pictures import put_back, taken_out
 from leaderless.environments.protocol import Message, Turn
 from leaderless.environments.tools import CallResult
 from leaderless.environments.trace import Said, Trace
@@ -27,6 +28,7 @@ def line_of(episode: Episode) -> dict[str, Json]:
     place = episode.place
     assert place is not None, "an episode has a place where it is played"
     numbers = {id(node): number for number, node in enumerate(episode.trace.nodes)}
+    images: dict[str, int] = {}  # each is written once
     line = {
         "id": place.number,
         "seed": place.seed,
@@ -34,12 +36,16 @@ def line_of(episode: Episode) -> dict[str, Json]:
         "attempt": episode.attempts - 1,
         "task": place.task,
         "agents": episode.agents,
-        "answers": [vars(answer.turn) | {"seconds": round(answer.seconds, 6)} for answer in episode.answers],
+        "answers": [
+            vars(answer.turn)
+            | {"observation": taken_out(answer.turn.observation, images), "seconds": round(answer.seconds, 6)}
+            for answer in episode.answers
+        ],
         "calls": [vars(call) | {"seconds": round(call.seconds, 6)} for call in episode.calls],
         "nodes": [
             {
                 "parent": None if node.parent is None else numbers[id(node.parent)],
-                "messages": node.messages,
+                "messages": taken_out(node.messages, images),
                 "tokens": node.tokens,
                 "said": None if node.said is None else _facts(node.said),
             }
@@ -51,7 +57,7 @@ def line_of(episode: Episode) -> dict[str, Json]:
         "info": episode.info,
         "seconds": {name: round(value, 6) for name, value in episode.seconds.items()},
     }
-    return cast("dict[str, Json]", line)
+    return cast("dict[str, Json]", line | ({"images": [*images]} if images else {}))
 
 
 def text_of(line: Line) -> str:
@@ -72,13 +78,13 @@ def episode_of(line: Line) -> Episode:
 
 
 def _episode_of(line: Mapping[str, list[Json]]) -> Episode:
-    trace = Trace()
+    trace, images = Trace(), line.get("images", [])
     for one in cast("list[Mapping[str, list[int]]]", line["nodes"]):
         parent, said = cast("int | None", one["parent"]), cast("Mapping[str, Json] | None", one["said"])
         trace.add(
             None if parent is None else trace.nodes[parent],
             one["tokens"],
-            cast("list[Message]", one["messages"]),
+            cast("list[Message]", put_back(one["messages"], images)),
             None if said is None else Said(**said),  # type: ignore[arg-type]
         )
     return Episode(
@@ -91,12 +97,13 @@ def _episode_of(line: Mapping[str, list[Json]]) -> Episode:
         seconds=dict(cast("Mapping[str, float]", line["seconds"])),
         calls=[CallResult(**one) for one in cast("list[dict[str, Any]]", line["calls"])],
         info=dict(cast("Mapping[str, Json]", line["info"])),
-        answers=[_answer_of(dict(one)) for one in cast("list[Mapping[str, Json]]", line["answers"])],
+        answers=[_answer_of(dict(one), images) for one in cast("list[Mapping[str, Json]]", line["answers"])],
     )
 
 
-def _answer_of(fields: dict[str, Json]) -> Answer:
+def _answer_of(fields: dict[str, Json], images: Sequence[Json]) -> Answer:
     seconds = float(str(fields.pop("seconds")))
+    fields["observation"] = put_back(fields.get("observation", ""), images)
     return Answer(Turn(**fields), seconds)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from leaderless.data.images import PromptImage
 from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 
@@ -25,6 +26,7 @@ class Pump(Protocol):
         params: SamplingParams,
         conversation: int | None = None,
         known_tokens: int = 0,
+        images: tuple[PromptImage, ...] = (),
     ) -> Completion:
         """Sample one response."""
 
@@ -71,6 +73,7 @@ class EnginePump:
         params: SamplingParams,
         conversation: int | None = None,
         known_tokens: int = 0,
+        images: tuple[PromptImage, ...] = (),
     ) -> Completion:
         """Sample one response. If the caller is canceled, the response is aborted.
 
@@ -80,8 +83,9 @@ class EnginePump:
             params: Distribution and limits.
             conversation: Number of the conversation that the prompt continues; None if it will not be continued.
             known_tokens: Tokens at the beginning of the prompt that were read or sampled before in the conversation.
+            images: Images of the prompt, which has tokens for their parts.
         """
-        request = Request(prompt, [sample_id], conversation=conversation)
+        request = Request(prompt, [sample_id], conversation=conversation, images=images)
         number = self._engine.submit(request, params)
         self.known_tokens += known_tokens
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

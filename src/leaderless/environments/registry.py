@@ -84,7 +84,8 @@ def world_maker(config: EnvironmentConfig) -> Callable[[], World | ProgramWorld]
     found = find_environment(config)
     if config.isolation == "process" or found.needs_own_process:
         return partial(ProcessWorld, config, tuple(found.agents), name_of(found))
-    return partial(ThreadWorld, partial(found, **config.options), config.act_timeout_s, tuple(found.agents))
+    make, agents = partial(found, **config.options), tuple(found.agents)
+    return partial(ThreadWorld, make, config.act_timeout_s, agents, shows_images=config.images)
 
 
 def try_environment(config: EnvironmentConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from leaderless.data.images import PromptImage
 from leaderless.environments.differences import DIFFERENT
 from leaderless.environments.episode import Episode
 from leaderless.environments.protocol import Observation, Task, Turn
@@ -34,6 +35,7 @@ class JournalPump:
         params: SamplingParams,  # noqa: ARG002
         conversation: int | None = None,  # noqa: ARG002
         known_tokens: int = 0,  # noqa: ARG002
+        images: tuple[PromptImage, ...] = (),  # noqa: ARG002
     ) -> Completion:
         """See `Pump`."""
         contexts = ([] if node.parent is None else node.parent.context() for node in self._left)

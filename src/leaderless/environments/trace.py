@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
+from leaderless.data.images import PromptImage
 from leaderless.environments.protocol import ONLY_AGENT, Message
 
 
@@ -49,12 +51,14 @@ class TraceNode:
         tokens: Token ids that it adds, with those that the chat template puts between messages.
         messages: The messages, for people and for the template.
         said: Facts of a message that the policy sampled; None if all is from others.
+        images: Images of the messages, with their places among these tokens.
     """
 
     parent: TraceNode | None
     tokens: Sequence[int]
     messages: Sequence[Message]
     said: Said | None = None
+    images: Sequence[PromptImage] = ()
 
     def path(self) -> list[TraceNode]:
         """The nodes from the beginning of the conversation to this one."""
@@ -68,6 +72,10 @@ class TraceNode:
     def context(self) -> list[int]:
         """All tokens up to the end of this node."""
         return [token for node in self.path() for token in node.tokens]
+
+    def seen(self) -> tuple[PromptImage, ...]:
+        """All images up to the end of this node, with their places in the context."""
+        return _images(self.path())
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ class TraceSample:
         temperatures: Temperature at which each trained token was sampled.
         is_truncated: Whether the last trained message was cut off.
         experts: Experts of each token but the last, as far as they are known: those of the pass that read it first.
+        images: Images with their places among all tokens.
     """
 
     agent: str
@@ -97,6 +106,7 @@ class TraceSample:
     temperatures: list[float]
     is_truncated: bool
     experts: Sequence[bytes] = ()
+    images: Sequence[PromptImage] = ()
 
     @property
     def head_length(self) -> int:
@@ -120,9 +130,10 @@ class Trace:
         tokens: Sequence[int],
         messages: Sequence[Message],
         said: Said | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> TraceNode:
         """Add a node behind another, or at the beginning of a conversation."""
-        node = TraceNode(parent, tokens, messages, said)
+        node = TraceNode(parent, tokens, messages, said, images)
         self.nodes.append(node)
         return node
 
@@ -173,7 +184,14 @@ def _sample(path: Sequence[TraceNode], chosen: Sequence[TraceNode], agent: str) 
         temperatures=[said.temperature for node, said in facts for _ in node.tokens],
         is_truncated=facts[-1][1].is_truncated,
         experts=_experts(path, agent),
+        images=_images(path),
     )
+
+
+def _images(path: Sequence[TraceNode]) -> tuple[PromptImage, ...]:
+    """The images of a path, with their places among its tokens."""
+    begins = accumulate((len(node.tokens) for node in path), initial=0)
+    return tuple(image.moved(begin) for node, begin in zip(path, begins, strict=False) for image in node.images)
 
 
 def _experts(path: Sequence[TraceNode], agent: str) -> list[bytes]:

@@ -79,7 +79,7 @@ async def try_episode(
         Failure: The environment or a tool has failed.
     """
     agent, rewards = world.agents[0], dict.fromkeys(world.agents, 0.0)
-    waiting: dict[str, list[Message]] = {agent: messages_of(await world.reset(task, seed))}
+    waiting: dict[str, list[Message]] = {agent: messages_of(await world.reset(task, seed), sees_images=config.images)}
     for turn in range(config.max_turns):
         told = waiting.pop(agent, [])
         audience.told(agent, told)
@@ -101,7 +101,7 @@ async def try_episode(
         if answer.done:
             return Outcome("done", turn + 1, rewards)
         agent = answer.next_after(agent)
-        waiting.setdefault(agent, []).extend(messages_of(answer.observation))
+        waiting.setdefault(agent, []).extend(messages_of(answer.observation, sees_images=config.images))
     return Outcome("max_turns", config.max_turns, rewards)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from leaderless.data.images import PromptImage
 from leaderless.environments.attempt import noise_id
 from leaderless.environments.chat import ChatWriter
 from leaderless.environments.protocol import Message
@@ -31,21 +32,22 @@ class ModelTrier:
         self._pump, self._writer, self._reader = pump, writer, reader
         self._params, self._max_tokens = params, max_tokens
         self._contexts: dict[str, list[int]] = {}
+        self._seen: dict[str, list[PromptImage]] = {}
         self._said: dict[str, list[int]] = {}
         self._num_turns = 0
 
     async def say(self, agent: str, told: Sequence[Message]) -> Calls | None:
         """See `Trier`. A conversation that has become too long ends the episode."""
-        if agent not in self._contexts:
-            self._contexts[agent] = self._writer.begin(told)[1]
-        elif told:
-            self._contexts[agent] += self._writer.add(told, self._said[agent])
-        context = self._contexts[agent]
+        context, seen = self._contexts.setdefault(agent, []), self._seen.setdefault(agent, [])
+        if told:
+            tokens = self._writer.add(told, self._said[agent]) if context else self._writer.begin(told)[1]
+            seen += [image.moved(len(context)) for image in self._writer.images(told, tokens)]
+            context += tokens
         room = self._max_tokens - len(context)
         if room < 1:
             return None
         number = noise_id(0, 0, self._num_turns)
-        completion = await self._pump.ask(context, number, self._params.limited_to(room))
+        completion = await self._pump.ask(context, number, self._params.limited_to(room), images=tuple(seen))
         self._num_turns += 1
         self._said[agent] = list(completion.tokens)
         context += completion.tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 from leaderless.config import is_finite_number
 from leaderless.data.media import other_than_text
 from leaderless.environments.deadlines import time_limit
+from leaderless.environments.pictures import with_files
 from leaderless.environments.protocol import ONLY_AGENT, Environment, EpisodeFailed, Message, Observation, Task, Turn
 from leaderless.environments.threads import call_user
 
@@ -58,7 +60,12 @@ class ThreadWorld:
     """See `World`. The environment is an object of this process; methods that are not `async` run in threads."""
 
     def __init__(
-        self, make: Callable[[], Environment], timeout_s: float, agents: Sequence[str] = (ONLY_AGENT,)
+        self,
+        make: Callable[[], Environment],
+        timeout_s: float,
+        agents: Sequence[str] = (ONLY_AGENT,),
+        *,
+        shows_images: bool = False,
     ) -> None:
         """Make nothing yet.
 
@@ -66,8 +73,10 @@ class ThreadWorld:
             make: Function that makes the environment, called in a thread when it is first needed.
             timeout_s: Seconds that this and each of its answers may take.
             agents: Names of the environment's agents.
+            shows_images: Whether what it shows may have images, which become files.
         """
         self._make, self._timeout_s, self.agents = make, timeout_s, tuple(agents)
+        self._shows_images = shows_images
         self._environment: Environment | None = None
         self._objects: dict[Home, object] = {}
 
@@ -82,13 +91,21 @@ class ThreadWorld:
     async def reset(self, task: Task, seed: str) -> Observation:
         """See `World`."""
         environment, rng = await self._made(), Random(seed)  # noqa: S311
-        return await call(partial(environment.reset, task, rng), self._timeout_s, self._name("reset"))
+        shown: Observation = await call(partial(environment.reset, task, rng), self._timeout_s, self._name("reset"))
+        return await self._with_files(shown, "reset")
 
     async def act(self, text: str) -> Turn:
         """See `World`."""
         environment = await self._made()
         found = await call(partial(environment.act, text), self._timeout_s, self._name("act"))
-        return checked(found, self._name("act"), self.agents)
+        turn = checked(found, self._name("act"), self.agents)
+        return replace(turn, observation=await self._with_files(turn.observation, "act"))
+
+    async def _with_files(self, shown: Observation, method: str) -> Observation:
+        """What the environment shows, with images as files, which a thread makes."""
+        if isinstance(shown, str) or not self._shows_images:
+            return shown
+        return await call(partial(with_files, shown), self._timeout_s, f"an image of {self._name(method)}")
 
     async def bind(self, tool: FunctionTool) -> Tool:
         """See `World`."""
@@ -156,11 +173,15 @@ def failure_of(error: Exception, what: str, cause: str = ENVIRONMENT) -> Failure
     return Failure(cause, f"{what} raised {type(error).__name__}: {error}")
 
 
-def messages_of(observation: Observation) -> list[Message]:
+def messages_of(observation: Observation, *, sees_images: bool = False) -> list[Message]:
     """An observation as messages; a text is one of the user.
 
+    Args:
+        observation: What an environment shows, from `World`.
+        sees_images: Whether messages may have images.
+
     Raises:
-        Failure: It is neither a text nor messages, or a message holds an image or the like.
+        Failure: It is neither a text nor messages, or a message holds what the policy does not read.
     """
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
@@ -170,8 +191,12 @@ def messages_of(observation: Observation) -> list[Message]:
             f"an observation must be a text, or a list of messages with 'role' and 'content', not {observation!r:.80}",
         )
     messages = [message for message in observation if isinstance(message, Mapping)]
-    if medium := next(filter(None, map(other_than_text, messages)), None):
-        raise Failure(ENVIRONMENT, f"an observation holds {medium}, but models read only text: describe it in words")
+    if medium := next(filter(None, map(partial(other_than_text, has_images=sees_images), messages)), None):
+        remedy = "describe it in words"
+        if medium == "an image":
+            remedy += ", or set environment.images for a model that sees them"
+        reads = "text and images" if sees_images else "text"
+        raise Failure(ENVIRONMENT, f"an observation holds {medium}, but the policy reads only {reads}: {remedy}")
     return messages
 
 

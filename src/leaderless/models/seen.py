@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -53,19 +54,22 @@ def grid_positions(positions: Tensor, families: Sequence[Family], images: Sequen
     Args:
         positions: [T] int64, place of each token in its sample.
         families: Prompts and their continuations, of which the pass consists.
-        images: Images with the places of their tokens in the pass, in order. They belong to prompts.
+        images: Images with the places of their tokens in the pass, in order. One of a prompt moves the positions of
+            what follows in all of its continuations, and one of a continuation those of this continuation alone.
     """
     result = torch.stack([positions] * 3)
     begin, waiting = 0, list(images)
     for family in families:
-        end = begin + family.num_tokens
+        ends = [*accumulate(family.continuations, initial=begin + family.prompt)]
+        end = ends[-1]
         while waiting and waiting[0].place < end:
             image = waiting.pop(0)
             first, after = image.place, image.place + image.num_tokens
+            last = end if first < ends[0] else next(one for one in ends if first < one)
             start = int(result[0, first])
             result[:, first:after] = start
             result[1, first:after] += torch.arange(image.rows).repeat_interleave(image.columns)
             result[2, first:after] += torch.arange(image.columns).repeat(image.rows)
-            result[:, after:end] -= image.num_saved
+            result[:, after:last] -= image.num_saved
         begin = end
     return result

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from leaderless.data.images import PromptImage
 from leaderless.environments.pump import BEAT_S
 from leaderless.rollout.engine import Completion, Delta, Request, RolloutEngine, SamplingParams
 
@@ -25,6 +26,7 @@ class Order:
         answer: What its client waits for.
         completion: What has been sampled, by weights of one version or several.
         is_dropped: Whether nobody wants it any more.
+        images: Images of the prompt.
     """
 
     prompt: Sequence[int]
@@ -33,6 +35,7 @@ class Order:
     answer: asyncio.Future[Completion]
     completion: Completion
     is_dropped: bool = False
+    images: tuple[PromptImage, ...] = ()
 
 
 class DeskPump:
@@ -63,10 +66,12 @@ class DeskPump:
         params: SamplingParams,
         conversation: int | None = None,  # noqa: ARG002 - no further turn follows
         known_tokens: int = 0,  # noqa: ARG002
+        images: tuple[PromptImage, ...] = (),
     ) -> Completion:
         """Sample one response, as soon as there is an engine."""
-        Request(prompt, [sample_id])  # what cannot be asked is an error of whoever asks
-        order = Order(prompt, sample_id, params, asyncio.get_running_loop().create_future(), Completion())
+        Request(prompt, [sample_id], images=images)  # what cannot be asked is an error of whoever asks
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        order = Order(prompt, sample_id, params, answer, Completion(), images=images)
         with self._lock:
             if self._end is not None:
                 raise self._end
@@ -128,7 +133,7 @@ class DeskPump:
                 order = self._waiting[0]
                 if not order.is_dropped:
                     begun = [order.completion] if order.completion.tokens else []
-                    request = Request(order.prompt, [order.sample_id], begun)
+                    request = Request(order.prompt, [order.sample_id], begun, images=order.images)
                     self._under_way[engine.submit(request, order.params)] = order
                 self._waiting.popleft()  # after an error it is still there, and learns of the end
 

@@ -52,6 +52,7 @@ def _max_bytes(recipe: Recipe, name: str, agents: Sequence[str], *, is_sampled: 
         None: 1,
         "prompt_tokens": data.max_prompt_tokens,
         "image_bytes": data.max_prompt_tokens * IMAGE_BYTES_PER_TOKEN,
+        "later_image_bytes": response * IMAGE_BYTES_PER_TOKEN,
         "experts": (data.max_prompt_tokens + response) * EXPERTS_PER_TOKEN,
     }.get(column.axis, response)
     siblings = batch.responses_per_prompt * max(1, len(agents)) if is_sampled and not column.is_prompt else 1

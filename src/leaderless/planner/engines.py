@@ -162,10 +162,11 @@ def check_engines(recipe: Recipe, instances: Sequence[RoleInstance], nodes: Sequ
     engines = {instance.role: instance.engine for instance in instances}
     specs = {role: engine_of(name, recipe.key_of(KEY, role)) for role, name in engines.items()}
     axes = {role: spec.axes for role, spec in specs.items()}
-    for role in [role for role, spec in specs.items() if recipe.data.has_images and not spec.takes_images]:
+    for role in [role for role, spec in specs.items() if recipe.has_images and not spec.takes_images]:
+        where = "data" if recipe.data.has_images else "environment.images"
         able = " or ".join(name for name, spec in BUILTIN_ENGINES.items() if spec.takes_images)
         raise RecipeError.at(
-            recipe.key_of(KEY, role), f"'{engines[role]}' takes no images, which prompts have (data): choose {able}"
+            recipe.key_of(KEY, role), f"'{engines[role]}' takes no images, which prompts have ({where}): choose {able}"
         )
     for node, role in [(one, role) for one in nodes for role, use in one.uses if use == "generate"]:
         wrong = " and ".join(axis for axis in node.layout.axes if axis not in ("dp", *axes[role]))

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from leaderless.data.images import PromptImage, num_alike
 from leaderless.rollout.kv_cache import Segment, SegmentStore
 
 Tokens = tuple[int, ...]
 
 
 class _Kept(NamedTuple):
-    """A segment with the keys and values of the first of some tokens, and their experts if they are recorded."""
+    """A segment with the keys and values of the first of some tokens, their images, and their experts if recorded."""
 
     tokens: Tokens
     segment: Segment
     experts: Sequence[bytes]
+    images: Sequence[PromptImage]
 
 
 class Conversations:
@@ -33,21 +35,28 @@ class Conversations:
         """Check whether a conversation is kept."""
         return conversation in self._kept
 
-    def keep(self, conversation: int, tokens: Tokens, segment: Segment, experts: Sequence[bytes] = ()) -> None:
+    def keep(
+        self,
+        conversation: int,
+        tokens: Tokens,
+        segment: Segment,
+        experts: Sequence[bytes] = (),
+        images: Sequence[PromptImage] = (),
+    ) -> None:
         """Keep an active segment, which has keys and values of the first tokens, instead of an earlier one."""
         self.forget(conversation)
         segment.home.keep(segment)
-        self._kept[conversation] = _Kept(tokens, segment, experts)
+        self._kept[conversation] = _Kept(tokens, segment, experts, images)
 
-    def num_known(self, conversation: int | None, prompt: Tokens) -> int:
+    def num_known(self, conversation: int | None, prompt: Tokens, images: Sequence[PromptImage] = ()) -> int:
         """Count the first tokens of a prompt that need not be read. Its last token always has to be."""
         if conversation not in self._kept:
             return 0
-        tokens, segment, _ = self._kept[conversation]
+        tokens, segment, _, seen = self._kept[conversation]
         most = min(segment.length, len(prompt) - 1)
-        if tokens[:most] == prompt[:most]:
-            return most
-        return next(place for place in range(most) if tokens[place] != prompt[place])
+        if tokens[:most] != prompt[:most]:
+            most = next(place for place in range(most) if tokens[place] != prompt[place])
+        return num_alike(seen, images, most)
 
     def experts(self, conversation: int, num_known: int) -> list[bytes]:
         """Experts of the first tokens of a conversation that is kept."""

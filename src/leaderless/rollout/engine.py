@@ -77,8 +77,6 @@ class Request:
             raise ValueError("a request needs a prompt of at least one token, and at least one sample id")
         if self.conversation is not None and len(self.sample_ids) > 1:
             raise ValueError(f"a turn of a conversation has one response, but {len(self.sample_ids)} are asked for")
-        if self.conversation is not None and self.images:
-            raise ValueError("a conversation with images cannot be kept")
         if self.begun and len(self.begun) != len(self.sample_ids):
             raise ValueError(f"a request for {len(self.sample_ids)} responses resumes {len(self.begun)}")
         for completion in self.begun:

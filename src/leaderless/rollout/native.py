@@ -214,7 +214,7 @@ class NativeEngine:
             own.home.remove(own)
         num_new = sequence.num_tokens - len(prompt.tokens)
         tokens = (*prompt.tokens, *sequence.completion.tokens[-num_new:])
-        self._kept.keep(conversation, tokens, segment, sequence.completion.experts)
+        self._kept.keep(conversation, tokens, segment, sequence.completion.experts, prompt.images)
 
     def forget(self, conversation: int) -> None:
         """See `RolloutEngine`."""
@@ -296,7 +296,7 @@ class NativeEngine:
         while num_responses < free and (self._continuing or self._unread):
             prompt = self._continuing[0] if self._continuing else next(iter(self._unread.values()))
             conversation = prompt.waiting[0].conversation if prompt.num_left == 1 else None
-            num_known = self._kept.num_known(conversation, prompt.tokens)
+            num_known = self._kept.num_known(conversation, prompt.tokens, prompt.images)
             num_tokens += len(prompt.tokens) - num_known
             if taken and num_tokens > PREFILL_TOKENS:
                 break

@@ -22,7 +22,7 @@ from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.episode_files import EpisodeFile, Kind, episode_files, read_episode_file
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rollout.engine import SamplingParams
-from leaderless.stages.play import tools_of, writer_of
+from leaderless.stages.play import reader_of, tools_of, writer_of
 from leaderless.stages.regrade import Part, parts_of, regrade
 from leaderless.workflow import load_recipe, resolve_workflow
 from leaderless.workflow.stages import spec_of
@@ -141,9 +141,10 @@ class RunEpisodes:
         recipe, config = self.recipe, self.environment
         open_world = None if from_journal else world_maker(config)
         tools = tools_of(recipe, self.tokenizer)
-        writers = {id(data): writer_of(self.tokenizer, data, tools) for data in recipe.data.train_sets().values()}
+        reader = reader_of(recipe, self.tokenizer)
+        writers = {id(one): writer_of(self.tokenizer, one, tools, reader) for one in recipe.data.train_sets().values()}
         held_out = recipe.data.evaluation
-        held_out_writer = writer_of(self.tokenizer, held_out, tools) if held_out is not None else None
+        held_out_writer = writer_of(self.tokenizer, held_out, tools, reader) if held_out is not None else None
         sampling = recipe.rollout if kind == "step" else recipe.evaluation
         params = SamplingParams(sampling, recipe.rollout.max_response_tokens, recipe.rollout.stop, recipe.seed)
 

@@ -20,6 +20,7 @@ from leaderless.config import Recipe
 from leaderless.config.data import DatasetConfig
 from leaderless.data.batch import Batch
 from leaderless.data.encode import Tokenizer
+from leaderless.data.images import PromptImage
 from leaderless.environments.deadlines import GRACE_S
 from leaderless.environments.episode import Episode, Place
 from leaderless.environments.player import Player
@@ -54,9 +55,10 @@ class QueuePump:
         params: SamplingParams,
         conversation: int | None = None,
         known_tokens: int = 0,
+        images: tuple[PromptImage, ...] = (),
     ) -> Completion:
         """Sample one response."""
-        request = Request(prompt, [sample_id], conversation=conversation)
+        request = Request(prompt, [sample_id], conversation=conversation, images=images)
         order = Order(prompt, sample_id, params, asyncio.get_running_loop().create_future(), Completion())
         wish = Wish(request, params, known_tokens, partial(settle, order))
         self.tell("ask", sample_id, wish)

@@ -217,6 +217,8 @@ class FollowedField:
                 if not self._said[mark]:
                     raise self._unlike(place, "does not go as in the run that is followed")
                 self._said[mark] -= 1
+            for node in episode.trace.nodes:
+                node.images = place.writer.images(node.messages, node.tokens)
             found.append(replace(episode, place=place))
         self._said = +self._said
         self._iteration += 1

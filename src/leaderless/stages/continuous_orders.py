@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import cast
 
 from leaderless.config import Json
 from leaderless.config.rollout import SamplingConfig
+from leaderless.data.images import PromptImage, num_alike, pack_images, unpack_images
 from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.continuous import Events
@@ -60,6 +62,7 @@ class Orders:
         self._engine, self._events, self._distributions = engine, events, distributions
         self._wishes: dict[int, Wish] = {}  # by the number of the request
         self._contexts: dict[int, list[int]] = {}  # of each conversation, what it was last
+        self._seen: dict[int, Sequence[PromptImage]] = {}  # the images in it
         self.work = EngineWork()
 
     @property
@@ -70,8 +73,8 @@ class Orders:
     def ask(self, wish: Wish) -> None:
         """Ask for a response. Of its prompt, only what its conversation did not have before is noted."""
         request, params = wish.request, wish.params
-        before = [] if request.conversation is None else self._contexts.get(request.conversation, [])
-        kept = _num_same(before, request.prompt)
+        before, seen = self._before(request.conversation)
+        kept = num_alike(seen, request.images, _num_same(before, request.prompt))
         facts: dict[str, Json] = {
             "conversation": request.conversation,
             "kept": kept,
@@ -81,6 +84,8 @@ class Orders:
             "max_tokens": params.max_tokens,
             "stop": [*params.stop],
         }
+        if news := [image for image in request.images if image.place >= kept]:
+            facts["images"] = base64.b64encode(pack_images(news)).decode()
         self._events.note("ask", request.sample_ids[0], facts)
         self._keep(wish)
         self._wishes[self._engine.submit(request, params)] = wish
@@ -90,11 +95,14 @@ class Orders:
         """What was asked for in a run that is followed, from what was noted of it."""
         noted = cast("Mapping[str, int]", facts)
         conversation = cast("int | None", facts["conversation"])
-        before = [] if conversation is None else self._contexts.get(conversation, [])
+        before, seen = self._before(conversation)
+        images = [image for image in seen if image.place < noted["kept"]]
+        images += unpack_images(base64.b64decode(str(facts.get("images", ""))))
         prompt = [*before[: noted["kept"]], *cast("list[int]", facts["tokens"])]
         distribution, stop = self._distributions[noted["distribution"]], tuple(cast("list[str]", facts["stop"]))
         params = SamplingParams(distribution, noted["max_tokens"], stop, seed)
-        return Wish(Request(prompt, [sample_id], conversation=conversation), params, noted["known"], give)
+        request = Request(prompt, [sample_id], conversation=conversation, images=tuple(images))
+        return Wish(request, params, noted["known"], give)
 
     def drop(self, wish: Wish) -> int:
         """Abort a response that nobody wants any more; returns the number of tokens that are lost."""
@@ -114,6 +122,7 @@ class Orders:
         """Let the engine release what it keeps of a conversation."""
         self._events.note("forget", conversation)
         self._contexts.pop(conversation, None)
+        self._seen.pop(conversation, None)
         self._engine.forget(conversation)
 
     def step(self) -> None:
@@ -132,6 +141,7 @@ class Orders:
         """Forget everything."""
         self._wishes.clear()
         self._contexts.clear()
+        self._seen.clear()
         self._engine.sleep(keep_weights=True)
 
     def _deliver(self, deltas: Sequence[Delta]) -> None:
@@ -149,6 +159,13 @@ class Orders:
     def _keep(self, wish: Wish) -> None:
         if wish.request.conversation is not None:
             self._contexts[wish.request.conversation] = [*wish.request.prompt, *wish.completion.tokens]
+            self._seen[wish.request.conversation] = wish.request.images
+
+    def _before(self, conversation: int | None) -> tuple[list[int], Sequence[PromptImage]]:
+        """What a conversation was last, and the images in it."""
+        if conversation is None:
+            return [], ()
+        return self._contexts.get(conversation, []), self._seen.get(conversation, ())
 
 
 def _num_same(one: Sequence[int], other: Sequence[int]) -> int:

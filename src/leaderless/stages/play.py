@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe
 from leaderless.config.data import DatasetConfig
+from leaderless.config.models import ModelConfig
 from leaderless.data.batch import SIBLING_BITS, Batch
 from leaderless.data.encode import RowEncoder, Tokenizer
+from leaderless.data.images import ImageReader
 from leaderless.environments.chat import ChatWriter
 from leaderless.environments.episode import Episode, Place
 from leaderless.environments.player import play_all
@@ -18,6 +22,9 @@ from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
 from leaderless.stages.earlier import Earlier, Seat
 from leaderless.stages.played import Play, Played, Work
+
+if TYPE_CHECKING:
+    from leaderless.models.image_readers import Reader
 
 
 def play_tasks(  # noqa: PLR0913
@@ -51,7 +58,8 @@ def play_tasks(  # noqa: PLR0913
     assert config is not None
     assert end_token is not None
     tools = tools_of(recipe, tokenizer)
-    known = {id(one): writer_of(tokenizer, one, tools) for one in data}
+    reader = reader_of(recipe, tokenizer, role)
+    known = {id(one): writer_of(tokenizer, one, tools, reader) for one in data}
     writers = [known[id(one)] for one in data]
     begun = _begun(play, len(tasks)) if earlier is None else earlier
     places = _places([one for one in begun if not one.failure], play, tasks, writers, recipe, role)
@@ -83,7 +91,8 @@ def played_before(
     """Episodes that were played by another thread, with writers of this one; see `play_tasks`."""
     assert tokenizer.eos_token_id is not None
     tools = tools_of(recipe, tokenizer)
-    writers = [writer_of(tokenizer, one, tools) for one in data]
+    reader = reader_of(recipe, tokenizer)
+    writers = [writer_of(tokenizer, one, tools, reader) for one in data]
     seats = [one.seat for one in _begun(play, len(tasks))]
     for episode, seat in zip(episodes, seats, strict=True):
         if episode.place is not None:
@@ -113,7 +122,8 @@ def places_of(
     """
     rows = [row for row in tasks.objects("rows") if isinstance(row, Mapping)]
     sets = [recipe.data.train_set_of(row) if data is None else data for row in rows]
-    writers = {id(one): writer_of(tokenizer, one, tools) for one in sets}
+    reader = reader_of(recipe, tokenizer, role)
+    writers = {id(one): writer_of(tokenizer, one, tools, reader) for one in sets}
     return _places(_begun(play, len(tasks)), play, tasks, [writers[id(one)] for one in sets], recipe, role)
 
 
@@ -152,7 +162,35 @@ def tools_of(recipe: Recipe, tokenizer: Tokenizer) -> ToolUse | None:
     return tool_use(recipe.environment, environment_class(recipe.environment), tokenizer, is_chat=is_chat)
 
 
-def writer_of(tokenizer: Tokenizer, data: DatasetConfig, tools: ToolUse | None = None) -> ChatWriter:
+def reader_of(recipe: Recipe, tokenizer: Tokenizer, role: str | None = None) -> ImageReader | None:
+    """What is known of the images that the recipe's environment may show; None if it shows none.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: Tokenizer of the policy.
+        role: Role that samples; None for any, as all have the same tokenizer.
+
+    Raises:
+        RecipeError: The model reads text alone, or lacks the settings of its images.
+    """
+    if not recipe.has_later_images:
+        return None
+    role = next(one for one in (role, "policy", *recipe.models) if one is not None and recipe.model_of(one) is not None)
+    config = recipe.model_of(role)
+    assert config is not None
+    return _opened(config.path, config.revision, role).named(tokenizer)
+
+
+@lru_cache(maxsize=8)
+def _opened(path: str, revision: str | None, role: str) -> Reader:
+    from leaderless.models.image_readers import open_reader
+
+    return open_reader(ModelConfig(path=path, revision=revision), role)
+
+
+def writer_of(
+    tokenizer: Tokenizer, data: DatasetConfig, tools: ToolUse | None = None, reader: ImageReader | None = None
+) -> ChatWriter:
     """What writes the messages of episodes whose tasks are rows of a dataset."""
     is_chat = RowEncoder(tokenizer, data, "data.train", is_task=True).is_chat
-    return ChatWriter(tokenizer, is_chat, data.system, () if tools is None else tools.schemas)
+    return ChatWriter(tokenizer, is_chat, data.system, () if tools is None else tools.schemas, reader)

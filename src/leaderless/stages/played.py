@@ -13,6 +13,8 @@ import torch
 from leaderless.config import Json, RecipeError
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import SIBLING_BITS, Batch, Column, Jagged, make_sample_ids
+from leaderless.data.dataset import image_column
+from leaderless.data.images import PromptImage, num_alike
 from leaderless.environments.chat import ChatWriter
 from leaderless.environments.episode import Episode
 from leaderless.environments.journal import line_of, text_of
@@ -22,7 +24,7 @@ from leaderless.environments.world import CAUSES, OVERFLOW
 from leaderless.models.routers import UNKNOWN
 from leaderless.observability.metrics import Metrics
 from leaderless.stages.earlier import Seat
-from leaderless.workflow.columns import EXPERTS
+from leaderless.workflow.columns import EXPERTS, IMAGES, LATER_IMAGES
 
 
 @dataclass(frozen=True)
@@ -89,22 +91,33 @@ class Played:
         return sorted(rows, key=lambda row: (int(self.tasks.ids[row.task]), row.sibling))
 
     @cached_property
-    def _prompts(self) -> Sequence[Sequence[int]]:
-        heads: list[list[list[int]]] = [[] for _ in range(len(self.tasks))]
+    def _prompts(self) -> Sequence[tuple[Sequence[int], Sequence[PromptImage]]]:
+        """What all conversations of each task begin with, and the images in it."""
+        samples: list[list[TraceSample]] = [[] for _ in range(len(self.tasks))]
         for row in self._rows:
             if row.sample is not None:
-                heads[row.task].append(row.sample.tokens[: row.sample.head_length])
-        return [common_beginning(some) if some else [self.end_token] for some in heads]
+                samples[row.task].append(row.sample)
+        return [_beginning(some) if some else ([self.end_token], ()) for some in samples]
 
     def samples(self) -> Batch:
         """The episodes as samples of the tasks, whose prompts are what all conversations of a task begin with."""
         prompts = self._prompts
         task = torch.tensor([row.task for row in self._rows], dtype=torch.int64)
-        table = self.tasks.with_columns(prompt_tokens=Jagged.from_lists(prompts, torch.int64, "prompt_tokens"))
+        lists = [tokens for tokens, _ in prompts]
+        table = self.tasks.with_columns(prompt_tokens=Jagged.from_lists(lists, torch.int64, "prompt_tokens"))
         siblings = torch.tensor([row.sibling for row in self._rows], dtype=torch.int64)
         ids = make_sample_ids(self.tasks.ids[task], siblings)
-        lengths = [len(prompts[row.task]) for row in self._rows]
-        return Batch(ids, {**self._token_columns(lengths), **self._episode_columns(task)}, table, task)
+        lengths = [len(lists[row.task]) for row in self._rows]
+        samples = Batch(ids, {**self._token_columns(lengths), **self._episode_columns(task)}, table, task)
+        if all(writer.reader is None for writer in self.writers):
+            return samples
+        table = table.with_columns(images=image_column([images for _, images in prompts], IMAGES))
+        later = [
+            [image for image in (row.sample or NOTHING).images if image.place >= length]
+            for row, length in zip(self._rows, lengths, strict=True)
+        ]
+        columns = {**samples.columns, LATER_IMAGES: image_column(later, LATER_IMAGES)}
+        return Batch(ids, columns, table, task)
 
     def experts(self) -> Jagged:
         """The experts of each sample, as far as they are known; samples of a task share those of their prompt."""
@@ -114,7 +127,7 @@ class Played:
             sample = row.sample or NOTHING
             known = list(sample.experts)
             if known:
-                first = shared.setdefault(row.task, known[: len(self._prompts[row.task])])
+                first = shared.setdefault(row.task, known[: len(self._prompts[row.task][0])])
                 known[: len(first)] = first
                 known += [bytes([UNKNOWN]) * len(known[0])] * (len(sample.tokens) - 1 - len(known))
             rows.append(b"".join(known))
@@ -345,6 +358,14 @@ def _is_of(writer: ChatWriter, first: TraceNode) -> bool:
         return writer.begin(first.messages)[1] == list(first.tokens)
     except RecipeError:
         return False
+
+
+def _beginning(samples: Sequence[TraceSample]) -> tuple[list[int], Sequence[PromptImage]]:
+    """What some samples begin with before anything is trained, and the images in it."""
+    first = samples[0].images
+    tokens = common_beginning([sample.tokens[: sample.head_length] for sample in samples])
+    length = min(num_alike(first, sample.images, len(tokens)) for sample in samples)
+    return tokens[:length], [image for image in first if image.place < length]
 
 
 def common_beginning(rows: Sequence[list[int]]) -> list[int]:

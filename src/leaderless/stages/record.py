@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
@@ -19,6 +20,8 @@ from leaderless.stages.films import Films
 from leaderless.stages.reward import inputs_of
 from leaderless.workflow.columns import IMAGES
 
+MANY = 3
+"""Most times that a token which was not sampled is shown in a row."""
 MAX_RECORDED_TOKENS = 8192
 """Number of tokens of a step, from its first responses, that are recorded one by one."""
 LOG_PROBS = {"rollout": "rollout_log_probs", "old": "old_log_probs"}
@@ -67,23 +70,39 @@ class TokenRecorder:
         """The first tokens of a response: their texts and, by name, log-probs; `mask` where some were not sampled.
 
         The tokens are all that follow the prompt, the log-probs those of the sampled ones; `is_sampled` is a mask over
-        the tokens, None where all were sampled. Returns lists of equal length and the `total` number of tokens, or None
-        when there is no room left.
+        the tokens, None where all were sampled. A token that was not sampled and is there more than three times in
+        a row, as those of an image, is shown once. Returns lists of equal length and the `total` number of tokens, or
+        None when there is no room left.
         """
-        count = min(len(tokens), self.room)
+        mask = [True] * len(tokens) if is_sampled is None else is_sampled
+        shown = list(_without_runs(tokens, mask))
+        count = min(len(shown), self.room)
         if not count:
             return None
         self.room -= count
-        for token in set(tokens[:count]) - self._texts.keys():
+        tokens, mask, times = zip(*shown[:count], strict=True)
+        for token in {*tokens} - self._texts.keys():
             self._texts[token] = self.tokenizer.decode([token])
-        view: dict[str, Json] = {"total": len(tokens), "text": [self._texts[token] for token in tokens[:count]]}
-        mask = [True] * len(tokens) if is_sampled is None else is_sampled
+        texts: list[Json] = [
+            self._texts[token] + f" \u00d7 {number}" * (number > 1) for token, number in zip(tokens, times, strict=True)
+        ]
+        view: dict[str, Json] = {"total": len(shown), "text": texts}
         for name, values in log_probs.items():
             rest = iter(values)
-            view[name] = [round(next(rest), 3) if sampled else None for sampled in mask[:count]]
-        if not all(mask[:count]):
-            view["mask"] = [int(sampled) for sampled in mask[:count]]
+            view[name] = [round(next(rest), 3) if sampled else None for sampled in mask]
+        if not all(mask):
+            view["mask"] = [int(sampled) for sampled in mask]
         return view
+
+
+def _without_runs(tokens: Sequence[int], is_sampled: Sequence[bool]) -> Iterator[tuple[int, bool, int]]:
+    """Tokens, whether they were sampled, and how many of them one stands for."""
+    for (token, sampled), run in groupby(zip(tokens, is_sampled, strict=True)):
+        size = len(list(run))
+        if sampled or size <= MANY:
+            yield from [(token, sampled, 1)] * size
+        else:
+            yield token, sampled, size
 
 
 def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:

@@ -13,7 +13,7 @@ from leaderless.data.images import PromptImage, unpack_images
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.routers import UNKNOWN
 from leaderless.models.shared_prompts import Family
-from leaderless.workflow.columns import EXPERTS, IMAGES
+from leaderless.workflow.columns import EXPERTS, IMAGES, LATER_IMAGES
 
 TEMPERATURES = "temperatures"
 """Column of the temperatures at which sampled tokens are scored; without it they are 1."""
@@ -35,7 +35,7 @@ class MicroBatch:
         response_index: [R] int64, their places in the batch's `response_tokens` columns.
         response_lengths: [m] int64, number of sampled tokens of each sample.
         temperature: Temperature at which all tokens were sampled or, if they differ, [R] float32.
-        images: Images of the prompts, in the order of their tokens.
+        images: Images of the prompts and of what follows them, in the order of their tokens.
         experts: [T, layers * k] uint8, experts of each token, those of a prompt from one of its samples; `UNKNOWN`
             where routers choose, and None if they always do.
     """
@@ -101,6 +101,7 @@ class _Samples:
     counts: Tensor  # sampled tokens
     temperatures: Tensor | None  # [total] float32, of sampled tokens
     images: Jagged | None  # bytes of each prompt
+    later_images: Jagged | None  # bytes of what follows the prompt in each sample
     experts: Jagged | None  # of prompts and inputs, one token after the other
 
     @classmethod
@@ -118,9 +119,10 @@ class _Samples:
         continuations, counts = batch.jagged("tokens"), response_lengths(mask)
         temperatures = batch.jagged(TEMPERATURES).values if TEMPERATURES in batch else None
         images = prompts.jagged(IMAGES) if IMAGES in prompts else None
+        later_images = batch.jagged(LATER_IMAGES) if LATER_IMAGES in batch else None
         experts = batch.jagged(EXPERTS) if EXPERTS in batch else None
         own = prompts.jagged("prompt_tokens")
-        return cls(own, prompt_of_row, continuations, mask, inputs, counts, temperatures, images, experts)
+        return cls(own, prompt_of_row, continuations, mask, inputs, counts, temperatures, images, later_images, experts)
 
 
 def _with_prompts(batch: Batch) -> Batch:
@@ -140,6 +142,8 @@ def _with_prompts(batch: Batch) -> Batch:
         "tokens": Jagged.from_lists(tokens, torch.int64, "tokens"),
         "response_mask": Jagged.from_lists(masks, torch.bool, "tokens"),
     }
+    if IMAGES in batch:
+        own[IMAGES] = batch.jagged(IMAGES)
     return Batch(batch.ids, {**batch.columns, **own})
 
 
@@ -227,15 +231,34 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
         response_index=response_index,
         response_lengths=counts,
         temperature=1.0 if samples.temperatures is None else _common(samples.temperatures[response_index]),
-        images=() if samples.images is None else _images(samples.images.select(which), starts[firsts] - before),
+        images=_images(samples, rows, which, before[family_of_row], (starts[firsts] - before, starts), after),
         experts=experts,
     )
 
 
-def _images(packed: Jagged, begins: Tensor) -> tuple[PromptImage, ...]:
-    """The images of prompts that begin at some places [n] of a pass."""
-    pairs = zip(packed.rows(), begins.tolist(), strict=True)
-    return tuple(image.moved(begin) for row, begin in pairs for image in unpack_images(row.numpy().tobytes()))
+def _images(
+    samples: _Samples, rows: Tensor, prompts: Tensor, before: Tensor, begins: tuple[Tensor, Tensor], inputs: Tensor
+) -> tuple[PromptImage, ...]:
+    """The images of a pass, in the order of their tokens.
+
+    Args:
+        samples: The samples.
+        rows: [m] int64, those of the pass.
+        prompts: [n] int64, prompts of the pass.
+        before: [m] int64, length of the prompt of each sample.
+        begins: Places in the pass of each prompt and of what follows it in each sample.
+        inputs: [m] int64, number of tokens of each sample in the pass that follow its prompt.
+    """
+    found: list[PromptImage] = []
+    if samples.images is not None:
+        for packed, begin in zip(samples.images.select(prompts).rows(), begins[0].tolist(), strict=True):
+            found += [image.moved(begin) for image in unpack_images(packed.numpy().tobytes())]
+    if samples.later_images is not None:
+        columns = (samples.later_images.select(rows).rows(), before.tolist(), begins[1].tolist(), inputs.tolist())
+        for packed, length, begin, count in zip(*columns, strict=True):
+            own = [image.moved(-length) for image in unpack_images(packed.numpy().tobytes())]
+            found += [image.moved(begin) for image in own if image.place < count]
+    return tuple(sorted(found, key=lambda image: image.place))
 
 
 def _packed_experts(

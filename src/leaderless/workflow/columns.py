@@ -9,7 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Axis = Literal["prompt_tokens", "image_bytes", "tokens", "response_tokens", "experts", "observations", "decisions"]
+Axis = Literal[
+    "prompt_tokens",
+    "image_bytes",
+    "later_image_bytes",
+    "tokens",
+    "response_tokens",
+    "experts",
+    "observations",
+    "decisions",
+]
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,12 @@ COLUMNS: dict[str, Column] = {
     "images": Column(
         "jagged", "uint8", "files of the prompt's images, with their places", "image_bytes", is_prompt=True
     ),
+    "later_images": Column(
+        "jagged",
+        "uint8",
+        "files of the images after the prompt, with their places from the beginning of the prompt on",
+        "later_image_bytes",
+    ),
     "rows": Column("object", "json", "the row of the dataset, all of its columns", is_prompt=True),
     "tokens": Column("jagged", "int64", "token ids of everything after the prompt", "tokens"),
     "response_mask": Column("jagged", "bool", "which of `tokens` the policy sampled", "tokens"),
@@ -131,6 +146,8 @@ DATA_COLUMNS = ("prompt_tokens", "rows")
 """Columns that the dataloader provides for every prompt."""
 IMAGES = "images"
 """Column that it also provides if `data` names a column of images; who reads `prompt_tokens` reads it, too."""
+LATER_IMAGES = "later_images"
+"""Column of the images that environments show later; who reads `prompt_tokens` reads it, too."""
 IMAGE_BYTES_PER_TOKEN = 256
 """What estimates assume of a prompt with images: a photograph takes a quarter of a byte per pixel as a file, and a
 token stands for 32 x 32 pixels."""

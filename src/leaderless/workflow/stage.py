@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from leaderless.config import RecipeError
 from leaderless.config.functions import Declarations, Function, name_of
-from leaderless.workflow.columns import IMAGES, SEEN_COLUMNS
+from leaderless.workflow.columns import IMAGES, LATER_IMAGES, SEEN_COLUMNS
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
@@ -141,8 +141,8 @@ class StageSpec:
         columns = tuple(self.reads(recipe, node) if callable(self.reads) else self.reads)
         if recipe.body is not None and {"tokens", "response_mask"} <= {*columns} and self.roles:
             return tuple(dict.fromkeys([*columns, *SEEN_COLUMNS, "choices", "turns"]))
-        has_images = recipe.data.has_images and "prompt_tokens" in columns and IMAGES not in columns
-        return (*columns, IMAGES) if has_images else columns
+        images = [IMAGES] * recipe.has_images + [LATER_IMAGES] * recipe.has_later_images
+        return tuple(dict.fromkeys([*columns, *images])) if "prompt_tokens" in columns else columns
 
     def reads_if_made_of(self, node: Node) -> tuple[str, ...]:
         """Further columns that a node of this stage reads if an earlier node writes them."""

@@ -17,6 +17,7 @@ from leaderless.workflow.columns import (
     EPISODE_IDS,
     EXPERTS,
     IMAGES,
+    LATER_IMAGES,
     PLAY_COLUMNS,
     SEEN_COLUMNS,
     TAKEN_COLUMNS,
@@ -102,6 +103,7 @@ def _rollout_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 def _rollout_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
     own = [*ROLLOUT_WRITES, *[EXPERTS] * recipe.algorithm.replay_experts]
     own += TAKEN_COLUMNS if recipe.body and recipe.algorithm.sac else ()
+    own += [IMAGES, LATER_IMAGES] * recipe.has_later_images
     return [*own, *(PLAY_COLUMNS if recipe.has_episodes else ()), *(BODY_COLUMNS if recipe.body else ())]
 
 
@@ -135,7 +137,7 @@ def _reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 def _record_reads(recipe: Recipe, node: Node) -> list[str]:
     columns = ["rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"]
     # Without the mask, what an environment has said would be taken for a part of the response.
-    columns += [IMAGES] * recipe.data.has_images
+    columns += [IMAGES] * recipe.has_images
     columns += [*SEEN_COLUMNS, "prompt_tokens", "turns", "success"] * (recipe.body is not None)
     return columns + ["agent"] * (len(node.agents) > 1) + ["response_mask"] * recipe.has_episodes
 

@@ -132,7 +132,7 @@ FAILURES = {
     "nan": ("environment", "Bad.act returned the reward nan: it must be a finite number"),
     "huge": ("environment", "it must be a finite number"),
     "observation": ("environment", "an observation must be a text"),
-    "image": ("environment", "an observation holds an image, but models read only text"),
+    "image": ("environment", "an observation holds an image, but the policy reads only text"),
     "agent": ("environment", "lets the agent 'nobody' act"),
     "times out by itself": ("environment", "Bad.act raised TimeoutError: no route"),
     "info": ("environment", "Bad.act returned the info None: it must be a dict of facts by name"),

@@ -157,7 +157,7 @@ class Chat:
         """
         self._check_open()
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        messages = [checked(message) for message in said]
+        messages = [checked(message, sees_images=self.writer.reader is not None) for message in said]
         if not messages or messages[-1]["role"] == "assistant":
             raise AskRefusedError("messages must end with a message of another role than 'assistant'")
         try:
@@ -261,7 +261,7 @@ class Chat:
         line, num_known = self._lines.take(context.end)
         try:
             completion = await self._pump.ask(
-                context.tokens, self._noise(context.tokens, again), params, line, num_known
+                context.tokens, self._noise(context.tokens, again), params, line, num_known, context.end.seen()
             )
         except BaseException:
             self._lines.free(line, None)

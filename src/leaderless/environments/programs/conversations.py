@@ -12,7 +12,8 @@ from leaderless.environments.protocol import Message
 from leaderless.environments.trace import Said, Trace, TraceNode
 
 if TYPE_CHECKING:
-    from leaderless.environments.chat import ChatWriter
+    from leaderless.data.images import PromptImage
+from leaderless.environments.chat import ChatWriter
 
 Key = str | tuple[int, ...]
 """What a message or a text is compared by."""
@@ -62,10 +63,15 @@ class Conversations:
         writer = self._writer(offered, tools)
         if found is not None:
             assert found.said is not None
-            node = self._same(found, left) or self._add(found, writer.add(rest, found.tokens), rest, left)
+            node = self._same(found, left)
+            if node is None:
+                tokens = writer.add(rest, found.tokens)
+                node = self._add(found, tokens, rest, left, images=writer.images(rest, tokens))
         else:
-            same = self._same(None, left, offered)
-            node = same or self._add(None, writer.begin(rest)[1], rest, left, offered)
+            node = self._same(None, left, offered)
+            if node is None:
+                tokens = writer.begin(rest)[1]
+                node = self._add(None, tokens, rest, left, offered, images=writer.images(rest, tokens))
         return Context(node, node.context())
 
     def of_prompt(self, prompt: str | Sequence[int]) -> Context:
@@ -133,8 +139,9 @@ class Conversations:
         offered: str | None = None,
         *,
         said: Said | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> TraceNode:
-        node = self.trace.add(parent, tokens, messages, said)
+        node = self.trace.add(parent, tokens, messages, said, images)
         self._keys[id(node)] = keys
         if offered is not None:
             self._tools[id(node)] = offered

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from leaderless.config import Json
+from leaderless.data.media import other_than_text
+from leaderless.environments.pictures import is_image, message_with_files
 from leaderless.environments.protocol import Message
 
 
@@ -22,18 +24,36 @@ class AskRefusedError(ValueError):
         self.code = code
 
 
-def checked(message: Message) -> Message:
-    """A message as chat templates know it."""
+def checked(message: Message, *, sees_images: bool = False) -> Message:
+    """A message as chat templates know it; images are parts of it, where the policy sees them."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise AskRefusedError(f"a message must have a 'role' and a 'content', not {message!r:.80}")
     kept = {name: value for name, value in message.items() if value is not None}
-    kept["content"] = _text(kept.get("content", ""))
+    kept["content"] = _with_images(kept) if sees_images and _has_image(kept) else _text(kept.get("content", ""))
     calls = kept.get("tool_calls")
     if calls:
         if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
             raise AskRefusedError("tool_calls must be a list of objects with 'function'")
         kept["tool_calls"] = [_templated(call) for call in calls if isinstance(call, Mapping)]
     return kept
+
+
+def _has_image(message: Message) -> bool:
+    content = message.get("content")
+    return isinstance(content, list | tuple) and any(isinstance(part, Mapping) and is_image(part) for part in content)
+
+
+def _with_images(message: Message) -> Sequence[Json]:
+    """The parts of a message, with the files of its images."""
+    if problem := other_than_text(message, has_images=True):
+        raise AskRefusedError(f"content holds {problem}, which the policy does not read: describe it in words")
+    try:
+        found = message_with_files(message, takes_paths=False)
+    except ValueError as error:
+        raise AskRefusedError(f"an image cannot be used: {error}") from error
+    content = found["content"]
+    assert isinstance(content, list)
+    return content
 
 
 def _text(content: Json) -> str:

@@ -6,9 +6,11 @@ import gzip
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from leaderless.data.images import read_image, thumbnail
 from leaderless.observability.report.untrusted import (
     as_list,
     as_mapping,
@@ -109,13 +111,14 @@ def conversation(line: Mapping[str, object]) -> Conversation:
     waits = iter([as_number(as_mapping(answer).get("seconds")) for answer in as_list(line.get("answers"))])
     next(waits, None)  # the beginning
     messages: list[Mapping[str, object]] = []
+    pictures = as_list(line.get("images"))
     for node in map(as_mapping, as_list(line.get("nodes"))):
         said = node.get("said")
         for message in map(as_mapping, as_list(node.get("messages"))):
             if isinstance(said, dict):
                 messages.append(_said(message, said, len(as_list(node.get("tokens"))), waits))
             else:
-                messages.append(_told(message, calls))
+                messages.append(_told(message, calls, pictures))
     return {
         "agents": [as_text(agent) for agent in as_list(line.get("agents"))],
         "cause": as_text(line.get("cause")),
@@ -147,16 +150,30 @@ def _said(
     }
 
 
-def _told(message: Mapping[str, object], calls: Iterator[Mapping[str, object]]) -> Mapping[str, object]:
-    role = as_text(message.get("role"))
+def _told(
+    message: Mapping[str, object], calls: Iterator[Mapping[str, object]], pictures: Sequence[object]
+) -> Mapping[str, object]:
+    role, content = as_text(message.get("role")), message.get("content")
     call = next(calls, {}) if role == "tool" else {}
+    parts = list(map(as_mapping, as_list(content)))
+    text = "".join(as_text(part.get("text")) for part in parts) if parts else as_text(content)
     return {
         "kind": role if role in {"system", "tool"} else "told",
         "who": as_text(call.get("name")) or role,
-        "text": _clip(as_text(message.get("content"))),
+        "text": _clip(text),
+        "images": [url for part in parts for url in _pictures(part, pictures)],
         "refusal": as_text(call.get("refusal")),
         "seconds": as_number(call.get("seconds")),
     }
+
+
+def _pictures(part: Mapping[str, object], pictures: Sequence[object]) -> Iterator[str]:
+    """The image of a part of a message, small; none if it is none, or damaged."""
+    number = part.get("image")
+    url = as_text(pictures[number]) if isinstance(number, int) and 0 <= number < len(pictures) else ""
+    if url.startswith("data:"):
+        with suppress(ValueError):
+            yield thumbnail(read_image(url, Path()))
 
 
 def _numbers(value: object) -> Iterator[tuple[str, float]]:

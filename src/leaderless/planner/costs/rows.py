@@ -95,6 +95,8 @@ class Rows:
         """[n] length of each row along an axis."""
         if axis == "image_bytes":
             return self.prompt_tokens * IMAGE_BYTES_PER_TOKEN
+        if axis == "later_image_bytes":
+            return self.response_tokens * IMAGE_BYTES_PER_TOKEN
         if axis == "experts":
             return self.tokens * EXPERTS_PER_TOKEN
         return self.prompt_tokens if axis == "prompt_tokens" else self.response_tokens

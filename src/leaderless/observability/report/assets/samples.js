@@ -82,6 +82,13 @@
     return step.groups.map((group) => ({ group, samples: matchingSamples(group, step) })).filter(({ samples }) => samples.length);
   }
 
+  function pictureOf(source, name) {
+    const picture = make("img", "picture");
+    picture.src = source;
+    picture.alt = name;
+    return picture;
+  }
+
   function groupHeader(group) {
     const valid = group.samples.filter((sample) => sample.state !== "failed");
     const total = valid.reduce((sum, sample) => sum + sample.count * sample.reward, 0);
@@ -94,12 +101,7 @@
       facts.push(make("span", "", "no signal: these responses change no weight"));
     }
     if (group.group_id) facts.push(make("span", "", `group ${group.group_id}`));
-    const pictures = group.images.map((source, index) => {
-      const picture = make("img", "picture");
-      picture.src = source;
-      picture.alt = `image ${index + 1} of the prompt`;
-      return picture;
-    });
+    const pictures = group.images.map((source, index) => pictureOf(source, `image ${index + 1} of the prompt`));
     return make("header", "", ...pictures, ...foldable(group.prompt, "prompt"), make("div", "summary", ...facts));
   }
 
@@ -147,6 +149,7 @@
       if (message.seconds !== null) fact(seconds(message.seconds));
     }
     node.append(facts);
+    node.append(...(message.images || []).map((source, index) => pictureOf(source, `image ${index + 1} of the message`)));
     if (message.text) node.append(...foldable(message.text, "message"));
     for (const call of message.calls || []) {
       node.append(make("div", "call", make("b", "", call.name), " ", ...marked(call.arguments)));
