@@ -48,6 +48,8 @@ def columns() -> dict[str, object]:
         "final_values": torch.linspace(-1.0, 1.0, len(REWARDS)),
         "truncated": torch.tensor([False, True, False, True, True, False, False, True]),
         "env_steps": torch.cat([torch.arange(length, dtype=torch.int32) for length in LENGTHS.tolist()]),
+        "turn_rewards": torch.zeros(int(LENGTHS.sum())),
+        "env_rewards": tuple(torch.linspace(0.0, 1.0, length) for length in LENGTHS.tolist()),
         "embeddings": torch.randn(len(REWARDS), 3, generator=noise),
         "success": torch.tensor([True, False, False, True, False, True, False, False]),
         "rows": tuple({"question": str(group), "level": group % 2} for group in GROUPS.tolist()),

@@ -171,6 +171,41 @@ def test_scores_are_those_of_each_episode_alone(ranks: RankPool, grain: Grain) -
     assert ranks.run(1, scores_of_rows, grain)[0] < 1e-6
 
 
+def worth_of_steps(micro_batch_tokens: int, chunk: int) -> float:
+    """The same of a critic that has a value for each step of a decision."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    own = setup(transport, "token", "Bins", micro_batch_tokens, is_critic=True)
+    options = {"chunk": chunk, "per_step": True}
+    own = replace(own, model=ModelConfig(body=PolicyConfig(type="mlp", options=options)))
+    with pytest.raises(RecipeError, match="which does not go with"):
+        make_engine(own)
+    assert own.body is not None
+    critic = make_engine(replace(own, body=replace(own.body, values_steps=True)))
+    assert isinstance(critic, BodyValueEngine)
+    batch, largest = played("token"), 0.0
+    found, finals, worth = critic.values(batch).rows(), critic.final_values(batch), critic.model.model
+    for row in range(len(batch)):
+        turns, steps = (batch.jagged(name).rows()[row].long() for name in ("turns", "env_steps"))
+        if len(turns):
+            first = torch.stack([steps[turns == turn].min() for turn in turns])
+            by_step: Tensor = worth.values(alone(batch, row, "decisions"))  # type: ignore[union-attr]
+            end: Tensor = worth.values(alone(batch, row, "end"))  # type: ignore[union-attr]
+            assert by_step.shape[1] == chunk
+            pairs = (found[row], by_step[turns, steps - first]), (finals[row], end[0, 0])
+            largest = max([largest, *(float((one - other).abs().max()) for one, other in pairs)])
+    return largest
+
+
+def test_values_of_steps_are_those_of_each_episode_alone(ranks: RankPool) -> None:
+    for size in (1, 1 << 20):
+        assert ranks.run(1, worth_of_steps, size, 3)[0] < 1e-6
+
+
+def test_a_critic_has_values_for_all_steps_of_a_decision(ranks: RankPool) -> None:
+    with pytest.raises(Exception, match="give both the same option chunk"):
+        ranks.run(1, worth_of_steps, 1 << 20, 1)
+
+
 def test_what_is_played_does_not_depend_on_how_many_play_at_once() -> None:
     whole = played("token")
     for slots in (1, 3, 12):

@@ -15,6 +15,12 @@ from leaderless.data.demonstrations import Demonstrations
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.workflow.stages import BODY_METRICS
 
+BY_STEP: dict[str, object] = {
+    "workflow": "ppo",
+    "algorithm": {"advantage": {"type": "body_gae", "reward": "action"}},
+    "models": {"critic": {"body": {"type": "mlp", "options": {"chunk": 2, "per_step": True}}}},
+}
+"""PPO with an advantage for each step of a decision."""
 UNSTEADY = ("time", "seconds/", "throughput/", "memory/", "body/steps_per_s", "data/wait")
 
 
@@ -69,6 +75,14 @@ def test_ranks_change_no_number_and_a_stopped_run_continues_as_if_it_had_not_bee
     assert numbers(tmp_path / "stopped") == expected
 
 
+def test_advantages_of_steps_train_a_policy_and_a_critic(ranks: RankPool, tmp_path: Path) -> None:
+    body_recipe(tmp_path, steps=2, **BY_STEP)  # type: ignore[arg-type]
+    succeed(ranks, tmp_path, "train", "recipe.yaml")
+    for row in numbers(tmp_path):
+        assert row["policy/grad_norm"] > 0
+        assert row["critic/grad_norm"] > 0
+
+
 def test_demonstrations_are_imitated_exported_and_evaluated(ranks: RankPool, tmp_path: Path) -> None:
     body_recipe(tmp_path, workflow="imitation", steps=40)
     assert "5 demonstrations" in succeed(ranks, tmp_path, "demonstrate", "recipe.yaml", "more", "--episodes", 5)
@@ -86,6 +100,11 @@ def test_demonstrations_are_imitated_exported_and_evaluated(ranks: RankPool, tmp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {**BY_STEP, "body.log_prob": "chunk"},
+            "algorithm.advantage.reward: is action, but with body.log_prob=chunk all steps",
+        ),
+        ({**BY_STEP, "models": {"critic": {"body": "mlp"}}}, "set its option per_step to true"),
         ({"body.type": "tables"}, "unknown environment 'tables' (did you mean 'table'?)"),
         ({"body.max_steps": 5}, "episodes of 'tests.small_worlds:Line' have up to 6 steps: raise it"),
         ({"body.options": {"fault": 1}}, "does not take them"),

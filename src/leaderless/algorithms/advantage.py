@@ -132,6 +132,11 @@ class Advantage(Algorithm):
     stage: ClassVar[str] = "advantage"
     judges: ClassVar[str] = ""
 
+    @property
+    def values_steps(self) -> bool:
+        """Whether it needs a critic that has a value for each step of a body's decision, not one for all of them."""
+        return False
+
     @abstractmethod
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """Compute the advantages of this rank's responses."""

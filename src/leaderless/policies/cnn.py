@@ -106,13 +106,14 @@ class CnnValue(BodyValue):
         num_features: int = 64,
         hidden_size: int = 64,
         normalize: bool = False,
+        per_step: bool = False,
     ) -> None:
-        """Make a critic; see `Cnn`."""
+        """Make a critic; see `Cnn` and `BodyValue`."""
         super().__init__()
-        self.spaces, self.chunk = spaces, chunk
+        self.spaces, self.chunk, self.per_step = spaces, chunk, per_step
         self.eyes = Eyes(spaces, channels, num_features, normalize=normalize)
         wide = replace(spaces, state_size=spaces.state_size + num_features * len(spaces.images))
-        self.judge = MlpValue(wide, chunk=chunk, hidden_size=hidden_size, num_layers=1)
+        self.judge = MlpValue(wide, chunk=chunk, hidden_size=hidden_size, num_layers=1, per_step=per_step)
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""

@@ -133,16 +133,23 @@ class FilmValue(BodyValue):
     """A critic that sees and reads in the same way; its first values are 0."""
 
     def __init__(
-        self, spaces: Spaces, *, chunk: int = 4, channels: int = 32, hidden_size: int = 128, normalize: bool = False
+        self,
+        spaces: Spaces,
+        *,
+        chunk: int = 4,
+        channels: int = 32,
+        hidden_size: int = 128,
+        normalize: bool = False,
+        per_step: bool = False,
     ) -> None:
-        """Make a critic; see `Film`."""
+        """Make a critic; see `Film` and `BodyValue`."""
         super().__init__()
-        self.spaces, self.chunk = spaces, chunk
-        self.seer, self.head = Seer(spaces, channels, hidden_size, normalize=normalize), nn.Linear(hidden_size, 1)
+        self.spaces, self.chunk, self.per_step = spaces, chunk, per_step
+        self.seer = Seer(spaces, channels, hidden_size, normalize=normalize)
+        self.head = nn.Linear(hidden_size, self.num_values)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""
-        values: Tensor = self.head(self.seer(observed)).float()
-        return values[:, 0]
+        return self.shaped(self.head(self.seer(observed)))

@@ -101,15 +101,23 @@ class Flow(FlowPolicy):
 class FlowValue(BodyValue):
     """A critic that sees in the same way; its first values are 0."""
 
-    def __init__(self, spaces: Spaces, *, chunk: int = 4, hidden_size: int = 128, normalize: bool = False) -> None:
-        """Make a critic; see `Flow`."""
+    def __init__(
+        self,
+        spaces: Spaces,
+        *,
+        chunk: int = 4,
+        hidden_size: int = 128,
+        normalize: bool = False,
+        per_step: bool = False,
+    ) -> None:
+        """Make a critic; see `Flow` and `BodyValue`."""
         super().__init__()
-        self.spaces, self.chunk = spaces, chunk
-        self.looks, self.head = _Looks(spaces, hidden_size, normalize=normalize), nn.Linear(hidden_size, 1)
+        self.spaces, self.chunk, self.per_step = spaces, chunk, per_step
+        self.looks = _Looks(spaces, hidden_size, normalize=normalize)
+        self.head = nn.Linear(hidden_size, self.num_values)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""
-        values: Tensor = self.head(self.looks(observed).to(self.head.weight.dtype)).float()
-        return values[:, 0]
+        return self.shaped(self.head(self.looks(observed).to(self.head.weight.dtype)))

@@ -142,15 +142,21 @@ class MlpValue(BodyValue):
     """A critic of the state."""
 
     def __init__(
-        self, spaces: Spaces, *, chunk: int = 1, hidden_size: int = 64, num_layers: int = 2, normalize: bool = False
+        self,
+        spaces: Spaces,
+        *,
+        chunk: int = 1,
+        hidden_size: int = 64,
+        num_layers: int = 2,
+        normalize: bool = False,
+        per_step: bool = False,
     ) -> None:
-        """Make a critic; see `Mlp`."""
+        """Make a critic; see `Mlp` and `BodyValue`."""
         super().__init__()
-        self.spaces, self.chunk = spaces, chunk
+        self.spaces, self.chunk, self.per_step = spaces, chunk, per_step
         self.normalizer = StateNormalizer(spaces.state_size) if normalize else nn.Identity()
-        self.layers = perceptron(spaces.state_size, hidden_size, num_layers, 1, 1.0)
+        self.layers = perceptron(spaces.state_size, hidden_size, num_layers, self.num_values, 1.0)
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""
-        values: Tensor = self.layers(self.normalizer(observed.state)).float()
-        return values[:, 0]
+        return self.shaped(self.layers(self.normalizer(observed.state)))

@@ -279,11 +279,12 @@ class OpenVlaValue(_Vla, BodyValue):
         chunk: int = 8,
         cameras: list[str] | None = None,
         crop_share: float = 0.9,
+        per_step: bool = False,
     ) -> None:
-        """Read a model, and add a head; see `OpenVlaOft`."""
+        """Read a model, and add a head; see `OpenVlaOft` and `BodyValue`."""
         super().__init__(spaces, path, cameras, crop_share)
-        self.chunk = chunk
-        self.head = nn.Linear(int(self.config.text.hidden_size), 1)
+        self.chunk, self.per_step = chunk, per_step
+        self.head = nn.Linear(int(self.config.text.hidden_size), self.num_values)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -292,5 +293,4 @@ class OpenVlaValue(_Vla, BodyValue):
         prefix = self._prefix(observed)
         hidden = self._hidden(prefix.embeddings, prefix.places, _causal(prefix.is_real, prefix.places))
         last = hidden[torch.arange(len(observed), device=hidden.device), prefix.last]
-        values: Tensor = self.head(last).float()
-        return values[:, 0]
+        return self.shaped(self.head(last))

@@ -193,13 +193,21 @@ class Pi0(_Pi0, FlowPolicy):
 class Pi0Value(_Pi0, BodyValue):
     """A critic of what PaliGemma makes of images and instruction, and of the state; its first values are 0."""
 
-    def __init__(self, spaces: Spaces, *, path: str, chunk: int = 10, cameras: list[str] | None = None) -> None:
-        """Read a model, and add a head; see `Pi0`."""
+    def __init__(
+        self,
+        spaces: Spaces,
+        *,
+        path: str,
+        chunk: int = 10,
+        cameras: list[str] | None = None,
+        per_step: bool = False,
+    ) -> None:
+        """Read a model, and add a head; see `Pi0` and `BodyValue`."""
         super().__init__()
         pi0 = self._read(spaces, path, cameras)
-        self.spaces, self.chunk, self.vlm = spaces, chunk, pi0.model.vlm
+        self.spaces, self.chunk, self.per_step, self.vlm = spaces, chunk, per_step, pi0.model.vlm
         self._most = int(pi0.config.max_state_dim)
-        self.head = nn.Linear(int(self.vlm.config.text_config.hidden_size) + self._most, 1)
+        self.head = nn.Linear(int(self.vlm.config.text_config.hidden_size) + self._most, self.num_values)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -215,5 +223,4 @@ class Pi0Value(_Pi0, BodyValue):
         weights = is_real[..., None].to(hidden.dtype)
         mean = (hidden * weights).sum(1) / weights.sum(1)
         features = torch.cat([mean, self._normal_state(observed, self._most)], dim=1)
-        values: Tensor = self.head(features.to(self.head.weight.dtype)).float()
-        return values[:, 0]
+        return self.shaped(self.head(features.to(self.head.weight.dtype)))

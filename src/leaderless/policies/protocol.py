@@ -130,11 +130,26 @@ class BodyPolicy(BodyModel, ABC):
 
 
 class BodyValue(BodyModel, ABC):
-    """A model of the reward to come."""
+    """A model of the reward to come.
+
+    Attributes:
+        per_step: Whether it has a value for each step of a decision, of what comes from that step on.
+    """
+
+    per_step: bool = False
+
+    @property
+    def num_values(self) -> int:
+        """Values of what is seen."""
+        return self.chunk if self.per_step else 1
+
+    def shaped(self, values: Tensor) -> Tensor:
+        """Values [n, num_values] in the form that `values` returns."""
+        return values.float() if self.per_step else values.float()[:, 0]
 
     @abstractmethod
     def values(self, observed: Observed) -> Tensor:
-        """[n] float32: value of what is seen."""
+        """[n] float32: value of what is seen; [n, chunk] if it is `per_step`."""
 
     def forward(self, observed: Observed) -> Tensor:
         """See `values`."""

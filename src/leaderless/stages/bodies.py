@@ -148,6 +148,7 @@ class BodyRows:
             "turns": of_units(units.turns.int()),
             "env_steps": of_units(units.steps.int()),
             "turn_rewards": of_units(units.rewards(by_step, num_steps)),
+            "env_rewards": Jagged(by_step, num_steps, "steps"),
         }
 
     def _seen(self, episodes: Sequence[BodyEpisode]) -> dict[str, Column]:

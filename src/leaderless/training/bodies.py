@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from leaderless.algorithms.decisions import Decisions
 from leaderless.config import RecipeError
 from leaderless.config.body import Grain
 from leaderless.data.batch import Batch, Jagged, ragged_index
@@ -42,12 +43,14 @@ class BodyMicroBatch(MicroBatch):
         choices: [N, choice_size] float32.
         decisions: [R] int64, the decision of each unit.
         places: [R] int64, see `grained`.
+        steps: [R] int64, step of each unit in its decision; None where no critic asks for it.
     """
 
     observed: Observed
     choices: Tensor
     decisions: Tensor
     places: Tensor
+    steps: Tensor | None = None
 
 
 class HeldBody(nn.Module):
@@ -204,7 +207,16 @@ class BodyValueEngine(_Bodies):
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """See `ValueEngine`."""
         assert isinstance(micro_batch, BodyMicroBatch)
-        return self._values(micro_batch.observed)[micro_batch.decisions]
+        found = self._values(micro_batch.observed)
+        if found.ndim == 1:
+            return found[micro_batch.decisions]
+        assert micro_batch.steps is not None
+        if len(micro_batch.steps) and int(micro_batch.steps.max()) >= found.shape[1]:
+            raise RuntimeError(
+                f"the critic has values for {found.shape[1]} steps of a decision, but the policy's decisions have "
+                "more: give both the same option chunk"
+            )
+        return found[micro_batch.decisions, micro_batch.steps]
 
     @torch.no_grad()
     def final_values(self, batch: Batch) -> Tensor:
@@ -215,7 +227,8 @@ class BodyValueEngine(_Bodies):
         parts = list(torch.split(rows, max(1, self.micro_batch_tokens // self.model.model.chunk)))
         count = int(self.process_group.max(torch.tensor([len(parts)]), "the number of passes over last observations"))
         for part in [*parts, *[rows[:0]] * (count - len(parts))]:
-            found[part] = self._values(episodes.ends(part))[: len(part)].cpu()
+            after = self._values(episodes.ends(part))[: len(part)].cpu()
+            found[part] = after if after.ndim == 1 else after[:, 0]
         if self.units:
             self.units[-1].reshard()
         return found
@@ -236,6 +249,7 @@ class _Episodes:
     choices: Jagged
     tokens: Jagged
     turns: Jagged
+    env_steps: Jagged | None
     instructions: list[list[int]]
     prompt_of_row: Tensor
     temperatures: Tensor | None
@@ -254,6 +268,7 @@ class _Episodes:
             choices=batch.jagged("choices"),
             tokens=batch.jagged("tokens"),
             turns=batch.jagged("turns"),
+            env_steps=batch.jagged("env_steps") if getattr(model, "per_step", False) else None,
             instructions=prompts.jagged("prompt_tokens").to_lists(),
             prompt_of_row=prompt_of_row,
             temperatures=batch.jagged(TEMPERATURES).values if TEMPERATURES in batch else None,
@@ -287,7 +302,13 @@ class _Episodes:
             choices=self._some(self.choices.select(rows).values),
             decisions=(first + self.turns.select(rows).values.long()).to(self.device),
             places=units.values.to(self.device),
+            steps=None if self.env_steps is None else self._steps(self.env_steps, rows).to(self.device),
         )
+
+    def _steps(self, env_steps: Jagged, rows: Tensor) -> Tensor:
+        """[R] int64: step of each unit in its decision."""
+        steps, turns = (one.select(rows) for one in (env_steps, self.turns))
+        return Decisions.of(turns.values.long(), steps.values.long(), steps.lengths).within
 
     def ends(self, rows: Tensor) -> Observed:
         """What some episodes, [m] int64, saw last."""
@@ -316,6 +337,17 @@ def make_body_engine(setup: EngineSetup) -> BodyPolicyEngine | BodyValueEngine |
     if setup.body.sac is not None and setup.optimizer is not None:
         return make_sac_engine(setup)
     opened = open_model(setup.model, key, setup.body.spaces, is_critic=setup.is_critic)
+    if isinstance(opened.model, BodyValue) and opened.model.per_step != setup.body.values_steps:
+        has, wants, remedy = (
+            ("one value", "reward=action", "true")
+            if setup.body.values_steps
+            else ("a value for each step", "reward=chunk", "false")
+        )
+        raise RecipeError.at(
+            f"{key}.body",
+            f"the critic has {has} of a decision, which does not go with algorithm.advantage.{wants}: set its option "
+            f"per_step to {remedy}",
+        )
     make = BodyValueEngine if setup.is_critic else BodyPolicyEngine
     engine = make(
         HeldBody(opened.model, opened.describe),

@@ -68,12 +68,14 @@ class BodySetup:
         grain: What has a log-probability of its own: see `BodyConfig.log_prob`.
         sac: Settings of SAC, if this trains the model.
         seed: Seed of the run.
+        values_steps: Whether its critic is to have a value for each step of a decision.
     """
 
     spaces: Spaces
     grain: Grain
     sac: SacConfig | None = None
     seed: int = 0
+    values_steps: bool = False
 
 
 @dataclass(frozen=True)

@@ -152,10 +152,11 @@ class Roles:
 
     def _body(self, recipe: Recipe) -> BodySetup | None:
         """The body that models are for; None for language models."""
-        config = recipe.body
+        config, algorithm = recipe.body, recipe.algorithm
         if config is None:
             return None
-        return BodySetup(spaces_of(config), config.log_prob, recipe.algorithm.sac, recipe.seed)
+        values_steps = algorithm.advantage.values_steps
+        return BodySetup(spaces_of(config), config.log_prob, algorithm.sac, recipe.seed, values_steps)
 
     def _donor(self, instance: RoleInstance) -> Trainable | None:
         """The engine whose weights that of an instance uses under its own adapters, if it is here already."""

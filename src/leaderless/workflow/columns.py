@@ -18,6 +18,7 @@ Axis = Literal[
     "experts",
     "observations",
     "decisions",
+    "steps",
 ]
 
 
@@ -65,6 +66,7 @@ BODY_COLUMNS = (
     "turns",
     "env_steps",
     "turn_rewards",
+    "env_rewards",
     "environment_rewards",
     "environment_failed",
     "success",
@@ -98,6 +100,7 @@ COLUMNS: dict[str, Column] = {
     "turn_rewards": Column(
         "jagged", "float32", "the environment's reward of a turn at its last token, else 0", "response_tokens"
     ),
+    "env_rewards": Column("jagged", "float32", "the environment's reward of each step of a body's episode", "steps"),
     "frames": Column("jagged", "uint8", "pixels of all cameras before each decision, and at the end", "observations"),
     "states": Column("jagged", "float32", "state of a body before each decision, and at the end", "observations"),
     "choices": Column("jagged", "float32", "what a policy chose in each decision, as it scores it again", "decisions"),

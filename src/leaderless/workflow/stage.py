@@ -140,7 +140,8 @@ class StageSpec:
         """Columns that a node of this stage reads under a recipe."""
         columns = tuple(self.reads(recipe, node) if callable(self.reads) else self.reads)
         if recipe.body is not None and {"tokens", "response_mask"} <= {*columns} and self.roles:
-            return tuple(dict.fromkeys([*columns, *SEEN_COLUMNS, "choices", "turns"]))
+            steps = ["env_steps"] * (bool(self.critics) and recipe.algorithm.advantage.values_steps)
+            return tuple(dict.fromkeys([*columns, *SEEN_COLUMNS, "choices", "turns", *steps]))
         images = [IMAGES] * recipe.has_images + [LATER_IMAGES] * recipe.has_later_images
         return tuple(dict.fromkeys([*columns, *images])) if "prompt_tokens" in columns else columns
 
