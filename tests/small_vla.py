@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PI0Config, PI0ForConditionalGeneration, PreTrainedTokenizerFast
 
+from leaderless.policies.pi05_model import Pi05Config, Pi05Network
 from leaderless.policies.prismatic import Prismatic, VlaConfig
 
 NUM_WORDS, NUM_PADDED = 400, 16
@@ -98,3 +99,47 @@ def write_small_pi0(folder: Path, *, state_size: int = 3, dim: int = 2) -> Path:
     (folder / "processor_config.json").write_text(json.dumps(about), encoding="utf-8")
     write_small_tokenizer(folder)
     return folder
+
+
+def write_small_pi05(folder: Path, *, state_size: int = 3, dim: int = 2) -> Path:
+    """Write a pi0.5 that plans 4 steps of 5 numbers, under published names, the quantiles of a robot, and a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "type": "pi05",
+        "paligemma_variant": "tiny",
+        "action_expert_variant": "tiny_expert",
+        "image_resolution": [28, 28],
+        "chunk_size": 4,
+        "max_state_dim": 6,
+        "max_action_dim": 5,
+    }
+    (folder / "config.json").write_text(json.dumps(about), encoding="utf-8")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = Pi05Network(Pi05Config.read(folder))
+        for parameter in network.parameters():  # far enough from 0 that everything matters
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+    weights = {published_pi05(name): one.detach().contiguous() for name, one in network.named_parameters()}
+    weights["model.paligemma_with_expert.gemma_expert.lm_head.weight"] = torch.zeros(300, 24)
+    save_file(weights, folder / "model.safetensors")
+    quantiles = {"observation.state.q01": -2.0, "observation.state.q99": 2.5, "action.q01": -0.25, "action.q99": 0.75}
+    sizes = {"observation.state": state_size, "action": dim}
+    found = {name: torch.full((sizes[name.rpartition(".")[0]],), value) for name, value in quantiles.items()}
+    save_file(found, folder / "policy_preprocessor_step_2_normalizer_processor.safetensors")
+    write_small_tokenizer(folder)
+    return folder
+
+
+def published_pi05(name: str) -> str:
+    """The name of a weight in a checkpoint of LeRobot."""
+    at, pali = "model.paligemma_with_expert", "model.paligemma_with_expert.paligemma"
+    if name.startswith("vlm.language_model.embed_tokens."):
+        return name.replace("vlm.language_model.embed_tokens", f"{pali}.lm_head")
+    for own, theirs in {
+        "vlm.vision_tower.": f"{pali}.model.vision_tower.vision_model.",
+        "vlm.": f"{pali}.model.",
+        "expert.": f"{at}.gemma_expert.model.",
+    }.items():
+        if name.startswith(own):
+            return theirs + name.removeprefix(own)
+    return f"model.{name}"

@@ -31,6 +31,7 @@ POLICIES: Mapping[str, str] = {
     "openvla": "leaderless.policies.openvla:OpenVla",
     "openvla_oft": "leaderless.policies.openvla:OpenVlaOft",
     "pi0": "leaderless.policies.pi0:Pi0",
+    "pi05": "leaderless.policies.pi05:Pi05",
     "squashed": "leaderless.policies.squashed:Squashed",
     "squashed_cnn": "leaderless.policies.squashed:SquashedCnn",
 }
@@ -43,6 +44,7 @@ VALUES: Mapping[str, str] = {
     "openvla": "leaderless.policies.openvla:OpenVlaValue",
     "openvla_oft": "leaderless.policies.openvla:OpenVlaValue",
     "pi0": "leaderless.policies.pi0:Pi0Value",
+    "pi05": "leaderless.policies.pi05:Pi05Value",
 }
 """Critics, likewise; they have the names of the policies that see in the same way."""
 MODEL_TYPE = "leaderless_body"

@@ -7,7 +7,6 @@ The model is `PI0ForConditionalGeneration` of transformers, its statistics those
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -18,21 +17,13 @@ from transformers import AutoTokenizer, DynamicCache, PI0ForConditionalGeneratio
 
 from leaderless.environments.bodies.protocol import Spaces
 from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
+from leaderless.policies.pali import Prefix, chosen_cameras, embedded, mean_features, read_prefix
 from leaderless.policies.protocol import BodyModel, BodyValue, Observed
 from leaderless.policies.statistics import Limits
 from leaderless.policies.towers import fitted
 
 STATISTICS = "processor_config.json"
 """File of a checkpoint that has the means and deviations of the robot's state and actions."""
-
-
-@dataclass(frozen=True)
-class _Looked:
-    """What n observations have become: keys and values of each layer, which places are real, and the state."""
-
-    layers: tuple[tuple[Tensor, Tensor], ...]
-    is_real: Tensor
-    state: Tensor
 
 
 class _Pi0(BodyModel):
@@ -45,10 +36,7 @@ class _Pi0(BodyModel):
             ValueError: It cannot be read, or the environment does not show what it sees.
         """
         self._folder = Path(path)
-        self._cameras = list(spaces.images) if cameras is None else cameras
-        if not self._cameras or any(camera not in spaces.images for camera in self._cameras):
-            known = ", ".join(spaces.images) or "none"
-            raise ValueError(f"cameras={self._cameras}: it sees by cameras of the environment, which has {known}")
+        self._cameras = chosen_cameras(spaces, cameras)
         try:
             model, about = PI0ForConditionalGeneration.from_pretrained(
                 path, dtype=torch.float32, local_files_only=True, output_loading_info=True
@@ -102,17 +90,9 @@ class _Pi0(BodyModel):
 
     def _prefix(self, observed: Observed, vlm: nn.Module) -> tuple[Tensor, Tensor]:
         """Embeddings [n, length, hidden_size] of images and words, and whether each is real."""
-        ids, lengths = observed.instructions
         size = int(vlm.config.vision_config.image_size)  # type: ignore[union-attr,arg-type]
-        found = []
-        for camera in self._cameras:
-            images = fitted(observed.images[camera], size) * 2 - 1
-            found.append(vlm.get_image_features(images).pooler_output)  # type: ignore[operator]
-        words = vlm.get_input_embeddings()(ids)  # type: ignore[operator]
-        is_word = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-        seen = torch.cat(found, dim=1).to(words.dtype)
-        is_real = torch.cat([torch.ones(seen.shape[:2], dtype=torch.bool, device=ids.device), is_word], dim=1)
-        return torch.cat([seen, words], dim=1), is_real
+        images = [fitted(observed.images[camera], size) * 2 - 1 for camera in self._cameras]
+        return embedded(vlm, images, *observed.instructions)
 
 
 class Pi0(_Pi0, FlowPolicy):
@@ -157,36 +137,29 @@ class Pi0(_Pi0, FlowPolicy):
         most = int(config.max_state_dim)
         self.deviations = DeviationNet(most, self.numbers) if method == "noise" else None
 
-    def look(self, observed: Observed) -> _Looked:
+    def look(self, observed: Observed) -> Prefix:
         """See `FlowPolicy`."""
         vlm = self.pi0.model.vlm
         embeddings, is_real = self._prefix(observed, vlm)
-        cache: DynamicCache = vlm(
-            inputs_embeds=embeddings,
-            attention_mask=is_real.long(),
-            position_ids=(is_real.long().cumsum(1) - 1).clamp(min=0),
-            token_type_ids=torch.zeros_like(is_real, dtype=torch.int64),
-            use_cache=True,
-        ).past_key_values
-        layers = tuple((layer.keys, layer.values) for layer in cache.layers)
-        return _Looked(layers, is_real, self._normal_state(observed, int(self.pi0.config.max_state_dim)))
+        state = self._normal_state(observed, int(self.pi0.config.max_state_dim))
+        return read_prefix(vlm, embeddings, is_real, state)
 
     def velocity(self, looked: object, rows: Tensor, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
         """See `FlowPolicy`."""
-        assert isinstance(looked, _Looked)
+        assert isinstance(looked, Prefix)
+        here = looked.select(rows)
         # The model adds to a cache that it is given, so each call has its own.
-        cache = DynamicCache([(keys[rows], values[rows]) for keys, values in looked.layers])
-        state = looked.state[rows]
+        cache = DynamicCache(here.layers)
         found: Tensor = self.pi0(
-            state=state.to(self.pi0.action_out_proj.weight.dtype),
+            state=here.state.to(self.pi0.action_out_proj.weight.dtype),
             noise=x.to(self.pi0.action_out_proj.weight.dtype),
             timestep=times,
-            attention_mask=looked.is_real[rows].long(),
+            attention_mask=here.is_real.long(),
             past_key_values=cache,
         ).logits
         if self.deviations is None:
             return found.float(), found.float()
-        learnt = self.deviations(state, times).float()[:, None].expand_as(found)
+        learnt = self.deviations(here.state, times).float()[:, None].expand_as(found)
         return found.float(), learnt
 
 
@@ -213,14 +186,6 @@ class Pi0Value(_Pi0, BodyValue):
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""
-        embeddings, is_real = self._prefix(observed, self.vlm)
-        hidden = self.vlm(
-            inputs_embeds=embeddings,
-            attention_mask=is_real.long(),
-            position_ids=(is_real.long().cumsum(1) - 1).clamp(min=0),
-            token_type_ids=torch.zeros_like(is_real, dtype=torch.int64),
-        ).last_hidden_state
-        weights = is_real[..., None].to(hidden.dtype)
-        mean = (hidden * weights).sum(1) / weights.sum(1)
+        mean = mean_features(self.vlm, *self._prefix(observed, self.vlm))
         features = torch.cat([mean, self._normal_state(observed, self._most)], dim=1)
         return self.shaped(self.head(features.to(self.head.weight.dtype)))

@@ -169,13 +169,13 @@ def _resized(pixels: Tensor, image_size: int) -> Tensor:
     return functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
 
 
-def fitted(images: Tensor, image_size: int) -> Tensor:
+def fitted(images: Tensor, image_size: int, mode: str = "bicubic") -> Tensor:
     """Images [n, height, width, 3] uint8 as [n, 3, size, size] float32 from 0 to 1: whole, with black borders."""
     pixels = images.permute(0, 3, 1, 2).float() / 255
     height, width = pixels.shape[2:]
     scale = image_size / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))
     if size != (height, width):
-        pixels = functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
+        pixels = functional.interpolate(pixels, size, mode=mode, antialias=True, align_corners=False).clamp(0, 1)
     above, left = (image_size - size[0]) // 2, (image_size - size[1]) // 2
     return functional.pad(pixels, (left, image_size - size[1] - left, above, image_size - size[0] - above))

@@ -1,0 +1,85 @@
+"""What pi0 and pi0.5 have in common: PaliGemma reads a prompt and sees images, all places attending to one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from leaderless.environments.bodies.protocol import Spaces
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What n observations have become.
+
+    Attributes:
+        layers: Keys and values, [n, heads, length, head_dim] each, of each layer.
+        is_real: [n, length] bool, which places are not padding.
+        state: [n, max_state_dim] float32, the state, as in training.
+    """
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    is_real: Tensor
+    state: Tensor
+
+    def select(self, rows: Tensor) -> Prefix:
+        """Those of some observations, [m] int64."""
+        layers = tuple((keys[rows], values[rows]) for keys, values in self.layers)
+        return Prefix(layers, self.is_real[rows], self.state[rows])
+
+
+def chosen_cameras(spaces: Spaces, cameras: list[str] | None) -> list[str]:
+    """The cameras that a model sees by; all by default.
+
+    Raises:
+        ValueError: There are none, or the environment lacks one.
+    """
+    chosen = list(spaces.images) if cameras is None else cameras
+    if not chosen or any(camera not in spaces.images for camera in chosen):
+        known = ", ".join(spaces.images) or "none"
+        raise ValueError(f"cameras={chosen}: it sees by cameras of the environment, which has {known}")
+    return chosen
+
+
+def embedded(vlm: nn.Module, images: Sequence[Tensor], ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Embeddings [n, length, hidden_size] of images and then words, and whether each is real.
+
+    Args:
+        vlm: `PaliGemmaModel` of transformers.
+        images: [n, 3, size, size] float32 of each camera, from -1 to 1.
+        ids: [n, longest] int64, the prompt.
+        lengths: [n] int64, its length.
+    """
+    found = [vlm.get_image_features(one).pooler_output for one in images]  # type: ignore[operator]
+    words = vlm.get_input_embeddings()(ids)  # type: ignore[operator]
+    is_word = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    seen = torch.cat(found, dim=1).to(words.dtype)
+    is_real = torch.cat([torch.ones(seen.shape[:2], dtype=torch.bool, device=ids.device), is_word], dim=1)
+    return torch.cat([seen, words], dim=1), is_real
+
+
+def _run(vlm: nn.Module, embeddings: Tensor, is_real: Tensor, *, use_cache: bool) -> object:
+    return vlm(
+        inputs_embeds=embeddings,
+        attention_mask=is_real.long(),
+        position_ids=(is_real.long().cumsum(1) - 1).clamp(min=0),
+        token_type_ids=torch.zeros_like(is_real, dtype=torch.int64),
+        use_cache=use_cache,
+    )
+
+
+def read_prefix(vlm: nn.Module, embeddings: Tensor, is_real: Tensor, state: Tensor) -> Prefix:
+    """Compute what the steps of a flow attend to."""
+    cache: DynamicCache = _run(vlm, embeddings, is_real, use_cache=True).past_key_values  # type: ignore[attr-defined]
+    return Prefix(tuple((layer.keys, layer.values) for layer in cache.layers), is_real, state)
+
+
+def mean_features(vlm: nn.Module, embeddings: Tensor, is_real: Tensor) -> Tensor:
+    """[n, hidden_size]: mean of what the last layer says at real places, for critics."""
+    hidden: Tensor = _run(vlm, embeddings, is_real, use_cache=False).last_hidden_state  # type: ignore[attr-defined]
+    weights = is_real[..., None].to(hidden.dtype)
+    return (hidden * weights).sum(1) / weights.sum(1)
