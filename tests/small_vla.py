@@ -102,7 +102,7 @@ def write_small_pi0(folder: Path, *, state_size: int = 3, dim: int = 2) -> Path:
 
 
 def write_small_pi05(folder: Path, *, state_size: int = 3, dim: int = 2) -> Path:
-    """Write a pi0.5 that plans 4 steps of 5 numbers, under published names, the quantiles of a robot, and a tokenizer."""
+    """Write a pi0.5 of 4 steps of 5 numbers under published names, the quantiles of a robot, and a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     about = {
         "type": "pi05",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import run, succeed
 from tests.small_bodies import body_recipe, settings_of
+from tests.small_vla import write_small_pi05
 
 from leaderless.data.demonstrations import Demonstrations
 from leaderless.observability.run_directory import RunDirectory
@@ -81,6 +83,20 @@ def test_advantages_of_steps_train_a_policy_and_a_critic(ranks: RankPool, tmp_pa
     for row in numbers(tmp_path):
         assert row["policy/grad_norm"] > 0
         assert row["critic/grad_norm"] > 0
+
+
+def test_a_saved_policy_does_not_need_the_checkpoint_that_it_began_with(ranks: RankPool, tmp_path: Path) -> None:
+    checkpoint = write_small_pi05(tmp_path / "published", state_size=2, dim=1)
+    policy = {"type": "pi05", "options": {"path": str(checkpoint), "chunk": 2}}
+    small = {"batch": {"prompts_per_step": 2, "responses_per_prompt": 2, "micro_batch_tokens": 64}}
+    body_recipe(tmp_path, steps=1, **{"models.policy.body": policy, "data.evaluation": None, **small})  # type: ignore[arg-type]
+    succeed(ranks, tmp_path, "train", "recipe.yaml")
+    shutil.rmtree(checkpoint)
+    succeed(ranks, tmp_path, "export", "runs/line", "exported")
+    changes = ("models.policy=exported", "name=again")
+    succeed(ranks, tmp_path, "train", "recipe.yaml", *changes)
+    assert (tmp_path / "runs/again/checkpoints/step-000001/policy/base/tokenizer.json").exists()
+    assert numbers(tmp_path, "again")[0]["mismatch/abs_max"] < 1e-4
 
 
 def test_demonstrations_are_imitated_exported_and_evaluated(ranks: RankPool, tmp_path: Path) -> None:

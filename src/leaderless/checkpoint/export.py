@@ -26,7 +26,8 @@ from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.decoder import class_for, load_value_model
 from leaderless.models.lora import merge_adapters, write_adapters
 from leaderless.planner.adapters import CONFIG_FILE, described
-from leaderless.policies.opened import empty_model, is_body
+from leaderless.policies.base_folder import BASE, is_body
+from leaderless.policies.opened import empty_model
 
 
 def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False) -> Path:
@@ -92,6 +93,8 @@ def _write_body(source: Path, out: Path) -> None:
     read_tensors(source, {f"weights.{name}": one for name, one in weights.items()})
     save_file(weights, out / "model.safetensors")
     shutil.copy(source / "config.json", out)
+    if (source / BASE).is_dir():
+        shutil.copytree(source / BASE, out / BASE)
 
 
 def _write_adapted(source: Path, role: str, out: Path, *, merge: bool, is_critic: bool) -> None:

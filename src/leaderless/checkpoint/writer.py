@@ -201,6 +201,7 @@ class CheckpointWriter:
                 name = f"{role}/{shard_file(_place(self._engines[role].process_group))}"
                 files[name] = write_shards(scratch / name, shards)
             for name, data in self._models.get(role, {}).items():
+                (scratch / role / name).parent.mkdir(exist_ok=True)
                 (scratch / role / name).write_bytes(data)
             if role in self._models:
                 texts[f"{role}/{ROLE_FILE}"] = json.dumps(asdict(state), indent=2)
@@ -213,7 +214,7 @@ class CheckpointWriter:
             if name not in files:
                 sync_to_disk(file)
                 files[name] = FileEntry.of(file)
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(exist_ok=True, parents=True)
             file.rename(folder / name)
         shutil.rmtree(scratch)
         return files
@@ -329,4 +330,5 @@ def _describe(engine: Trainable, tokenizer: Tokenizer) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
         engine.write_description(Path(folder))
         tokenizer.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

@@ -18,6 +18,7 @@ from leaderless.config.body import PolicyConfig
 from leaderless.config.functions import is_function_name, load_class
 from leaderless.config.models import ModelConfig
 from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
+from leaderless.policies.base_folder import BASE, MODEL_TYPE, keep_base
 from leaderless.policies.normalizer import StateNormalizer
 from leaderless.policies.protocol import BodyModel, BodyPolicy, BodyValue
 
@@ -47,8 +48,6 @@ VALUES: Mapping[str, str] = {
     "pi05": "leaderless.policies.pi05:Pi05Value",
 }
 """Critics, likewise; they have the names of the policies that see in the same way."""
-MODEL_TYPE = "leaderless_body"
-"""What the `config.json` of a saved model says."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +66,27 @@ class Opened:
 def open_model(config: ModelConfig, key: str, spaces: Spaces, *, is_critic: bool) -> Opened:
     """Load a model from its folder, or make one with random weights, the same on every rank.
 
-    A critic that begins with the folder of a policy is new, but sees as that policy does.
+    A critic that begins with the folder of a policy sees as that policy does, with its weights where they are as large
+    as one; the rest is new.
 
     Raises:
         RecipeError: It cannot be loaded or made, or is for a body of another kind. Errors name `key`.
     """
     model, kind, saved = _new(config, key, spaces, is_critic=is_critic)
-    if saved and bool(saved.get("is_critic")) == is_critic:
-        _load(model, Path(config.path), key)
+    if saved:
+        was_critic = bool(saved.get("is_critic"))
+        names = {name: name for name, _ in model.named_parameters()}
+        if isinstance(model, BodyValue) and not was_critic:
+            names = {name: theirs for name in names if (theirs := model.name_in_policy(name)) is not None}
+        _load(model, Path(config.path), key, names, is_whole=was_critic == is_critic)
     about: dict[str, Json] = {
         "model_type": MODEL_TYPE,
         "type": kind.type,
-        "options": dict(kind.options),
+        "options": {name: value for name, value in kind.options.items() if name != "path" or not model.checkpoint},
         "is_critic": is_critic,
         "spaces": describe_spaces(spaces),
     }
-    return Opened(model, partial(_describe, about))
+    return Opened(model, partial(_describe, about, model.checkpoint))
 
 
 def model_for(config: ModelConfig, key: str, spaces: Spaces, *, is_critic: bool) -> BodyPolicy | BodyValue:
@@ -95,7 +99,10 @@ def _new(
 ) -> tuple[BodyPolicy | BodyValue, PolicyConfig, Mapping[str, Json]]:
     """A model as it is made, its kind, and what its folder says, if there is one."""
     saved: Mapping[str, Json] = _described(config.path, key) if config.path else {}
-    kind = config.body or _saved_kind(saved, key, is_critic=is_critic)
+    was_critic = bool(saved.get("is_critic"))
+    if was_critic and not is_critic:
+        raise RecipeError.at(key, f"'{config.path}' is a critic, which does not act: give the folder of a policy")
+    kind = config.body or _saved_kind(saved, Path(config.path), key, is_critic=is_critic)
     if saved and saved.get("spaces") != (mine := describe_spaces(spaces)):
         theirs = saved.get("spaces")
         differing = sorted(name for name in mine if not isinstance(theirs, Mapping) or theirs.get(name) != mine[name])
@@ -115,35 +122,30 @@ def _new(
     return model, kind, saved
 
 
-def _saved_kind(saved: Mapping[str, Json], key: str, *, is_critic: bool) -> PolicyConfig:
-    """The kind of a model that begins with a folder. A critic leaves out options that only policies have."""
+def _kind_of(saved: Mapping[str, Json], folder: Path) -> PolicyConfig:
+    """The kind of a saved model, which reads what it has kept of a checkpoint, if it began with one."""
     options = saved["options"]
     assert isinstance(options, dict)
-    kind = PolicyConfig(type=str(saved["type"]), options=options)
+    base = {"path": str(folder / BASE)} if (folder / BASE).is_dir() else {}
+    return PolicyConfig(type=str(saved["type"]), options={**options, **base})
+
+
+def _saved_kind(saved: Mapping[str, Json], folder: Path, key: str, *, is_critic: bool) -> PolicyConfig:
+    """The kind of a model that begins with a folder. A critic leaves out options that only policies have."""
+    kind = _kind_of(saved, folder)
     if not is_critic or saved.get("is_critic"):
         return kind
     found = _class_of(kind, key, VALUES, BodyValue)  # type: ignore[type-abstract]
     known = inspect.signature(found).parameters
-    return PolicyConfig(type=kind.type, options={name: value for name, value in options.items() if name in known})
-
-
-def is_body(folder: Path) -> bool:
-    """Whether a folder describes a model of a body."""
-    try:
-        about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(about, dict) and about.get("model_type") == MODEL_TYPE
+    return PolicyConfig(type=kind.type, options={name: value for name, value in kind.options.items() if name in known})
 
 
 def empty_model(folder: Path) -> BodyPolicy | BodyValue:
     """The model that a folder describes, without its weights; a RecipeError says why it cannot be made."""
     about = _described(str(folder), "models")
-    spaces, options = about["spaces"], about["options"]
+    spaces = about["spaces"]
     assert isinstance(spaces, dict)
-    assert isinstance(options, dict)
-    kind = PolicyConfig(type=str(about["type"]), options=options)
-    return make_model(kind, "models", _read_spaces(spaces), is_critic=bool(about["is_critic"]))
+    return make_model(_kind_of(about, folder), "models", _read_spaces(spaces), is_critic=bool(about["is_critic"]))
 
 
 def _read_spaces(about: Mapping[str, Json]) -> Spaces:
@@ -219,7 +221,9 @@ def describe_spaces(spaces: Spaces) -> dict[str, Json]:
     return {"images": images, "state_size": spaces.state_size, "actions": taken}
 
 
-def _describe(about: Mapping[str, Json], folder: Path) -> None:
+def _describe(about: Mapping[str, Json], checkpoint: Path | None, folder: Path) -> None:
+    if checkpoint is not None:
+        keep_base(checkpoint, folder)
     (folder / "config.json").write_text(json.dumps(about, indent=2), encoding="utf-8")
 
 
@@ -234,9 +238,9 @@ def _described(path: str, key: str) -> Mapping[str, Json]:
     return about
 
 
-def _load(model: BodyModel, folder: Path, key: str) -> None:
-    """Load the weights of a folder, all of them."""
-    wanted = dict(model.named_parameters())
+def _load(model: BodyModel, folder: Path, key: str, names: Mapping[str, str], *, is_whole: bool) -> None:
+    """Load the weights of a folder, all of them if it is of the whole model; `names` are theirs there, by their own."""
+    wanted = {names[name]: one for name, one in model.named_parameters() if name in names}
     files = sorted(folder.glob("*.safetensors"))
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     for name, parameter in wanted.items():
@@ -244,5 +248,5 @@ def _load(model: BodyModel, folder: Path, key: str) -> None:
             what = "lacks" if name not in found else f"has {tuple(found[name].shape)} numbers of"
             raise RecipeError.at(key, f"'{folder}' {what} the weight '{name}' of shape {tuple(parameter.shape)}")
         parameter.data.copy_(found[name])
-    if unknown := sorted(found.keys() - wanted.keys()):
+    if is_whole and (unknown := sorted(found.keys() - wanted.keys())):
         raise RecipeError.at(key, f"'{folder}' has weights that the model does not know, such as '{unknown[0]}'")

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, DynamicCache
 
 from leaderless.environments.bodies.protocol import Spaces
+from leaderless.policies.base_folder import lacks_weights
 from leaderless.policies.bins import Bins
 from leaderless.policies.prismatic import Prefix, Prismatic, VlaConfig, load_prismatic
 from leaderless.policies.protocol import Acted, BodyModel, BodyPolicy, BodyValue, Observed, Scores
+from leaderless.policies.seen import chosen_cameras
 from leaderless.policies.statistics import Limits
 from leaderless.policies.towers import sized
 
@@ -64,15 +66,14 @@ class _Vla(BodyModel):
         """
         super().__init__()
         self.spaces, self._folder, self._crop_share = spaces, Path(path), crop_share
+        self.checkpoint = self._folder
         self.config = VlaConfig.read(self._folder)
-        self._cameras = list(spaces.images) if cameras is None else cameras
-        if not self._cameras or any(camera not in spaces.images for camera in self._cameras):
-            known = ", ".join(spaces.images) or "none"
-            raise ValueError(f"cameras={self._cameras}: it sees by cameras of the environment, which has {known}")
+        self._cameras = chosen_cameras(spaces, cameras)
         if not 0 < crop_share <= 1:
             raise ValueError(f"crop_share={crop_share}: must be above 0, at most 1")
         self.vla = Prismatic(self.config)
-        load_prismatic(self.vla, self.config, self._folder)
+        if not lacks_weights(self._folder):
+            load_prismatic(self.vla, self.config, self._folder)
 
     @cached_property
     def _tokenizer(self) -> AutoTokenizer:
@@ -287,6 +288,10 @@ class OpenVlaValue(_Vla, BodyValue):
         self.head = nn.Linear(int(self.config.text.hidden_size), self.num_values)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+
+    def name_in_policy(self, name: str) -> str | None:
+        """See `BodyValue`."""
+        return name if name.startswith("vla.") else None
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from leaderless.environments.bodies.protocol import Spaces
-
 
 @dataclass(frozen=True)
 class Prefix:
@@ -30,19 +28,6 @@ class Prefix:
         """Those of some observations, [m] int64."""
         layers = tuple((keys[rows], values[rows]) for keys, values in self.layers)
         return Prefix(layers, self.is_real[rows], self.state[rows])
-
-
-def chosen_cameras(spaces: Spaces, cameras: list[str] | None) -> list[str]:
-    """The cameras that a model sees by; all by default.
-
-    Raises:
-        ValueError: There are none, or the environment lacks one.
-    """
-    chosen = list(spaces.images) if cameras is None else cameras
-    if not chosen or any(camera not in spaces.images for camera in chosen):
-        known = ", ".join(spaces.images) or "none"
-        raise ValueError(f"cameras={chosen}: it sees by cameras of the environment, which has {known}")
-    return chosen
 
 
 def embedded(vlm: nn.Module, images: Sequence[Tensor], ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoTokenizer, DynamicCache, PI0ForConditionalGeneration
+from transformers import AutoTokenizer, DynamicCache, PI0Config, PI0ForConditionalGeneration
 
 from leaderless.environments.bodies.protocol import Spaces
+from leaderless.policies.base_folder import lacks_weights
 from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
-from leaderless.policies.pali import Prefix, chosen_cameras, embedded, mean_features, read_prefix
+from leaderless.policies.pali import Prefix, embedded, mean_features, read_prefix
 from leaderless.policies.protocol import BodyModel, BodyValue, Observed
+from leaderless.policies.seen import chosen_cameras
 from leaderless.policies.statistics import Limits
 from leaderless.policies.towers import fitted
 
@@ -35,8 +37,12 @@ class _Pi0(BodyModel):
         Raises:
             ValueError: It cannot be read, or the environment does not show what it sees.
         """
-        self._folder = Path(path)
+        self._folder = self.checkpoint = Path(path)
         self._cameras = chosen_cameras(spaces, cameras)
+        if lacks_weights(self._folder):
+            empty = PI0ForConditionalGeneration(PI0Config.from_pretrained(path, local_files_only=True)).float()
+            self._state = self._statistics("state", spaces.state_size, int(empty.config.max_state_dim))
+            return empty.eval()
         try:
             model, about = PI0ForConditionalGeneration.from_pretrained(
                 path, dtype=torch.float32, local_files_only=True, output_loading_info=True
@@ -183,6 +189,10 @@ class Pi0Value(_Pi0, BodyValue):
         self.head = nn.Linear(int(self.vlm.config.text_config.hidden_size) + self._most, self.num_values)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+
+    def name_in_policy(self, name: str) -> str | None:
+        """See `BodyValue`."""
+        return f"pi0.model.{name}" if name.startswith("vlm.") else None
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""

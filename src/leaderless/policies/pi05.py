@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 
 from leaderless.environments.bodies.protocol import Spaces
 from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
-from leaderless.policies.pali import Prefix, chosen_cameras, embedded, mean_features, read_prefix
+from leaderless.policies.pali import Prefix, embedded, mean_features, read_prefix
 from leaderless.policies.pi05_model import Pi05Network, read_network
 from leaderless.policies.protocol import BodyModel, BodyValue, Observed
-from leaderless.policies.seen import padded
+from leaderless.policies.seen import chosen_cameras, padded
 from leaderless.policies.statistics import Limits
 from leaderless.policies.towers import fitted
 
@@ -47,6 +47,7 @@ class _Pi05(BodyModel):
             ValueError: It cannot be read, or the environment does not show what it sees.
         """
         self._folder, self._pads_state = Path(path), pads_state
+        self.checkpoint = self._folder
         self._cameras = chosen_cameras(spaces, cameras)
         network = read_network(self._folder)
         self._most = network.config.max_state_dim
@@ -182,6 +183,10 @@ class Pi05Value(_Pi05, BodyValue):
         self.head = nn.Linear(network.config.vlm.width, self.num_values)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+
+    def name_in_policy(self, name: str) -> str | None:
+        """See `BodyValue`."""
+        return f"pi05.{name}" if name.startswith("vlm.") else None
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""

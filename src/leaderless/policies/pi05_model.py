@@ -22,6 +22,7 @@ from torch.nn import functional
 from transformers import GemmaConfig, PaliGemmaConfig, PaliGemmaModel
 from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRotaryEmbedding
 
+from leaderless.policies.base_folder import lacks_weights
 from leaderless.policies.pali import Prefix
 
 WEIGHTS = "model.safetensors"
@@ -116,13 +117,18 @@ class Pi05Config:
         if on := [name for name in ("use_proprioceptive_memory", "use_visual_memory") if about.get(name)]:
             raise ValueError(f"path='{folder}': {on[0]} is not supported: this policy sees the present alone")
         sides = about.get("image_resolution", (224, 224))
-        sizes = (about.get(name, size) for name, size in _SIZES.items())
-        periods = about.get("min_period", 4e-3), about.get("max_period", 4.0)
-        return cls(VARIANTS[names[0]], VARIANTS[names[1]], int(sides[0]), *map(int, sizes), periods)
+        return cls(
+            VARIANTS[names[0]],
+            VARIANTS[names[1]],
+            int(sides[0]),
+            int(about.get("chunk_size", 50)),
+            int(about.get("max_state_dim", 32)),
+            int(about.get("max_action_dim", 32)),
+            (float(about.get("min_period", 4e-3)), float(about.get("max_period", 4.0))),
+        )
 
 
 _DEFAULTS = {"paligemma": "gemma_2b", "action_expert": "gemma_300m"}
-_SIZES = {"chunk_size": 50, "max_state_dim": 32, "max_action_dim": 32}
 
 
 class AdaRmsNorm(nn.Module):
@@ -272,12 +278,14 @@ def own_name(published: str) -> str | None:
 
 
 def read_network(folder: Path) -> Pi05Network:
-    """Read a network with its weights.
+    """Read a network with its weights, unless these are those of a saved model.
 
     Raises:
         ValueError: It cannot be read, or weights are missing, unknown, or of other shapes.
     """
     network = Pi05Network(Pi05Config.read(folder))
+    if lacks_weights(folder):
+        return network.eval()
     try:
         published = load_file(folder / WEIGHTS)
     except OSError as error:

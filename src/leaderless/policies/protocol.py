@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -74,10 +75,12 @@ class BodyModel(nn.Module):
     Attributes:
         spaces: What its environment shows and takes.
         chunk: Steps of a decision.
+        checkpoint: Folder that the constructor's argument `path` names, and that it has read; None without one.
     """
 
     spaces: Spaces
     chunk: int
+    checkpoint: Path | None = None
     _no_split_modules: Sequence[str] = ()
 
     def instruction_ids(self, text: str) -> list[int]:
@@ -146,6 +149,17 @@ class BodyValue(BodyModel, ABC):
     def shaped(self, values: Tensor) -> Tensor:
         """Values [n, num_values] in the form that `values` returns."""
         return values.float() if self.per_step else values.float()[:, 0]
+
+    def name_in_policy(self, name: str) -> str | None:  # noqa: ARG002
+        """Name of one of its weights in a policy that sees in the same way, with whose weights it can begin.
+
+        Args:
+            name: Name of the weight here.
+
+        Returns:
+            None for a weight of its own.
+        """
+        return None
 
     @abstractmethod
     def values(self, observed: Observed) -> Tensor:

@@ -32,3 +32,16 @@ def padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, 
     for row, values in enumerate(ids):
         table[row, : len(values)] = torch.tensor(values, dtype=torch.int64)
     return table.to(device), lengths.to(device)
+
+
+def chosen_cameras(spaces: Spaces, cameras: list[str] | None) -> list[str]:
+    """The cameras that a model sees by; all by default.
+
+    Raises:
+        ValueError: There are none, or the environment lacks one.
+    """
+    chosen = list(spaces.images) if cameras is None else cameras
+    if not chosen or any(camera not in spaces.images for camera in chosen):
+        known = ", ".join(spaces.images) or "none"
+        raise ValueError(f"cameras={chosen}: it sees by cameras of the environment, which has {known}")
+    return chosen

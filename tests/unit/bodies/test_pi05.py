@@ -169,11 +169,10 @@ def test_the_network_is_that_of_both_experts_in_one_pass(folder: Path) -> None:
     x, times = torch.randn(3, 4, 5), torch.tensor([1.0, 0.5, 0.25])
     found = policy.velocity(policy.look(seen), torch.arange(3), x, times)[0]
     for row, prompt in enumerate(policy.prompts(seen)):
-        ids = policy._tokenizer(f"<s>{prompt}", add_special_tokens=False).input_ids  # noqa: SLF001
-        images = [
-            vlm.get_image_features(fitted(seen.images[camera][row : row + 1], 28, mode="bilinear") * 2 - 1).pooler_output[0]
-            for camera in ("top", "hand")
-        ]
+        ids = policy._tokenizer(f"<s>{prompt}", add_special_tokens=False).input_ids
+        one = seen.select(torch.tensor([row]))
+        pixels = [fitted(one.images[camera], 28, mode="bilinear") * 2 - 1 for camera in ("top", "hand")]
+        images = [vlm.get_image_features(image).pooler_output[0] for image in pixels]
         prefix = torch.cat([*images, vlm.language_model.embed_tokens.weight[ids] * 32**0.5])
         expected = in_one_pass(policy, prefix, x[row], float(times[row]))
         torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-5)
