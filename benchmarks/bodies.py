@@ -35,6 +35,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, object], str]] = {
     "FetchPickAndPlace": ("gymnasium", {"id": "gymnasium_robotics:FetchPickAndPlace-v4"}, "gymnasium-robotics"),
     "FetchReach, 64 x 64": ("gymnasium", {"id": FETCH, "image_size": 64, "max_steps": 10}, "gymnasium-robotics"),
     "Meta-World MT10": ("metaworld", {"max_steps": 100}, "metaworld"),
+    "ManiSkill PickCube": ("maniskill", {"max_steps": 50}, "mani-skill"),
     "BabyAI GoToRedBallGrey, 56 x 56": ("babyai", {}, "minigrid"),
     "BabyAI PickupLoc, symbols": ("babyai", {"id": "BabyAI-PickupLoc-v0", "tile_size": 0}, "minigrid"),
     "PandaReach": ("panda", {}, "panda-gym"),

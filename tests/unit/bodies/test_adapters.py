@@ -154,8 +154,11 @@ def test_what_cannot_be_made_is_refused_with_its_remedy(monkeypatch):
     assert "gymnasium_robotics:FetchReach-v4" in refusal("gymnasium", id="Missing-v0")
     assert "RescaleAction" in refusal("gymnasium", id="tests.unit.bodies.odd:Odd-v0")
     assert "does not take them" in refusal("babyai", tiles=3)
+    assert "must be one of sparse, dense" in refusal("maniskill", reward="shaped")
+    assert "max_steps=0: must be at least 1" in refusal("maniskill", max_steps=0)
     for module, name, extra in [
         ("minigrid", "babyai", "babyai"),
+        ("mani_skill", "maniskill", "maniskill"),
         ("metaworld", "metaworld", "metaworld"),
         ("panda_gym", "panda", "panda"),
         ("gym_pusht", "pusht", "pusht"),

@@ -9,6 +9,7 @@ ADAPTERS: Mapping[str, str] = {
     "babyai": f"{_HERE}.babyai:BabyAI",
     "gymnasium": f"{_HERE}.gymnasium:GymnasiumBody",
     "libero": f"{_HERE}.libero:Libero",
+    "maniskill": f"{_HERE}.maniskill:ManiSkill",
     "metaworld": f"{_HERE}.metaworld:MetaWorld",
     "panda": f"{_HERE}.gymnasium:Panda",
     "pusht": f"{_HERE}.gymnasium:PushT",
