@@ -15,8 +15,17 @@ import numpy as np
 import torch
 from PIL import Image
 from tests.tiny import scatter_vectors
-from transformers import AutoConfig, AutoModelForImageTextToText, CLIPVisionConfig, LlamaConfig, LlavaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    GemmaConfig,
+    LlamaConfig,
+    LlavaConfig,
+    PaliGemmaConfig,
+)
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
@@ -25,7 +34,7 @@ from leaderless.models.image_readers import Reader, open_reader
 from leaderless.models.tiny import write_vision_model
 from leaderless.models.tokenizer import load_tokenizer
 
-Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava"]
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "paligemma"]
 WORDS = [*"0123456789", "red", "blue", "how many ", " squares? ", " and "]
 SIZES = [[(32, 32)], [], [(40, 16), (16, 24)], [(8, 64)], [], [(24, 24), (32, 32), (16, 16)]]
 """Widths and heights of the images of each prompt: several, and none in some."""
@@ -39,6 +48,8 @@ def vision_model(family: Family = "qwen3_vl") -> str:
     path = Path(folder.name) / family
     if family == "llava":
         _write_llava(path)
+    elif family == "paligemma":
+        _write_paligemma(path)
     else:
         write_vision_model(path, WORDS, family=family, hidden_size=32)
     scatter_vectors(path, AutoModelForImageTextToText)
@@ -61,6 +72,28 @@ def _write_llava(path: Path) -> None:
     (path / "preprocessor_config.json").unlink()
     square = {"height": 16, "width": 16}
     CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square).save_pretrained(path)
+
+
+def _write_paligemma(path: Path) -> None:
+    """A model of type paligemma, with the tokenizer of the others."""
+    write_vision_model(path, WORDS, hidden_size=32)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+    described = AutoConfig.from_pretrained(path)
+    vision = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "vision_use_head": False, **sizes}
+    config = PaliGemmaConfig(
+        text_config=GemmaConfig(
+            vocab_size=described.text_config.vocab_size, num_key_value_heads=1, head_dim=8, **sizes
+        ).to_diff_dict()
+        | {"model_type": "gemma"},
+        vision_config=vision,
+        image_token_id=described.image_token_id,
+        projection_dim=32,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(path)
+    (path / "preprocessor_config.json").unlink()
+    SiglipImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(path)
 
 
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
@@ -99,10 +132,13 @@ def prompt_with(
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
     """Tokens of a prompt with images of some widths and heights in its text, and the images."""
     reader, tokenizer = reader_of(family), load_tokenizer(ModelConfig(path=vision_model(family)), "policy")
-    text = f"how many {' and '.join([reader.marker] * len(sizes))}red squares? {seed % 7}"
+    marks, between = [reader.marker] * len(sizes), " and "
+    text = f"how many {between.join(marks)}red squares? {seed % 7}"
+    if family == "paligemma":  # images come first
+        text = f"{''.join(marks)}how many red squares? {seed % 7}"
     files = [picture(*size, seed=seed + number) for number, size in enumerate(sizes)]
     pictures = [(*reader.grid(image.height, image.width), data) for data in files for image in [open_image(data)]]
-    tokens = expanded(tokenizer.encode(text), reader, pictures)
+    tokens = expanded(reader.arranged(tokenizer.encode(text)), reader, pictures)
     return tokens, tuple(placed(tokens, reader, pictures))
 
 

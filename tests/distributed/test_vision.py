@@ -66,13 +66,15 @@ def test_ranks_that_divide_the_tokens_of_images_learn_like_one(ranks: RankPool, 
     assert largest_difference(ranks.run(prod(sizes.values()), train, model, samples, sizes, {}), expected) < 1e-5
 
 
-def refusal(model: str) -> str:
+def refusal(model: str, axis: str = "tp") -> str:
     transport = Transport(torch.device("cpu"), timeout_s=60)
     with pytest.raises(RecipeError) as caught:
-        make_engine(setup_of(transport, Layout(transport.world.ranks, 1, tp=2), model))
+        make_engine(setup_of(transport, Layout(transport.world.ranks, 1, **{axis: 2}), model))
     return str(caught.value)
 
 
 def test_a_model_that_sees_images_is_not_divided_along_other_axes(ranks: RankPool) -> None:
     (problem, _) = ranks.run(2, refusal, vision_model())
     assert "models.policy: a model that sees images cannot be divided along tp: use dp and cp" in problem
+    (problem, _) = ranks.run(2, refusal, vision_model("paligemma"), "cp")
+    assert "a model that reads prompts in both directions cannot be divided along cp: use dp" in problem

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -17,10 +20,13 @@ from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch
+from leaderless.data.image_prompts import ImagePrompts
 from leaderless.data.images import PromptImage, pack_images, unpack_images
 from leaderless.data.transport import ProcessGroup
 from leaderless.models import image_readers
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
+from leaderless.models.image_readers import PaliGemmaReader
+from leaderless.models.prefix_attention import PrefixAttention
 from leaderless.models.seen import grid_positions
 from leaderless.models.shared_prompts import Family as Rows
 from leaderless.models.shared_prompts import attention_over
@@ -57,6 +63,8 @@ def alone(model: VisionLM, prompt: Sequence[int], images: Sequence[PromptImage],
     """Log-probabilities of a response by the model's own forward pass, without what is never drawn."""
     tokens = torch.tensor([[*prompt, *response]])
     inputs: dict[str, Tensor] = {}
+    if model.reads_both_ways:
+        inputs["token_type_ids"] = (torch.arange(tokens.shape[1]) >= len(prompt)).long()[None]
     if images:
         pixels = model.reader.pixels(images)
         inputs["pixel_values"] = pixels.values
@@ -276,8 +284,9 @@ def test_equal_tokens_of_other_images_are_another_prompt() -> None:
         assert together.log_probs == pytest.approx(other.log_probs[: len(together.log_probs)], abs=1e-5)
 
 
-def test_resumed_responses_and_new_weights_go_on_with_what_is_seen() -> None:
-    engine, asked = native_of("qwen3_vl"), requests("qwen3_vl")
+@pytest.mark.parametrize("family", ["qwen3_vl", "paligemma"])
+def test_resumed_responses_and_new_weights_go_on_with_what_is_seen(family: Family) -> None:
+    engine, asked = native_of(family), requests(family)
     whole = answered(engine, asked)
     begun = answered(engine, asked, 4)
     for completions in begun:
@@ -398,3 +407,72 @@ def test_attention_over_a_family_sees_its_own_images_alone() -> None:
         )
     torch.testing.assert_close(found[: len(tokens)], alone_, rtol=0, atol=1e-5)
     assert not torch.allclose(found[: len(tokens)], found[len(tokens) :], atol=1e-3)
+
+
+def test_paligemma_has_images_first_then_the_text_and_a_line_break() -> None:
+    reader, tokenizer = reader_of("paligemma"), load_tokenizer(ModelConfig(path=vision_model("paligemma")), "policy")
+    assert isinstance(reader, PaliGemmaReader)
+    break_, image = [*reader._line_break], reader.token
+    assert break_
+    prompts = ImagePrompts(reader, "images", Path(), "data.train.images")
+    text = prompts.marked("how many red squares? 3", 2, "row 0")
+    tokens, images = prompts.expanded(tokenizer.encode(text), [(1, 16, b"a"), (1, 16, b"b")], "row 0")
+    assert tokens == [image] * 32 + tokenizer.encode("how many red squares? 3") + break_
+    assert [one.place for one in images] == [0, 16]
+    reader._first = 5
+    assert reader.arranged([5, image, 7, 8]) == [image, 5, 7, 8, *break_]
+    assert reader.arranged([image, 7, *break_]) == [image, 5, 7, *break_]
+    assert reader.arranged([7]) == [5, 7, *break_]
+    reader._first = None
+    with pytest.raises(RecipeError, match="row 0: an image stands behind text: models of type paligemma"):
+        prompts.expanded([7, image], [(1, 16, b"a")], "row 0")
+
+
+def test_a_prompt_that_is_read_in_both_directions_has_no_next_turn() -> None:
+    request = Request([5, 6, 7], [1], conversation=3)
+    with pytest.raises(ValueError, match="choose a model that reads in one direction"):
+        native_of("paligemma").submit(request, SamplingParams(SamplingConfig(temperature=1.0), 9))
+
+
+def test_paligemma_2_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(vision_model("paligemma"), tmp_path / "two")
+    file = tmp_path / "two/config.json"
+    about = json.loads(file.read_text())
+    for text, message in (
+        ("gemma2", "models with final_logit_softcapping are not supported"),
+        ("llama", "models of type paligemma with llama are not supported, only gemma"),
+    ):
+        about["text_config"]["model_type"] = text
+        file.write_text(json.dumps(about))
+        with pytest.raises(RecipeError, match=message):
+            load_causal_lm(ModelConfig(path=str(tmp_path / "two")), "policy")
+
+
+@pytest.mark.parametrize("grouped", [1, 2])
+def test_attention_of_prefixes_is_that_of_a_mask(grouped: int) -> None:
+    families = [Rows(5, (3, 1, 4)), Rows(2, ()), Rows(1, (2,)), Rows(3, (1, 1))]
+    total, generator = sum(one.num_tokens for one in families), torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(total, heads, 8, dtype=torch.float64, generator=generator).requires_grad_()
+        for heads in (2 * grouped, 2, 2)
+    )
+    found = PrefixAttention(families, CPU).attend(0, query, key, value, 0.3)
+    is_seen, begin = torch.zeros(total, total, dtype=torch.bool), 0
+    for family in families:
+        prompt = slice(begin, begin + family.prompt)
+        is_seen[begin : begin + family.num_tokens, prompt] = True
+        is_seen[prompt, prompt.stop : begin + family.num_tokens] = False
+        own = prompt.stop
+        for length in family.continuations:
+            is_seen[own : own + length, own : own + length] = torch.ones(length, length, dtype=torch.bool).tril()
+            own += length
+        begin += family.num_tokens
+    keys, values = (one.repeat_interleave(grouped, 1) for one in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * 0.3
+    weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", weights, values)
+    torch.testing.assert_close(found, expected)
+    some_gain = torch.randn(found.shape, dtype=torch.float64, generator=generator)
+    grads = [torch.autograd.grad((one * some_gain).sum(), (query, key, value)) for one in (found, expected)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)

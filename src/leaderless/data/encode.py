@@ -24,6 +24,7 @@ class Tokenizer(Protocol):
     """What this package asks of a Hugging Face tokenizer."""
 
     chat_template: str | None
+    bos_token_id: int | None
     eos_token_id: int | None
     all_special_tokens: list[str]
 

@@ -89,5 +89,5 @@ class ImagePrompts:
             RecipeError: The prompt has not exactly one token for each image.
         """
         with self._named(place):
-            result = expanded(tokens, self.reader, pictures)
+            result = expanded(self.reader.arranged(tokens), self.reader, pictures)
         return result, placed(result, self.reader, pictures)

@@ -85,6 +85,13 @@ class ImageReader(Protocol):
     reserved: frozenset[int]
     fingerprint: str
 
+    def arranged(self, tokens: list[int]) -> list[int]:
+        """A prompt, with one token for each image, as the model was trained with it.
+
+        Raises:
+            ValueError: The model does not take images where they are.
+        """
+
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tokens of an image of some pixels.
 

@@ -27,8 +27,9 @@ from leaderless.data.hub import unreachable_hub
 from leaderless.data.images import PromptImage
 from leaderless.models.attention import ATTENTION_NAME, Attention, check_window
 from leaderless.models.lora import add_adapters, give_adapters_values, trained_weights
+from leaderless.models.prefix_attention import PrefixAttention
 from leaderless.models.recomputing import recompute_layers, recomputed_layers
-from leaderless.models.shared_prompts import Family
+from leaderless.models.shared_prompts import Family, attention_over
 from leaderless.models.support import (
     attention_names,
     check_family,
@@ -113,6 +114,17 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Positions of tokens as the layers take them, from [T] int64 places in their samples."""
         return positions
+
+    @property
+    def reads_both_ways(self) -> bool:
+        """Whether the tokens of a prompt attend to all of it, and not only to those before them."""
+        return False
+
+    def attention(self, families: Sequence[Family], device: torch.device, compute_dtype: torch.dtype) -> Attention:
+        """The attention of a pass over consecutive families."""
+        if self.reads_both_ways:
+            return PrefixAttention(families, device)
+        return attention_over(families, device, compute_dtype)
 
     def train(self, mode: bool = True) -> Self:
         """Let layers recompute their activations in a backward pass, if they were asked to; the mode changes no number.

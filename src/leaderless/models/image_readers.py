@@ -113,6 +113,10 @@ class Reader(ImageReader):
         places = torch.cat([torch.arange(image.place, image.place + image.num_tokens) for image in images])
         return Pixels(torch.cat(values), torch.cat(grids), places)
 
+    def arranged(self, tokens: list[int]) -> list[int]:
+        """See `ImageReader`."""
+        return tokens
+
     @abstractmethod
     def blank(self) -> Pixels:
         """An image that no token stands for. All ranks compute all layers, also those without images."""
@@ -156,7 +160,8 @@ class SquareReader(Reader):
         super().__init__(processor, described)
         vision = described.vision_config
         self._side: int = vision.image_size
-        has_class = described.vision_feature_select_strategy == "full" and vision.model_type == "clip_vision_model"
+        strategy = getattr(described, "vision_feature_select_strategy", "")
+        has_class = strategy == "full" and vision.model_type == "clip_vision_model"
         self._count = (self._side // vision.patch_size) ** 2 + has_class
 
     @override
@@ -171,6 +176,30 @@ class SquareReader(Reader):
     def blank(self) -> Pixels:
         none = torch.zeros(0, dtype=torch.int64)
         return Pixels(torch.zeros(1, 3, self._side, self._side), none, none)
+
+
+class PaliGemmaReader(SquareReader):
+    """Images ahead of all text, then the token that begins a text, the text, and a line break (arXiv 2407.07726)."""
+
+    _first: int | None = None
+    _line_break: Sequence[int] = ()
+
+    @override
+    def named(self, tokenizer: Tokenizer) -> Reader:
+        self._first, self._line_break = tokenizer.bos_token_id, tokenizer.encode("\n", add_special_tokens=False)
+        return super().named(tokenizer)
+
+    @override
+    def arranged(self, tokens: list[int]) -> list[int]:
+        text = [token for token in tokens if token != self.token]
+        num_images = len(tokens) - len(text)
+        begin = int(tokens[:1] == [self._first] and self._first is not None)
+        if any(token != self.token for token in tokens[begin : begin + num_images]):
+            raise ValueError("an image stands behind text: models of type paligemma have images first, then text")
+        if self._first is not None and text[:1] != [self._first]:
+            text = [self._first, *text]
+        end = list(self._line_break)
+        return [self.token] * num_images + text + (end if text[len(text) - len(end) :] != end else [])
 
 
 def open_reader(config: ModelConfig, role: str, tokenizer: Tokenizer | None = None) -> Reader:
@@ -199,8 +228,8 @@ def open_reader(config: ModelConfig, role: str, tokenizer: Tokenizer | None = No
         # `transformers` raises errors of every kind for damaged folders.
         problem = f"the image processor of '{config.path}' cannot be loaded: {error}{unreachable}"
         raise RecipeError.at(key, problem) from error
-    is_square = described.model_type == "llava"
-    if not isinstance(processor, PilBackend if is_square else Qwen2VLImageProcessorPil):
+    kind = {"llava": SquareReader, "paligemma": PaliGemmaReader}.get(described.model_type, QwenReader)
+    if not isinstance(processor, Qwen2VLImageProcessorPil if kind is QwenReader else PilBackend):
         raise RecipeError.at(key, f"'{config.path}' has a {type(processor).__name__}, which is not supported")
-    reader = (SquareReader if is_square else QwenReader)(processor, described)
+    reader = kind(processor, described)
     return reader if tokenizer is None else reader.named(tokenizer)

@@ -15,11 +15,15 @@ from transformers import (
 
 from leaderless.config import RecipeError
 from leaderless.models.attention import ATTENTION_NAME, Attention, PackedAttention
+from leaderless.models.prefix_attention import PrefixAttention
+from leaderless.models.shared_prompts import Family
 
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "paligemma")
 """Types of the models of images and text that are supported."""
 LLAVA_TEXT = ("llama", "qwen2", "qwen3")
 """Types of the layers for text that such a model of type llava may have."""
+PALIGEMMA_TEXT = ("gemma",)
+"""The same of type paligemma; those of PaliGemma 2 have windows and softcapped logits."""
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _LENGTHS = (5, 9)
 """Lengths of the two sequences with which a model is tried."""
@@ -68,14 +72,20 @@ def check_family(described: PreTrainedConfig, key: str) -> None:
             f"models of type {described.model_type} read images and text, which is supported for {', '.join(SEEING)}: "
             "give one of these, or a model of text alone",
         )
-    check_llava(described, key)
+    check_text(described, key)
 
 
-def check_llava(described: PreTrainedConfig, key: str) -> None:
-    """Refuse a model of type llava with layers for text that were not compared."""
-    text = described.get_text_config().model_type
-    if described.model_type == "llava" and text not in LLAVA_TEXT:
-        raise RecipeError.at(key, f"models of type llava with {text} are not supported, only {', '.join(LLAVA_TEXT)}")
+def check_text(described: PreTrainedConfig, key: str) -> None:
+    """Refuse a model of images and text with layers for text that were not compared."""
+    text, family = described.get_text_config().model_type, described.model_type
+    known = {"llava": LLAVA_TEXT, "paligemma": PALIGEMMA_TEXT}.get(family, (text,))
+    if text not in known:
+        raise RecipeError.at(key, f"models of type {family} with {text} are not supported, only {', '.join(known)}")
+
+
+def reads_both_ways(described: PreTrainedConfig) -> bool:
+    """Whether the tokens of a prompt attend to all of it; see `PrefixAttention`."""
+    return bool(described.model_type == "paligemma")
 
 
 def attention_names(described: PreTrainedConfig) -> str | dict[str, str]:
@@ -109,7 +119,9 @@ def _try_packed(model: PreTrainedModel) -> str:
     """Describe what is wrong with a model; empty if nothing is."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     sequences = [torch.arange(length) * 7919 % vocabulary for length in _LENGTHS]
-    watched = _Watched(PackedAttention(_LENGTHS, torch.device("cpu")))
+    device, is_prefix = torch.device("cpu"), reads_both_ways(model.config)
+    rows = [Family(length, ()) for length in _LENGTHS]
+    watched = _Watched(PrefixAttention(rows, device) if is_prefix else PackedAttention(_LENGTHS, device))
     hidden = model.base_model(
         input_ids=torch.cat(sequences)[None],
         position_ids=torch.cat([torch.arange(length) for length in _LENGTHS])[None],
@@ -125,7 +137,9 @@ def _try_packed(model: PreTrainedModel) -> str:
     if head is None:
         packed, outputs = hidden, [model.base_model(input_ids=s[None], use_cache=False)[0][0] for s in sequences]
     else:
-        packed, outputs = head(hidden), [model(input_ids=s[None], use_cache=False).logits[0] for s in sequences]
+        kinds = [{"token_type_ids": torch.zeros_like(s)[None]} if is_prefix else {} for s in sequences]
+        each = zip(sequences, kinds, strict=True)
+        packed, outputs = head(hidden), [model(input_ids=s[None], use_cache=False, **one).logits[0] for s, one in each]
     alone = torch.cat(outputs)
     error = float((packed - alone).abs().max() / alone.std().clamp(min=1e-6))
     if not error < _TOLERANCE:

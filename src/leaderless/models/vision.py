@@ -22,6 +22,7 @@ from leaderless.models.causal_lm import CausalLM
 from leaderless.models.image_readers import Pixels, Reader
 from leaderless.models.seen import Seen, grid_positions
 from leaderless.models.shared_prompts import Family
+from leaderless.models.support import reads_both_ways
 
 IMPOSSIBLE = -1e9
 """Logit of a token that is never drawn: its probability is 0, and no number becomes infinite."""
@@ -44,6 +45,11 @@ class VisionLM(CausalLM):
     def has_grid(self) -> bool:
         """See `CausalLM`."""
         return self.reader.has_grid
+
+    @property
+    @override
+    def reads_both_ways(self) -> bool:
+        return reads_both_ways(self.model.config)
 
     @property
     def text_model(self) -> nn.Module:
@@ -90,7 +96,7 @@ class VisionLM(CausalLM):
         grids = (pixels.grids,) if self.has_grid else ()
         output = tower.get_image_features(pixels.values, *grids, return_dict=True)
         embeddings, *added = (
-            torch.cat(one) for one in (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
+            torch.cat(list(one)) for one in (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
         )
         if pixels.read is not None:  # other ranks have the other tokens
             embeddings, *added = (one.index_select(0, pixels.read) for one in (embeddings, *added))
@@ -118,6 +124,8 @@ class VisionLM(CausalLM):
         elif seen is not None:
             # What is not seen takes part without an effect, so that its weights have a gradient on every rank.
             embeddings = embeddings + 0.0 * sum(one.sum() for one in (seen.embeddings, *seen.added))
+        if self.reads_both_ways:
+            positions = positions + 1  # PaliGemma counts from 1
         if positions.ndim == 1 and self.has_grid:
             positions = torch.stack([positions] * 3)
         output = text(

@@ -21,11 +21,12 @@ from leaderless.config.rollout import RolloutConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
-from leaderless.models.decoder import reserved_tokens
+from leaderless.models.decoder import load_model_config, reserved_tokens
 from leaderless.models.lora import share_weights
 from leaderless.models.opened import open_model
 from leaderless.models.routers import Routers
 from leaderless.models.saved_form import saved_form
+from leaderless.models.support import reads_both_ways
 from leaderless.models.tokenizer import end_tokens
 from leaderless.models.vision import VisionLM
 from leaderless.planner import Layout, format_ranks
@@ -168,6 +169,10 @@ def _make_external(name: str, title: str, setup: RolloutSetup) -> RolloutEngine:
     if name == "sglang" and setup.reserved_tokens:
         raise RecipeError.at(
             "rollout.engine", "sglang: models that see images are not supported: choose native or vllm"
+        )
+    if setup.reserved_tokens and reads_both_ways(load_model_config(setup.model, setup.role)):
+        raise RecipeError.at(
+            "rollout.engine", f"{name}: models that read prompts in both directions are not supported: choose native"
         )
     driver, tolerance = _driver(name, setup), PROBE_TOLERANCE[setup.model.compute_dtype]
     # A rank alone cannot start its part of an engine again.

@@ -156,13 +156,19 @@ class NativeEngine:
     def submit(self, request: Request, params: SamplingParams) -> int:
         """See `RolloutEngine`."""
         self.model.check_images(request.prompt, request.images)
+        num_both = len(request.prompt) if self.model.reads_both_ways else 0
+        if num_both and request.conversation is not None:
+            raise ValueError(
+                "a conversation has several turns, but the model reads a prompt in both directions, and what follows "
+                "in one: choose a model that reads in one direction, or an environment of one turn"
+            )
         self._num_requests += 1
         number = self._num_requests
         for sibling, (sample_id, completion) in enumerate(zip(request.sample_ids, request.begin(), strict=True)):
             if len(completion.tokens) >= params.max_tokens:
                 self._deltas.append(Delta(number, sibling, (), (), "length"))
                 continue
-            fresh = Prompt((*request.prompt, *completion.tokens), request.images)
+            fresh = Prompt((*request.prompt, *completion.tokens), request.images, num_both)
             if request.conversation in self._kept:
                 prompt = fresh
                 self._continuing.append(prompt)
@@ -280,8 +286,10 @@ class NativeEngine:
                 store, room = (self._prompts, 0) if prompt.is_shared else (self._responses, 1)
                 prompt.segment = store.add(len(prompt.tokens), room)
         in_order = sorted(taken, key=lambda prompt: prompt.num_known > 0)
-        for begin in range(0, max(len(prompt.tokens) - prompt.num_known for prompt in taken), PREFILL_TOKENS):
-            logits = self._read_parts(in_order, begin)
+        # What is read in both directions is read at once.
+        size = max(PREFILL_TOKENS, *(prompt.num_both for prompt in taken))
+        for begin in range(0, max(len(prompt.tokens) - prompt.num_known for prompt in taken), size):
+            logits = self._read_parts(in_order, begin, size)
         for prompt, row in zip(in_order, logits, strict=True):
             prompt.logits = row
         self._read += taken
@@ -312,8 +320,8 @@ class NativeEngine:
             num_responses += len(prompt.waiting)
         return taken
 
-    def _read_parts(self, prompts: Sequence[Prompt], begin: int) -> Tensor:
-        """Read prompts in one pass, from the token `begin` of those that are not known on.
+    def _read_parts(self, prompts: Sequence[Prompt], begin: int, size: int) -> Tensor:
+        """Read at most `size` tokens of prompts in one pass, from the token `begin` of those that are not known on.
 
         Returns:
             [n, vocabulary] float32 logits of the last tokens that were read.
@@ -321,9 +329,10 @@ class NativeEngine:
         parts: list[Part] = []
         for prompt in prompts:
             first = prompt.num_known + begin
-            tokens = prompt.tokens[first : first + PREFILL_TOKENS]
+            tokens = prompt.tokens[first : first + size]
             assert prompt.segment is not None
-            parts.append(Part(PromptPart(prompt.segment, first, len(tokens)), tokens, prompt))
+            part = PromptPart(prompt.segment, first, len(tokens), num_both=0 if first else prompt.num_both)
+            parts.append(Part(part, tokens, prompt))
         logits, begin = self._read_pass(parts), 0
         for one in parts:
             one.prompt.experts += self._experts[begin : begin + len(one.tokens)]

@@ -19,8 +19,8 @@ from leaderless.rollout.kv_cache import Segment
 from leaderless.rollout.prefill_attention import PromptPart
 from leaderless.rollout.segment_attention import SharedPrompts
 
-Key = tuple[tuple[int, ...], tuple[PromptImage, ...]]
-"""Tokens and images of a prompt."""
+Key = tuple[tuple[int, ...], tuple[PromptImage, ...], int]
+"""Tokens and images of a prompt, and how many of its tokens attend to one another in both directions."""
 
 
 @dataclass(eq=False)
@@ -29,6 +29,7 @@ class Prompt:
 
     tokens: tuple[int, ...]
     images: tuple[PromptImage, ...] = ()
+    num_both: int = 0  # first tokens that attend to one another in both directions, if the model reads so
     num_known: int = 0  # first tokens that need not be read for the next response
     waiting: deque[Response] = field(default_factory=deque)
     num_left: int = 0  # responses that have not ended
@@ -45,7 +46,7 @@ class Prompt:
     @property
     def key(self) -> Key:
         """What prompts have in common that are read once: the same tokens may be those of other images."""
-        return self.tokens, self.images
+        return self.tokens, self.images, self.num_both
 
     def positions(self, begin: int, count: int, *, has_grid: bool) -> Tensor:
         """Positions [count] of some tokens of it, and of what continues it, or [3, count] if it has images in grids."""
@@ -96,15 +97,21 @@ class Part(NamedTuple):
 
 
 def passes_of(texts: Mapping[Segment, tuple[Segment | None, Sequence[int], Prompt]], most: int) -> Iterator[list[Part]]:
-    """Divide texts, each with its segment, that of a prompt before it, and the prompt, into passes of `most` tokens."""
+    """Divide texts, each with its segment, that of a prompt before it, and the prompt, into passes of `most` tokens.
+
+    What is read in both directions is not divided, though it may be longer than a pass.
+    """
     parts: list[Part] = []
     room = most
     for segment, (shared, tokens, prompt) in texts.items():
-        begin = 0
+        begin, num_both = 0, 0 if shared else prompt.num_both
+        if parts and num_both > room:
+            yield parts
+            parts, room = [], most
         while begin < len(tokens):
-            some = tokens[begin : begin + room]
-            parts.append(Part(PromptPart(segment, begin, len(some), shared), some, prompt))
-            begin, room = begin + len(some), room - len(some)
+            some = tokens[begin : max(begin + room, num_both)]
+            parts.append(Part(PromptPart(segment, begin, len(some), shared, 0 if begin else num_both), some, prompt))
+            begin, room = begin + len(some), max(0, room - len(some))
             if not room:
                 yield parts
                 parts, room = [], most

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leaderless.models.attention import PackedAttention, attend_padded
+from leaderless.models.attention import Attention, PackedAttention, attend_padded
+from leaderless.models.prefix_attention import PrefixAttention
+from leaderless.models.shared_prompts import Family
 from leaderless.rollout.kv_cache import Segment, Slots
 
 QUERY_BLOCK = 1024
@@ -22,13 +24,15 @@ KEY_BLOCK = 1 << 16
 class PromptPart:
     """The `count` tokens of a text that one pass reads, after `begin` tokens that were read earlier.
 
-    Those of a response come after all of a prompt that it shares, which has a segment to itself.
+    Those of a response come after all of a prompt that it shares, which has a segment to itself. Of a text that begins
+    with this part, the first `num_both` tokens attend to one another in both directions.
     """
 
     segment: Segment
     begin: int
     count: int
     prompt: Segment | None = None
+    num_both: int = 0
 
     @property
     def position(self) -> int:
@@ -56,8 +60,8 @@ class PrefillAttention:
             source = torch.cat([own for own, _ in mine])
             places = torch.cat([own + begin for (own, _), begin in zip(mine, begins, strict=True)])
             self._writes.append((home, source.to(device), places.to(device)))
-        first = [part.count for part in parts if part.is_first]
-        self._num_first, self._first = sum(first), PackedAttention(first, device) if first else None
+        first = [part for part in parts if part.is_first]
+        self._num_first, self._first = sum(part.count for part in first), _first_attention(first, device)
         later = [_Block(part, int(own[0])) for own, part in zip(tokens, parts, strict=True) if not part.is_first]
         after = [piece for block in later if block.part.prompt is not None for piece in _split(block)]
         self._later: list[_LaterBlocks | _AfterPrompt] = [
@@ -79,6 +83,17 @@ class PrefillAttention:
                 blocks.attend(layer, query, later, scale)
             results.append(later[self._num_first :])
         return results[0] if len(results) == 1 else torch.cat(results)
+
+
+def _first_attention(parts: Sequence[PromptPart], device: torch.device) -> Attention | None:
+    """Attention of parts that begin a text, all of models of one kind."""
+    if not parts:
+        return None
+    if not any(part.num_both for part in parts):
+        return PackedAttention([part.count for part in parts], device)
+    assert all(0 < part.num_both <= part.count for part in parts), "a prompt is read in one part"
+    rest = [(part.num_both, part.count - part.num_both) for part in parts]
+    return PrefixAttention([Family(both, (after,) if after else ()) for both, after in rest], device)
 
 
 class _Block(NamedTuple):

@@ -22,7 +22,6 @@ from leaderless.models.opened import Opened, open_model
 from leaderless.models.pipeline import PipelineParallel, check_stages, cut_into_stages
 from leaderless.models.ring import RingParallel
 from leaderless.models.scoring import Entropy
-from leaderless.models.shared_prompts import attention_over
 from leaderless.models.tensor_parallel import TensorParallel
 from leaderless.models.vision import VisionLM
 from leaderless.planner.backends import check_divides, check_experts
@@ -135,7 +134,7 @@ class _Part:
         positions = self._engine.model.positions(pass_.positions, families, pass_.images)
         self._engine.routed.begin(pass_, self._peers.part if self._peers else lambda values: values)
         if self._peers is None:
-            attention = attention_over(families, device, self._engine.compute_dtype)
+            attention = self._engine.model.attention(families, device, self._engine.compute_dtype)
         else:
             tokens, positions = self._peers.part(tokens), self._peers.part(positions.t()).t()  # of images, [3, T]
             select = self._peers.within(select, len(tokens))
@@ -172,8 +171,13 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         return cast("FsdpEngine | FsdpValueEngine", make_body_engine(setup))
     opened = _open(setup)
     model, key, layout = opened.decoder, f"models.{setup.role}", setup.layout
-    if isinstance(model, VisionLM) and (wrong := [axis for axis in layout.axes if axis in {"tp", "pp"}]):
-        raise RecipeError.at(key, f"a model that sees images cannot be divided along {', '.join(wrong)}: use dp and cp")
+    if isinstance(model, VisionLM):
+        able = ("dp",) if model.reads_both_ways else ("dp", "cp")
+        if wrong := [axis for axis in layout.axes if axis not in (*able, "ep")]:
+            reason = "that reads prompts in both directions" if model.reads_both_ways else "that sees images"
+            raise RecipeError.at(
+                key, f"a model {reason} cannot be divided along {', '.join(wrong)}: use {' and '.join(able)}"
+            )
     if layout.ep > 1:
         check_experts(key, setup.role, layout.ep, num_experts(model))
         model.divides_experts = True
