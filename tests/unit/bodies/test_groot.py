@@ -1,0 +1,140 @@
+"""GR00T as a policy, with a stand-in of its package: what is called, and what follows from its flow head."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.small_groot import HORIZON, NUMBERS, install, write_small_groot
+from torch import Tensor
+
+from leaderless.config import RecipeError
+from leaderless.config.body import PolicyConfig
+from leaderless.environments.bodies.protocol import Continuous, Spaces
+from leaderless.policies.groot import Groot, GrootValue
+from leaderless.policies.opened import make_model
+from leaderless.policies.protocol import Observed
+from leaderless.policies.seen import padded
+
+ARM = Spaces({"top": (28, 28), "hand": (14, 21)}, 3, Continuous((-9.0, -9.0), (9.0, 9.0)), 10, has_instructions=True)
+ROBOT: dict[str, object] = {"embodiment": "new_embodiment", "state": ["arm", "hand"], "action": ["arm", "hand"]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    install(monkeypatch)
+    return write_small_groot(tmp_path / "groot")
+
+
+def policy_of(folder: Path, **options: object) -> Groot:
+    own = {"path": str(folder), "robot": ROBOT, "chunk": 3, **options}
+    model = make_model(PolicyConfig(type="groot", options=own), "models.policy", ARM, is_critic=False)  # type: ignore[arg-type]
+    assert isinstance(model, Groot)
+    return model
+
+
+def observed(policy: Groot) -> Observed:
+    rng = np.random.default_rng(0)
+    images = {
+        camera: torch.from_numpy(rng.integers(0, 256, (3, *size, 3), dtype=np.uint8))
+        for camera, size in ARM.images.items()
+    }
+    ids = [policy.instruction_ids(text) for text in ("reach the red block", "push it", "Open")]
+    state = torch.from_numpy(rng.normal(size=(3, 3)).astype(np.float32))
+    return Observed(images, state, padded(ids, torch.device("cpu")))
+
+
+def noise(policy: Groot) -> Tensor:
+    return torch.rand(3, policy.noise_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_without_noise_it_acts_as_its_own_steps_do(folder: Path) -> None:
+    policy = policy_of(folder, num_steps=4)
+    seen = observed(policy)
+    found, given, state = policy._seen(seen)
+    assert state[0, 0] == pytest.approx(float(seen.state[0, 0]) / 2)
+    assert state[0, 2] == pytest.approx(2 * float(seen.state[0, 2]) - 1)
+    # `process_backbone_output` is applied once, here by the head's own steps.
+    inputs = policy.groot.prepare_input({**given, **_eagle(policy, seen)})
+    expected = policy.groot.action_head.get_action(
+        policy.groot.backbone(inputs[0]), given, torch.zeros(3, HORIZON, NUMBERS)
+    )
+    assert found["backbone_features"].shape[0] == 3
+    actions = policy.act(seen, None).actions
+    wanted = torch.stack([expected[:, :3, 0], expected[:, :3, 1] + 1], dim=2)  # arm from -1 to 1, hand from 0 to 2
+    torch.testing.assert_close(actions, wanted, rtol=0, atol=1e-5)
+
+
+def _eagle(policy: Groot, seen: Observed) -> dict[str, Tensor]:
+    inputs: dict[str, Tensor] = {}
+    prepare = policy.groot.prepare_input
+    policy.groot.prepare_input = lambda given: inputs.update(given) or prepare(given)
+    policy._seen(seen)
+    policy.groot.prepare_input = prepare
+    return {name: one for name, one in inputs.items() if name.startswith("eagle_")}
+
+
+@pytest.mark.parametrize("method", ["sde", "noise"])
+@pytest.mark.parametrize("num_steps", [3, 7])
+def test_scores_are_the_log_probs_of_what_was_drawn(method: str, num_steps: int, folder: Path) -> None:
+    policy = policy_of(folder, method=method, num_steps=num_steps)
+    seen = observed(policy)
+    acted = policy.act(seen, noise(policy))
+    scores = policy.score(seen, acted.choices)
+    torch.testing.assert_close(acted.log_probs, scores.log_probs, rtol=0, atol=1e-4)
+    scores.log_probs.sum().backward()
+    gradients = {name for name, one in policy.named_parameters() if one.grad is not None and bool(one.grad.any())}
+    assert {"groot.action_head.action_decoder.W", "groot.backbone.sight.weight"} <= gradients
+    shown = policy.choices_of(acted.actions.detach())
+    assert policy.score(seen, shown).log_probs.max().item() < 0
+
+
+def test_rows_do_not_depend_on_one_another(folder: Path) -> None:
+    policy = policy_of(folder)
+    seen, drawn = observed(policy), noise(policy)
+    whole = policy.act(seen, drawn)
+    for row in range(3):
+        one = seen.select(torch.tensor([row]))
+        acted = policy.act(one, drawn[row : row + 1])
+        torch.testing.assert_close(acted.choices[0], whole.choices[row], rtol=0, atol=1e-5)
+
+
+def test_critics_begin_at_zero_and_learn(folder: Path) -> None:
+    options = {"path": str(folder), "robot": ROBOT, "chunk": 3, "per_step": True}
+    kind = PolicyConfig(type="groot", options=options)  # type: ignore[arg-type]
+    critic = make_model(kind, "models.critic", ARM, is_critic=True)
+    assert isinstance(critic, GrootValue)
+    seen = observed(policy_of(folder))
+    assert critic.values(seen).tolist() == [[0.0] * 3] * 3
+    torch.nn.init.ones_(critic.head.weight)
+    critic.values(seen).sum().backward()
+    assert critic.groot.backbone.sight.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"robot": {**ROBOT, "embodiment": "gr1"}}, "the checkpoint knows new_embodiment"),
+        ({"robot": {**ROBOT, "state": ["arm", "leg"]}}, "there is no part 'leg'; the checkpoint has arm, hand"),
+        ({"robot": {"embodiment": "gr1"}}, "lacks action, state"),
+        ({"robot": {**ROBOT, "state": ["arm"]}}, "have 2 numbers, but the environment has 3"),
+        ({"chunk": 5}, "the network plans 4 steps of 5 numbers"),
+        ({"path": "/nothing"}, "give the folder of a GR00T N1.5"),
+        ({"cameras": ["front"]}, "front"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(change: dict[str, object], message: str, folder: Path) -> None:
+    with pytest.raises(RecipeError, match=message):
+        policy_of(folder, **change)
+
+
+def test_a_missing_package_is_named_with_its_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "gr00t"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(RecipeError, match="install NVIDIA/Isaac-GR00T"):
+        policy_of(folder)
