@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from base64 import b64encode
 from pathlib import Path
 
 import pyarrow as pa
@@ -61,6 +62,28 @@ def test_counting_is_imitated_exported_and_reinforced(ranks: RankPool, tmp_path:
         run.generate([asked[0]["question"]])
     page = (tmp_path / "runs/counting/report.html").read_text()
     assert page.count("data:image/png;base64,iVBOR") >= 2, "the report shows pictures of training and of evaluation"
+
+
+def test_a_prompt_read_in_both_directions_is_answered_and_learned(ranks: RankPool, tmp_path: Path) -> None:
+    rows = [
+        {
+            "question": f"how many red squares? {number % 7}",
+            "image": f"data:image/png;base64,{b64encode(picture(24, 16, number)).decode()}",
+            "answer": str(number % 5),
+        }
+        for number in range(8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = (
+        f"models.policy={vision_model('paligemma')}",
+        *(f"data.{name}.path={tmp_path}/rows.jsonl" for name in ("train", "evaluation")),
+        *(f"run.directory={tmp_path}/runs", "batch.prompts_per_step=8", "evaluation.max_prompts=4", "steps=2"),
+        "rollout.max_response_tokens=4",
+    )
+    succeed(ranks, tmp_path, "train", ROOT / "recipes/vision/counting/grpo.yaml", *overrides, num_ranks=2)
+    lines = metrics(tmp_path / "runs/counting")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["mismatch/abs_max"] < 1e-5 for line in lines[1:])
 
 
 def test_geometry3k_is_read_as_published(ranks: RankPool, tmp_path: Path) -> None:
