@@ -189,7 +189,7 @@ class Recipe(Section):
         for name, is_given in {
             "environment": self.environment is not None,
             "online": self.online is not None,
-            "channels": bool(self.open_channels),
+            "channels: continuous": self._is_continuous,
             "algorithm.replay_experts": self.algorithm.replay_experts,
             "algorithm.overlong": bool(self.algorithm.overlong.buffer_tokens),
             "data: images": self.data.has_images,

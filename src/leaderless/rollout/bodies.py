@@ -307,6 +307,12 @@ def executed(
     return taken, intervened
 
 
+def body_shapes(model: ModelConfig, key: str, body: BodyConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of a policy that moves a body, by name, as they are sent."""
+    policy = open_model(model, key, spaces_of(body), is_critic=False).model
+    return {name: tuple(weight.shape) or (1,) for name, weight in policy.named_parameters()}
+
+
 def make_body_rollout(model: ModelConfig, key: str, body: BodyConfig, device: torch.device) -> BodyEngine:
     """Make the engine of a policy that moves a body; its weights come later."""
     policy = open_model(model, key, spaces_of(body), is_critic=False).model

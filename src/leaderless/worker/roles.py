@@ -24,7 +24,7 @@ from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answerin
 from leaderless.planner.adapters import base_of, donor_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_for, engine_of
-from leaderless.rollout.bodies import make_body_rollout
+from leaderless.rollout.bodies import body_shapes, make_body_rollout
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
 from leaderless.rollout.native import NativeEngine
@@ -214,7 +214,11 @@ class Roles:
     def _fed(self, instance: RoleInstance, recipe: Recipe) -> Fed:
         """An engine on ranks that only generate."""
         layout, route, setup = instance.layout, self._way_to(instance, recipe), self._setup(instance, recipe)
-        engine, group = self._engine(instance, setup), self._transport.process_group(layout.ranks)
+        group = self._transport.process_group(layout.ranks)
+        if recipe.body is not None:
+            body = make_body_rollout(setup.model, f"models.{instance.role}", recipe.body, self._device)
+            return Fed(cast("RolloutEngine", body), route, group)
+        engine = self._engine(instance, setup)
         keep_cache = True
         if self._plan.loop_of(self._transport.rank).is_continuous:
             engine = SharedEngine(engine, self._turns.for_step)  # it goes on while held-out prompts are answered
@@ -226,8 +230,11 @@ class Roles:
         """The way of weights to ranks that only generate."""
         role, config = instance.role, recipe.model_of(instance.role)
         assert config is not None, "checked by the planner"
-        model = empty_causal_lm(config, role)
-        trained, shapes = trained_instance(self._plan, role), shapes_of(model, is_merged=_is_merged(instance, recipe))
+        trained = trained_instance(self._plan, role)
+        if recipe.body is not None:
+            shapes = body_shapes(config, f"models.{role}", recipe.body)
+        else:
+            shapes = shapes_of(empty_causal_lm(config, role), is_merged=_is_merged(instance, recipe))
         assert trained is not None, "ranks only generate with a role that is trained elsewhere"
         return self._way_to_engines(role, recipe, trained.layout, instance.layout, shapes)
 
@@ -369,7 +376,8 @@ class Roles:
     ) -> Route:
         config = recipe.model_of(role)
         assert config is not None, "checked by the planner"
-        pools, dtype = (Pool(source, _placement(recipe, shapes)), Pool(target, everything)), config.compute_dtype
+        pools = (Pool(source, _placement(recipe, shapes)), Pool(target, everything))
+        dtype = config.compute_dtype if recipe.body is None else "float32"
         return Route(role, shapes, *pools, getattr(torch, dtype), self._transport.rank, is_gathered=True)
 
     def _held(self, action: SyncWeights, source: Trainable) -> HeldWeights:
@@ -385,6 +393,8 @@ class Roles:
 
     def _is_probed(self, role: str) -> bool:
         """Whether the engines of a role compare the trainer's log-probabilities of a text with their own."""
+        if self._recipe.body is not None:
+            return False
         recipe, name = (
             self._recipe.as_seen_by(role),
             next(one.engine for one in self._plan.instances if one.role == role),
