@@ -28,13 +28,14 @@ class ReplayBuffer:
     that is incomplete, which is cut off when the folder is opened again. One process writes; others may read.
     """
 
-    def __init__(self, folder: Path, spaces: Spaces, chunk: int) -> None:
+    def __init__(self, folder: Path, spaces: Spaces, chunk: int, *, is_reader: bool = False) -> None:
         """Open the transitions of a folder, which is made if there is none.
 
         Args:
             folder: Folder of the transitions.
             spaces: What the environment shows and takes.
             chunk: Steps of a decision.
+            is_reader: Whether another process may be writing, so that nothing is cut off or appended here.
 
         Raises:
             ValueError: The folder has transitions of another body, or the actions are choices.
@@ -47,8 +48,11 @@ class ReplayBuffer:
         about = {"version": VERSION, "chunk": chunk, "fields": json.loads(json.dumps(self._dtype.descr))}
         self._check(folder / ABOUT_FILE, about)
         self._path.touch()
-        self._cut_torn_tail()
-        self._file = self._path.open("ab", buffering=0)
+        if is_reader:
+            self.refresh()
+        else:
+            self._cut_torn_tail()
+        self._file = self._path.open("rb" if is_reader else "ab", buffering=0)
         self._records: NDArray[np.void] = np.zeros(0, self._dtype)
 
     def _check(self, path: Path, about: Mapping[str, object]) -> None:
