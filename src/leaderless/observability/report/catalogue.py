@@ -105,6 +105,18 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
             unit="share",
         ),
         Topic("Steps of environments per second", "On all ranks, with decisions.", ("body/steps_per_s",)),
+        Topic(
+            "Transitions that are kept",
+            "Those of the run's own episodes, and those of demonstrations and of people who helped.",
+            ("sac/transitions", "sac/demonstrations"),
+        ),
+        Topic(
+            "Losses of SAC",
+            "Of critics and policy, in the last update of a step.",
+            ("sac/critic_loss", "sac/actor_loss"),
+        ),
+        Topic("Entropy of decisions", "In nats, of actions from -1 to 1.", ("sac/entropy",)),
+        Topic("Temperature", "Weight of the entropy.", ("sac/temperature",)),
     ),
     "How its episodes go": (
         Topic("Turns", "Mean messages of the policy in an episode.", ("episode/turns",)),
