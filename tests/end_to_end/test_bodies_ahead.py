@@ -13,7 +13,7 @@ from tests.small_bodies import body_recipe
 
 from leaderless.observability.run_directory import read_lines
 
-STEPS, UPDATES = 4, 2
+STEPS, UPDATES = 3, 2
 POOLS = {name: {"ranks": 0} for name in ("rollout",)} | {
     name: {"ranks": 1} for name in ("reward", "old", "advantage", "samples", "policy")
 }
@@ -47,14 +47,12 @@ def test_a_lag_is_kept_and_a_stopped_run_continues_to_the_same_bits(ranks: RankP
     lag = 1
     given = {"layout": POOLS, "channels": {"rollout": {"capacity": lag}}}
     whole = train(ranks, tmp_path / "whole", 2, **given)
-    again = train(ranks, tmp_path / "again", 2, **given)
-    assert again == whole
     journal = tmp_path / "whole/runs/line/journal/rollout-to-reward.jsonl"
     versions = [line["policy_versions"] for line in read_lines(journal, "iteration")]
     assert versions == [[max(0, k - lag) * UPDATES] * 2 for k in range(STEPS)]
     trained = [row["staleness/oldest"] for row in whole if "staleness/oldest" in row]
     assert max(trained) == lag * UPDATES
-    train(ranks, tmp_path / "stopped", 2, "steps=3", **given)
+    train(ranks, tmp_path / "stopped", 2, "steps=2", **given)
     assert train(ranks, tmp_path / "stopped", 2, **given) == whole
 
 
@@ -69,9 +67,8 @@ def test_sac_plays_ahead_of_its_learner(ranks: RankPool, tmp_path: Path) -> None
         "layout": pools,
         "channels": {"act": {"capacity": 1}},
     }
-    first, other = (train(ranks, tmp_path / name, 2, **given) for name in ("first", "other"))
-    assert first == other
-    assert max(row.get("sac/updates", 0) for row in first) > 0
+    found = train(ranks, tmp_path / "run", 2, **given)
+    assert max(row.get("sac/updates", 0) for row in found) > 0
 
 
 def test_continuous_generation_is_refused(ranks: RankPool, tmp_path: Path) -> None:

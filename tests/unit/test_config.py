@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from tests.unit.recipes import make_recipe, only_problem, write_recipe
 
 from leaderless.config import Problem, Recipe, RecipeError, all_keys, dump_recipe, load_recipe, nearest
+from leaderless.config.channels import ChannelConfig
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig
 from leaderless.config.other_names import _NAMES, own_name
@@ -516,6 +517,12 @@ def test_a_recipe_that_is_written_out_reads_back_equal(tmp_path_factory, written
     path = tmp_path_factory.getbasetemp() / "recipe.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe(path).recipe == recipe
+
+
+def test_a_recipe_with_a_fixed_lag_reads_back_though_its_defaults_are_written_out(tmp_path):
+    ahead = make_recipe().model_copy(update={"channels": {"rollout": ChannelConfig(capacity=1)}})
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(ahead), encoding="utf-8")
+    assert load_recipe(tmp_path / "recipe.yaml").recipe.open_channels["rollout"].capacity == 1
 
 
 def test_a_recipe_is_written_out_with_every_default():

@@ -47,9 +47,11 @@ class ChannelConfig(Section):
                 raise ValueError("mode=continuous needs room: set capacity to at least 1, or leave the mode out")
             return self
         for key in ("stragglers", "cache", "portions", "helpers"):
-            if key in self.model_fields_set:
+            # A run writes down defaults, too, and has to read them back.
+            value = getattr(self, key)
+            if value and value != type(self).model_fields[key].default:
                 raise ValueError(
-                    f"{key}={getattr(self, key)} is for ranks that work on several iterations at once, but with "
+                    f"{key}={value} is for ranks that work on several iterations at once, but with "
                     "mode=fixed_lag there are none: set mode: continuous, or leave it out"
                 )
         return self
