@@ -152,6 +152,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("SacConfig", name) for name in SacConfig.model_fields}
     # Teams need an environment; test_team.py tries each setting.
     elsewhere |= {("TeamConfig", name) for name in TeamConfig.model_fields} | {("EnvironmentConfig", "agents")}
+    # Read where a body learns by SAC; see test_sac.py.
+    elsewhere |= {("SacConfig", name) for name in SacConfig.model_fields}
     elsewhere |= {("RunConfig", "max_restarts")}  # read by the launcher of several workers; see test_restarts.py
     wanted = {
         (section.__name__, name)

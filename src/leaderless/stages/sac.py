@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from leaderless.config import RecipeError
+from leaderless.config.sac import SacConfig
 from leaderless.data.batch import Batch, ragged_index
 from leaderless.data.demonstrations import Demonstration
 from leaderless.data.replay import record_type
@@ -64,10 +65,7 @@ def update_sac(batch: Batch, context: StageContext) -> Batch:
     if memory is None:
         raise RuntimeError("a node that runs 'remember' must come before, with the same role on the same ranks")
 
-    def due(num_decisions: int) -> int:
-        return int(config.updates_per_decision * max(0, num_decisions + 1 - config.first_decisions))
-
-    num_updates = due(len(memory)) - due(len(memory) - memory.num_new)
+    num_updates = num_due(config, len(memory)) - num_due(config, len(memory) - memory.num_new)
     for number in range(num_updates):
         numbers = engine.improve(memory.draw)
         context.progress((number + 1) / num_updates)
@@ -76,6 +74,11 @@ def update_sac(batch: Batch, context: StageContext) -> Batch:
                 context.metrics.max(f"sac/{name}", value)
     context.metrics.max("sac/updates", num_updates)
     return batch
+
+
+def num_due(config: SacConfig, num_decisions: int) -> int:
+    """Updates of the policy that so many decisions ask for, from the beginning of the run."""
+    return int(config.updates_per_decision * max(0, num_decisions + 1 - config.first_decisions))
 
 
 def lived(batch: Batch, policy: Squashed) -> tuple[NDArray[np.int64], Transitions]:

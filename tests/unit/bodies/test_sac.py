@@ -20,7 +20,7 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
 from leaderless.policies.squashed import Squashed, SquashedCnn
 from leaderless.robots.transitions import Transitions
-from leaderless.stages.sac import no_transitions, shown
+from leaderless.stages.sac import no_transitions, num_due, shown
 from leaderless.training.memory import Drawn, Memory
 from leaderless.training.sac import SacLearner, observed_of
 
@@ -301,6 +301,40 @@ def test_demonstrations_become_transitions_of_several_steps() -> None:
         shown(Demonstration({}, states[:, :1], actions), policy)
     with pytest.raises(ValueError, match="must be from"):
         shown(Demonstration({}, states, actions + 3), policy)
+
+
+def test_every_setting_matters(tmp_path: Path) -> None:
+    """Each changes what an update does, or how many there are."""
+    lived = decisions(0, num=60)
+    lived.terminated[:] = False
+    memory = memory_of(tmp_path, lived)
+    changes = {
+        "batch_size": 16,
+        "critic_updates": 3,
+        "num_heads": 4,
+        "subset_size": 1,
+        "discount": 0.5,
+        "target_rate": 0.5,
+        "first_temperature": 1.0,
+        "target_entropy": 3.0,
+        "is_entropy_valued": True,
+        "hidden_size": 8,
+        "num_layers": 1,
+    }
+
+    def numbers(**change: object) -> list[dict[str, float]]:
+        learner = learner_of(SMALL.model_copy(update=change))
+        return [dict(learner.update(memory.draw)) for _ in range(2)]
+
+    plain = numbers()
+    assert numbers() == plain
+    for name, value in changes.items():
+        assert numbers(**{name: value}) != plain, name
+    counted = {"updates_per_decision": 0.5, "first_decisions": 10}
+    assert num_due(SMALL, 100) == 37
+    assert num_due(SMALL.model_copy(update=counted), 100) == 45
+    assert num_due(SMALL, 63) == 0
+    assert {*changes, *counted} == {*SacConfig.model_fields}
 
 
 def test_bodies_and_settings_that_do_not_fit_are_refused() -> None:
