@@ -349,7 +349,10 @@ ROWS: tuple[Row, ...] = (
     as_limit("trainer.test_freq", "evaluation.every_steps"),
     as_limit("trainer.max_actor_ckpt_to_keep", "checkpoint.keep"),
     *needless(
-        "`leaderless submit --nodes`, and `--workers`", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device"
+        "`--nodes` and `--workers` of `leaderless submit`",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        "trainer.device",
     ),
     *needless("given by the run's name", "trainer.project_name"),
     *needless(
