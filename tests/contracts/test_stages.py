@@ -35,6 +35,12 @@ WORKFLOWS: dict[str, dict[str, object]] = {
     "ppo": {"models.critic": tiny_model()},
     "remax": {},
     "sft": {"data.train.response": "answer", "data.max_response_tokens": 4, "reward": {}},
+    "dpo": {
+        "data.train.chosen": "answer",
+        "data.train.rejected": "question",
+        "data.max_response_tokens": 8,
+        "reward": {},
+    },
     "happo": {
         "models": dict.fromkeys(("planner", "solver", "critic"), tiny_model()),
         "environment": {

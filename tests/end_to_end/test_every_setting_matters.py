@@ -96,7 +96,23 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     sft = ["guards.grad_norm_limit=1e-9", "workflow=sft", "data.max_response_tokens=2", "evaluation.every_steps=0"]
     sft.append(f"data.train={json.dumps(stream | {'response': 'answer'})}")
     sft.append(f"models.policy={json.dumps({'path': tiny_model(), 'lora': {'rank': 2}})}")
+    pairs = {"path": str(tmp_path / "pairs.jsonl"), "chosen": "answer", "rejected": "question", "prompt": "question"}
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row | {"gap": 1}) + "\n" for row in rows))
+    singles = {"path": str(tmp_path / "singles.jsonl"), "response": "answer", "desirable": "good", "prompt": "question"}
+    (tmp_path / "singles.jsonl").write_text("".join(json.dumps(row | {"good": True}) + "\n" for row in rows))
+    preferences = ["layout={}", "evaluation.every_steps=0", "data.max_response_tokens=8"]
     commands = [
+        [
+            "train",
+            str(grpo),
+            "name=dpo",
+            "workflow=dpo",
+            f"data.train={json.dumps({'one': pairs})}",
+            *preferences,
+            f"data.evaluation={json.dumps(pairs)}",
+            "evaluation.every_steps=1",
+        ],
+        ["train", str(grpo), "name=kto", "workflow=kto", f"data.train={json.dumps(singles)}", *preferences],
         ["train", str(grpo)],
         ["train", str(grpo), "name=imitate", "layout={}", own_optimizer, *sft],
         [

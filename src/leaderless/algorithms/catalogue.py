@@ -23,6 +23,7 @@ from leaderless.algorithms import (
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.algorithm import Algorithm
 from leaderless.algorithms.losses import POLICY_LOSSES
+from leaderless.algorithms.preferences import PREFERENCE_LOSSES
 
 Function = Callable[..., object]
 
@@ -42,7 +43,11 @@ FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
     ),
 }
 """Functions that several algorithms share, by kind; one that offers several variants lists them in its docstring."""
-CLASSES: Mapping[str, Mapping[str, type[Algorithm]]] = {"advantage": ADVANTAGES, "policy loss": POLICY_LOSSES}
+CLASSES: Mapping[str, Mapping[str, type[Algorithm]]] = {
+    "advantage": ADVANTAGES,
+    "policy loss": POLICY_LOSSES,
+    "preference loss": PREFERENCE_LOSSES,
+}
 """Algorithms that a setting's `type` selects, by kind."""
 
 

@@ -12,6 +12,9 @@ from leaderless.algorithms.advantages.grpo import GrpoAdvantage
 from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.algorithms.losses.ppo import PpoLoss
 from leaderless.algorithms.policy_loss import PolicyLoss
+from leaderless.algorithms.preference_loss import PreferenceLoss
+from leaderless.algorithms.preferences import PREFERENCE_LOSSES
+from leaderless.algorithms.preferences.sigmoid import SigmoidLoss
 from leaderless.algorithms.registry import union_of
 from leaderless.config.base import Section
 from leaderless.config.sac import SacConfig
@@ -19,9 +22,11 @@ from leaderless.config.sac import SacConfig
 if TYPE_CHECKING:
     AnyAdvantage = Advantage
     AnyPolicyLoss = PolicyLoss
+    AnyPreferenceLoss = PreferenceLoss
 else:
     AnyAdvantage = union_of(ADVANTAGES, Advantage, default="grpo")
     AnyPolicyLoss = union_of(POLICY_LOSSES, PolicyLoss, default="ppo")
+    AnyPreferenceLoss = union_of(PREFERENCE_LOSSES, PreferenceLoss, default="sigmoid")
 
 
 class KlConfig(Section):
@@ -105,6 +110,8 @@ class AlgorithmConfig(Section):
     """Advantage computed from rewards."""
     policy_loss: AnyPolicyLoss = PpoLoss()
     """Loss of the policy."""
+    preference_loss: AnyPreferenceLoss = SigmoidLoss()
+    """Loss of preferences, in a workflow that learns from them."""
     kl: KlConfig = KlConfig()
     """The KL penalty towards the reference."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
@@ -162,7 +169,8 @@ class AlgorithmConfig(Section):
 def refusals(algorithm: AlgorithmConfig) -> list[str]:
     """Why an advantage, a loss, an aggregation and a penalty cannot be combined; empty if they can."""
     kl = algorithm.kl
-    found = [*algorithm.policy_loss.refusals(algorithm), *algorithm.advantage.refusals(algorithm)]
+    parts = (algorithm.policy_loss, algorithm.advantage, algorithm.preference_loss)
+    found = [reason for part in parts for reason in part.refusals(algorithm)]
     if kl.place == "reward" and kl.unbiased_gradient:
         found.append("algorithm.kl.unbiased_gradient does nothing with kl.place=reward, as rewards have no gradient")
     if kl.target is not None and kl.coefficient == 0:

@@ -15,6 +15,8 @@ from leaderless.config.base import Section, ShorthandSection
 
 DATASET_COLUMN = "_dataset"
 """Column added to the rows of a mixture: the name of their dataset."""
+Preferences = Literal["pairs", "singles"]
+"""What rows say about what is preferred: one of two responses, or that a response is desirable or not."""
 COMPRESSED = ".jsonl.gz"
 """Suffix of files that can only be read from the beginning."""
 
@@ -35,6 +37,15 @@ class DatasetConfig(Section):
     """Column that holds the expected answer, for rewards that compare."""
     response: str | None = None
     """Column that holds the response to imitate, for supervised fine-tuning."""
+    chosen: str | None = None
+    """Column that holds the preferred one of two responses, to learn from preferences: text, or a list of messages.
+    Without a column `prompt`, both responses contain the prompt, and it is what they share at their beginning."""
+    rejected: str | None = None
+    """Column that holds the other response."""
+    desirable: str | None = None
+    """Column that says whether `response` is desirable, as true or false, to learn from single responses."""
+    margin: str | None = None
+    """Column that holds by how much the chosen response is better, as a number, for a reward model."""
     images: str | None = None
     """Column that holds the images of a prompt, for a model that sees them: a path or a data URL, or a list of these;
     paths begin at the folder of the file. In the text `<image>` marks their places, or they come before it."""
@@ -57,11 +68,32 @@ class DatasetConfig(Section):
             raise ValueError("must be 'auto', 'chat', 'plain' or a text with {column} placeholders")
         return value
 
+    @model_validator(mode="after")
+    def _preferences_are_whole(self) -> DatasetConfig:
+        if (self.chosen is None) != (self.rejected is None):
+            given, missing = ("chosen", "rejected") if self.rejected is None else ("rejected", "chosen")
+            raise ValueError(f"{given}={getattr(self, given)} needs `{missing}`, the column of the other response")
+        if self.chosen is not None and self.response is not None:
+            raise ValueError("has `response` next to `chosen` and `rejected`: pairs and single responses are not mixed")
+        if self.desirable is not None and self.response is None:
+            raise ValueError(f"desirable={self.desirable} needs `response`, the column that it is about")
+        if self.margin is not None and self.chosen is None:
+            raise ValueError(f"margin={self.margin} needs `chosen` and `rejected`, the columns that it is about")
+        return self
+
+    @property
+    def preferences(self) -> Preferences | None:
+        """What rows say about what is preferred; None for nothing."""
+        if self.chosen is not None:
+            return "pairs"
+        return "singles" if self.desirable is not None else None
+
     def wanted_columns(self) -> frozenset[str] | None:
         """Columns that rows keep; None for all."""
         if self.columns is None:
             return None
         named = {self.prompt, self.answer, self.response, self.images, self.source} - {None}
+        named |= {self.chosen, self.rejected, self.desirable, self.margin} - {None}
         try:
             fields = [field for _, field, _, _ in Formatter().parse(self.template) if field]
         except ValueError:
@@ -102,6 +134,11 @@ class TrainingSetConfig(DatasetConfig):
     def _is_possible(self) -> TrainingSetConfig:
         if self.streaming and self.curriculum is not None:
             raise ValueError("a stream cannot be sorted: leave out `curriculum`, or `streaming`")
+        if self.streaming and self.desirable is not None:
+            raise ValueError(
+                "a stream has no `desirable`: each row is compared with the response of another one, which is read "
+                "next to it; leave out `streaming`"
+            )
         return self
 
 
@@ -153,6 +190,8 @@ class DataConfig(Section):
         for key in sets:
             if not re.fullmatch(r"data\.train(\.[A-Za-z0-9_-]+)?", key):
                 raise ValueError(f"{key} must have letters, digits, '_' and '-' only in its name")
+        if len({config.preferences for config in sets.values()}) > 1:
+            raise ValueError("data.train: all datasets of a mixture must have pairs, all `desirable`, or none of both")
         without = [key for key, config in sets.items() if config.response is None]
         if without and len(without) < len(sets):
             raise ValueError(f"{without[0]}.response must be given, as it is for another dataset of the mixture")
@@ -167,7 +206,12 @@ class DataConfig(Section):
     @property
     def has_responses(self) -> bool:
         """Whether the training data have responses to imitate."""
-        return all(config.response is not None for config in self.train_sets().values())
+        return self.preferences is None and all(config.response is not None for config in self.train_sets().values())
+
+    @property
+    def preferences(self) -> Preferences | None:
+        """What the training data say about what is preferred; None for nothing."""
+        return next(iter(self.train_sets().values())).preferences
 
     @property
     def has_images(self) -> bool:

@@ -237,7 +237,13 @@ class Recipe(Section):
                 "leave it out"
             )
         has_world = self.environment is not None or self.body is not None
-        if self.evaluation.every_steps and not self.reward.options() and not has_world:
+        judged = self.data.evaluation.preferences if self.data.evaluation else None
+        if self.evaluation.every_steps and self.data.preferences != judged:
+            raise ValueError(
+                "evaluation.every_steps: the columns chosen and rejected, or response and desirable, must be named in "
+                "both data.train and data.evaluation, or in neither"
+            )
+        if self.evaluation.every_steps and not self.reward.options() and not has_world and judged is None:
             raise ValueError("evaluation.every_steps needs a reward, to tell whether a response is correct")
         metric = self.evaluation.metric
         rewards = [*self.reward.options(), *["environment"] * has_world, *["success"] * (self.body is not None)]

@@ -12,10 +12,11 @@ from leaderless.data.background import ReadAhead
 from leaderless.data.batch import Batch
 from leaderless.data.cache import DataCache
 from leaderless.data.dataset import Feed, Progress, Prompt, TrainingSet, make_batch, open_dataset
-from leaderless.data.encode import RowEncoder, Tokenizer
+from leaderless.data.encode import Tokenizer
 from leaderless.data.images import ImageReader
 from leaderless.data.order import Interleaving
 from leaderless.data.parquet import unpack
+from leaderless.data.preferences import make_encoder
 from leaderless.data.requests import RequestSet
 from leaderless.data.sources import open_source, open_stream
 from leaderless.data.stream import StreamedDataset
@@ -100,7 +101,13 @@ class Dataloader:
             taken = feed.take(list(chosen.values()))
             prompts |= zip(chosen, (self._named(prompt, number) for prompt in taken), strict=True)
         in_order, data = [prompts[position] for position in mine], self.recipe.data
-        batch = make_batch(mine, in_order, has_responses=data.has_responses, has_images=data.has_images)
+        batch = make_batch(
+            mine,
+            in_order,
+            has_responses=data.has_responses,
+            has_images=data.has_images,
+            has_preferences=data.preferences is not None,
+        )
         done = zip(self.sets, feeds, turns.counts(begin + size), strict=True)
         return batch, {one.encoder.key: feed.epoch(passed) for one, feed, passed in done}
 
@@ -146,7 +153,7 @@ def open_training_set(
     reader: Callable[[], ImageReader] | None = None,
 ) -> TrainingSet:
     """Open a dataset to train on; errors as of `open_source` and `open_dataset`. All ranks of the cache call it."""
-    encoder = RowEncoder(tokenizer, config, key, is_task=recipe.has_tasks, reader=reader)
+    encoder = make_encoder(tokenizer, config, key, is_task=recipe.has_tasks, reader=reader)
     if recipe.online is not None:
         return RequestSet(encoder)
     if config.streaming:

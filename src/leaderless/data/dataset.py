@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -34,10 +34,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row and its token ids."""
+    """A row and its token ids, and the reference's log-probabilities of its two responses, if they are known."""
 
     row: Row
     encoded: Encoded
+    reference: tuple[float, ...] | None = None
 
 
 class Feed(Protocol):
@@ -72,6 +73,7 @@ class Dataset(TrainingSet):
         rows: [n] numbers of the rows that may be used, ascending.
         num_overlong: Number of rows before the last of these that may not be used.
         levels: [n] values by which a curriculum sorts rows, small ones first; None without a curriculum.
+        reference: [n, 2] log-probabilities of both responses of each row under the reference; None without them.
     """
 
     source: RowSource
@@ -79,12 +81,33 @@ class Dataset(TrainingSet):
     rows: Int
     num_overlong: int
     levels: Float | None = None
+    reference: Float | None = None
 
     def read(self, rows: Sequence[int]) -> list[Prompt]:
         """Read and tokenize rows by their numbers in the dataset."""
+        prompts = self._read(rows)
+        if self.encoder.config.preferences == "singles":
+            others = self._read([self._before(row) for row in rows])
+            prompts = [
+                replace(prompt, encoded=replace(prompt.encoded, other=other.encoded.response))
+                for prompt, other in zip(prompts, others, strict=True)
+            ]
+        if self.reference is not None:
+            places = np.searchsorted(self.rows, rows)
+            prompts = [
+                replace(prompt, reference=tuple(scores))
+                for prompt, scores in zip(prompts, self.reference[places].tolist(), strict=True)
+            ]
+        return prompts
+
+    def _read(self, rows: Sequence[int]) -> list[Prompt]:
         values = [self.source.row(row) for row in rows]
         encoded = self.encoder.encode_all(values, [self.source.describe(row) for row in rows])
         return [Prompt(self.encoder.kept(row), tokens) for row, tokens in zip(values, encoded, strict=True)]
+
+    def _before(self, row: int) -> int:
+        """The usable row before one, and before the first the last. The order of training does not matter."""
+        return int(self.rows[np.searchsorted(self.rows, row) - 1])
 
     @override
     def feed(self, seed: int, number: int, *, shuffle: bool) -> Feed:
@@ -118,11 +141,16 @@ def image_column(images: Sequence[Sequence[PromptImage]], name: str) -> Jagged:
 
 
 def make_batch(
-    group_ids: Sequence[int], prompts: Sequence[Prompt], *, has_responses: bool, has_images: bool = False
+    group_ids: Sequence[int],
+    prompts: Sequence[Prompt],
+    *,
+    has_responses: bool,
+    has_images: bool = False,
+    has_preferences: bool = False,
 ) -> Batch:
     """Prompts as a batch: `prompt_tokens` and `rows`, and other columns that the data have.
 
-    These are `images`, and `tokens` and `response_mask` if there are responses.
+    These are `images`, `tokens` and `response_mask` if there are responses, and those of preferences.
     """
     columns: dict[str, Column] = {
         "prompt_tokens": Jagged.from_lists([p.encoded.prompt for p in prompts], torch.int64, "prompt_tokens"),
@@ -134,7 +162,24 @@ def make_batch(
         tokens = Jagged.from_lists([p.encoded.response for p in prompts], torch.int64, "tokens")
         mask = Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens")
         columns |= {"tokens": tokens, "response_mask": mask}
+    if has_preferences:
+        columns |= _preference_columns(prompts)
     return Batch(torch.tensor(group_ids, dtype=torch.int64), columns)
+
+
+def _preference_columns(prompts: Sequence[Prompt]) -> dict[str, Column]:
+    """Two responses to each prompt, and what is known about them."""
+    encoded = [prompt.encoded for prompt in prompts]
+    columns: dict[str, Column] = {
+        "first_tokens": Jagged.from_lists([one.response for one in encoded], torch.int64, "first_tokens"),
+        "second_tokens": Jagged.from_lists([one.other for one in encoded], torch.int64, "second_tokens"),
+        "desirable": torch.tensor([one.is_desirable for one in encoded], dtype=torch.bool),
+        "margins": torch.tensor([one.margin for one in encoded], dtype=torch.float32),
+    }
+    scores = [prompt.reference for prompt in prompts if prompt.reference is not None]
+    if len(scores) == len(prompts):
+        columns["reference_scores"] = torch.tensor(scores, dtype=torch.float32).view(-1, 2)
+    return columns
 
 
 def open_dataset(

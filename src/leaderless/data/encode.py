@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, Protocol
@@ -59,21 +59,31 @@ class Encoded:
     """A row as token ids.
 
     The response, to be imitated, ends with the end-of-sequence token; it is empty when the dataset names none. Each
-    image has a token of the prompt for each of its parts.
+    image has a token of the prompt for each of its parts. Of a pair, the response is the chosen one, and `other` the
+    rejected one; the pair may have a margin.
     """
 
     prompt: list[int]
     response: list[int]
     images: Sequence[PromptImage] = ()
+    other: list[int] = field(default_factory=list)
+    is_desirable: bool = True
+    margin: float = 0.0
 
 
 class Written(NamedTuple):
-    """A row as text: prompt and response, and the images of the prompt, with their rows and columns of tokens."""
+    """A row as text: prompt and response, and the images of the prompt, with their rows and columns of tokens.
+
+    Of preferences also the rejected response, whether a single one is desirable, and the margin of a pair.
+    """
 
     prompt: str
     response: str
     place: str
     pictures: Sequence[Sized] = ()
+    other: str = ""
+    is_desirable: bool = True
+    margin: float = 0.0
 
 
 class RowEncoder:
@@ -97,9 +107,9 @@ class RowEncoder:
         self.images: ImagePrompts | None = None
         if config.images is not None:
             if is_task:
-                raise self._refused(".images", "needs prompts, but these rows are tasks of an environment")
+                raise self.refused(".images", "needs prompts, but these rows are tasks of an environment")
             if reader is None:
-                raise self._refused(".images", "is not supported here: give prompts of text alone")
+                raise self.refused(".images", "is not supported here: give prompts of text alone")
             self.images = ImagePrompts(reader(), config.images, image_folder(config.path), f"{key}.images")
         if tokenizer.eos_token_id is None:
             raise RecipeError.at(
@@ -107,10 +117,10 @@ class RowEncoder:
             )
         has_template = tokenizer.chat_template is not None
         if config.template == "chat" and not has_template:
-            raise self._refused(".template", "is 'chat', but the tokenizer has no chat template: use 'plain'")
+            raise self.refused(".template", "is 'chat', but the tokenizer has no chat template: use 'plain'")
         self.is_chat = config.template == "chat" or (config.template == "auto" and has_template)
         if config.system is not None and not self.is_chat:
-            raise self._refused(".system", "needs a chat template, and these prompts are written without one")
+            raise self.refused(".system", "needs a chat template, and these prompts are written without one")
 
     def encode(self, row: Row, place: str) -> Encoded:
         """The token ids of a row; errors as of `texts`."""
@@ -129,10 +139,14 @@ class RowEncoder:
         prompts = _encode_texts(self.tokenizer, [text.prompt for text in texts], add_special_tokens=is_plain)
         responses: list[list[int]] = [[] for _ in texts]
         if self.config.response is not None:
-            assert self.tokenizer.eos_token_id is not None
-            responses = _encode_texts(self.tokenizer, [text.response for text in texts], add_special_tokens=False)
-            responses = [[*response, self.tokenizer.eos_token_id] for response in responses]
+            responses = self.encode_responses([text.response for text in texts])
         return list(map(self._with_images, texts, prompts, responses))
+
+    def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of responses, each with the end-of-sequence token after it."""
+        assert self.tokenizer.eos_token_id is not None
+        responses = _encode_texts(self.tokenizer, texts, add_special_tokens=False)
+        return [[*response, self.tokenizer.eos_token_id] for response in responses]
 
     def _with_images(self, text: Written, prompt: list[int], response: list[int]) -> Encoded:
         """A row as tokens, of which images have as many as they have parts."""
@@ -140,7 +154,7 @@ class RowEncoder:
             return Encoded(prompt, response)
         if taken := self.images.reader.reserved.intersection(response):
             token = self.tokenizer.decode([min(taken)])
-            raise self._refused(".response", f"{text.place}: a response must not have '{token}', which marks images")
+            raise self.refused(".response", f"{text.place}: a response must not have '{token}', which marks images")
         tokens, images = self.images.expanded(prompt, text.pictures, text.place)
         return Encoded(tokens, response, images)
 
@@ -161,81 +175,90 @@ class RowEncoder:
         Raises:
             RecipeError: A column that is needed is missing or of the wrong type, or an image cannot be used.
         """
-        for column in (self.config.answer, self.config.source):
-            if column is not None:
-                self._value(row, column, place)
-        for column in self.config.columns or ():
-            if column not in row:
-                raise self._refused(".columns", f"{place} has no column '{column}'{nearest(column, row)}")
+        self.check_columns(row, place)
         pictures = self.images.pictures(row, place, are_decoded=are_decoded) if self.images else []
         if self.config.response is None:
-            return Written(self._prompt(row, place, len(pictures)), "", place, pictures)
-        response = self._value(row, self.config.response, place)
+            return Written(self.prompt_of(row, place, len(pictures)), "", place, pictures)
+        response = self.value_of(row, self.config.response, place)
         if not isinstance(response, str):
             kind = type(response).__name__
-            raise self._refused(".response", f"{place}: column '{self.config.response}' holds {kind}; it must be text")
-        return Written(self._prompt(row, place, len(pictures)), response, place, pictures)
+            raise self.refused(".response", f"{place}: column '{self.config.response}' holds {kind}; it must be text")
+        return Written(self.prompt_of(row, place, len(pictures)), response, place, pictures)
 
-    def _prompt(self, row: Row, place: str, num_images: int) -> str:
+    def check_columns(self, row: Row, place: str) -> None:
+        """Refuse a row without a column that the recipe names."""
+        for column in (self.config.answer, self.config.source):
+            if column is not None:
+                self.value_of(row, column, place)
+        for column in self.config.columns or ():
+            if column not in row:
+                raise self.refused(".columns", f"{place} has no column '{column}'{nearest(column, row)}")
+
+    def prompt_of(self, row: Row, place: str, num_images: int) -> str:
+        """The prompt of a row as text."""
         if self._is_task:
             return ""
         if "{" in self.config.template:
             return self._marked(self._fill(self.config.template, row, place), num_images, place)
-        prompt = self._value(row, self.config.prompt, place)
+        prompt = self.value_of(row, self.config.prompt, place)
         if self.is_chat:
-            return self._chat(self._messages(prompt, num_images, place), place)
+            return self.written(self.messages_of(prompt, num_images, place), place)
         if not isinstance(prompt, str):
             what = f"column '{self.config.prompt}' holds {type(prompt).__name__}"
-            raise self._refused(".prompt", f"{place}: {what}; without a chat template it must be text")
+            raise self.refused(".prompt", f"{place}: {what}; without a chat template it must be text")
         return self._marked(prompt, num_images, place)
 
     def _marked(self, text: str, num_images: int, place: str) -> str:
         return text if self.images is None else self.images.marked(text, num_images, place)
 
-    def _messages(self, prompt: Json, num_images: int, place: str) -> list[Json]:
+    def messages_of(self, prompt: Json, num_images: int, place: str) -> list[Json]:
+        """A prompt as messages, with those that the recipe adds."""
         messages: list[Json] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
         if isinstance(prompt, list) and all(_is_message(message) for message in prompt):
             messages = list(prompt)
         if not messages:
             what = "text, or a list of messages that each have a 'role' and a 'content'"
-            raise self._refused(".prompt", f"{place}: column '{self.config.prompt}' must hold {what}")
+            raise self.refused(".prompt", f"{place}: column '{self.config.prompt}' must hold {what}")
         for message in messages:
             if isinstance(message, dict) and (medium := other_than_text(message, has_images=self.images is not None)):
                 what = f"column '{self.config.prompt}' holds a message with {medium}"
                 remedy = "leave such rows out"
                 if medium == "an image":
                     remedy += f", or name the column of images in {self.key}.images, for a model that sees them"
-                raise self._refused(".prompt", f"{place}: {what}, which is not read: {remedy}")
+                raise self.refused(".prompt", f"{place}: {what}, which is not read: {remedy}")
         if self.images is not None:
             messages = self.images.messages(messages, num_images, place)
         return [{"role": "system", "content": self.config.system}, *messages] if self.config.system else messages
 
-    def _chat(self, messages: Sequence[Json], place: str) -> str:
+    def written(self, messages: Sequence[Json], place: str, *, is_open: bool = True) -> str:
+        """A conversation as text; an open one ends where the model is to answer."""
         try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=is_open, tokenize=False)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             problem = f"{place}: the tokenizer's chat template cannot be filled: {error}"
-            raise self._refused(".template", problem) from error
+            raise self.refused(".template", problem) from error
 
     def _fill(self, template: str, row: Row, place: str) -> str:
         filled = {column: value for column, value in row.items() if value is not None}
         try:
             return template.format(**filled)
         except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
-            raise self._refused(
+            raise self.refused(
                 ".template",
                 f"{place}: cannot be filled: {error} (columns that are not null: {', '.join(filled) or 'none'}); "
                 "braces that are text are written twice, as {{}}",
             ) from error
 
-    def _value(self, row: Row, column: str, place: str) -> Json:
+    def value_of(self, row: Row, column: str, place: str) -> Json:
+        """The value of a column, which must be there."""
         if column not in row:
-            raise self._refused("", f"{place} has no column '{column}'{nearest(column, row)}")
+            raise self.refused("", f"{place} has no column '{column}'{nearest(column, row)}")
         if row[column] is None:
-            raise self._refused("", f"{place}: column '{column}' is null")
+            raise self.refused("", f"{place}: column '{column}' is null")
         return row[column]
 
-    def _refused(self, setting: str, problem: str) -> RecipeError:
+    def refused(self, setting: str, problem: str) -> RecipeError:
+        """The error for something about a setting of the dataset."""
         return RecipeError.at(f"{self.key}{setting}", problem)
 
 
@@ -263,7 +286,7 @@ def fits(encoded: Encoded, place: str, data: DataConfig, key: str) -> bool:
         raise RecipeError.at(key, f"{place} has an empty prompt")
     for what, length, limit in (
         ("prompt", len(encoded.prompt), data.max_prompt_tokens),
-        ("response", len(encoded.response), data.max_response_tokens),
+        ("response", max(len(encoded.response), len(encoded.other)), data.max_response_tokens),
     ):
         if length > limit:
             if data.overlong == "error":
@@ -278,7 +301,7 @@ def fits(encoded: Encoded, place: str, data: DataConfig, key: str) -> bool:
 def all_overlong(what: str, config: DatasetConfig, data: DataConfig) -> RecipeError:
     """The error for a dataset of which no row can be used."""
     limits = f"data.max_prompt_tokens (now {data.max_prompt_tokens})"
-    if config.response is not None:
+    if config.response is not None or config.chosen is not None:
         limits += f" or data.max_response_tokens (now {data.max_response_tokens})"
     return RecipeError.at("data", f"{what} of {config.path} are overlong: raise {limits}")
 

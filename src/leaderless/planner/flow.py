@@ -12,6 +12,7 @@ from leaderless.planner.row_sets import DATA, RowSets
 from leaderless.workflow import (
     COLUMNS,
     DATA_COLUMNS,
+    DATA_PREFERENCE_COLUMNS,
     DATA_RESPONSE_COLUMNS,
     EPISODE_IDS,
     IMAGES,
@@ -161,7 +162,8 @@ class Flow:
         """The nodes that write each column, in order; two without an order are refused."""
         data = self.recipe.data
         responses, images = (*DATA_RESPONSE_COLUMNS,) * data.has_responses, (IMAGES,) * data.has_images
-        found = {column: [DATA] for column in (*DATA_COLUMNS, *responses, *images)}
+        preferences = (*DATA_PREFERENCE_COLUMNS,) * (data.preferences is not None)
+        found = {column: [DATA] for column in (*DATA_COLUMNS, *responses, *images, *preferences)}
         for name, columns in self.writes.items():
             for column in columns:
                 found.setdefault(column, []).append(name)
@@ -338,6 +340,8 @@ class Flow:
             hint = f"'{writers[0]}' writes it but does not come before: add it to `after`"
         elif column in DATA_RESPONSE_COLUMNS:
             hint = "a rollout writes it, or the data when data.train.response is set"
+        elif column in DATA_PREFERENCE_COLUMNS:
+            hint = "the data have it when data.train.chosen and data.train.rejected are set"
         elif column in HINTS:
             hint = HINTS[column]
         else:

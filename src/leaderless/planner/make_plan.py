@@ -24,6 +24,7 @@ from leaderless.planner.row_sets import DATA
 from leaderless.planner.schedule import is_expanded, keeps_groups
 from leaderless.planner.vocabulary import check_vocabularies
 from leaderless.workflow import Node, Workflow, spec_of
+from leaderless.workflow.preference_stages import longest_pair, scored_before
 from leaderless.workflow.stage import RoleUse
 
 _CRITIC_FIELDS = tuple(CriticConfig.model_fields.items())
@@ -120,6 +121,7 @@ def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
                     f"node '{other.name}' ({other.run}): give them different roles",
                 )
     roles = {role for node in workflow.nodes for _, role in node.roles}
+    roles |= {reference for node in workflow.nodes if (reference := scored_before(recipe, node)) is not None}
     for role in recipe.models:
         if role not in roles:
             raise RecipeError.at(
@@ -375,10 +377,12 @@ def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str,
 
 
 def longest_sequence(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
-    """Tokens of the longest sample: a generated one, or one of the dataset; of a body, its steps."""
+    """Tokens of the longest sample: a generated one, or one of the dataset; of a body, its steps; or both of a pair."""
     if recipe.body is not None:
         return recipe.body.max_steps
     agents = [instance.role for instance in instances if instance.generates]
+    if recipe.data.preferences and not agents:
+        return longest_pair(recipe)
     response = recipe.longest_response(agents) if agents else recipe.data.max_response_tokens
     return recipe.data.max_prompt_tokens + response
 

@@ -350,7 +350,7 @@ class _Rank:
         shards, data = model.instance.layout.dp, self.recipe.data
         agents = dict.fromkeys(x.instance.role for x in self.everywhere if x.instance.generates)
         response = self.recipe.longest_response(agents) if agents else data.max_response_tokens
-        siblings = self.recipe.batch.responses_per_prompt if agents else 1
+        siblings = self.recipe.batch.responses_per_prompt if agents else (2 if data.preferences else 1)
         own_prompts, own_samples = -(-prompts // shards), -(-prompts * siblings // shards)
         # The last token of a response is predicted, and predicts nothing.
         held = -(-(own_prompts * data.max_prompt_tokens + own_samples * (response - 1)) // model.instance.layout.cp)

@@ -247,6 +247,12 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
     with located(loaded):
         if recipe.data.evaluation is None:
             raise RecipeError.at("data.evaluation", "must name the held-out prompts")
+        if recipe.data.evaluation.preferences is not None:
+            raise RecipeError.at(
+                "data.evaluation",
+                "has responses that are compared, not prompts to answer: training itself evaluates them "
+                "(evaluation.every_steps); name a dataset of prompts, and a reward",
+            )
         if not recipe.reward.options() and not recipe.has_tasks:
             raise RecipeError.at("reward", "must name a reward, or the recipe an environment, to tell what is correct")
         if model is None:

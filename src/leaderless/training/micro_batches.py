@@ -15,6 +15,8 @@ from leaderless.models.routers import UNKNOWN
 from leaderless.models.shared_prompts import Family
 from leaderless.workflow.columns import EXPERTS, IMAGES, LATER_IMAGES
 
+SIDES = "sides"
+"""Column of samples that are only used together with the other ones of their prompt, of which they are one side."""
 TEMPERATURES = "temperatures"
 """Column of the temperatures at which sampled tokens are scored; without it they are 1."""
 
@@ -60,8 +62,13 @@ class MicroBatch:
 
 
 def longest_sample(batch: Batch) -> int:
-    """Number of tokens that a pass takes for the longest sample, prompt and continuation; 0 without any."""
+    """Number of tokens that a pass takes for the longest sample, prompt and continuation; 0 without any.
+
+    Of samples that are only used together, it is that of all of them.
+    """
     samples = _Samples.of(batch)
+    if samples.are_together:
+        return max((family.num_tokens for family in _families(samples, 0)), default=0)
     lengths = samples.prompts.lengths[samples.prompt_of_row] + samples.inputs
     return int(lengths.max()) if len(lengths) else 0
 
@@ -74,7 +81,8 @@ def make_micro_batches(
     Siblings come together as far as they fit, so that their prompt is computed once. A rank with fewer micro-batches
     than others gets empty ones, so that all ranks of the process group take part in the same number of passes.
 
-    A micro-batch has at most `max_tokens`, or a single sample that is longer. Samples of several prompts are put
+    A micro-batch has at most `max_tokens`, or a single sample that is longer; samples with the column `sides` are never
+    separated from the others of their prompt. Samples of several prompts are put
     together only up to `enough_tokens`.
     """
     samples = _Samples.of(batch)
@@ -103,6 +111,7 @@ class _Samples:
     images: Jagged | None  # bytes of each prompt
     later_images: Jagged | None  # bytes of what follows the prompt in each sample
     experts: Jagged | None  # of prompts and inputs, one token after the other
+    are_together: bool  # whether those of a prompt are only used together
 
     @classmethod
     def of(cls, batch: Batch) -> _Samples:
@@ -122,7 +131,8 @@ class _Samples:
         later_images = batch.jagged(LATER_IMAGES) if LATER_IMAGES in batch else None
         experts = batch.jagged(EXPERTS) if EXPERTS in batch else None
         own = prompts.jagged("prompt_tokens")
-        return cls(own, prompt_of_row, continuations, mask, inputs, counts, temperatures, images, later_images, experts)
+        optional = (temperatures, images, later_images, experts)
+        return cls(own, prompt_of_row, continuations, mask, inputs, counts, *optional, SIDES in batch)
 
 
 def _with_prompts(batch: Batch) -> Batch:
@@ -166,8 +176,9 @@ def _families(samples: _Samples, max_tokens: int) -> list[_Siblings]:
     for row, prompt, before, after in zip(*(column.tolist() for column in columns), strict=True):
         if prompt != last:
             first, last = len(families), prompt
-        room = (place for place in range(first, len(families)) if families[place].num_tokens + after <= max_tokens)
-        place = next(room, None)
+        places = range(first, len(families))
+        fits = samples.are_together
+        place = next((one for one in places if fits or families[one].num_tokens + after <= max_tokens), None)
         if place is None:
             families.append(_Siblings([row], before + after))
         else:

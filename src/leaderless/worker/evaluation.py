@@ -34,6 +34,7 @@ from leaderless.stages.played import Play
 from leaderless.stages.record import TokenRecorder, describe_sample, thumbnails
 from leaderless.stages.reward import grade_of, last_said, reward_inputs, transcripts, with_environment
 from leaderless.stages.rollout import TOO_MUCH
+from leaderless.worker.preference_evaluation import PreferenceEvaluator
 from leaderless.worker.roles import Roles
 from leaderless.worker.scores import Scores
 
@@ -275,12 +276,15 @@ def make_evaluator(
     held_out: Dataset,
     tokenizer: Tokenizer,
     grade: Grader,
-) -> Evaluator | None:
+) -> Evaluator | PreferenceEvaluator | None:
     """Make the evaluator of this rank; None if it does not hold the model that answers under the plan."""
     instance = answering(plan.instances, recipe.evaluation.role)
     if transport.rank not in instance.layout:
         return None
     model, layout = roles.of(instance.role, instance.layout), instance.serving_layout
-    assert isinstance(model, ModelRole), "checked by the planner"
     process_group = transport.process_group(layout.ranks)
+    if held_out.encoder.config.preferences is not None:
+        own, ranks = recipe.as_seen_by(instance.role), instance.layout.ranks
+        return PreferenceEvaluator(own, held_out, model, instance.layout, transport.process_group(ranks))
+    assert isinstance(model, ModelRole), "checked by the planner"
     return Evaluator(recipe.as_seen_by(instance.role), held_out, model, layout, process_group, tokenizer, grade)

@@ -22,6 +22,7 @@ from leaderless.supervision.failure import note_place
 from leaderless.worker.ahead import Owed
 from leaderless.worker.evaluation import Evaluator
 from leaderless.worker.memory import MemoryBounds
+from leaderless.worker.preference_evaluation import PreferenceEvaluator
 from leaderless.worker.roles import Roles
 from leaderless.worker.turns import Turns
 
@@ -38,7 +39,7 @@ class Parts:
     transport: Transport
     roles: Roles
     sets: Sequence[TrainingSet]
-    evaluator: Evaluator | None
+    evaluator: Evaluator | PreferenceEvaluator | None
     held_out: Dataset | None
     tokenizer: Tokenizer
     grade: Grader

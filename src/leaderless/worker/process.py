@@ -19,9 +19,10 @@ from leaderless.data.activity import Activity
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import open_training_set
 from leaderless.data.dataset import Dataset, TrainingSet, open_dataset
-from leaderless.data.encode import RowEncoder, Tokenizer
+from leaderless.data.encode import Tokenizer
 from leaderless.data.files import find_files
 from leaderless.data.images import ImageReader
+from leaderless.data.preferences import make_encoder
 from leaderless.data.sources import open_source
 from leaderless.data.transport import Transport
 from leaderless.models.chat_template import check_template
@@ -42,6 +43,8 @@ from leaderless.worker.join import add_process_groups, check_shared, join_worker
 from leaderless.worker.memory import check_memory
 from leaderless.worker.parts import Parts
 from leaderless.worker.place import Place
+from leaderless.worker.preference_evaluation import PreferenceEvaluator
+from leaderless.worker.reference import all_datasets, make_scorer
 from leaderless.worker.roles import Roles
 from leaderless.worker.turns import Turns, open_turns
 from leaderless.worker.worker import Worker
@@ -67,6 +70,8 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
             write_description(directory, recipe, plan, display.say)
         memory = check_memory(recipe, plan, place, turns.device, transport.world, display.say)
         builder = _Builder(recipe, plan, transport, turns, display, directory.logs)
+        scored = builder.scored_sets(directory.data)  # before the models are loaded that are trained
+        builder.load_roles()
         stack.callback(builder.roles.close)
         if plan.batch.adapts_to_memory:
             builder.roles.adapt_to_memory(directory, memory.pass_tokens)
@@ -77,8 +82,7 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         stack.callback(display.stop)
         episodes = EpisodeJournal(directory, place.rank, recipe.run.kept_episodes)
         stack.callback(episodes.close)
-        sets = builder.training_sets(directory.data)
-        held_out = builder.held_out() if recipe.evaluation.every_steps else None
+        sets, held_out = scored or builder.open_sets(directory.data)
         parts = Parts(
             recipe=recipe,
             plan=plan,
@@ -113,6 +117,7 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
         grade, transport, turns = _join(recipe, plan, place, stack)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leaderless-eval-")))
         builder = _Builder(recipe, plan, transport, turns, display, logs, checkpoint)
+        builder.load_roles()
         stack.callback(builder.roles.close)
         if checkpoint is not None:
             damage = find_damage(checkpoint, transport.world)
@@ -161,7 +166,32 @@ class _Builder:
         self.tokenizer: Tokenizer = load_tokenizer(config, first) if recipe.body is None else byte_tokenizer()
         if display.is_shown and (warning := warning_of_drift(recipe, config, self.tokenizer)):
             display.say(f"[yellow]{escape(warning)}[/]")
-        self.roles = Roles(recipe, plan, transport, turns, self.tokenizer, logs, partial(_print_own, display))
+        self._turns, self._logs = turns, logs
+
+    def load_roles(self) -> None:
+        """Load the models of this rank, as `roles`."""
+        report = partial(_print_own, self.display)
+        self.roles = Roles(self.recipe, self.plan, self.transport, self._turns, self.tokenizer, self._logs, report)
+
+    def open_sets(self, folder: Path) -> tuple[list[TrainingSet], Dataset | None]:
+        """The datasets to train on, and the held-out rows if the run evaluates. All ranks call it together."""
+        return self.training_sets(folder), self.held_out() if self.recipe.evaluation.every_steps else None
+
+    def scored_sets(self, folder: Path) -> tuple[list[TrainingSet], Dataset | None] | None:
+        """The same with the scores of the reference; None if the plan needs none."""
+        scorer = make_scorer(self.recipe, self.plan, self.transport, self._turns.device, folder, self.display.say)
+        if scorer is None:
+            return None
+        sets, held_out = self.open_sets(folder)
+        scored: list[TrainingSet] = []
+        for one in all_datasets(sets):
+            with self.display.reading(one.encoder.config.path) as progress:
+                scored.append(scorer.scored(one, progress))
+        if held_out is not None and held_out.encoder.config.preferences:
+            with self.display.reading(held_out.encoder.config.path) as progress:
+                held_out = scorer.scored(held_out, progress)
+        scorer.close()
+        return scored, held_out
 
     def training_sets(self, folder: Path) -> list[TrainingSet]:
         """The datasets to train on; `folder` keeps what is found out about them. All ranks call it together."""
@@ -184,7 +214,7 @@ class _Builder:
         self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
         cache = DataCache(self.transport.world, RunDirectory.of(self.recipe).data)
         source, is_task = open_source(config, key, cache), self.recipe.has_tasks
-        encoder = RowEncoder(self.tokenizer, config, key, is_task=is_task, reader=self._reader())
+        encoder = make_encoder(self.tokenizer, config, key, is_task=is_task, reader=self._reader())
         with self.display.reading(config.path) as progress:
             dataset = open_dataset(source, encoder, self.recipe, cache, progress, self.recipe.evaluation.max_prompts)
         self._say(key, dataset, config.path)
@@ -197,7 +227,7 @@ class _Builder:
         assert config is not None
         return partial(open_reader, config, role, self.tokenizer)
 
-    def evaluator(self, held_out: Dataset, grade: Grader) -> Evaluator | None:
+    def evaluator(self, held_out: Dataset, grade: Grader) -> Evaluator | PreferenceEvaluator | None:
         """The evaluator of this rank, if it holds the model that answers."""
         return make_evaluator(self.recipe, self.plan, self.transport, self.roles, held_out, self.tokenizer, grade)
 

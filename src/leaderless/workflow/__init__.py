@@ -2,6 +2,7 @@
 
 from leaderless.workflow.columns import COLUMNS as COLUMNS
 from leaderless.workflow.columns import DATA_COLUMNS as DATA_COLUMNS
+from leaderless.workflow.columns import DATA_PREFERENCE_COLUMNS as DATA_PREFERENCE_COLUMNS
 from leaderless.workflow.columns import DATA_RESPONSE_COLUMNS as DATA_RESPONSE_COLUMNS
 from leaderless.workflow.columns import EPISODE_IDS as EPISODE_IDS
 from leaderless.workflow.columns import IMAGES as IMAGES

@@ -14,6 +14,8 @@ Axis = Literal[
     "image_bytes",
     "later_image_bytes",
     "tokens",
+    "first_tokens",
+    "second_tokens",
     "response_tokens",
     "experts",
     "observations",
@@ -91,6 +93,13 @@ COLUMNS: dict[str, Column] = {
     ),
     "rows": Column("object", "json", "the row of the dataset, all of its columns", is_prompt=True),
     "tokens": Column("jagged", "int64", "token ids of everything after the prompt", "tokens"),
+    "first_tokens": Column("jagged", "int64", "token ids of the chosen, or of the only, response", "first_tokens"),
+    "second_tokens": Column(
+        "jagged", "int64", "token ids of the rejected response, or of one to another prompt", "second_tokens"
+    ),
+    "desirable": Column("dense", "bool", "whether the only response is desirable; true for pairs"),
+    "margins": Column("dense", "float32", "by how much the chosen response is better, or 0"),
+    "reference_scores": Column("dense", "float32", "log-probabilities of both responses under the reference"),
     "response_mask": Column("jagged", "bool", "which of `tokens` the policy sampled", "tokens"),
     "response_lengths": Column("dense", "int64", "number of sampled tokens"),
     "episode_ids": Column("dense", "int64", "the episode of the sample; without it, each sample is one"),
@@ -160,6 +169,8 @@ EXPERTS_PER_TOKEN = 384
 """What estimates assume of it: 8 experts in each of 48 layers."""
 DATA_RESPONSE_COLUMNS = ("tokens", "response_mask")
 """Columns that it also provides if `data.train.response` names a column to imitate."""
+DATA_PREFERENCE_COLUMNS = ("first_tokens", "second_tokens", "desirable", "margins", "reference_scores")
+"""Columns that it provides in their place if the data have preferences."""
 
 
 def column_of(name: str) -> Column:

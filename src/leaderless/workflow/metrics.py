@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.algorithm import Algorithm
 from leaderless.algorithms.losses import POLICY_LOSSES
+from leaderless.algorithms.preferences import PREFERENCE_LOSSES
 from leaderless.config import RecipeError, nearest
 from leaderless.workflow.stages import spec_of
 
@@ -35,6 +36,8 @@ _TOOLS = "an `environment` with tools"
 _STALE = "`channels`, or `online`"
 _CONTINUOUS = "`channels` with `mode` set to `continuous`"
 _SCHEDULE = "`schedule.replan_every_steps` above 0"
+_PREFERENCES = "data with preferences"
+_PAIRS = "`chosen` and `rejected` in `data.train`"
 _EVALUATION = "`evaluation.every_steps` above 0"
 
 
@@ -62,6 +65,13 @@ METRICS: dict[str, Metric] = {
         "responses to held-out prompts that `evaluation.metric` does not apply to; left out if there are none",
         f"{_EVALUATION}, and `evaluation.metric`",
     ),
+    "evaluation/accuracy": Metric(
+        "share of held-out pairs whose chosen response has the larger reward", f"{_EVALUATION}, and {_PAIRS}"
+    ),
+    "evaluation/margin": Metric(
+        "mean difference of the rewards of both responses to a held-out prompt", f"{_EVALUATION}, and {_PREFERENCES}"
+    ),
+    "evaluation/loss": Metric("mean loss of held-out rows, without imitation", f"{_EVALUATION}, and {_PREFERENCES}"),
     "reward/mean": Metric("mean reward of a response"),
     "reward/std": Metric("standard deviation of the rewards"),
     "reward/<name>": Metric("mean of one reward before weighting, over the responses that it could grade"),
@@ -186,6 +196,21 @@ METRICS: dict[str, Metric] = {
         "mean ratio by which the role's update has scaled the advantages of other roles", "a workflow such as `happo`"
     ),
     **_of("policy_loss", POLICY_LOSSES, "<role>/"),
+    **_of("preference_loss", PREFERENCE_LOSSES, "<role>/"),
+    "<role>/accuracy": Metric("share of pairs whose chosen response has the larger reward", _PAIRS),
+    "<role>/margin": Metric(
+        "mean difference of the rewards of chosen and rejected responses; of single ones, mean reward with the sign of "
+        "what is desirable",
+        _PREFERENCES,
+    ),
+    "<role>/reward_chosen": Metric("mean reward of chosen, or desirable, responses", _PREFERENCES),
+    "<role>/reward_rejected": Metric("mean reward of rejected, or undesirable, responses", _PREFERENCES),
+    "<role>/log_prob_chosen": Metric("mean log-probability of a chosen, or desirable, response", _PREFERENCES),
+    "<role>/log_prob_rejected": Metric("mean log-probability of a rejected, or undesirable, response", _PREFERENCES),
+    "<role>/sft_loss": Metric(
+        "mean negative log-likelihood of a token of chosen, or desirable, responses",
+        "`algorithm.preference_loss.sft_coefficient` above 0",
+    ),
     "<role>/kl": Metric(
         "divergence from the reference in the loss, in nats per token",
         "`algorithm.kl.coefficient` above 0 and `algorithm.kl.place` set to `loss`",
@@ -317,6 +342,9 @@ def _evaluation_metrics(recipe: Recipe) -> list[str]:
     config, k = recipe.evaluation, recipe.evaluation.responses_per_prompt
     if not config.every_steps:
         return []
+    if recipe.data.preferences is not None:
+        own = ["accuracy"] * (recipe.data.preferences == "pairs")
+        return [*(f"evaluation/{name}" for name in ("loss", "margin", *own)), "time/evaluate"]
     names = [f"evaluation/mean@{k}", "evaluation/failed", "time/evaluate"]
     names += [f"evaluation/pass@{j}" for j in pass_at_sizes(k)]
     decides = [config.metric] if config.metric else list(recipe.reward.options())

@@ -22,6 +22,7 @@ from leaderless.workflow.columns import (
     SEEN_COLUMNS,
     TAKEN_COLUMNS,
 )
+from leaderless.workflow.preference_stages import PREFERENCE_STAGES
 from leaderless.workflow.stage import STAGES, StageSpec
 from leaderless.workflow.training_stages import (
     SEQUENCE,
@@ -450,6 +451,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         summary="values of a critic before each sampled token",
     ),
     **TRAINING_STAGES,
+    **PREFERENCE_STAGES,
 }
 
 JOIN, SELECT = "join rows", "select rows"

@@ -90,15 +90,16 @@ def adapted_metrics(recipe: Recipe) -> list[str]:
 
 
 def _sft_metrics(recipe: Recipe, node: Node) -> list[str]:
-    return [*_training_metrics(recipe, node), f"{node.role}/entropy", "throughput/tokens_per_s"]
+    return [*training_metrics(recipe, node), f"{node.role}/entropy", "throughput/tokens_per_s"]
 
 
 def _critic_metrics(recipe: Recipe, node: Node) -> list[str]:
     own = ("clip_fraction", "value_mean", "explained_variance")
-    return [*_training_metrics(recipe, node), *(f"{node.role}/{name}" for name in own)]
+    return [*training_metrics(recipe, node), *(f"{node.role}/{name}" for name in own)]
 
 
-def _training_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+def training_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    """Metrics of every optimizer update."""
     own = (f"{node.role}/{name}" for name in ("loss", "grad_norm", "learning_rate"))
     return [*own, f"guard/skipped/{node.role}", "guard/roll_backs"]
 
@@ -144,7 +145,7 @@ def check_log_probs(recipe: Recipe, node: Node) -> None:
 
 def _check_update(recipe: Recipe, node: Node) -> None:
     _check_sample_fits(recipe, "rollout")
-    _check_updates_per_step(recipe)
+    check_updates_per_step(recipe)
     if recipe.algorithm.team.rotate_steps and len(node.team) < 2:
         raise RecipeError.at(
             "algorithm.team.rotate_steps",
@@ -215,7 +216,7 @@ def _check_update_in_turn(recipe: Recipe, node: Node) -> None:
 
 def _check_update_critic(recipe: Recipe, node: Node) -> None:
     check_log_probs(recipe, node)
-    _check_updates_per_step(recipe)
+    check_updates_per_step(recipe)
 
 
 def _check_sac(recipe: Recipe, node: Node) -> None:
@@ -234,7 +235,8 @@ def _check_sac(recipe: Recipe, node: Node) -> None:
             raise RecipeError.at(key, f"cannot be combined with node '{node.name}', which learns by SAC: leave it out")
 
 
-def _check_updates_per_step(recipe: Recipe) -> None:
+def check_updates_per_step(recipe: Recipe) -> None:
+    """Check that each update of a step has a prompt."""
     if recipe.algorithm.sac is not None:
         raise RecipeError.at(
             "algorithm.sac", "does nothing in nodes that train in another way: use the workflow sac, or leave it out"
@@ -259,7 +261,7 @@ def _check_sft(recipe: Recipe, node: Node) -> None:
             f"{next(iter(recipe.data.train_sets()))}.response", f"must name the column that node '{node.name}' imitates"
         )
     _check_sample_fits(recipe, "data")
-    _check_updates_per_step(recipe)
+    check_updates_per_step(recipe)
 
 
 TRAINING_STAGES: dict[str, StageSpec] = {

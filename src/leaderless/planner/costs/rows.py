@@ -121,7 +121,7 @@ def sample_workload(recipe: Recipe, config: WorkloadConfig, agents: Sequence[str
     limit = recipe.data.max_prompt_tokens
     prompts = _lengths(generator, num_prompts, config.prompt_median_tokens, config.prompt_sigma, limit)
     groups = np.arange(num_prompts)
-    is_given, count = recipe.data.has_responses, num_prompts * num_siblings
+    is_given, count = recipe.data.has_responses or bool(recipe.data.preferences), num_prompts * num_siblings
     samples: list[Rows] = []
     for agent in agents or (None,):
         limit = recipe.data.max_response_tokens if is_given else recipe.as_seen_by(agent).longest_response()

@@ -1,0 +1,222 @@
+"""The stage that learns from preferences, and what it has in common with the scoring of responses by other models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from leaderless.algorithms import repeat_per_token, segment_sum
+from leaderless.algorithms.preference_loss import (
+    PreferenceInputs,
+    PreferenceLoss,
+    PreferenceOutput,
+    compute_preferences,
+)
+from leaderless.data.batch import Batch, Jagged, make_sample_ids
+from leaderless.data.transport import ProcessGroup
+from leaderless.observability.metrics import Mean, Share
+from leaderless.stages.context import StageContext
+from leaderless.stages.mini_batches import Loss, MiniBatch, make_update, metric_name
+from leaderless.training.engine import TrainEngine
+from leaderless.training.micro_batches import SIDES, MicroBatch
+from leaderless.workflow.preference_stages import REFERENCE_SCORES
+
+FIRST, SECOND = "first_tokens", "second_tokens"
+
+
+def update_preferences(batch: Batch, context: StageContext) -> Batch:
+    """Make `batch.updates_per_step` updates on the loss of preferences."""
+    engine, loss = context.role.train_engine, context.recipe.algorithm.preference_loss
+    context.metrics.total("throughput/tokens", num_tokens(batch))
+    for number, rows in parts_of_step(batch, context):
+        totals = totals_of(engine, loss, rows, context.sum)
+        if loss.data == "singles":
+            context.metrics.max(metric_name(context, "divergence"), totals.divergence.clamp(min=0))
+        mini_batch = MiniBatch(number, samples_for(loss, rows), torch.empty(0))
+        loss_of = partial(loss_of_rows, engine, loss, rows, totals)
+        make_update(engine, mini_batch, partial(_named, context, loss_of), context)
+    return batch
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the loss of a row has to know of its mini-batch on all ranks.
+
+    Attributes:
+        num_rows: Number of rows.
+        num_imitated: Tokens of chosen, or of desirable, responses, at least 1.
+        divergence: [] mean log-ratio of policy to reference of responses to other prompts, for single responses.
+    """
+
+    num_rows: float
+    num_imitated: float
+    divergence: Tensor
+
+
+def totals_of(engine: TrainEngine, loss: PreferenceLoss, rows: Batch, add_up: Callable[[Tensor], Tensor]) -> Totals:
+    """The totals of a mini-batch, of which this rank has some rows; `add_up` adds up a tensor over all ranks."""
+    lengths, ratios = rows.jagged(FIRST).lengths, torch.zeros(())
+    if loss.data == "singles":
+        lengths = lengths * rows.dense("desirable")
+        scores = engine.log_probs(one_side(rows, SECOND))
+        ratios = (segment_sum(scores.values, scores.lengths) - rows.dense(REFERENCE_SCORES)[:, 1]).sum()
+    counts = torch.stack([torch.tensor(len(rows)), lengths.sum(), ratios]).double()
+    num_rows, num_imitated, ratio = add_up(counts)
+    return Totals(float(num_rows), max(float(num_imitated), 1.0), ratio / num_rows.clamp(min=1))
+
+
+def parts_of_step(batch: Batch, context: StageContext) -> Iterator[tuple[int, Batch]]:
+    """The numbers, from 1, and the rows of a step's updates; their ids alone decide which rows are together."""
+    config = context.recipe.batch
+    part = context.parts_of(batch.group_ids, config.parts_per_step)
+    for number in range(config.updates_per_step):
+        yield number + 1, batch.select(part == number % config.parts_per_step)
+
+
+def num_tokens(batch: Batch) -> Tensor:
+    """[] tokens of prompts and of both responses to each."""
+    return torch.stack([batch.jagged(name).lengths.sum() for name in ("prompt_tokens", FIRST, SECOND)]).sum()
+
+
+def side_by_side(rows: Batch) -> Batch:
+    """Two samples for each row, one after the other: its first and its second response, which share their prompt."""
+    sides = torch.arange(2).repeat(len(rows))
+    owner = torch.arange(len(rows)).repeat_interleave(2)
+    first, second = rows.jagged(FIRST), rows.jagged(SECOND)
+    values = torch.cat([first.values, second.values])
+    both = Jagged(values, torch.cat([first.lengths, second.lengths]), "tokens").select(owner + sides * len(rows))
+    return _samples(rows, both, sides, owner)
+
+
+def samples_for(loss: PreferenceLoss, rows: Batch) -> Batch:
+    """The samples on which a loss is trained."""
+    return side_by_side(rows) if loss.data == "pairs" else one_side(rows, FIRST)
+
+
+def one_side(rows: Batch, column: str) -> Batch:
+    """One sample for each row: one of its responses."""
+    tokens, owner = rows.jagged(column), torch.arange(len(rows))
+    return _samples(rows, Jagged(tokens.values, tokens.lengths, "tokens"), torch.zeros_like(owner), owner)
+
+
+def _samples(rows: Batch, tokens: Jagged, sides: Tensor, owner: Tensor) -> Batch:
+    prompts = rows.only([name for name in ("prompt_tokens", "images") if name in rows])
+    mask = Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens")
+    ids = make_sample_ids(rows.ids[owner], sides)
+    return Batch(ids, {"tokens": tokens, "response_mask": mask, SIDES: sides}, prompts, owner)
+
+
+def samples_of(micro_batch: MicroBatch, lengths: Tensor) -> Tensor:
+    """[m] int64: which samples a micro-batch has, of those whose sampled tokens have lengths [n]; none if it is empty.
+
+    Every sample has sampled tokens.
+    """
+    sample = repeat_per_token(torch.arange(len(lengths)), lengths)[micro_batch.response_index]
+    counts = micro_batch.response_lengths[micro_batch.response_lengths > 0]
+    return sample[counts.cumsum(0) - 1]
+
+
+def score_sides(engine: TrainEngine, rows: Batch) -> Tensor:
+    """[n, 2] log-probabilities of both responses of each row, float32 and without gradient."""
+    scores = engine.log_probs(side_by_side(rows))
+    return segment_sum(scores.values, scores.lengths).view(-1, 2)
+
+
+def inputs_of(rows: Batch, loss: PreferenceLoss, scores: tuple[Tensor, Tensor], divergence: Tensor) -> PreferenceInputs:
+    """What a loss is given about rows whose responses have scores [n] each."""
+    first, second = scores
+    reference = rows.dense(REFERENCE_SCORES) if loss.uses_reference else torch.zeros(len(rows), 2)
+    reference_first, reference_second = reference.to(first.device).unbind(1)
+    is_desirable = rows.dense("desirable") if loss.data == "singles" else torch.ones(len(rows), dtype=torch.bool)
+    return PreferenceInputs(
+        first,
+        second,
+        reference_first,
+        reference_second,
+        rows.jagged(FIRST).lengths.to(first.device),
+        rows.jagged(SECOND).lengths.to(first.device),
+        is_desirable.to(first.device),
+        divergence.to(first),
+    )
+
+
+def loss_of_rows(
+    engine: TrainEngine, loss: PreferenceLoss, rows: Batch, totals: Totals, micro_batch: MicroBatch
+) -> Loss:
+    """The loss of a micro-batch, which has both responses of each of its pairs; metrics are named without the role."""
+    outputs, is_paired = engine.forward(micro_batch), loss.data == "pairs"
+    lengths = rows.jagged(FIRST).lengths
+    if is_paired:
+        lengths = torch.stack([lengths, rows.jagged(SECOND).lengths], 1).flatten()
+    samples = samples_of(micro_batch, lengths)
+    order = samples.argsort()
+    sums = segment_sum(outputs.log_probs, lengths[samples].to(outputs.log_probs.device))[
+        order.to(outputs.log_probs.device)
+    ]
+    first, second = sums.view(-1, 2).unbind(1) if is_paired else (sums, torch.zeros_like(sums))
+    own = rows.select(samples[order][::2] // 2 if is_paired else samples[order])
+    inputs = inputs_of(own, loss, (first, second), totals.divergence)
+    output = compute_preferences(loss, inputs)
+    value, metrics = output.loss.sum() / totals.num_rows, rewards_of(loss, inputs, output)
+    if loss.sft_coefficient:
+        likelihood = -torch.where(inputs.is_desirable, first, 0.0).sum()
+        value = value + loss.sft_coefficient * likelihood / totals.num_imitated
+        metrics["sft_loss"] = Mean(likelihood, (inputs.first_lengths * inputs.is_desirable).sum())
+    metrics["entropy"] = Mean(outputs.entropies.sum(), len(outputs.entropies))
+    return Loss(value, outputs.log_probs, metrics)
+
+
+def _named(context: StageContext, loss_of: Callable[[MicroBatch], Loss], micro_batch: MicroBatch) -> Loss:
+    """A loss whose metrics have the role in their names."""
+    loss = loss_of(micro_batch)
+    return Loss(loss.value, loss.scores, {metric_name(context, name): share for name, share in loss.metrics.items()})
+
+
+def rewards_of(loss: PreferenceLoss, inputs: PreferenceInputs, output: PreferenceOutput) -> dict[str, Share]:
+    """What is reported of both sides: chosen and rejected, or desirable and not."""
+    chosen, rejected = output.first_rewards.detach(), output.second_rewards.detach()
+    if loss.data == "singles":
+        is_good = inputs.is_desirable
+        return {
+            "reward_chosen": _mean(chosen, is_good),
+            "reward_rejected": _mean(chosen, ~is_good),
+            "margin": _mean(torch.where(is_good, 1.0, -1.0) * chosen),
+            "log_prob_chosen": _mean(inputs.first.detach(), is_good),
+            "log_prob_rejected": _mean(inputs.first.detach(), ~is_good),
+        }
+    return {
+        "accuracy": _mean((chosen > rejected).float()),
+        "margin": _mean(chosen - rejected),
+        "reward_chosen": _mean(chosen),
+        "reward_rejected": _mean(rejected),
+        "log_prob_chosen": _mean(inputs.first.detach()),
+        "log_prob_rejected": _mean(inputs.second.detach()),
+    }
+
+
+def evaluate_preferences(
+    loss: PreferenceLoss, rows: Batch, scores: Tensor, process_group: ProcessGroup
+) -> dict[str, Share]:
+    """This rank's shares of what is reported of held-out rows with scores [n, 2]; all ranks call it together."""
+    divergence = torch.zeros(())
+    if loss.data == "singles":
+        ratios = (scores - rows.dense(REFERENCE_SCORES))[:, 1].double()
+        total, count = process_group.sum(torch.stack([ratios.sum(), torch.tensor(len(ratios)).double()]), "divergence")
+        divergence = total / count.clamp(min=1)
+    first, second = scores.unbind(1)
+    inputs = inputs_of(rows, loss, (first, second), divergence)
+    output = compute_preferences(loss, inputs)
+    named = rewards_of(loss, inputs, output)
+    kept = {name: share for name, share in named.items() if name in {"accuracy", "margin"}}
+    return {"loss": _mean(output.loss), **kept}
+
+
+def _mean(values: Tensor, is_counted: Tensor | None = None) -> Mean:
+    """The mean over rows, or over those that count."""
+    if is_counted is None:
+        return Mean(values.sum(), len(values))
+    return Mean(torch.where(is_counted, values, 0.0).sum(), is_counted.sum())

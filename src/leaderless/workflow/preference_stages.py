@@ -1,0 +1,102 @@
+"""The contracts of the built-in stages that learn from preferences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from leaderless.config import RecipeError
+from leaderless.workflow.stage import StageSpec
+from leaderless.workflow.training_stages import check_updates_per_step, training_metrics
+
+if TYPE_CHECKING:
+    from leaderless.config import Recipe
+    from leaderless.config.data import Preferences
+    from leaderless.workflow.workflow import Node
+
+REFERENCE_SCORES = "reference_scores"
+"""Column of the log-probabilities of both responses under the reference."""
+PREFERENCE_METRICS = ("accuracy", "margin", "reward_chosen", "reward_rejected")
+"""Metrics of both sides, below the role."""
+_PAIR_COLUMNS = ("prompt_tokens", "first_tokens", "second_tokens")
+
+
+def _reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    loss = recipe.algorithm.preference_loss
+    columns = [*_PAIR_COLUMNS] + ["desirable"] * (loss.data == "singles")
+    return columns + [REFERENCE_SCORES] * loss.uses_reference
+
+
+def _metrics(recipe: Recipe, node: Node) -> list[str]:
+    loss = recipe.algorithm.preference_loss
+    own = [name for name in PREFERENCE_METRICS if name != "accuracy" or loss.data == "pairs"]
+    own += ["entropy", "log_prob_chosen", "log_prob_rejected", *loss.metrics]
+    own += ["sft_loss"] * (loss.sft_coefficient > 0)
+    return [*training_metrics(recipe, node), *(f"{node.role}/{name}" for name in own), "throughput/tokens_per_s"]
+
+
+def check_preferences(recipe: Recipe, node: Node, wanted: Preferences, reader: str) -> None:
+    """Check that the data have the preferences that a node reads, and that they fit into a pass."""
+    key, train = next(iter(recipe.data.train_sets().items()))
+    if recipe.has_tasks:
+        name = "body" if recipe.body else "environment" if recipe.environment else "online"
+        raise RecipeError.at(name, f"has no responses that node '{node.name}' could compare: leave it out")
+    if train.preferences != wanted:
+        names = "chosen and rejected, the columns of both responses" if wanted == "pairs" else "response and desirable"
+        raise RecipeError.at(
+            f"{key}.{'chosen' if wanted == 'pairs' else 'desirable'}",
+            f"{reader} of node '{node.name}' learns from {wanted}: name {names}",
+        )
+    _check_pair_fits(recipe)
+    check_updates_per_step(recipe)
+
+
+def _check_pair_fits(recipe: Recipe) -> None:
+    longest = longest_pair(recipe)
+    bound = recipe.batch.first_micro_batch_tokens(longest)
+    num_parts = max((layout.cp for layout in recipe.layout.values()), default=1)
+    if bound * num_parts < longest:
+        raise RecipeError.at(
+            "batch.micro_batch_tokens",
+            f"is {bound}, but a prompt with both of its responses may have {longest} tokens (data.max_prompt_tokens + "
+            "2 data.max_response_tokens), which are not divided: raise it or shorten them",
+        )
+
+
+def scored_before(recipe: Recipe, node: Node) -> str | None:
+    """The role whose model scores the dataset before the first step for a node: the reference of the trained role."""
+    if node.run != "update_preferences" or node.role is None:
+        return None
+    if not recipe.as_seen_by(node.role).algorithm.preference_loss.uses_reference:
+        return None
+    return "reference" if node.role == "policy" else f"{node.role}_reference"
+
+
+def longest_pair(recipe: Recipe) -> int:
+    """Tokens of the longest prompt with two responses, which a pass takes together."""
+    return recipe.data.max_prompt_tokens + 2 * recipe.data.max_response_tokens
+
+
+def _check_update(recipe: Recipe, node: Node) -> None:
+    loss = recipe.algorithm.preference_loss
+    check_preferences(recipe, node, loss.data, f"the loss '{loss.type}'")
+    for key, train in recipe.data.train_sets().items():
+        if loss.uses_reference and train.streaming:
+            raise RecipeError.at(
+                f"{key}.streaming",
+                f"cannot be combined with the loss '{loss.type}': the reference scores all rows before the first step, "
+                "and a stream has no end; leave it out, or use a loss without a reference, such as simpo",
+            )
+    loss.check(recipe)
+
+
+PREFERENCE_STAGES: dict[str, StageSpec] = {
+    "update_preferences": StageSpec(
+        "leaderless.stages.preferences:update_preferences",
+        reads=_reads,
+        roles={"model": "train"},
+        has_effect=True,
+        metrics=_metrics,
+        check=_check_update,
+        summary="updates on which of two responses is preferred",
+    ),
+}
