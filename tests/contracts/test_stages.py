@@ -41,6 +41,14 @@ WORKFLOWS: dict[str, dict[str, object]] = {
         "data.max_response_tokens": 8,
         "reward": {},
     },
+    "reward_model": {
+        "models": {"reward_model": tiny_model()},
+        "data.train.chosen": "answer",
+        "data.train.rejected": "question",
+        "data.max_response_tokens": 8,
+        "reward": {},
+    },
+    "rlhf": {"models": dict.fromkeys(("policy", "reward_model"), tiny_model()), "reward": {}},
     "happo": {
         "models": dict.fromkeys(("planner", "solver", "critic"), tiny_model()),
         "environment": {

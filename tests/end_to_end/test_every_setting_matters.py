@@ -15,7 +15,7 @@ from tests.end_to_end.cli import ROOT, command
 from tests.tiny import tiny_model, write_additions, write_recipe
 from tests.unit.test_config_schema import all_sections
 
-from leaderless.config.algorithm import CorrectionConfig, TeamConfig
+from leaderless.config.algorithm import CorrectionConfig, RewardModelConfig, TeamConfig
 from leaderless.config.base import Section
 from leaderless.config.channels import ChannelConfig
 from leaderless.config.mcp import McpServerConfig
@@ -166,6 +166,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("OnlineConfig", name) for name in OnlineConfig.model_fields}
     # SAC needs a body; tests/unit/bodies/test_sac.py and test_sac.py have them.
     elsewhere |= {("SacConfig", name) for name in SacConfig.model_fields}
+    # A reward model is not part of these runs; test_reward_model.py tries each setting.
+    elsewhere |= {("RewardModelConfig", name) for name in RewardModelConfig.model_fields}
     # Teams need an environment; test_team.py tries each setting.
     elsewhere |= {("TeamConfig", name) for name in TeamConfig.model_fields} | {("EnvironmentConfig", "agents")}
     # Read where a body learns by SAC; see test_sac.py.

@@ -18,6 +18,7 @@ from leaderless.algorithms import (
     kl,
     proximal,
     returns,
+    reward_model,
     value_loss,
 )
 from leaderless.algorithms.advantages import ADVANTAGES
@@ -31,6 +32,7 @@ FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
     "reward": (returns.token_level_rewards, returns.overlong_penalty),
     "whitening": (returns.whiten,),
     "value loss": (value_loss.clipped_value_loss,),
+    "reward model": (reward_model.bradley_terry,),
     "covariance": (covariance.covariances,),
     "KL": (kl.kl_penalty, kl.adapted_coefficient),
     "aggregation": (aggregation.token_weights,),

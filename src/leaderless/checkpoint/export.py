@@ -11,11 +11,13 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from leaderless.checkpoint.manifest import DamagedCheckpointError, Manifest
@@ -67,7 +69,10 @@ def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False)
     else:
         _write_whole(source, partial, is_critic=state.is_value_model)
     if not is_body(source):
-        AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(partial)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if state.is_value_model and _is_sequence_classifier(AutoConfig.from_pretrained(source)):
+            tokenizer.pad_token = padding_of(tokenizer)[0]
+        tokenizer.save_pretrained(partial)
     for file in source.glob("preprocessor_config.json"):
         shutil.copy(file, partial)
     if out.exists():
@@ -80,11 +85,30 @@ def _write_whole(source: Path, out: Path, *, is_critic: bool) -> None:
     """Write a model all of whose weights are in a checkpoint."""
     auto_class = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if is_critic and _is_sequence_classifier(config):
+        auto_class = AutoModelForSequenceClassification
+        config.pad_token_id = padding_of(AutoTokenizer.from_pretrained(source, trust_remote_code=False))[1]
     model = _empty_model(class_for(config, auto_class, "models"), config)
     read_tensors(source, {f"weights.{name}": one.detach() for name, one in model.named_parameters()})
     if (source / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source)
     model.save_pretrained(out)
+
+
+def _is_sequence_classifier(config: PreTrainedConfig) -> bool:
+    """Whether a model is described as one that scores whole sequences, as reward models are."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def padding_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int] | tuple[None, None]:
+    """A token that pads sequences, and its id; None without one.
+
+    A sequence classifier scores the last token that is no padding, so it cannot be the end of a sequence.
+    """
+    for token in (tokenizer.pad_token, tokenizer.unk_token):
+        if token is not None and token != tokenizer.eos_token:
+            return token, int(tokenizer.convert_tokens_to_ids(token))
+    return None, None
 
 
 def _write_body(source: Path, out: Path) -> None:
@@ -107,6 +131,8 @@ def _write_adapted(source: Path, role: str, out: Path, *, merge: bool, is_critic
     read_tensors(source, {f"weights.{name}": one for name, one in weights.items()})
     if merge:
         merge_adapters(model.model)
+        if _is_sequence_classifier(AutoConfig.from_pretrained(source)):
+            raise RecipeError.at("--merge", f"role '{role}' is a reward model with adapters, which is not exported yet")
         model.model.save_pretrained(out)
     else:
         assert config.lora is not None

@@ -84,6 +84,15 @@ class RepeatConfig(Section):
     run stops in either case."""
 
 
+class RewardModelConfig(Section):
+    """Training of a reward model, and its part in the reward of a response."""
+
+    centering: float = Field(default=0.0, ge=0)
+    """Weight of a term that pulls the mean score of both responses of a pair to 0; only differences matter else."""
+    weight: float = 1.0
+    """Weight of its score in the sample's reward, next to the rewards of earlier nodes."""
+
+
 class TeamConfig(Section):
     """Training of several roles that play together."""
 
@@ -139,6 +148,8 @@ class AlgorithmConfig(Section):
     """Rounds that fill a step, in a workflow that repeats nodes."""
     critic: CriticConfig = CriticConfig()
     """Training of the critic, in a workflow with one."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """Training and use of a reward model, in a workflow with one."""
     team: TeamConfig = TeamConfig()
     """Training of several roles that play together."""
     sac: SacConfig | None = None

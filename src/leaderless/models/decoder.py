@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self, cast
 import torch
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -157,7 +158,34 @@ class Decoder(nn.Module):
 
 
 class ValueModel(Decoder):
-    """A token classifier of `transformers` with one output: it predicts the reward that is still to come."""
+    """A token classifier of `transformers` with one output: it predicts the reward that is still to come.
+
+    A reward model, whose number is that of a whole response, has no offset: its bias stays 0.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Wrap a model; see `Decoder`."""
+        super().__init__(model)
+        self._is_reward_model = False
+
+    def become_reward_model(self, key: str) -> None:
+        """Be trained and described as a model that scores whole sequences; `key` is that of the model, for errors.
+
+        Raises:
+            RecipeError: `transformers` has no sequence classifier of the family.
+        """
+        self._is_reward_model = True
+        self.model.config.architectures = [_sequence_classifier(self.model, key)]
+
+    def clear_offset(self) -> None:
+        """Set the bias of the head to 0, which sequence classifiers lack."""
+        for name, weight in self.trained_weights():
+            if name == SCALAR_HEAD[1]:
+                nn.init.zeros_(weight)
+
+    def is_frozen(self, name: str) -> bool:
+        """See `Decoder`."""
+        return self._is_reward_model and name == SCALAR_HEAD[1]
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
         """Compute values [R] float32 of the states that end with selected tokens; see `Decoder.hidden_states`."""
@@ -328,6 +356,22 @@ def value_model(model: PreTrainedModel) -> ValueModel:
     """The value model of a token classifier, which is described as one from now on."""
     model.config.architectures = [type(model).__name__]
     return ValueModel(model)
+
+
+def _sequence_classifier(model: PreTrainedModel, key: str) -> str:
+    """Name of the class of `transformers` that scores a whole sequence with the same weights.
+
+    Raises:
+        RecipeError: The family has none.
+    """
+    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
+    if found is None:
+        raise RecipeError.at(
+            key,
+            f"`transformers` has no sequence classifier of type {model.config.model_type}, as which a reward model is "
+            "exported: choose a model of another family",
+        )
+    return str(found.__name__)
 
 
 @contextmanager

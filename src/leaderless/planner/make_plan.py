@@ -282,7 +282,8 @@ def _check_role_advantages(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None
 
 
 def _check_evaluation(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:
-    if recipe.evaluation.every_steps and all(instance.is_critic for instance in instances):
+    are_pairs = recipe.data.preferences == "pairs"
+    if recipe.evaluation.every_steps and not are_pairs and all(instance.is_critic for instance in instances):
         raise RecipeError.at(
             "evaluation.every_steps",
             f"is {recipe.evaluation.every_steps}, but the workflow '{workflow.name}' has no language model that could "

@@ -86,6 +86,7 @@ class EngineSetup:
         role: Role of the model.
         model: Model to load, and how it computes.
         is_critic: Whether it is a value model instead of a language model.
+        is_reward_model: Whether it is a value model that is trained to score whole responses.
         layout: Ranks that hold the model, and how they divide rows and weights.
         process_group: These ranks, for collectives.
         axis_groups: The peers of this rank along each axis of the layout's mesh, itself included, by axis. If there are
@@ -114,6 +115,7 @@ class EngineSetup:
     donor: Trainable | None = None
     apart: ApartSetup | None = None
     body: BodySetup | None = None
+    is_reward_model: bool = False
 
     def mesh(self) -> DeviceMesh:
         """The ranks of the layout as a mesh whose axes are those of the layout, `dp` the outermost."""

@@ -194,6 +194,8 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         cut_into_stages(model, PipelineParallel(layout, *groups, shapes, hidden_size))
     if layout.tp * layout.pp > 1:
         mesh = setup.weight_mesh()
+    if setup.is_reward_model and isinstance(model, ValueModel):
+        model.become_reward_model(key)
     engine: FsdpEngine | FsdpValueEngine
     make = FsdpValueEngine if isinstance(model, ValueModel) else FsdpEngine
     engine = make(
@@ -206,6 +208,8 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         num_updates=setup.num_updates,
         mesh=mesh,
     )
+    if setup.is_reward_model and isinstance(model, ValueModel):
+        model.clear_offset()
     if layout.cp > 1:
         can_swap = _sizes(model)[0] // layout.tp % layout.cp == 0
         engine.divide_passes((ContextParallel if can_swap else RingParallel)(setup.axis_groups["cp"]))

@@ -16,6 +16,7 @@ from leaderless.observability.metrics import Mean, Metrics, Share
 from leaderless.planner import Layout
 from leaderless.stages.context import ModelRole
 from leaderless.stages.preferences import evaluate_preferences, score_sides
+from leaderless.stages.reward_model import evaluate_reward_model, score_pairs
 from leaderless.training.engine import ValueEngine
 
 ROWS_PER_PASS = 256
@@ -73,8 +74,11 @@ class PreferenceEvaluator:
 
     def _score(self, batch: Batch) -> Tensor:
         """[n, 2] score of each response."""
-        assert isinstance(self.model, ModelRole)
+        if not isinstance(self.model, ModelRole):
+            return score_pairs(self.model, batch)
         return score_sides(self.model.train_engine, batch)
 
     def _shares(self, rows: Batch, scores: Tensor) -> Mapping[str, Share]:
+        if not isinstance(self.model, ModelRole):
+            return evaluate_reward_model(rows, scores, self.recipe.algorithm.reward_model.centering)
         return evaluate_preferences(self.recipe.algorithm.preference_loss, rows, scores, self.process_group)

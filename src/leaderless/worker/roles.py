@@ -139,6 +139,7 @@ class Roles:
             donor=self._donor(instance),
             apart=_apart(recipe, self._logs),
             body=self._body(recipe),
+            is_reward_model=trains_reward_model(self._plan, role),
         )
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
@@ -459,6 +460,11 @@ def _trains_like(old: RoleInstance, new: RoleInstance) -> bool:
 def _longest(recipe: Recipe) -> int:
     """Most tokens of a prompt with its response."""
     return recipe.data.max_prompt_tokens + recipe.longest_response()
+
+
+def trains_reward_model(plan: Plan, role: str) -> bool:
+    """Whether a plan trains a role as a reward model."""
+    return any(one.node.role == role and one.node.run == "update_reward_model" for one in plan.nodes)
 
 
 def _apart(recipe: Recipe, logs: Path) -> ApartSetup | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from leaderless.config import RecipeError
 from leaderless.workflow.stage import StageSpec
-from leaderless.workflow.training_stages import check_updates_per_step, training_metrics
+from leaderless.workflow.training_stages import SEQUENCE, check_log_probs, check_updates_per_step, training_metrics
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
@@ -89,7 +89,51 @@ def _check_update(recipe: Recipe, node: Node) -> None:
     loss.check(recipe)
 
 
+def _reward_model_metrics(recipe: Recipe, node: Node) -> list[str]:
+    own = (f"{node.role}/{name}" for name in PREFERENCE_METRICS)
+    return [*training_metrics(recipe, node), *own, "throughput/tokens_per_s"]
+
+
+def _check_reward_model(recipe: Recipe, node: Node) -> None:
+    check_preferences(recipe, node, "pairs", "the reward model")
+
+
+def _check_model_reward(recipe: Recipe, node: Node) -> None:
+    if recipe.has_tasks:
+        name = "body" if recipe.body else "environment" if recipe.environment else "online"
+        raise RecipeError.at(
+            name, f"brings episodes, but node '{node.name}' scores single responses to prompts: leave it out"
+        )
+    check_log_probs(recipe, node)
+
+
+def _model_reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    return [f"reward/{name}" for name in ("mean", "std", "failed", node.role)]
+
+
 PREFERENCE_STAGES: dict[str, StageSpec] = {
+    "update_reward_model": StageSpec(
+        "leaderless.stages.reward_model:update_reward_model",
+        reads=(*_PAIR_COLUMNS, "margins"),
+        roles={"model": "train"},
+        critics=("model",),
+        has_effect=True,
+        metrics=_reward_model_metrics,
+        check=_check_reward_model,
+        summary="updates of a reward model on which of two responses is preferred",
+    ),
+    "model_reward": StageSpec(
+        "leaderless.stages.reward_model:model_reward",
+        reads=SEQUENCE,
+        reads_if_made=("rewards", "reward_valid", "reward_details"),
+        writes=("rewards", "reward_valid", "reward_details"),
+        roles={"model": "score"},
+        critics=("model",),
+        streams=True,
+        metrics=_model_reward_metrics,
+        check=_check_model_reward,
+        summary="reward responses by the score of a reward model",
+    ),
     "update_preferences": StageSpec(
         "leaderless.stages.preferences:update_preferences",
         reads=_reads,
