@@ -31,6 +31,7 @@ from leaderless.algorithms.returns import Moments as Moments
 from leaderless.algorithms.returns import overlong_penalty as overlong_penalty
 from leaderless.algorithms.returns import token_level_rewards as token_level_rewards
 from leaderless.algorithms.returns import whiten as whiten
+from leaderless.algorithms.reward_model import bradley_terry as bradley_terry
 from leaderless.algorithms.segments import add_to_last as add_to_last
 from leaderless.algorithms.segments import decayed_sum as decayed_sum
 from leaderless.algorithms.segments import pack as pack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -122,7 +123,7 @@ class Dataloader:
                 f"rows have a column '{DATASET_COLUMN}', which in a mixture holds the name of the dataset: "
                 "rename it, or leave it out of `columns`",
             )
-        return Prompt(prompt.row | {DATASET_COLUMN: _name(key)}, prompt.encoded)
+        return replace(prompt, row=prompt.row | {DATASET_COLUMN: _name(key)})
 
     def numbers(self) -> dict[str, float]:
         """Metrics `data/position` and `data/epoch`: in a mixture that of the dataset furthest behind, and all."""
