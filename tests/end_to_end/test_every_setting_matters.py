@@ -168,6 +168,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("SacConfig", name) for name in SacConfig.model_fields}
     # A reward model is not part of these runs; test_reward_model.py tries each setting.
     elsewhere |= {("RewardModelConfig", name) for name in RewardModelConfig.model_fields}
+    elsewhere |= {("AlgorithmConfig", "reward_model")}
     # Teams need an environment; test_team.py tries each setting.
     elsewhere |= {("TeamConfig", name) for name in TeamConfig.model_fields} | {("EnvironmentConfig", "agents")}
     # Read where a body learns by SAC; see test_sac.py.
