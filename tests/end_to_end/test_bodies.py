@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from tests.distributed.ranks import RankPool
-from tests.end_to_end.cli import run, succeed
+from tests.end_to_end.cli import ROOT, run, succeed
 from tests.small_bodies import body_recipe, settings_of
-from tests.small_vla import write_small_pi05
+from tests.small_vla import write_small_pi05, write_small_vla
 
 from leaderless.data.demonstrations import Demonstrations
 from leaderless.observability.run_directory import RunDirectory
@@ -155,3 +155,28 @@ def test_episodes_that_fail_are_left_out_and_counted(ranks: RankPool, tmp_path: 
     rows = numbers(tmp_path)
     assert any(0 < row["body/failed"] < 1 for row in rows)
     assert all(row["reward/failed"] == pytest.approx(16 * row["body/failed"]) for row in rows)
+
+
+def test_a_small_openvla_oft_is_trained_with_the_settings_for_libero(ranks: RankPool, tmp_path: Path) -> None:
+    folder, options = write_small_vla(tmp_path / "vla"), {"statistics": "other_arm", "chunk": 2, "cameras": ["top"]}
+    tasks = ROOT / "recipes/robots"
+    small = {
+        "models.policy.body.options": {"path": str(folder), **options},
+        "models.policy.compute_dtype": "float32",
+        "body": {"type": "tests.small_worlds:Line", "num_environments": 8, "processes": 2, "max_steps": 6},
+        "data.train.path": str(tasks / "tasks.jsonl"),
+        "data.evaluation.path": str(tasks / "held_out.jsonl"),
+        "batch.prompts_per_step": 4,
+        "batch.micro_batch_tokens": 4,
+        "optimizer.learning_rate": 0.01,
+        "evaluation.every_steps": 2,
+        "run.directory": str(tmp_path / "runs"),
+        "steps": 2,
+    }
+    changes = [f"{key}={json.dumps(value)}" for key, value in small.items()]
+    succeed(ranks, tmp_path, "train", ROOT / "recipes/robots/libero.yaml", *changes)
+    rows = numbers(tmp_path, "libero")
+    assert all(row["mismatch/abs_max"] < 1e-4 for row in rows if row["step"])
+    assert all(row["policy/grad_norm"] > 0 for row in rows if row["step"])
+    assert all(row["group/no_signal"] < 1 for row in rows if row["step"])
+    assert [row["step"] for row in rows if "evaluation/mean@1" in row] == [0, 2]

@@ -67,6 +67,7 @@ def measure_body(model: ModelConfig, key: str, body: BodyConfig, *, is_critic: b
         RecipeError: One of them cannot be made.
         NotImplementedError: What the model computes depends on numbers that are not there.
     """
+    model = model.model_copy(update={"gradient_checkpointing": False})  # it does not change what is measured
     return _measured(model.model_dump_json(), key, body.model_dump_json(), is_critic)
 
 
