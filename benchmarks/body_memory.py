@@ -2,8 +2,8 @@
 
     python benchmarks/body_memory.py && python docs/generate.py
 
-The table of blocks is played for a step in three ways: with many rows, with wide passes, with many weights. Only
-memory that the system cannot take back counts, as in benchmarks/real_size.py.
+The table of blocks is played with many rows, with wide passes, and with many weights, of which there are copies after
+a checkpoint. Only memory that the system cannot take back counts, as in benchmarks/real_size.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def measure(name: str, changes: Mapping[str, object]) -> dict[str, int]:
             "body": {"type": "table", "max_steps": 32, "num_environments": 64},
             "data": {"train": {"path": str(tasks)}},
             "run": {"directory": folder},
-            "steps": 1,
+            "checkpoint": {"every_steps": 1},
+            "steps": 3 if name == "many weights" else 1,
             **changes,
         }
         path = Path(folder) / "recipe.yaml"

@@ -6,6 +6,14 @@ import json
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "performance/bodies.json"
+MEMORY = Path(__file__).parent / "performance/body_memory.json"
+MEMORY_HEAD = """
+## Memory
+
+Most that the only worker of a run on the table of blocks held, and what `leaderless plan` expects
+(`benchmarks/body_memory.py`):
+
+"""
 HEAD = """# Simulators
 
 Each was tried with its package: the rules that every environment of bodies must keep
@@ -46,8 +54,20 @@ def bodies_page() -> str:
             f"\nOne process of this package makes {ratios[len(ratios) // 2]} % of the steps of the eight processes "
             f"({ratios[0]} to {ratios[-1]} %).\n"
         )
-    return page
+    return page + _memory()
 
 
 def _rates(rates: list[int]) -> str:
     return f"{rates[len(rates) // 2]:,} | {rates[0]:,} | {rates[-1]:,}"
+
+
+def _memory() -> str:
+    """What `benchmarks/body_memory.py` measured, next to what plans expect."""
+    if not MEMORY.exists():
+        return ""
+    table = json.loads(MEMORY.read_text(encoding="utf-8"))
+    lines = ["| run | measured, MiB | planned, MiB | measured / planned |", "| --- | ---: | ---: | ---: |"]
+    for name, sizes in table.items():
+        measured, planned = (sizes[kind] / 2**20 for kind in ("measured", "planned"))
+        lines.append(f"| {name} | {measured:,.0f} | {planned:,.0f} | {measured / planned:.2f} |")
+    return MEMORY_HEAD + "\n".join(lines) + "\n"

@@ -149,6 +149,8 @@ class _Rank:
         if self.is_cpu:
             if copied:
                 phases["checkpoint"] = {} if self.recipe.checkpoint.asynchronous else written
+            # Frames are played one by one, and packed; the allocator keeps what such small pieces have taken.
+            rows["rows as they were played"] = self.rows_bytes() * any(model.generates for model in self.models)
             return Memory(resident | rows | kept | libraries, phases, {"loading": libraries | loaded}, {})
         resident["driver"] = CONTEXT_BYTES
         if self.num_ranks > 1:
@@ -167,7 +169,6 @@ class _Rank:
             asked = -(-self.body.num_environments // (2 if self.body.processes else 1))
             acting = asked * (size.scored_bytes + size.frame_bytes)
             yield f"{role} generates", {"activations": acting}
-            yield f"{role} generates", {"rows being packed": rows}
         if model.instance.scores:
             yield (
                 f"{role} scores",
