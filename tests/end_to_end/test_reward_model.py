@@ -29,7 +29,7 @@ def metrics(folder: Path, name: str) -> list[dict[str, float]]:
 
 
 def train(ranks: RankPool, folder: Path, recipe: str, *changes: str, num_ranks: int = 1) -> None:
-    changes = (*changes, "run.timeout_s=120", "run.tensorboard=false")
+    changes = (*changes, "run.timeout_s=120")
     outcome = run(ranks, folder, "train", RECIPES / recipe, *changes, num_ranks=num_ranks)
     assert outcome.code == 0, outcome.errors
 
