@@ -56,7 +56,7 @@ test-bodies: .venv-bodies/.installed
 # several nodes on this machine, and against SkyPilot's schema; some minutes. CRDS=FOLDER holds the definitions of JobSet
 # and PyTorchJob (jobset.x-k8s.io_jobsets.yaml, kubeflow.org_pytorchjobs.yaml), to check manifests against them.
 test-clusters: .venv-clusters/.installed
-	LEADERLESS_CRDS=$(CRDS) .venv-clusters/bin/python -m pytest --timeout 900 tests/clusters tests/unit/test_submit.py
+	LEADERLESS_CLUSTERS=1 LEADERLESS_CRDS=$(CRDS) .venv-clusters/bin/python -m pytest --timeout 900 tests/clusters tests/unit/test_submit.py
 
 .venv-clusters/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-clusters
