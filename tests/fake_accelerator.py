@@ -25,6 +25,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import ProcessGroup
+from leaderless.models import decoder
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
 from leaderless.models.decoder import load_value_model
 from leaderless.models.products import _can_write_float32
@@ -33,7 +34,6 @@ from leaderless.rollout import kv_cache, native
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.sampling import sample_tokens
-from leaderless.training import fsdp
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 
 KIND = "npu"
@@ -89,13 +89,13 @@ def moved(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 @contextmanager
 def varlen_attention(*, is_used: bool) -> Iterator[None]:
     """CUDA's attention in half precision, on this device."""
-    before = fsdp.attention_over
+    before = decoder.attention_over
     if is_used:
-        fsdp.attention_over = lambda families, device, _: VarlenAttention(families, device)
+        decoder.attention_over = lambda families, device, _: VarlenAttention(families, device)
     try:
         yield
     finally:
-        fsdp.attention_over = before
+        decoder.attention_over = before
 
 
 def check_gradients(engine: FsdpEngine | FsdpValueEngine) -> int:

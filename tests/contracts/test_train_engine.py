@@ -388,11 +388,11 @@ def test_what_is_no_engine_is_refused_with_what_it_lacks(ranks: RankPool) -> Non
 def test_no_module_outside_of_training_knows_which_back_end_runs() -> None:
     sources = ROOT / "src/leaderless"
     known = {sources / "planner/backends.py", sources / "config/training.py"}
-    """The table of built-in back ends, and the default of the setting."""
+    """The table of built-in back ends, and the default of the setting; `convert` names settings of other programs."""
     naming = {
         path
         for path in sources.rglob("*.py")
-        if (sources / "training") not in path.parents
+        if not {sources / "training", sources / "convert"} & {*path.parents}
         and re.search(r"fsdp|training\.sharded|fully_shard", path.read_text(encoding="utf-8"), re.IGNORECASE)
     }
     assert naming == known

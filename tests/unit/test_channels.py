@@ -395,7 +395,7 @@ def test_without_capacity_there_is_no_channel():
     [
         ({"capacity": 0, "mode": "continuous"}, "set capacity to at least 1"),
         ({"capacity": 1, "stragglers": "defer"}, "set mode: continuous"),
-        ({"capacity": 1, "cache": "keep"}, "set mode: continuous"),
+        ({"capacity": 1, "cache": "recompute"}, "set mode: continuous"),
     ],
 )
 def test_settings_of_continuous_generation_need_it(channel: dict[str, object], words: str):

@@ -127,8 +127,8 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(tmp_path: Path, name:
 def test_a_model_of_images_of_another_family_is_refused(
     tmp_path: Path, load: Callable[[ModelConfig, str], object]
 ) -> None:
-    transformers.PaliGemmaConfig().save_pretrained(tmp_path)
-    with pytest.raises(RecipeError, match=r"^models.policy: models of type paligemma read images and text, which is s"):
+    transformers.LlavaNextConfig().save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"^models.policy: models of type llava_next read images and text, which is"):
         load(ModelConfig(path=str(tmp_path)), "policy")
 
 

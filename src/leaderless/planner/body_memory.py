@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 UNIT_BYTES = 49
 """Bytes of all columns of a unit in a step: place, mask, version, temperature, log-probabilities, and so on."""
+STEP_BYTES = 4
+"""Bytes of the columns of a step of the environment: its reward."""
 
 
 def estimate_body_memory(
@@ -218,4 +220,5 @@ class _Rank:
         decisions = self._decisions(policy)
         units = {"token": policy.size.num_units, "action": policy.size.chunk, "chunk": 1}[self.body.log_prob]
         seen = (decisions + 1) * policy.size.frame_bytes
-        return self._episodes() * (seen + decisions * (policy.size.choice_bytes + units * UNIT_BYTES))
+        decided = policy.size.choice_bytes + units * UNIT_BYTES + policy.size.chunk * STEP_BYTES
+        return self._episodes() * (seen + decisions * decided)

@@ -107,7 +107,7 @@ def _measured(model_text: str, key: str, body_text: str, is_critic: bool) -> Bod
             for num in (FEW, MORE):
                 one(num)
     parameters = list(model.parameters())
-    kinds = set(model._no_split_modules)  # noqa: SLF001 - as FSDP reads it
+    kinds = set(model._no_split_modules)  # noqa: SLF001 - as sharding reads it
     layers = [sum(x.numel() for x in one.parameters()) for one in model.modules() if type(one).__name__ in kinds]
     frame = sum(3 * height * width for height, width in spaces.images.values()) + 4 * spaces.state_size
     return BodySize(

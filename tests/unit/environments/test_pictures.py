@@ -42,7 +42,8 @@ from leaderless.stages.play import play_tasks
 from leaderless.stages.played import Play, Played
 from leaderless.workflow.columns import IMAGES, LATER_IMAGES
 
-FAMILIES = get_args(Family)
+FAMILIES = [family for family in get_args(Family) if family != "paligemma"]
+"""Those that read in one direction, and thus take several turns."""
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
     "{{ '<|vision_start|><|image_pad|><|vision_end|>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}"

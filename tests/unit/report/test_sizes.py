@@ -78,7 +78,7 @@ def test_samples_fill_the_budget_with_evenly_spread_steps(run, budget):
 
 
 def test_page_says_how_many_steps_it_shows(run, monkeypatch):
-    monkeypatch.setattr(read_samples, "__defaults__", (60_000, "step", None))
+    monkeypatch.setattr(read_run, "__defaults__", (None, (60_000, 60_000)))
     page = Page(render_report(run))
     assert f"40 steps were recorded; {len(page.data('sample-data'))} of them" in page.text
     assert "to stay within 0.06 MB" in page.text

@@ -146,7 +146,7 @@ def test_web_libraries_are_imported_for_serving_only() -> None:
         for file in source.rglob("*.py")
         if re.search(r"(import|from) (starlette|uvicorn)", file.read_text())
     }
-    assert users == {"serve"}
+    assert users == {"serve", "ui"}
 
 
 def test_a_server_ends_when_its_engine_fails() -> None:
