@@ -16,7 +16,7 @@ class Album(Environment):
     of them does better than by guessing.
     """
 
-    def __init__(self, num_pictures: int = 3) -> None:
+    def __init__(self, num_pictures: int = 2) -> None:
         """Show some pictures.
 
         Args:
