@@ -63,8 +63,8 @@ class LoggerProcess:
 
     def _step(self, *, is_over: bool) -> None:
         if self._logger is None:
-            if not self._directory.config.exists() and not is_over:
-                return  # the run has not begun
+            if not self._directory.config.exists():
+                return  # the run has not begun, or never did
             self._open()
         if self._follower is not None:
             self._follower.follow(is_over=is_over)
@@ -86,7 +86,7 @@ class LoggerProcess:
         """Send what is new, and report the first failure of each kind; return whether there was none."""
         try:
             self._step(is_over=is_over)
-        except Exception as error:  # noqa: BLE001 - a tracker may raise anything, and training knows nothing of it
+        except Exception as error:  # noqa: BLE001 - the border to a tracker, which may raise anything; it is reported
             self._failures += 1
             self._report(f"{type(error).__name__}: {error}".splitlines()[0])
             return False
@@ -98,7 +98,8 @@ class LoggerProcess:
         if kind in self._said:
             return
         self._said.add(kind)
-        traceback.print_exc()
+        sys.stderr.write(without_secrets(traceback.format_exc()))
+        sys.stderr.flush()  # the process ends without closing its files
         remedy = getattr(self._logger, "remedy", "") or _REMEDIES.get(self._config.type, "")
         log = self._directory.logs / f"logger-{self._name}.txt"
         self._say(

@@ -70,7 +70,7 @@ class Logger(Protocol):
 
         Args:
             run: Run that is logged.
-            identity: What the call that began it has returned; empty at first.
+            identity: Identity that the call that began it has returned; empty at first.
 
         Returns:
             Identity of the tracker's run, kept for the next start.

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-IDENTITY, NUMBERS, TABLE, FILE = "identity", "numbers", "table", "file"
+IDENTITY, NUMBERS, TABLE = "identity", "numbers", "table"
 
 
 class Sent:
@@ -25,7 +25,9 @@ class Sent:
         self.tables: set[tuple[str, int]] = set()
         self._sums: dict[str, dict[int, int]] = {}
         self._last: dict[str, int] = {}
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        self._is_cut_off = bool(text) and not text.endswith("\n")
+        for line in text.splitlines():
             try:
                 kind, *rest = json.loads(line)
                 self._take(kind, *rest)
@@ -59,6 +61,9 @@ class Sent:
             self._take(*entry)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
+            if self._is_cut_off:
+                file.write("\n")  # else the next entry would be a part of the one that a crash has cut off
+                self._is_cut_off = False
             file.write("".join(json.dumps(entry) + "\n" for entry in entries))
 
     def _take(self, kind: object, *rest: object) -> None:
@@ -68,6 +73,6 @@ class Sent:
             name, step = rest
             self.tables.add((str(name), int(str(step))))
         elif kind == NUMBERS:
-            log, step, checksum = str(rest[0]), int(str(rest[1])), int(str(rest[2]))
-            self._sums.setdefault(log, {})[step] = checksum
-            self._last[log] = step
+            log, step, checksum = rest
+            self._sums.setdefault(str(log), {})[int(str(step))] = int(str(checksum))
+            self._last[str(log)] = int(str(step))

@@ -121,3 +121,15 @@ def test_the_report_is_sent_if_there_is_one(tmp_path: Path) -> None:
     (directory.path / "report.html").write_text("report")
     following.finish(directory.path / "report.html")
     assert notes(out, "file") == [["report.html"]]
+
+
+def test_a_journal_that_a_crash_has_cut_off_loses_that_entry_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text('["identity", "first"]\n["numbers", ""]\n["numbers", "", 1, 11]\n["numbers", "", 2, 2')
+    cut = Sent(path)
+    assert (cut.identity, cut.last("")) == ("first", 1)
+    cut.add_numbers("", [(2, b"two")])
+    cut.add_table("samples", 2)
+    again = Sent(path)
+    assert (again.identity, again.last(""), again.has("", 2, b"two")) == ("first", 2, True)
+    assert again.tables == {("samples", 2)}

@@ -66,7 +66,17 @@ def test_a_logger_that_always_fails_gives_up_and_says_why(
     assert said == []
     (event,) = (json.loads(line) for line in directory.events.read_text().splitlines())
     assert (event["event"], event["logger"]) == ("logger", "notes")
-    assert "raise ConnectionError" in (directory.logs / "logger-notes.txt").read_text()
+    log = (directory.logs / "logger-notes.txt").read_text()
+    assert "raise ConnectionError" in log
+    assert log.splitlines()[-1] == "ConnectionError: <SOME_TOKEN>"
+
+
+def test_a_run_that_never_began_is_not_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    with loggers_running([config(tmp_path / "out")], tmp_path / "run", lambda _: None):
+        pass
+    assert capfd.readouterr().err == ""
+    assert not (tmp_path / "out").exists()
 
 
 def test_loggers_that_cannot_be_made_are_refused_together() -> None:
