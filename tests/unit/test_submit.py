@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar, cast
 
 import pytest
 import yaml
@@ -25,7 +28,7 @@ from leaderless.clusters.options import (
     SlurmOptions,
     TargetOptions,
 )
-from leaderless.clusters.ray_machines import parse
+from leaderless.clusters.ray_machines import Machines, Wish, _run_once, parse
 from leaderless.clusters.submit import CLIENTS, check_client
 from leaderless.config import RecipeError
 
@@ -317,3 +320,46 @@ def test_a_job_is_handed_to_the_client(
     assert found == expected
     assert (tmp_path / "called").read_text().split() == ["create", "-f", "tiny.kubernetes.yaml"]
     assert json.loads(json.dumps(yaml.safe_load((tmp_path / "tiny.kubernetes.yaml").read_text())))["kind"] == "JobSet"
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("My.Run", "my-run"), ("7b-run", "run-7b-run"), ("a" * 50, "a" * 40), ("1" * 50, "run-" + "1" * 36), ("a.", "a")],
+)
+def test_the_name_of_a_job_is_one_that_a_service_may_have(name: str, label: str) -> None:
+    found = Job("r.yaml", (), name, (1, 2), 8, 60.0, made(KubernetesOptions)).label
+    assert found == label
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", found), "RFC 1035, as Kubernetes wants it"
+
+
+@pytest.mark.parametrize("kind", [KubernetesOptions, SkypilotOptions])
+def test_a_command_of_several_lines_stays_one_script(kind: type[TargetOptions]) -> None:
+    script = "if true; then\n  echo yes\nfi"
+    text = job(made(kind, setup=[script])).text()
+    found = json.dumps(yaml.safe_load(text))
+    assert json.dumps(script)[1:-1] in found
+
+
+def test_the_command_that_submits_a_file_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, output = submit(tmp_path, "--to", "slurm", "--out", "my job")
+    assert output.endswith("submit it by: sbatch 'my job'")
+
+
+def test_a_machine_that_does_not_end_in_time_is_a_failure() -> None:
+    class Hanging:
+        wish = Wish(("r.yaml",), 1, 2, 1, grace_s=0.0)
+        running: ClassVar[dict[str, int]] = {"promise": 0}
+
+        def start(self) -> None:
+            """It never ends."""
+
+        def stop(self) -> None:
+            """It does not listen."""
+
+        def ended(self) -> list[tuple[int, int]]:
+            return []
+
+    stopped = threading.Event()
+    stopped.set()
+    assert _run_once(cast("Machines", Hanging()), stopped) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,7 +50,7 @@ def submit(
     except OSError as error:
         raise typer.BadParameter(f"{file} cannot be written: {error.strerror}", param_hint="--out") from error
     print_path("job", file)
-    command = " ".join(submission(to, file))
+    command = shlex.join(submission(to, file))
     if not go:
         print_line(f"submit it by: {command}")
     elif code := hand_over(to, file):

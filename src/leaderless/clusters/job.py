@@ -59,8 +59,12 @@ class Job:
 
     @cached_property
     def label(self) -> str:
-        """The name in the form that Kubernetes and SkyPilot take: a DNS label of at most 40 characters."""
-        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())[:40].strip("-")
+        """The name in the form that Kubernetes and SkyPilot take: a DNS label of at most 40 characters.
+
+        It begins with a letter, as the name of a service must.
+        """
+        label = re.sub(r"[^a-z0-9]+", "-", self.name.lower())
+        return (label if label[0].isalpha() else f"run-{label}")[:40].strip("-")
 
     @property
     def warn_s(self) -> int:

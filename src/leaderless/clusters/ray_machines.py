@@ -136,7 +136,7 @@ class Machines:
     """The machines of one start.
 
     Attributes:
-        wish: What is wanted.
+        wish: Machines that are wanted.
         group: Placement group of the machines.
         actors: Actor of each machine.
         command: Command that all run.
@@ -188,7 +188,7 @@ def run_machines(wish: Wish, stopped: threading.Event) -> int:
     """Run the command on all machines until it is done; its exit code.
 
     Args:
-        wish: What is wanted.
+        wish: Machines that are wanted.
         stopped: Event by which somebody asks to stop.
     """
     from ray.util import remove_placement_group
@@ -245,7 +245,8 @@ def _run_once(machines: Machines, stopped: threading.Event) -> int:
             stop_at = time.monotonic() + machines.wish.grace_s
         if stop_at is not None and time.monotonic() > stop_at:
             break
-    return codes[0] if codes.get(0) != LOST else 1
+    code = codes.get(0, LOST)  # none where it did not end in time
+    return 1 if code == LOST else code
 
 
 def _get(promise: ObjectRef, kind: type[_Answer]) -> _Answer:
