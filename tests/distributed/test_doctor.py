@@ -60,3 +60,18 @@ def test_the_command_checks_with_workers(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.output + outcome.errors
     assert "sum over ranks" in outcome.output
     assert "2 ranks" in outcome.output
+
+
+def test_a_rank_alone_checks_what_takes_no_other(tmp_path: Path) -> None:
+    outcome = finish(start(tmp_path, "leaderless", "doctor", "--workers", 1, "--json"))
+    assert outcome.code == 0, outcome.output + outcome.errors
+    assert "sum over ranks" in outcome.output
+    assert "bandwidth" not in outcome.output
+
+
+def test_a_folder_that_the_first_rank_cannot_write_is_an_error_for_all(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "all").write_text("a file where the folder should be")
+    for found in ranks.run(2, findings, str(tmp_path), ["a", "b"], False):
+        (error,) = [finding for finding in found if finding.level == "error"]
+        assert error.value == f"cannot be written in {tmp_path / 'all'}: File exists"
+        assert "run.directory" in error.remedy

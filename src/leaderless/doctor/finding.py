@@ -15,10 +15,10 @@ class Finding:
     """Result of a check.
 
     Attributes:
-        name: What was checked.
-        value: What was found.
+        name: Name of the check.
+        value: Value that the check has found.
         level: `ok`; `warning` if it may go wrong, or slowly; `error` if a run will fail.
-        remedy: What to do about it; empty if nothing.
+        remedy: Way to mend it; empty if nothing has to be mended.
         places: Machines or ranks where it was found.
     """
 
@@ -72,7 +72,7 @@ def run_checks(place: str, checks: Iterable[Callable[[Findings], None]]) -> list
     for check in checks:
         try:
             check(findings)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it would also come up in a run
+        except Exception as error:  # noqa: BLE001 - it is reported; a rank that raised would leave the others waiting
             name = check.__name__.removeprefix("check_").replace("_", " ")
             message = f"{type(error).__name__}: {error}"
             findings.fail_if(True, name, message, "this check has failed; a run would meet the same error")
@@ -89,12 +89,12 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def differences(name: str, values: Mapping[str, str], remedy: str) -> Iterator[Finding]:
-    """An error for each place whose value differs from that of most, or one finding if all agree.
+    """An error for each value, the rarest first, or one finding if all places agree.
 
     Args:
-        name: What was compared.
+        name: Name of the values.
         values: Values by place.
-        remedy: What to do about a difference.
+        remedy: Way to mend a difference.
     """
     by_value: dict[str, list[str]] = {}
     for place, value in values.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -66,6 +67,8 @@ def check_network(world: ProcessGroup, places: list[str]) -> list[Finding]:
     """
     firsts = list({place: rank for rank, place in reversed(list(enumerate(places)))}.values())[::-1]
     is_one = len(firsts) == 1
+    if world.size == 1:
+        return []  # there is nobody to exchange messages with
     order = [0, world.size - 1] if is_one else sorted(firsts)
     links: dict[str, Link] = {}
     for pairs in pairs_in_rounds(len(order)):
@@ -129,16 +132,18 @@ def check_shared(folder: Path, place: str, world: ProcessGroup) -> list[Finding]
     name = world.broadcast_text(f".doctor-{uuid4().hex}" if is_first else "", 0, _WHAT)
     seconds: list[float | None] = []
     for content in ("first", "second"):
-        world.sum(torch.zeros(1), _WHAT)
-        if is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{name}.new").write_text(content, encoding="utf-8")
-            (folder / f"{name}.new").replace(folder / name)
-        world.sum(torch.zeros(1), _WHAT)
+        objection = _written(folder, name, content) if is_first else ""
+        # An error of the first rank is for all: it must not leave the others waiting.
+        if objection := world.broadcast_text(objection, 0, _WHAT):
+            return [
+                Finding(
+                    "files of rank 0", objection, "error", "name another run.directory, or change its owner", ("all",)
+                )
+            ]
         seconds.append(_seconds_until(folder / name, content))
         world.sum(torch.zeros(1), _WHAT)
     if is_first:
-        (folder / name).unlink()
+        (folder / name).unlink(missing_ok=True)
     results = dict(gather_json([place, seconds], world))
     remedy = "name a folder on storage that all machines share as run.directory, by an absolute path"
     found = []
@@ -151,12 +156,24 @@ def check_shared(folder: Path, place: str, world: ProcessGroup) -> list[Finding]
     return found
 
 
+def _written(folder: Path, name: str, content: str) -> str:
+    """Write and rename a file; return why it cannot be done, or nothing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.new").write_text(content, encoding="utf-8")
+        (folder / f"{name}.new").replace(folder / name)
+    except OSError as error:
+        return f"cannot be written in {folder}: {error.strerror}"
+    return ""
+
+
 def _seconds_until(path: Path, content: str) -> float | None:
     """Seconds until a file has a content; None if that takes too long."""
     begin = time.monotonic()
     while time.monotonic() - begin < APPEARS_S:
-        if path.exists() and path.read_text(encoding="utf-8") == content:
-            return time.monotonic() - begin
+        with suppress(OSError):  # it is not there yet, or is just being replaced
+            if path.read_text(encoding="utf-8") == content:
+                return time.monotonic() - begin
         time.sleep(0.05)
     return None
 

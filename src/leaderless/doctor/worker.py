@@ -34,16 +34,10 @@ def check_together(place: Place, folder: Path) -> list[Finding]:
     from leaderless.data.transport import Transport
     from leaderless.device import setup_device
     from leaderless.doctor.together import check_collective, check_network, check_shared, compare_versions, gather_json
+    from leaderless.worker.join import meet
 
     device = setup_device(place.local_rank, place.local_world_size)
-    method = f"file://{place.store}" if place.store else "env://"
-    dist.init_process_group(
-        device.backend,
-        init_method=method,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
+    meet(place, device, timedelta(seconds=TIMEOUT_S))
     world = Transport(device.device, TIMEOUT_S).world
     # Launchers of one machine count as machines, as they can be tried so.
     machine = f"{socket.gethostname()}:{place.rank - place.local_rank}"

@@ -42,16 +42,7 @@ def join_workers(
     if place.world_size == 1:
         join_nobody(setup, timeout)
     else:
-        method = f"file://{place.store}" if place.store else "env://"
-        dist.init_process_group(
-            setup.backend,
-            init_method=method,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-            # No device_id: with one, torch splits NCCL's communicator of the world for each process group, so that the
-            # cost on a rank grows with groups that it is not in, and a group of host memory (gloo) waits for all ranks.
-        )
+        meet(place, setup, timeout)
     transport = Transport(setup.device, timeout_s, activity=activity, sharing=plan.helpers)
     _compare_plans(plan, transport)
     add_process_groups(plan, transport)
@@ -64,6 +55,19 @@ def join_workers(
             _leave()
         raise
     _leave()
+
+
+def meet(place: Place, setup: DeviceSetup, timeout: timedelta) -> None:
+    """Wait for all ranks, and make the process group of the world. All ranks call it together."""
+    dist.init_process_group(
+        setup.backend,
+        init_method=f"file://{place.store}" if place.store else "env://",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+        # No device_id: with one, torch splits NCCL's communicator of the world for each process group, so that the
+        # cost on a rank grows with groups that it is not in, and a group of host memory (gloo) waits for all ranks.
+    )
 
 
 def add_process_groups(plan: Plan, transport: Transport) -> None:
