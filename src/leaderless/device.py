@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -132,14 +132,33 @@ def release_memory(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def used_memory(device: torch.device) -> tuple[int, int] | None:
-    """Used and all bytes of an accelerator, whoever uses them; None for the CPU."""
+class DeviceUse(NamedTuple):
+    """Use of an accelerator, by whichever processes.
+
+    Attributes:
+        used_bytes: Memory that is in use.
+        total_bytes: All of its memory.
+        percent: Share of the last moments in which it computed; None where it cannot be measured.
+    """
+
+    used_bytes: int
+    total_bytes: int
+    percent: float | None
+
+
+def device_use(device: torch.device) -> DeviceUse | None:
+    """Measure the use of an accelerator; None for the CPU."""
     if device.type == "cpu":
         return None
     import torch
 
-    free, total = torch.get_device_module(device).mem_get_info(device)
-    return int(total - free), int(total)
+    module = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    try:
+        percent = float(module.utilization(device))
+    except Exception:  # noqa: BLE001 - the driver's library may be missing, or raise its own errors: shown as unknown
+        percent = None
+    return DeviceUse(int(total - free), int(total), percent)
 
 
 def trim_host_memory() -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from leaderless.data.activity import Activity
+from leaderless.device import DeviceUse
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.supervision.presence import RANKS_PER_S, Presence
 
 
 def presence(folder: Path, activity: Activity, every_s: float = 0.01, on_stop=lambda: None, ranks: int = 1) -> Presence:
-    return Presence(RunDirectory(folder), (0, ranks), activity, every_s, lambda: (2, 8), on_stop)
+    return Presence(RunDirectory(folder), (0, ranks), activity, every_s, lambda: DeviceUse(2, 8, 37.5), on_stop)
 
 
 def wait(condition) -> None:
@@ -34,7 +35,7 @@ def test_a_rank_says_what_it_does_until_it_ends(tmp_path: Path) -> None:
             wait(lambda: json.loads(path.read_text())["waiting_for"])
             seen = json.loads(path.read_text())
     assert (seen["step"], seen["doing"], seen["waiting_for"]) == (7, "rollout", "the rows of rank 3")
-    assert (seen["device_bytes"], seen["device_total_bytes"]) == (2, 8)
+    assert (seen["device_bytes"], seen["device_total_bytes"], seen["device_percent"]) == (2, 8, 37.5)
     assert seen["host_bytes"] > 0
     assert seen["idle_s"] >= 0
     assert not path.parent.exists(), "nothing is left when all ranks have ended"
@@ -68,3 +69,11 @@ def test_nothing_is_written_where_this_is_turned_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "expected"), [(2, 1.0), (1024, 1024 / RANKS_PER_S)])
 def test_many_ranks_write_more_seldom(tmp_path: Path, ranks: int, expected: float) -> None:
     assert presence(tmp_path, Activity(), every_s=1.0, ranks=ranks).status()["every_s"] == expected
+
+
+def test_a_rank_that_cannot_write_is_still_asked_to_stop(tmp_path: Path) -> None:
+    asked = threading.Event()
+    (tmp_path / "live").write_text("as on a full disk, nothing can be written here")
+    with presence(tmp_path, Activity(), on_stop=asked.set):
+        (tmp_path / "stop").touch()
+        assert asked.wait(30)

@@ -15,6 +15,7 @@ import psutil
 
 from leaderless.config import Json
 from leaderless.data.activity import Activity
+from leaderless.device import DeviceUse
 from leaderless.observability.run_directory import RunDirectory, write_atomically
 
 RANKS_PER_S = 64
@@ -33,21 +34,21 @@ class Presence:
         place: tuple[int, int],
         activity: Activity,
         every_s: float,
-        device_memory: Callable[[], tuple[int, int] | None],
+        device_use: Callable[[], DeviceUse | None],
         on_stop: Callable[[], None],
     ) -> None:
         """Nothing is written yet.
 
         Args:
             directory: Folder of the run.
-            place: Rank, and number of all ranks.
-            activity: What the main thread is doing.
+            place: Rank and number of ranks.
+            activity: Activity of the main thread.
             every_s: Seconds between two looks; 0 for none. With many ranks they are longer.
-            device_memory: Function that measures used and all bytes of the accelerator; None without one.
+            device_use: Function that measures the use of the accelerator; None without one.
             on_stop: Function to call, once, when the file `stop` is there.
         """
         self._directory, (self._rank, self._world_size) = directory, place
-        self._activity, self._device_memory, self._on_stop = activity, device_memory, on_stop
+        self._activity, self._device_use, self._on_stop = activity, device_use, on_stop
         self._every_s = max(every_s, self._world_size / RANKS_PER_S) if every_s else 0.0
         self._path = directory.live / f"rank-{self._rank}.json"
         self._process, self._ended = psutil.Process(), threading.Event()
@@ -72,8 +73,10 @@ class Presence:
     def _run(self) -> None:
         has_stopped = False
         while not self._ended.is_set():
-            with suppress(OSError):  # a full disk or a slow share is no reason for a run to fail
+            # A full disk or a slow share is no reason for a run to fail, nor to miss that it shall stop.
+            with suppress(OSError):
                 write_atomically(self._path, json.dumps(self.status()))
+            with suppress(OSError):
                 if not has_stopped and self._directory.stop.exists():
                     has_stopped = True
                     self._on_stop()
@@ -81,7 +84,7 @@ class Presence:
 
     def status(self) -> Mapping[str, Json]:
         """What the rank is doing, and what it uses."""
-        seen, memory = self._activity, self._device_memory()
+        seen, use = self._activity, self._device_use()
         return {
             "rank": self._rank,
             "world_size": self._world_size,
@@ -95,6 +98,7 @@ class Presence:
             "host_bytes": self._process.memory_info().rss,
             "cpu_percent": self._process.cpu_percent(),
             "cpus": os.cpu_count(),
-            "device_bytes": memory[0] if memory else None,
-            "device_total_bytes": memory[1] if memory else None,
+            "device_bytes": use.used_bytes if use else None,
+            "device_total_bytes": use.total_bytes if use else None,
+            "device_percent": use.percent if use else None,
         }

@@ -7,6 +7,7 @@ import hmac
 import json
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from urllib.parse import urlencode
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -30,6 +31,10 @@ SCRIPTS = ("boot.js", "charts.js", "samples.js", "live.js", "index.js", "plotly.
 _HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "content-security-policy": POLICY}
 
 Answer = Callable[[Request], Awaitable[Response]]
+
+
+class SeveralRunsError(Exception):
+    """An address that is about one run names several."""
 
 
 class Pages:
@@ -57,8 +62,7 @@ class Pages:
 
     async def samples(self, request: Request) -> Response:
         """The samples of a run."""
-        (key,) = _keys(request) or [""]
-        return Response(await run_in_threadpool(self._desk.samples, key), media_type="application/json")
+        return Response(await run_in_threadpool(self._desk.samples, _key(request)), media_type="application/json")
 
     async def stream(self, request: Request) -> Response:
         """What is new, as server-sent events: on a page about runs, or in the list of all."""
@@ -74,8 +78,13 @@ class Pages:
         """Ask a run to stop."""
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             return _error(415, "content-type must be application/json")  # no other page can send it
-        (key,) = _keys(request) or [""]
-        if not await run_in_threadpool(self._desk.ask_to_stop, key):
+        key = _key(request)
+        try:
+            is_asked = await run_in_threadpool(self._desk.ask_to_stop, key)
+        except OSError as error:
+            remedy = "use `leaderless stop` as a user who may write there"
+            return _error(403, f"the folder of run '{key}' cannot be written to ({error.strerror}): {remedy}")
+        if not is_asked:
             return _error(409, f"run '{key}' is not under way")
         return JSONResponse({"is_asked": True})
 
@@ -121,6 +130,8 @@ class Pages:
                     response = await answer(request)
                 except UnknownRunError as error:
                     response = _error(404, f"there is no run '{error}': see the list of all runs")
+                except SeveralRunsError as error:
+                    response = _error(400, f"{error} runs are named: name one")
             else:
                 response = objection
             response.headers.update(_HEADERS)
@@ -138,7 +149,7 @@ class Pages:
         given = request.query_params.get("token")
         if given is not None and _same(given, self._token):
             left = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
-            response = RedirectResponse(str(request.url.replace_query_params() if not left else request.url.path))
+            response = RedirectResponse(f"{request.url.path}?{urlencode(left)}" if left else request.url.path)
             response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
             return response
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -164,6 +175,14 @@ def make_app(desk: Desk, token: str | None) -> Starlette:
 
 def _keys(request: Request) -> list[str]:
     return list(dict.fromkeys(request.query_params.getlist("run")))
+
+
+def _key(request: Request) -> str:
+    """The run that an address names; empty if it names none, which no run is called."""
+    keys = _keys(request)
+    if len(keys) > 1:
+        raise SeveralRunsError(len(keys))
+    return keys[0] if keys else ""
 
 
 def _same(given: str, token: str) -> bool:

@@ -110,7 +110,11 @@ class Board:
             dict(zip(*table.since(metric, row), strict=True)),
             dict(zip(*table.since(plot.band, row), strict=True)),
         )
-        points = [(step, value, by) for step, value in center.items() if value is not None and (by := half.get(step))]
+        points = [
+            (step, value, by)
+            for step, value in center.items()
+            if value is not None and (by := half.get(step)) is not None
+        ]
         sides = {
             name: {"steps": [step for step, _, _ in points], "values": rounded([v + sign * by for _, v, by in points])}
             for name, sign in (("low", -1), ("high", 1))

@@ -137,7 +137,10 @@ class Desk:
 
     def samples(self, key: str) -> str:
         """The samples of a run that its page shows, as JSON."""
-        run = read_live(self.watched(key).table)
+        one = self.watched(key)
+        with one.lock:
+            one.table.read()
+            run = read_live(one.table)
         kinds = {"sample-data": run.samples, "held-out-data": run.held_out}
         text = json.dumps(
             {name: [asdict(step) for step in kind.steps] for name, kind in kinds.items()}, allow_nan=False

@@ -145,8 +145,12 @@ def statuses(path: Path) -> list[Mapping[str, object]]:
 
 
 def last_record(path: Path) -> Mapping[str, object]:
-    """The last complete JSON object of a file of lines, read from its end; empty if there is none."""
-    with path.open("rb") as file:
+    """The last complete JSON object of a file of lines, read from its end; empty if there is none to be read."""
+    try:
+        file = path.open("rb")
+    except OSError:  # it belongs to somebody else, or is gone
+        return {}
+    with file:
         size = file.seek(0, os.SEEK_END)
         for length in (TAIL_BYTES, 64 * TAIL_BYTES):
             file.seek(max(0, size - length))

@@ -66,7 +66,9 @@ def doing(path: Path) -> Mapping[str, str]:
 
 
 def _row(status: Mapping[str, object]) -> Sequence[str]:
-    idle, age, cpu = (as_number(status.get(name)) for name in ("idle_s", "age_s", "cpu_percent"))
+    idle, age, cpu, device = (
+        as_number(status.get(name)) for name in ("idle_s", "age_s", "cpu_percent", "device_percent")
+    )
     used, total = status.get("device_bytes"), status.get("device_total_bytes")
     seen = format_duration(round(age or 0.0))
     return (
@@ -78,6 +80,7 @@ def _row(status: Mapping[str, object]) -> Sequence[str]:
         "–" if idle is None else format_duration(round(idle, 1)),
         format_bytes(status.get("host_bytes")),
         "–" if cpu is None else f"{cpu:.0f}%",
+        "–" if device is None else f"{device:.0f}%",
         "–" if used is None else f"{format_bytes(used)} of {format_bytes(total)}",
         f"gone, {seen} ago" if is_gone(status) else f"{seen} ago",
     )

@@ -13,7 +13,7 @@ import torch
 from rich.markup import escape
 
 from leaderless.config import RecipeError
-from leaderless.device import used_memory
+from leaderless.device import device_use
 from leaderless.observability.console import FAILED
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.trace import Tracer
@@ -363,9 +363,9 @@ class Worker:
 
     def _presence(self, stop: StopRequest) -> Presence:
         transport, device = self.parts.transport, self.parts.turns.device
-        memory = partial(used_memory, device)
+        use = partial(device_use, device)
         place, every_s = (self._rank, transport.world.size), self.parts.recipe.run.status_every_s
-        return Presence(self.parts.directory, place, transport.activity, every_s, memory, stop.ask)
+        return Presence(self.parts.directory, place, transport.activity, every_s, use, stop.ask)
 
     def _say_stalled(self, stall: Stall, is_reporter: bool) -> None:
         if is_reporter:

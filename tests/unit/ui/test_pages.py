@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import shutil
 import time
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import pytest
 from tests.live_page import ask, events, served, write_status
@@ -15,9 +18,10 @@ from tests.unit.report.runs import EVIL, Page, metrics_row, sample_rows, spoil_w
 
 from leaderless.observability.report import render_report
 from leaderless.observability.report.page import report_values
-from leaderless.ui.board import differences
+from leaderless.ui.board import Board, differences
 from leaderless.ui.desk import Desk
 from leaderless.ui.folders import TAIL_BYTES, RunIndex, last_record
+from leaderless.ui.table import StepTable
 
 
 @pytest.fixture(scope="module")
@@ -256,3 +260,71 @@ def test_report_values_hold_no_samples_where_none_are_wanted(run: Path) -> None:
     from leaderless.observability.report.run_files import read_run
 
     assert report_values(read_run(run, budgets=None), [], [])["sample_data"] == "[]"
+
+
+def test_an_address_with_the_token_keeps_its_other_parts(run: Path) -> None:
+    with served(run.parent, token="secret") as address:
+        for path in ("/runs/alpha", "/compare?run=alpha&run=a%26b", "/"):
+            sign = "&" if "?" in path else "?"
+            request = Request(f"{address}{path}{sign}token=secret", headers={"host": "node:1"})
+            with pytest.raises(HTTPError) as answer:
+                build_opener(NoRedirect).open(request, timeout=60)
+            assert answer.value.headers["location"] == path
+            assert "leaderless-token=secret" in answer.value.headers["set-cookie"]
+
+
+class NoRedirect(HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """Let the answer be an error."""
+
+
+def test_an_address_about_one_run_names_one(run: Path) -> None:
+    with served(run.parent) as address:
+        for path, method in (("samples", "GET"), ("stop", "POST")):
+            status, text, _ = ask(
+                f"{address}/{path}?run=alpha&run=beta", method=method, content_type="application/json"
+            )
+            assert (status, json.loads(text)["error"]) == (400, "2 runs are named: name one")
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_when_a_run_is_asked_to_stop(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    write_status(run, 0)
+    monkeypatch.setattr(Path, "touch", refuse)
+    with served(run.parent) as address:
+        status, text, _ = ask(f"{address}/stop?run=alpha", method="POST", content_type="application/json")
+    assert status == 403
+    assert "cannot be written to (Permission denied)" in text
+    assert "leaderless stop" in text
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(run: Path) -> None:
+    other = Path(shutil.copytree(run, run.with_name("beta")))
+    (other / "metrics.jsonl").unlink()
+    (other / "metrics.jsonl").mkdir()  # as unreadable as a file of somebody else
+    states = {line.key: line.state for line in RunIndex([run.parent]).lines()}
+    assert states == {"alpha": "done", "beta": "empty"}
+
+
+def test_the_band_of_new_points_has_those_of_no_width(run: Path) -> None:
+    table = StepTable(run)
+    table.read()
+    board = Board({"alpha": table})
+    add_step(run, 41, **{"reward/mean": 0.5, "reward/std": 0.0})
+    table.read()
+    charts, must_reload = board.news()
+    assert not must_reload
+    (reward,) = [news for news in charts.values() if "band" in news]
+    assert reward["band"]["high"] == {"steps": [41], "values": [0.5]}
+
+
+def test_a_page_shows_how_busy_accelerators_are(run: Path) -> None:
+    write_status(run, 0, device_percent=87.4)
+    write_status(run, 1, device_percent=None)
+    text = Page(Desk([run.parent]).run_page("alpha")).text
+    assert "87%" in text
+    assert "60 GiB of 80 GiB" in text
