@@ -17,9 +17,8 @@ from leaderless.config import RecipeError
 from leaderless.models.attention import ATTENTION_NAME, Attention, PackedAttention
 from leaderless.models.prefix_attention import PrefixAttention
 from leaderless.models.shared_prompts import Family
+from leaderless.planner.sight import BOTH_WAYS, SEEING
 
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "paligemma")
-"""Types of the models of images and text that are supported."""
 LLAVA_TEXT = ("llama", "qwen2", "qwen3")
 """Types of the layers for text that such a model of type llava may have."""
 PALIGEMMA_TEXT = ("gemma",)
@@ -85,7 +84,7 @@ def check_text(described: PreTrainedConfig, key: str) -> None:
 
 def reads_both_ways(described: PreTrainedConfig) -> bool:
     """Whether the tokens of a prompt attend to all of it; see `PrefixAttention`."""
-    return bool(described.model_type == "paligemma")
+    return described.model_type in BOTH_WAYS
 
 
 def attention_names(described: PreTrainedConfig) -> str | dict[str, str]:

@@ -22,6 +22,7 @@ from leaderless.planner.plan import Plan
 from leaderless.planner.replay import check_experts_settings
 from leaderless.planner.row_sets import DATA
 from leaderless.planner.schedule import is_expanded, keeps_groups
+from leaderless.planner.sight import check_sight
 from leaderless.planner.vocabulary import check_vocabularies
 from leaderless.workflow import Node, Workflow, spec_of
 from leaderless.workflow.preference_stages import longest_pair, scored_before
@@ -70,6 +71,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     _check_critic(recipe, workflow, instances)
     check_engines(recipe, instances, nodes)
     _check_vllm(recipe, instances, cluster)
+    check_sight(recipe, nodes, instances)
     sizes = _model_sizes(recipe, instances)
     check_heads(recipe, nodes, instances, sizes)
     check_experts_settings(recipe, instances, sizes)

@@ -160,7 +160,7 @@ class NativeEngine:
         if num_both and request.conversation is not None:
             raise ValueError(
                 "a conversation has several turns, but the model reads a prompt in both directions, and what follows "
-                "in one: choose a model that reads in one direction, or an environment of one turn"
+                "in one: choose a model that reads in one direction"
             )
         self._num_requests += 1
         number = self._num_requests

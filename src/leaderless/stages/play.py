@@ -19,6 +19,7 @@ from leaderless.environments.player import play_all
 from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import ToolUse, tool_use
 from leaderless.observability.clock import Clock
+from leaderless.planner.sight import check_player
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
 from leaderless.stages.earlier import Earlier, Seat
 from leaderless.stages.played import Play, Played, Work
@@ -162,6 +163,26 @@ def tools_of(recipe: Recipe, tokenizer: Tokenizer) -> ToolUse | None:
     return tool_use(recipe.environment, environment_class(recipe.environment), tokenizer, is_chat=is_chat)
 
 
+def check_policy(recipe: Recipe, tokenizer: Tokenizer, role: str) -> None:
+    """Refuse a model that cannot take the turns of the recipe's environment, or see what it shows, before it is loaded.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: Tokenizer of the policy.
+        role: Role that samples.
+
+    Raises:
+        RecipeError: It cannot, or lacks the settings of its images.
+    """
+    config = recipe.model_of(role)
+    if config is None or (recipe.environment is None and recipe.online is None):
+        return
+    from leaderless.models.decoder import load_model_config  # `transformers` takes seconds
+
+    check_player(recipe, role, load_model_config(config, role).model_type)
+    reader_of(recipe, tokenizer, role)
+
+
 def reader_of(recipe: Recipe, tokenizer: Tokenizer, role: str | None = None) -> ImageReader | None:
     """What is known of the images that the recipe's environment may show; None if it shows none.
 
@@ -175,7 +196,9 @@ def reader_of(recipe: Recipe, tokenizer: Tokenizer, role: str | None = None) -> 
     """
     if not recipe.has_later_images:
         return None
-    role = next(one for one in (role, "policy", *recipe.models) if one is not None and recipe.model_of(one) is not None)
+    playing = recipe.environment.agents.values() if recipe.environment else ()
+    known = (role, recipe.evaluation.role, *playing, "policy", *recipe.models)
+    role = next(one for one in known if one is not None and recipe.model_of(one) is not None)
     config = recipe.model_of(role)
     assert config is not None
     return _opened(config.path, config.revision, role).named(tokenizer)

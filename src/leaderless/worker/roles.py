@@ -24,6 +24,7 @@ from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answerin
 from leaderless.planner.adapters import base_of, donor_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_for, engine_of
+from leaderless.planner.sight import players_of
 from leaderless.rollout.bodies import body_shapes, make_body_rollout
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
@@ -33,7 +34,7 @@ from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, shapes_
 from leaderless.rollout.shared import SharedEngine
 from leaderless.rollout.worlds import spaces_of
 from leaderless.stages.context import ModelRole
-from leaderless.stages.play import tools_of
+from leaderless.stages.play import check_policy, tools_of
 from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.training.engine import (
     AdaptedEngine,
@@ -82,7 +83,7 @@ class Roles:
         self._routes: dict[SyncWeights, Route] = {}
         self._native = WeakValueDictionary[InstanceKey, CausalLM]()  # models of engines, as long as these exist
         self._bounded_by: tuple[RunDirectory, int] | None = None
-        self._open_tools()
+        self._check_players()
         begin = time.monotonic()
         for instance in sorted(plan.instances, key=lambda one: not one.is_trained):  # others may share their models
             if transport.rank in instance.layout:
@@ -95,9 +96,14 @@ class Roles:
         instances = self._plan.instances
         return [*(one for one in instances if one.generates), answering(instances, self._recipe.evaluation.role)]
 
-    def _open_tools(self) -> None:
-        if any(self._transport.rank in one.layout for one in self._generating):
-            tools_of(self._recipe, self._tokenizer)  # what is wrong with them shows before models are loaded
+    def _check_players(self) -> None:
+        """Find what is wrong with the tools and the models that play before any model is loaded."""
+        here = {one.role for one in self._generating if self._transport.rank in one.layout}
+        if here:
+            tools_of(self._recipe, self._tokenizer)
+        for role in players_of(self._recipe, self._plan.nodes, self._plan.instances):
+            if role in here:
+                check_policy(self._recipe, self._tokenizer, role)
 
     def adapt_to_memory(self, directory: RunDirectory, pass_tokens: int) -> None:
         """Lower the bound of a pass where memory runs out, and keep it in the folder of the run for later starts.
@@ -247,7 +253,7 @@ class Roles:
         """
         before, self._plan = self._plan, plan
         self._routes.clear()
-        self._open_tools()
+        self._check_players()
         instances = sorted((*before.instances, *plan.instances), key=lambda one: not one.is_trained)
         for role in dict.fromkeys(one.role for one in instances):
             self._adopt_role(role, before)
