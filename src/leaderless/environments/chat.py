@@ -75,14 +75,19 @@ class ChatWriter:
             behind = behind.lstrip()[len(end) :] if end else behind
         return self._encoded(behind, messages)
 
-    def fresh(self, messages: Sequence[Message]) -> list[int]:
+    def fresh(self, messages: Sequence[Message], images: Sequence[PromptImage] | None = None) -> list[int]:
         """The tokens of a whole conversation whose next message is the agent's, written from the beginning.
+
+        Args:
+            messages: The conversation.
+            images: Its images, if they are known; their files are not opened then.
 
         Raises:
             RecipeError: The chat template cannot write them.
         """
         text = self._render(messages, is_prompt=True) if self.is_chat else self._text(messages)
-        return self._encoded(text, messages, add_special_tokens=not self.is_chat)
+        known = None if images is None else [image[1:] for image in images]
+        return self._encoded(text, messages, known, add_special_tokens=not self.is_chat)
 
     def images(self, messages: Sequence[Message], tokens: Sequence[int]) -> tuple[PromptImage, ...]:
         """The images of messages, with their places among the tokens that were written of them."""
@@ -104,13 +109,20 @@ class ChatWriter:
             )
         return behind
 
-    def _encoded(self, text: str, messages: Sequence[Message], *, add_special_tokens: bool = False) -> list[int]:
+    def _encoded(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        known: Sequence[Sized] | None = None,
+        *,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
         """The tokens of what was written of messages, with one for each part of an image."""
         tokens = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if self.reader is None:
             return tokens
         try:
-            return expanded(tokens, self.reader, self._pictures(messages))
+            return expanded(tokens, self.reader, self._pictures(messages) if known is None else known)
         except ValueError as error:
             raise RecipeError.at("", f"messages cannot be written: {error}") from error
 
@@ -124,6 +136,8 @@ class ChatWriter:
         """Messages without a chat template: their texts, and the model's own mark for each image."""
         marker = "" if self.reader is None else self.reader.marker
         parts = [part for message in messages for part in _parts(message)]
+        if unknown := next((part for part in parts if not is_image(part) and "text" not in part), None):
+            raise RecipeError.at("", f"a part of a message has no text, but only {', '.join(map(str, unknown))}")
         return _whole("".join(marker if is_image(part) else str(part["text"]) for part in parts))
 
     def _harmless(self, message: Message) -> Message:
@@ -169,10 +183,10 @@ def _special_tokens(tokenizer: Tokenizer) -> set[str]:
 
 
 def _parts(message: Message) -> list[Mapping[str, Json]]:
-    """The content of a message as parts."""
+    """The content of a message as parts; texts may stand among them."""
     content = message["content"]
     if isinstance(content, list | tuple):
-        return [part for part in content if isinstance(part, Mapping)]
+        return [part if isinstance(part, Mapping) else {"type": "text", "text": part} for part in content]
     return [{"type": "text", "text": content}]
 
 

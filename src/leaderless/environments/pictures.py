@@ -46,8 +46,19 @@ def with_files(observation: Observation, *, takes_paths: bool = True) -> Observa
     ]
 
 
-def message_with_files(message: Mapping[str, Json], *, takes_paths: bool) -> Mapping[str, Json]:
-    """A message with the files of its images; see `with_files`."""
+def message_with_files(
+    message: Mapping[str, Json], *, takes_paths: bool, known: set[str] | None = None
+) -> Mapping[str, Json]:
+    """A message with the files of its images; see `with_files`.
+
+    Args:
+        message: The message.
+        takes_paths: Whether an image may be a path of this machine.
+        known: Data URLs that were checked before, which are taken as they are; new ones are added.
+
+    Raises:
+        ValueError: An image cannot be read or decoded.
+    """
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message
@@ -55,9 +66,13 @@ def message_with_files(message: Mapping[str, Json], *, takes_paths: bool) -> Map
     for part in content:
         if isinstance(part, Mapping) and is_image(part):
             image = _given(part)
-            if not takes_paths and isinstance(image, str) and not image.startswith("data:"):
-                raise ValueError(f"{image:.60} is no data URL: send the image itself, as data:image/png;base64,...")
-            parts.append({"type": "image", KEY: data_url(image)})
+            if not takes_paths and not (isinstance(image, str) and image.startswith("data:")):
+                raise ValueError(f"{image!s:.60} is no data URL: send the image itself, as data:image/png;base64,...")
+            is_known = known is not None and isinstance(image, str) and image in known
+            url = str(image) if is_known else data_url(image)
+            if known is not None:
+                known.add(url)
+            parts.append({"type": "image", KEY: url})
         else:
             parts.append(part)
     return {**message, "content": parts}
@@ -85,7 +100,8 @@ def data_url(image: object) -> str:
         data = read_image(str(image) if isinstance(image, Path) else cast("Json", image), Path())
     form = (open_image(data).format or "PNG").lower()
     decode_image(data)  # what is damaged is found here, and not by an engine
-    return f"data:image/{form};base64,{base64.b64encode(data).decode()}"
+    url = f"data:image/{form};base64,{base64.b64encode(data).decode()}"
+    return image if isinstance(image, str) and image == url else url  # one text, and not two of the same
 
 
 def _encoded(image: object) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from leaderless.config import RecipeError
 from leaderless.data.images import PromptImage
 from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
@@ -84,9 +85,15 @@ class EnginePump:
             conversation: Number of the conversation that the prompt continues; None if it will not be continued.
             known_tokens: Tokens at the beginning of the prompt that were read or sampled before in the conversation.
             images: Images of the prompt, which has tokens for their parts.
+
+        Raises:
+            RecipeError: The engine refuses the prompt, as one with tokens that stand for images which are not there.
         """
         request = Request(prompt, [sample_id], conversation=conversation, images=images)
-        number = self._engine.submit(request, params)
+        try:
+            number = self._engine.submit(request, params)
+        except ValueError as error:
+            raise RecipeError.at("", f"the policy cannot be asked: {error}") from error
         self.known_tokens += known_tokens
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._asked[number] = _Asked(Completion(), answer, known_tokens)

@@ -39,7 +39,7 @@ class ModelTrier:
     async def say(self, agent: str, told: Sequence[Message]) -> Calls | None:
         """See `Trier`. A conversation that has become too long ends the episode."""
         context, seen = self._contexts.setdefault(agent, []), self._seen.setdefault(agent, [])
-        if told:
+        if told or not context:
             tokens = self._writer.add(told, self._said[agent]) if context else self._writer.begin(told)[1]
             seen += [image.moved(len(context)) for image in self._writer.images(told, tokens)]
             context += tokens

@@ -344,7 +344,7 @@ def has_drifted(episode: Episode, writer: ChatWriter) -> bool | None:
         if node.parent is not None and node.parent.parent is not None:
             messages = [message for one in node.parent.path() for message in one.messages]
             try:
-                anew = writer.fresh(messages)
+                anew = writer.fresh(messages, node.parent.seen())
             except RecipeError:  # some templates write one call in a message at most
                 return True
             if anew != node.parent.context():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -16,32 +17,37 @@ import pytest
 import torch
 from PIL import Image
 from tests.pictures import Family, picture, reader_of, vision_model
-from tests.unit.recipes import make_recipe, plan_of
+from tests.unit.recipes import make_recipe, plan_of, write_model
 from tests.unit.test_followed_episodes import Engine
 from tests.unit.test_vision import alone, engine_of, gain, loss_of, model_of, native_of
 
-from leaderless.config import RecipeError
+from leaderless.config import Json, RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch
 from leaderless.data.images import PromptImage, num_alike, unpack_images
+from leaderless.environments import chat, pictures
 from leaderless.environments.chat import ChatWriter
 from leaderless.environments.journal import episode_of, line_of, text_of
 from leaderless.environments.pictures import data_of, with_files
 from leaderless.environments.programs.conversations import Conversations
 from leaderless.environments.programs.messages import AskRefusedError, checked
 from leaderless.environments.protocol import Environment, Message, Observation, Task, Turn
+from leaderless.environments.pump import Pump
 from leaderless.environments.trace import Said, Trace
+from leaderless.environments.trial_model import ModelTrier
 from leaderless.environments.world import Failure, messages_of
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.continuous import Events
 from leaderless.stages.continuous_orders import Orders, Wish
-from leaderless.stages.play import play_tasks
+from leaderless.stages.play import check_policy, play_tasks
+from leaderless.stages.play import reader_of as reader_of_role
 from leaderless.stages.played import Play, Played
 from leaderless.workflow.columns import IMAGES, LATER_IMAGES
 
+SEEING = ModelConfig(path=vision_model())
 FAMILIES = [family for family in get_args(Family) if family != "paligemma"]
 """Those that read in one direction, and thus take several turns."""
 TEMPLATE = (
@@ -90,7 +96,7 @@ def played(
 ) -> Played:
     recipe = make_recipe(
         models={"policy": vision_model(family)},
-        environment={"type": f"{__name__}:{environment.__name__}", "max_turns": 6, "images": True, **settings},
+        environment={"type": f"{__name__}:{environment.__name__}", "max_turns": 6, "images": True} | settings,
         data={"train": {"path": "rows.jsonl", "template": "plain"}, "max_prompt_tokens": 64},
         rollout={"max_response_tokens": 3},
     )
@@ -308,7 +314,7 @@ def test_a_policy_of_text_is_shown_no_pictures() -> None:
         messages_of([{"role": "user", "content": [{"type": "video"}]}], sees_images=True)
 
 
-def test_text_cannot_stand_for_a_picture() -> None:
+def test_text_cannot_stand_for_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(ModelConfig(path=vision_model()), "policy")
     writer = ChatWriter(tokenizer, is_chat=False, reader=reader_of())
     with pytest.raises(RecipeError, match="tokens that stand for an image, but there are 0 images"):
@@ -322,6 +328,59 @@ def test_text_cannot_stand_for_a_picture() -> None:
     assert tokens.count(reader_of().token) == sum(image.num_tokens for image in images)
     assert [image.data for image in images] == [picture(16, 24, 20), picture(24, 24, 21)]
     assert writer.fresh(harmful) == tokens
+    monkeypatch.setattr(chat, "data_of", None)
+    assert writer.fresh(harmful, images) == tokens, "known images are not opened again"
+
+
+def test_parts_of_messages_are_written_or_refused() -> None:
+    tokenizer = load_tokenizer(SEEING, "policy")
+    writer = ChatWriter(tokenizer, is_chat=False, reader=reader_of())
+    parts = [{"type": "text", "text": "how many "}, "squares? "]
+    assert writer.begin([{"role": "user", "content": parts}])[1] == tokenizer.encode("how many squares? ")  # type: ignore[dict-item]
+    with pytest.raises(RecipeError, match="a part of a message has no text, but only type, thought"):
+        writer.begin([{"role": "user", "content": [{"type": "other", "thought": "3"}]}])
+
+
+class Marked(Environment):
+    """Shows the mark of an image without one."""
+
+    def reset(self, task: Task, rng: Random) -> Observation:  # noqa: ARG002
+        return f"see {reader_of().marker}"
+
+
+@pytest.mark.parametrize("images", [True, False])
+def test_marks_without_pictures_fail_their_episode_alone(*, images: bool) -> None:
+    (bad,) = played(Marked, [{"seed": 0}], siblings=1, images=images).episodes
+    assert bad.cause == "environment"
+    assert "tokens that stand for" in bad.error
+
+
+def test_the_pictures_of_a_conversation_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: set[str] = set()
+    first = checked(as_openai(URL, "?"), sees_images=True, known=known)
+    monkeypatch.setattr(pictures, "decode_image", None)
+    assert checked(as_openai(URL, "?"), sees_images=True, known=known) == first
+    assert known == {URL}
+
+
+async def said_to_nobody() -> list[int]:
+    asked: list[list[int]] = []
+
+    class Asked:
+        async def ask(self, prompt: list[int], *_: object, **__: object) -> Completion:
+            asked.append([*prompt])
+            return Completion(tokens=[5], log_probs=[-1.0], finish_reason="stop")
+
+    tokenizer = load_tokenizer(SEEING, "policy")
+    writer = ChatWriter(tokenizer, is_chat=False, reader=reader_of())
+    trier = ModelTrier(cast("Pump", Asked()), writer, None, SamplingParams(SamplingConfig(), 3), 50)
+    await trier.say("one", [])
+    await trier.say("one", [{"role": "user", "content": "red"}])
+    return [len(prompt) for prompt in asked]
+
+
+def test_an_agent_that_was_told_nothing_may_begin() -> None:
+    assert asyncio.run(said_to_nobody()) == [1, 3]
 
 
 def test_pictures_are_asked_again_in_a_run_that_is_followed() -> None:
@@ -365,16 +424,18 @@ def test_programs_show_pictures_in_the_format_of_openai() -> None:
         ("/etc/hostname", "is no data URL"),
         ("https://example.org/a.png", "is no data URL"),
         ("data:image/png;base64,AAAA", "are no image"),
+        ({"path": "/etc/hostname"}, "is no data URL"),
+        ({"bytes": FILE.hex()}, "is no data URL"),
     ],
 )
-def test_programs_send_pictures_themselves(url: str, problem: str) -> None:
+def test_programs_send_pictures_themselves(url: Json, problem: str) -> None:
     with pytest.raises(AskRefusedError, match=f"an image cannot be used: .*{problem}"):
         checked(as_openai(url, "?"), sees_images=True)
     with pytest.raises(AskRefusedError, match="content must be a text, or a list of parts of type 'text'"):
         checked(as_openai(url, "?"))
 
 
-def as_openai(url: str, text: str) -> Message:
+def as_openai(url: Json, text: str) -> Message:
     return {
         "role": "user",
         "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}],
@@ -397,3 +458,35 @@ def test_plans_name_engines_that_take_no_pictures(engine: str, problem: str | No
     for node in plan.nodes:
         if "prompt_tokens" in node.reads:
             assert {IMAGES, LATER_IMAGES} <= {*node.reads}, node.name
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "problem"),
+    [
+        ("paligemma", {"environment": {"type": f"{__name__}:Album"}}, "reads a prompt in both directions and what"),
+        ("paligemma", {"environment": {"type": f"{__name__}:Album", "images": True}}, "the turns of an environment"),
+        ("text", {"environment": {"type": f"{__name__}:Album", "images": True}}, "type qwen3 read text alone"),
+    ],
+)
+def test_models_that_cannot_play_are_refused_before_they_are_loaded(
+    tmp_path: Path, family: str, changes: dict[str, object], problem: str
+) -> None:
+    path = write_model(tmp_path / "text") if family == "text" else vision_model(cast("Family", family))
+    with pytest.raises(RecipeError, match=rf"models.policy: .*{problem}"):
+        plan_of("grpo", models={"policy": path}, **changes)
+    recipe, tokenizer = make_recipe(models={"policy": path}, **changes), load_tokenizer(SEEING, "policy")
+    with pytest.raises(RecipeError, match=rf"models.policy: .*{problem}"):
+        check_policy(recipe, tokenizer, "policy")
+    plan_of("grpo", models={"policy": path})
+    check_policy(make_recipe(models={"policy": path}), tokenizer, "policy")
+
+
+def test_models_that_see_may_play_and_judges_need_not() -> None:
+    changes: dict[str, object] = {"environment": {"type": f"{__name__}:Album", "images": True}}
+    recipe = make_recipe(models={"judge": "/no/such/model", "policy": vision_model()}, **changes)
+    short = {"train": {"path": "rows.jsonl"}, "max_prompt_tokens": 64}
+    environment = {"type": f"{__name__}:Album", "images": True, "max_episode_tokens": 200}
+    plan_of("grpo", models={"policy": vision_model()}, environment=environment, data=short)
+    tokenizer = load_tokenizer(SEEING, "policy")
+    check_policy(recipe, tokenizer, "policy")
+    assert reader_of_role(recipe, tokenizer) is not None, "the role that plays, and not the first"

@@ -105,6 +105,7 @@ class Chat:
         self._lines = Lines(rules.number, pump)
         self._asked: dict[tuple[int, ...], int] = {}
         self._readers: dict[str, Reader] = {}
+        self._images: set[str] = set()
         self._num_turns = 0
         self._address: tuple[str, str] | None = None
         self._under_way: set[asyncio.Task[Answer]] = set()
@@ -157,7 +158,8 @@ class Chat:
         """
         self._check_open()
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        messages = [checked(message, sees_images=self.writer.reader is not None) for message in said]
+        sees_images = self.writer.reader is not None
+        messages = [checked(message, sees_images=sees_images, known=self._images) for message in said]
         if not messages or messages[-1]["role"] == "assistant":
             raise AskRefusedError("messages must end with a message of another role than 'assistant'")
         try:
@@ -263,8 +265,10 @@ class Chat:
             completion = await self._pump.ask(
                 context.tokens, self._noise(context.tokens, again), params, line, num_known, context.end.seen()
             )
-        except BaseException:
+        except BaseException as error:
             self._lines.free(line, None)
+            if isinstance(error, RecipeError):
+                raise AskRefusedError(str(error)) from error
             raise
         if completion.finish_reason == "aborted":
             self._lines.free(line, None)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from leaderless.config import Json
+from leaderless.environments.chat import ChatWriter
 from leaderless.environments.protocol import Message
 from leaderless.environments.trace import Said, Trace, TraceNode
 
 if TYPE_CHECKING:
     from leaderless.data.images import PromptImage
-from leaderless.environments.chat import ChatWriter
 
 Key = str | tuple[int, ...]
 """What a message or a text is compared by."""

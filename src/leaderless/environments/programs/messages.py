@@ -24,12 +24,23 @@ class AskRefusedError(ValueError):
         self.code = code
 
 
-def checked(message: Message, *, sees_images: bool = False) -> Message:
-    """A message as chat templates know it; images are parts of it, where the policy sees them."""
+def checked(message: Message, *, sees_images: bool = False, known: set[str] | None = None) -> Message:
+    """A message as chat templates know it; images are parts of it, where the policy sees them.
+
+    Args:
+        message: Message in the format of OpenAI's API.
+        sees_images: Whether the policy sees images.
+        known: Data URLs that were checked before, to which those of the message are added: programs send a whole
+            conversation with each question, and an image is decoded once.
+
+    Raises:
+        AskRefusedError: The message is malformed, or an image cannot be used.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise AskRefusedError(f"a message must have a 'role' and a 'content', not {message!r:.80}")
     kept = {name: value for name, value in message.items() if value is not None}
-    kept["content"] = _with_images(kept) if sees_images and _has_image(kept) else _text(kept.get("content", ""))
+    is_shown = sees_images and _has_image(kept)
+    kept["content"] = _with_images(kept, known) if is_shown else _text(kept.get("content", ""))
     calls = kept.get("tool_calls")
     if calls:
         if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
@@ -43,12 +54,12 @@ def _has_image(message: Message) -> bool:
     return isinstance(content, list | tuple) and any(isinstance(part, Mapping) and is_image(part) for part in content)
 
 
-def _with_images(message: Message) -> Sequence[Json]:
+def _with_images(message: Message, known: set[str] | None) -> Sequence[Json]:
     """The parts of a message, with the files of its images."""
     if problem := other_than_text(message, has_images=True):
         raise AskRefusedError(f"content holds {problem}, which the policy does not read: describe it in words")
     try:
-        found = message_with_files(message, takes_paths=False)
+        found = message_with_files(message, takes_paths=False, known=known)
     except ValueError as error:
         raise AskRefusedError(f"an image cannot be used: {error}") from error
     content = found["content"]
