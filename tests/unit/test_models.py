@@ -21,6 +21,7 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.models.attention import PackedAttention
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.decoder import ALIGNMENT_BYTES, load_value_model
+from leaderless.models.opened import open_model
 from leaderless.models.recomputing import recompute_layers
 from leaderless.models.support import check_supported
 from leaderless.training import sharded
@@ -115,11 +116,14 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("load", [load_causal_lm, open_model])
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_would_be_computed_wrongly_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_model_that_would_be_computed_wrongly_is_refused(
+    tmp_path: Path, name: str, load: Callable[[ModelConfig, str], object]
+) -> None:
     config = saved(tmp_path, REFUSED[name])
     with pytest.raises(RecipeError, match="not supported") as caught:
-        load_causal_lm(config, "policy")
+        load(config, "policy")
     assert caught.value.problems[0].key == "models.policy"
 
 

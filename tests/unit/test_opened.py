@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from tests.distributed.test_experts import experts_model
 from tests.pictures import vision_model
 from tests.tiny import tiny_model, untied_model
-from tests.unit.test_models import REFUSED, saved
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
@@ -210,12 +209,6 @@ def test_what_the_files_lack_and_other_sizes_are_named(tmp_path: Path) -> None:
     assert f"its {up} is (16, 31), but its config.json asks for (16, 32)" in narrow
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_would_be_computed_wrongly_is_refused_in_parts_too(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RecipeError, match="not supported"):
-        open_model(saved(tmp_path, REFUSED[name]), "policy")
-
-
 LARGE: dict[str, PreTrainedConfig] = {
     "Qwen3-235B-A22B": transformers.Qwen3MoeConfig(
         vocab_size=151936,
@@ -256,6 +249,7 @@ def test_a_small_model_is_tried_in_the_place_of_a_large_one(name: str) -> None:
 
 def test_no_more_is_read_than_a_block_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"rows": torch.randn(64, 3000), "cube": torch.randn(6, 8, 2000).bfloat16(), "narrow": torch.randn(7, 5)}
+    values["number"] = torch.tensor(3.5)
     save_file(values, tmp_path / FILE)
     monkeypatch.setattr(files, "BLOCK_BYTES", 30_000)
     tensors = files.read_header(tmp_path / FILE).tensors
@@ -276,6 +270,9 @@ def test_no_more_is_read_than_a_block_has(tmp_path: Path, monkeypatch: pytest.Mo
         turned = torch.zeros(*block.sizes[:-2], block.sizes[-1], block.sizes[-2]).transpose(-1, -2)
         own.read(name, block.offsets, turned)
         assert torch.equal(turned, expected.float())
+    number = torch.zeros(())
+    assert files.read_block(tensors["number"], (), number) == 4
+    assert float(number) == 3.5
     shorter = files.StoredTensor(tmp_path / FILE, (tmp_path / FILE).stat().st_size - 8, torch.float32, (4,))
     with pytest.raises(OSError, match="ends too early"):
         files.read_block(shorter, (0,), torch.zeros(4))

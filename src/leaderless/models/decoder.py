@@ -219,7 +219,7 @@ def load_decoder(
     unreachable = unreachable_hub(config.path)
     try:
         with quiet_loading():
-            described = described_model(config)
+            described = _described(config)
             check_settings(described, key)
             model, info = class_for(described, auto_class, key).from_pretrained(
                 config.path,
@@ -273,10 +273,10 @@ def load_model_config(config: ModelConfig, role: str) -> PreTrainedConfig:
     """
     unreachable = unreachable_hub(config.path)
     try:
-        return described_model(config)
+        return _described(config)
     except Exception as error:
         # `transformers` raises errors of every kind for damaged folders.
-        raise RecipeError.at(f"models.{role}", f"'{config.path}' cannot be read: {error}{unreachable}") from error
+        raise RecipeError.at(f"models.{role}", f"'{config.path}' cannot be loaded: {error}{unreachable}") from error
 
 
 def reserved_tokens(config: ModelConfig, role: str) -> frozenset[int]:
@@ -284,7 +284,7 @@ def reserved_tokens(config: ModelConfig, role: str) -> frozenset[int]:
     return image_tokens(load_model_config(config, role))
 
 
-def described_model(config: ModelConfig) -> PreTrainedConfig:
+def _described(config: ModelConfig) -> PreTrainedConfig:
     """What a model says of itself; errors are those of `transformers`."""
     described: PreTrainedConfig = AutoConfig.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code

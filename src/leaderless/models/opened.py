@@ -26,8 +26,8 @@ from leaderless.models.decoder import (
     SCALAR_HEAD,
     Decoder,
     class_for,
-    described_model,
     empty_decoder,
+    load_model_config,
     load_value_model,
     quiet_loading,
     value_model,
@@ -88,11 +88,7 @@ def _open(config: ModelConfig, role: str, *, is_critic: bool) -> Opened:
     key, unreachable = f"models.{role}", unreachable_hub(config.path)
     auto_class: type[AutoModel] = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
     with quiet_loading():
-        try:
-            described = described_model(config)
-        except Exception as error:
-            # `transformers` raises errors of every kind for damaged folders.
-            raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {error}{unreachable}") from error
+        described = load_model_config(config, role)
         check_settings(described, key)
         kind = class_for(described, auto_class, key)
         for name, reason in (

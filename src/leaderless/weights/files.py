@@ -90,7 +90,7 @@ def read_block(stored: StoredTensor, offsets: Sequence[int], target: Tensor) -> 
     """Read a block of a tensor.
 
     Args:
-        stored: The tensor, which has at least one dimension.
+        stored: The tensor.
         offsets: Index of the first element of the block, in each dimension.
         target: Tensor with the shape of the block, of any type and on any device; it is overwritten.
 
@@ -100,6 +100,8 @@ def read_block(stored: StoredTensor, offsets: Sequence[int], target: Tensor) -> 
     Raises:
         OSError: The file cannot be read, or ends too early.
     """
+    if not stored.shape:  # a single number
+        stored, offsets, target = replace(stored, shape=(1,)), (0,), target.view(1)
     with stored.file.open("rb", buffering=0) as content:
         return sum(_read_run(content, run, first, part) for run, first, part in _runs(stored, tuple(offsets), target))
 
