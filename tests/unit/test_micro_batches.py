@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.tiny import random_samples
 
 from leaderless.data.batch import Batch, Jagged
+from leaderless.data.images import PromptImage, pack_images
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.shared_prompts import Family
 from leaderless.training.micro_batches import MicroBatch, make_micro_batches, response_lengths
@@ -41,6 +42,22 @@ def test_a_micro_batch_by_hand() -> None:
     assert piece.select.tolist() == [1, 3, 7], "each is predicted at the token before it"
     assert piece.response_index.tolist() == [0, 1, 2]
     assert response_lengths(batch.jagged("response_mask")).tolist() == [2, 1, 0]
+
+
+def test_images_behind_the_last_sampled_token_are_in_no_pass() -> None:
+    batch = batch_of(
+        [
+            ([11, 12], [7, 7, 13, 7, 7], [False, False, True, False, False]),  # a picture, an answer, a picture
+            ([21], [22, 7, 23], [True, False, True]),
+            ([31, 32], [7, 33], [False, False]),  # nothing was sampled
+        ]
+    )
+    first, last = PromptImage(2, 1, 2, b"first"), PromptImage(5, 1, 2, b"last")
+    rows = [[first, last], [PromptImage(2, 1, 1, b"other")], [PromptImage(2, 1, 1, b"none")]]
+    packed = Jagged.from_lists([list(pack_images(images)) for images in rows], torch.uint8, "later_image_bytes")
+    (piece,) = make_micro_batches(batch.with_columns(later_images=packed), 100, ALONE)
+    assert piece.tokens.tolist() == [11, 12, 7, 7, 21, 22, 7, 31, 32]
+    assert piece.images == (first, PromptImage(6, 1, 1, b"other"))
 
 
 def test_response_index_points_into_the_columns_of_the_whole_batch() -> None:
