@@ -87,7 +87,7 @@ class ChatWriter:
         """
         text = self._render(messages, is_prompt=True) if self.is_chat else self._text(messages)
         known = None if images is None else [image[1:] for image in images]
-        return self._encoded(text, messages, known, add_special_tokens=not self.is_chat)
+        return self._encoded(text, messages, known, is_whole=True)
 
     def images(self, messages: Sequence[Message], tokens: Sequence[int]) -> tuple[PromptImage, ...]:
         """The images of messages, with their places among the tokens that were written of them."""
@@ -115,13 +115,14 @@ class ChatWriter:
         messages: Sequence[Message],
         known: Sequence[Sized] | None = None,
         *,
-        add_special_tokens: bool = False,
+        is_whole: bool = False,
     ) -> list[int]:
-        """The tokens of what was written of messages, with one for each part of an image."""
-        tokens = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        """The tokens of what was written of messages, perhaps of all, with one for each part of an image."""
+        tokens = self.tokenizer.encode(text, add_special_tokens=is_whole and not self.is_chat)
         if self.reader is None:
             return tokens
         try:
+            tokens = self.reader.arranged(tokens) if is_whole else tokens
             return expanded(tokens, self.reader, self._pictures(messages) if known is None else known)
         except ValueError as error:
             raise RecipeError.at("", f"messages cannot be written: {error}") from error

@@ -67,7 +67,10 @@ def message_with_files(
         if isinstance(part, Mapping) and is_image(part):
             image = _given(part)
             if not takes_paths and not (isinstance(image, str) and image.startswith("data:")):
-                raise ValueError(f"{image!s:.60} is no data URL: send the image itself, as data:image/png;base64,...")
+                raise ValueError(
+                    f"{image!s:.60} is no data URL: addresses and paths are not read; send the image itself, as "
+                    "data:image/png;base64,..."
+                )
             is_known = known is not None and isinstance(image, str) and image in known
             url = str(image) if is_known else data_url(image)
             if known is not None:

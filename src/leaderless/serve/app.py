@@ -8,8 +8,8 @@ import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
 
-from jinja2 import TemplateError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -18,8 +18,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from leaderless.config import Json
+from leaderless.config import Json, RecipeError
 from leaderless.config.rollout import MAX_RESPONSES
+from leaderless.data.images import PromptImage
+from leaderless.environments.chat import ChatWriter
+from leaderless.environments.programs.messages import AskRefusedError, checked
 from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.serve.errors import ApiError
 from leaderless.serve.guard import Guard
@@ -30,6 +33,13 @@ from leaderless.serve.replies import AnyQuestion, ChatComposer, ChoicePart, Comp
 from leaderless.serve.wire import event, fail, read_body, refuse, refuse_http, serialized
 
 AnyComposer = CompletionComposer | ChatComposer
+
+
+class Prompt(NamedTuple):
+    """Token ids of a prompt, and its images with their places among them."""
+
+    tokens: list[int]
+    images: tuple[PromptImage, ...] = ()
 
 
 def make_app(served: Served, host: EngineHost, token: str | None) -> Starlette:
@@ -60,6 +70,8 @@ class Api:
         # A tokenizer may not be used by two threads at once. The engine's thread uses the model's own; a long prompt is
         # encoded in another thread, so that other responses continue.
         self._tokenizer, self._encoder = copy.deepcopy(served.tokenizer), copy.deepcopy(served.tokenizer)
+        has_template = self._encoder.chat_template is not None
+        self._writer = ChatWriter(self._encoder, is_chat=True, reader=served.reader) if has_template else None
         self._encoding = asyncio.Lock()
 
     async def health(self, request: HttpRequest) -> Response:  # noqa: ARG002
@@ -82,14 +94,16 @@ class Api:
         question = read_question(await read_body(request), CompletionQuestion)
         prompts = await self._in_thread(self._encode, question)
         params = self._check(question, prompts, "prompt")
-        return await self._answer(request, CompletionComposer(question, prompts, self._tokenizer), params)
+        composer = CompletionComposer(question, [prompt.tokens for prompt in prompts], self._tokenizer)
+        return await self._answer(request, composer, prompts, params)
 
     async def chat(self, request: HttpRequest) -> Response:
         """Continue a chat."""
         question = read_question(await read_body(request), ChatQuestion)
         prompts = await self._in_thread(self._encode_chat, question)
         params = self._check(question, prompts, "messages")
-        return await self._answer(request, ChatComposer(question, prompts, self._tokenizer), params)
+        composer = ChatComposer(question, [prompt.tokens for prompt in prompts], self._tokenizer)
+        return await self._answer(request, composer, prompts, params)
 
     def _model(self) -> Json:
         fixed: dict[str, Json] = {"object": "model", "created": self._created, "owned_by": "leaderless"}
@@ -100,29 +114,36 @@ class Api:
             message = f"model '{name}' is not served here, only '{self._served.name}'"
             raise ApiError(404, message, "model", "model_not_found")
 
-    async def _in_thread(
-        self, encode: Callable[[AnyQuestion], list[list[int]]], question: AnyQuestion
-    ) -> list[list[int]]:
+    async def _in_thread(self, encode: Callable[[AnyQuestion], list[Prompt]], question: AnyQuestion) -> list[Prompt]:
         self._check_model(question.model)
         async with self._encoding:
             return await asyncio.to_thread(encode, question)
 
-    def _encode(self, question: CompletionQuestion) -> list[list[int]]:
-        return [self._encoder.encode(prompt) if isinstance(prompt, str) else prompt for prompt in question.prompts]
+    def _encode(self, question: CompletionQuestion) -> list[Prompt]:
+        prompts = [self._encoder.encode(one) if isinstance(one, str) else one for one in question.prompts]
+        if self._served.reader is not None and any(self._served.reader.token in prompt for prompt in prompts):
+            message = "prompt has tokens that stand for images: send images to /v1/chat/completions, as parts image_url"
+            raise ApiError(400, message, "prompt")
+        return [Prompt(prompt) for prompt in prompts]
 
-    def _encode_chat(self, question: ChatQuestion) -> list[list[int]]:
-        if self._encoder.chat_template is None:
+    def _encode_chat(self, question: ChatQuestion) -> list[Prompt]:
+        if self._writer is None:
             raise ApiError(400, "the model's tokenizer has no chat template: use /v1/completions", "messages")
-        messages = [message.to_json() for message in question.messages]
+        sees_images = self._served.reader is not None
+        if not sees_images and any(message.has_images for message in question.messages):
+            message = f"'{self._served.name}' reads text alone: leave images out, or serve a model that sees them"
+            raise ApiError(400, message, "messages")
         try:
-            text = self._encoder.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            message = f"the model's chat template does not take these messages: {error}"
-            raise ApiError(400, message, "messages") from error
-        return [self._encoder.encode(text, add_special_tokens=False)]
+            messages = [checked(message.to_json(), sees_images=sees_images) for message in question.messages]
+            tokens = self._writer.fresh(messages)
+            return [Prompt(tokens, self._writer.images(messages, tokens))]
+        except AskRefusedError as error:
+            raise ApiError(400, str(error), "messages") from error
+        except RecipeError as error:
+            raise ApiError(400, error.problems[0].message, "messages") from error
 
     def _check(
-        self, question: CompletionQuestion | ChatQuestion, prompts: Sequence[list[int]], field: str
+        self, question: CompletionQuestion | ChatQuestion, prompts: Sequence[Prompt], field: str
     ) -> SamplingParams:
         """Check that the model can answer, and return how the engine samples."""
         if len(prompts) * question.n > MAX_RESPONSES:
@@ -130,8 +151,8 @@ class Api:
                 f"{len(prompts)} prompts with n={question.n} are more than {MAX_RESPONSES} responses: ask for fewer"
             )
             raise ApiError(400, message, "n")
-        longest, room = max(map(len, prompts)), self._served.max_context
-        for prompt in prompts:
+        longest, room = max(len(prompt.tokens) for prompt in prompts), self._served.max_context
+        for prompt, _ in prompts:
             if not prompt:
                 raise ApiError(400, f"{field} is empty: give at least one token", field)
             if max(prompt) >= self._served.vocabulary:
@@ -150,10 +171,14 @@ class Api:
             raise ApiError(400, message, name, "context_length_exceeded")
         return SamplingParams(question.distribution, max_tokens, question.stop_texts)
 
-    async def _answer(self, request: HttpRequest, composer: AnyComposer, params: SamplingParams) -> Response:
+    async def _answer(
+        self, request: HttpRequest, composer: AnyComposer, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> Response:
         n, seed = composer.question.n, composer.question.seed
-        ids = sample_ids(secrets.randbits(63) if seed is None else seed, len(composer.prompts) * n)
-        requests = [Request(prompt, ids[i * n : (i + 1) * n]) for i, prompt in enumerate(composer.prompts)]
+        ids = sample_ids(secrets.randbits(63) if seed is None else seed, len(prompts) * n)
+        requests = [
+            Request(prompt.tokens, ids[i * n : (i + 1) * n], images=prompt.images) for i, prompt in enumerate(prompts)
+        ]
         ticket = self._host.ask(requests, params)
         if composer.question.stream:
             return _EventStream(self._host, ticket, composer)

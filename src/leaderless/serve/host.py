@@ -154,9 +154,15 @@ class EngineHost:
         if self.is_stopping:
             self._send([(ticket, self._last_error)])
             return
-        for place, request in enumerate(requests):
-            number = self._engine.submit(request, params)
-            self._under_way[number] = _UnderWay(ticket, place, len(request.sample_ids))
+        try:
+            for place, request in enumerate(requests):
+                number = self._engine.submit(request, params)
+                self._under_way[number] = _UnderWay(ticket, place, len(request.sample_ids))
+        except ValueError as error:  # one client's mistake is no reason to leave the others alone
+            for number in [number for number, one in self._under_way.items() if one.ticket is ticket]:
+                self._engine.abort(number)
+                del self._under_way[number]
+            self._send([(ticket, ApiError(400, f"the engine refuses the request: {error}"))])
 
     def _abort(self, ticket: Ticket) -> None:
         for number in [number for number, one in self._under_way.items() if one.ticket is ticket]:

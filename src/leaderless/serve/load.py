@@ -19,8 +19,11 @@ from leaderless.config.models import ComputeType, ModelConfig
 from leaderless.config.rollout import RolloutConfig
 from leaderless.config.training import TrainingConfig
 from leaderless.data.encode import Tokenizer
+from leaderless.data.images import ImageReader
 from leaderless.device import setup_device
 from leaderless.models.decoder import load_model_config
+from leaderless.models.image_readers import open_reader
+from leaderless.models.support import sees_images
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
@@ -78,6 +81,7 @@ class Served:
     vocabulary: int  # tokens with an embedding
     max_context: int  # tokens of prompt and response together
     serving: Serving
+    reader: ImageReader | None = None  # what the model says of images, if it sees them
 
 
 def find_model(target: str, role: str, say: Callable[[str], None]) -> Source:
@@ -151,7 +155,9 @@ def open_model(
         tokenizer = load_tokenizer(source.config, source.role)
         trainer = _load(source, device)
         check_vocabulary(trainer, tokenizer, source.role)
-        longest = _longest(load_model_config(source.config, source.role), max_context)
+        described = load_model_config(source.config, source.role)
+        longest = _longest(described, max_context)
+        reader = open_reader(source.config, source.role, tokenizer) if sees_images(described) else None
         if source.checkpoint is not None:
             load_checkpoint(source.checkpoint, {source.role: trainer})
         name = engine or choose_engine(source.rollout)
@@ -182,7 +188,7 @@ def open_model(
             is_merged=has_adapters and not spec.takes_adapters,
         )
         try:
-            yield Served(source.name, tokenizer, trainer.vocab_size, longest, serving)
+            yield Served(source.name, tokenizer, trainer.vocab_size, longest, serving, reader)
         finally:
             serving.close()
 

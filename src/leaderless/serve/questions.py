@@ -147,9 +147,31 @@ class TextPart(Section):
     model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
-    """Kind of the part; images and others are not supported."""
+    """Kind of the part."""
     text: str
     """Text of the part."""
+
+
+class ImageUrl(Section):
+    """The address of an image."""
+
+    model_config = ConfigDict(strict=True)
+
+    url: str
+    """The image itself, as a data URL."""
+    detail: Literal["auto"] = "auto"
+    """How closely it is seen, which is a setting of the model here."""
+
+
+class ImagePart(Section):
+    """An image in a message."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["image_url"]
+    """Kind of the part."""
+    image_url: ImageUrl
+    """The image."""
 
 
 class Message(Section):
@@ -159,16 +181,26 @@ class Message(Section):
 
     role: str
     """Role of the author, as the model's chat template names it."""
-    content: Annotated[str | list[TextPart], _in_few_words("must be a text, or a list of parts of type text")]
-    """Text of the message; parts are joined by line breaks."""
+    content: Annotated[
+        str | list[TextPart | ImagePart],
+        _in_few_words("must be a text, or a list of parts of type text or image_url; the detail of images is auto"),
+    ]
+    """Text of the message, or its parts; parts of text alone are joined by line breaks."""
     name: str | None = None
     """Name of the author, for templates that use it."""
 
     def to_json(self) -> dict[str, Json]:
         """Return the message in the form that chat templates expect."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        content: Json = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
+        if not isinstance(self.content, str) and not self.has_images:
+            content = "\n".join(part.text for part in self.content if isinstance(part, TextPart))
         named: dict[str, Json] = {} if self.name is None else {"name": self.name}
         return {"role": self.role, "content": content, **named}
+
+    @property
+    def has_images(self) -> bool:
+        """Check whether the message has images."""
+        return not isinstance(self.content, str) and any(isinstance(part, ImagePart) for part in self.content)
 
 
 class ChatQuestion(Question):

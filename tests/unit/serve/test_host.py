@@ -65,6 +65,33 @@ def test_what_nobody_waits_for_is_given_up() -> None:
     assert len(engine.aborted) == 2, "what had ended needs no abort"
 
 
+def test_a_prompt_that_the_engine_refuses_is_its_own_clients_error() -> None:
+    engine = ScriptedEngine()
+    engine.may_step.clear()
+    submit = engine.submit
+
+    def refuse(request: Request, params: SamplingParams) -> int:
+        if request.prompt == [9]:
+            raise ValueError("9 stands for an image")
+        return submit(request, params)
+
+    engine.submit = refuse  # type: ignore[method-assign]
+
+    async def test(host: EngineHost) -> None:
+        other, refused = (
+            host.ask([Request([1], [0])], params()),
+            host.ask([Request([1], [0]), Request([9], [1])], params()),
+        )
+        with pytest.raises(ApiError, match="the engine refuses the request: 9 stands for an image") as caught:
+            await all_of(refused)
+        assert caught.value.status == 400
+        engine.may_step.set()
+        assert len(await all_of(other)) == 3
+
+    with_host(engine, test)
+    assert len(engine.aborted) == 1, "its first prompt"
+
+
 def test_when_memory_runs_out_clients_are_told_and_the_next_are_answered() -> None:
     engine = ScriptedEngine()
 

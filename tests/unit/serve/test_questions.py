@@ -67,7 +67,11 @@ def test_a_wrong_field_of_a_completion_is_named(fields: dict[str, object], param
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "must be given"),
         ({"messages": [{"content": "Hi"}]}, "messages.0.role", "must be given"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "of type text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content",
+            "of type text or image_url",
+        ),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages.0.tool_calls", "unknown field"),
         ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens", "give one of them"),
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs", "of the sampled token only"),
