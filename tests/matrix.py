@@ -58,6 +58,7 @@ def features(folder: Path) -> dict[str, tuple[str, Mapping[str, object]]]:
         "experts": (experts, {}),
         "images": (vision_model(), {}),
         "images, frozen vision": (vision_model(), {"freeze_vision": True}),
+        "images, experts": (vision_model("qwen3_vl_moe"), {}),
     }
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import Numbers, largest_difference
-from tests.pictures import samples_with, vision_model
+from tests.pictures import Family, samples_with, vision_model
 from tests.tiny import add_gradients, at_temperature
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
+from leaderless.checkpoint.reader import RunState, load_checkpoint
+from leaderless.checkpoint.writer import CheckpointWriter, Content
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
+from leaderless.config.run import CheckpointConfig
 from leaderless.data.batch import Batch
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
+from leaderless.models.tokenizer import load_tokenizer
+from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
 from leaderless.training.fsdp import FsdpEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
@@ -66,7 +74,84 @@ def test_ranks_that_divide_the_tokens_of_images_learn_like_one(ranks: RankPool, 
     assert largest_difference(ranks.run(prod(sizes.values()), train, model, samples, sizes, {}), expected) < 1e-5
 
 
-def refusal(model: str, axis: str = "tp") -> str:
+def with_even_words(folder: Path, family: Family) -> str:
+    """A model whose words two ranks can divide."""
+    shutil.copytree(vision_model(family), folder / family)
+    model = AutoModelForImageTextToText.from_pretrained(folder / family)
+    count = model.get_input_embeddings().num_embeddings
+    model.resize_token_embeddings(count + count % 2)
+    model.save_pretrained(folder / family)
+    return str(folder / family)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "changes"),
+    [
+        ("qwen3_vl", {"dp": 1, "tp": 2}, {}),
+        ("qwen3_vl", {"dp": 2, "tp": 2}, {"gradient_checkpointing": True}),  # one rank has a prompt without images
+        ("qwen3_vl", {"dp": 1, "cp": 2, "tp": 2}, {"freeze_vision": True}),
+        ("qwen2_5_vl", {"dp": 1, "tp": 2}, {}),  # the layers that see have the names of those for text
+        ("llava", {"dp": 1, "tp": 2}, {}),
+    ],
+    ids=str,
+)
+def test_ranks_that_divide_the_layers_for_text_learn_like_one(
+    ranks: RankPool, tmp_path: Path, family: Family, sizes: dict[str, int], changes: dict[str, object]
+) -> None:
+    model, samples = with_even_words(tmp_path, family), samples_with(family)
+    (expected,) = ranks.run(1, train, model, samples, {"dp": 1}, changes)
+    assert largest_difference(ranks.run(prod(sizes.values()), train, model, samples, sizes, changes), expected) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 1, "cp": 2, "ep": 2}], ids=str)
+def test_ranks_that_send_tokens_of_images_to_experts_learn_like_one(ranks: RankPool, sizes: dict[str, int]) -> None:
+    model, samples = vision_model("qwen3_vl_moe"), samples_with("qwen3_vl_moe")
+    (expected,) = ranks.run(1, train, model, samples, {"dp": 1}, {})
+    found = ranks.run(sizes["dp"] * sizes.get("cp", 1), train, model, samples, sizes, {})
+    assert largest_difference(found, expected) < 1e-5
+
+
+def continue_run(folder: str, model: str, samples: Batch, sizes: dict[str, int], way: str) -> Numbers:
+    """Weights after an update of a run that begins, and is saved, or continues from what was saved."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    setup = setup_of(transport, Layout(transport.world.ranks, **sizes), model)
+    engine = make_engine(setup)
+    if way == "continue":
+        (checkpoint,) = list_checkpoints(Path(folder))
+        load_checkpoint(checkpoint, {"policy": engine})
+    mine = torch.arange(len(samples)) % setup.layout.dp == setup.layout.shard_of(transport.rank)
+    add_gradients(engine, samples.select(mine), loss_of)
+    engine.optimizer_step()
+    if way == "begin":
+        tokenizer, config = load_tokenizer(setup.model, "policy"), CheckpointConfig()
+        files = {"recipe.yaml": ""}
+        writer = CheckpointWriter(Path(folder), {"policy": engine}, transport.world, tokenizer, config, 30.0, files)
+        writer.begin(Content(RunState(1, 0, 0.0)))
+        writer.finish()
+    return {name: value.clone() for name, value in engine.full_weights()}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("qwen3_vl", {"dp": 1, "tp": 2}), ("qwen3_vl_moe", {"dp": 2, "ep": 2})], ids=str
+)
+def test_a_run_with_images_continues_with_another_layout(
+    ranks: RankPool, tmp_path: Path, family: Family, sizes: dict[str, int]
+) -> None:
+    model, samples = with_even_words(tmp_path, family), samples_with(family)
+    folders = [str(tmp_path / name) for name in ("alone", "divided")]
+    first = ranks.run(1, continue_run, folders[0], model, samples, {"dp": 1}, "begin")
+    again = ranks.run(2, continue_run, folders[1], model, samples, sizes, "begin")
+    assert largest_difference(again, first[0]) < 1e-5
+    (expected,) = ranks.run(1, continue_run, folders[0], model, samples, {"dp": 1}, "continue")
+    assert largest_difference([expected], first[0]) > 1e-4
+    for other in ({"dp": 1}, {"dp": 2}, sizes):
+        found = ranks.run(
+            prod(other.values()) // other.get("ep", 1), continue_run, folders[1], model, samples, other, "continue"
+        )
+        assert largest_difference(found, expected) < 1e-5
+
+
+def refusal(model: str, axis: str) -> str:
     transport = Transport(torch.device("cpu"), timeout_s=60)
     with pytest.raises(RecipeError) as caught:
         make_engine(setup_of(transport, Layout(transport.world.ranks, 1, **{axis: 2}), model))
@@ -74,7 +159,7 @@ def refusal(model: str, axis: str = "tp") -> str:
 
 
 def test_a_model_that_sees_images_is_not_divided_along_other_axes(ranks: RankPool) -> None:
-    (problem, _) = ranks.run(2, refusal, vision_model())
-    assert "models.policy: a model that sees images cannot be divided along tp: use dp and cp" in problem
+    (problem, _) = ranks.run(2, refusal, vision_model(), "pp")
+    assert "models.policy: a model that sees images cannot be divided along pp: use dp, cp, tp" in problem
     (problem, _) = ranks.run(2, refusal, vision_model("paligemma"), "cp")
     assert "a model that reads prompts in both directions cannot be divided along cp: use dp" in problem

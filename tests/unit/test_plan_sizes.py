@@ -90,10 +90,33 @@ def test_weights_of_models_that_see_images_are_counted(tmp_path, family, is_froz
     assert size.vision.num_parameters == sum(count for name, count in counts.items() if ".visual." in name)
     assert size.num_trained == size.num_parameters - is_frozen * size.vision.num_parameters
     assert (size.vision.num_layers, size.vision.patches_per_token, size.num_layers) == (3, 4, 2)
+    from leaderless.weights.tensor_parallel import divided_dim
+
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    held = sum(counts[name] // (1 if divided_dim(name, shape, 2) is None else 2) for name, shape in shapes.items())
+    small = sum(counts[name] for name, shape in shapes.items() if len(shape) == 1 and ".visual." not in name)
+    assert 0 <= held - size.part(2).num_parameters <= small, "norms, which each rank has, are counted as divided"
     path = tmp_path / "config.json"
     described = json.loads(path.read_text())
     path.write_text(json.dumps(described.pop("text_config") | described))  # as published with Qwen2.5-VL
     assert read_model_size(ModelConfig(path=str(tmp_path), freeze_vision=is_frozen)) == size
+
+
+def test_ranks_along_cp_see_the_images_of_the_whole_pass(tmp_path):
+    pytest.importorskip("torch")
+    from leaderless.models.tiny import write_vision_model
+
+    write_vision_model(tmp_path, "ab", num_vision_layers=3)
+    sections = {
+        "models": {"policy": str(tmp_path)},
+        "data": {"train": {"path": "a", "images": "images"}, "max_prompt_tokens": 32},
+        "rollout": {"max_response_tokens": 9},
+        "batch": {"prompts_per_step": 2, "responses_per_prompt": 2},
+    }
+    plans = [plan_of("grpo", size, **sections, layout={"policy": {"cp": size}}) for size in (1, 2)]
+    alone, divided = (plan.memory.cpu.phases["policy trains"]["activations"] for plan in plans)
+    seen = 2 * 32 * plans[0].sizes["policy"].vision.kept_values(gradient_checkpointing=False) * 4
+    assert alone - seen == 2 * (divided - seen)
 
 
 @pytest.mark.parametrize("is_critic", [False, True])

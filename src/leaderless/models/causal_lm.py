@@ -66,9 +66,10 @@ class CausalLM(Decoder):
         if targets is None:
             assert part is None, "engines that generate have all words"
             return self.logits(hidden)
+        offsets = self.offsets
         if part is not None:
-            hidden = copied(hidden, part.peers)
-        return TokenOutputs(*score_tokens(hidden, self.head, targets, temperature, entropy, part, self.offsets))
+            hidden, offsets = copied(hidden, part.peers), part.of(offsets)
+        return TokenOutputs(*score_tokens(hidden, self.head, targets, temperature, entropy, part, offsets))
 
     @property
     def has_grid(self) -> bool:

@@ -2,7 +2,7 @@
 
 What enters attention or a feed-forward part is the same on all ranks. Each rank computes some heads or features of it,
 and of what leaves the part, the ranks compute addends that they sum (Megatron-LM, arXiv 1909.08053). Norms and what
-enters the next part are again the same on all ranks, to the last bit.
+enters the next part are again the same on all ranks, to the last bit; so is what a model sees, and its gradient.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
@@ -21,8 +21,10 @@ from leaderless.models.decoder import Decoder
 from leaderless.models.lora import LoraLinear, is_adapter
 from leaderless.models.sums import ADDENDS, copied, summed
 from leaderless.models.vocabulary import VocabularyPart
-from leaderless.weights.tensor_parallel import NARROWING, WIDENING, WORDS, divided_dim
+from leaderless.weights.tensor_parallel import NARROWING, WIDENING, WORDS, divided_dim, sees
 
+SAME_LAYERS = {"qwen3_vl_text": "qwen3"}
+"""Families whose layers are those of another one, which says how they can be divided while they do not."""
 HEAD_NORMS = {"q_norm", "k_norm"}
 """Norms of single heads: all ranks have their weights, but each computes the gradient of its own heads."""
 
@@ -49,10 +51,10 @@ class TensorParallel:
         model = decoder.model
         _check_family(model, key, peers.size)
         parallel = cls(peers, {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)})
-        for module in [*model.modules()]:
-            if any(name in WIDENING for name, _ in module.named_children()):
+        for path, module in [*model.named_modules()]:
+            if any(name in WIDENING for name, _ in module.named_children()) and not sees(path):
                 module.register_forward_pre_hook(parallel._copy_input, with_kwargs=True)
-        for name, module in [*model.named_modules()]:
+        for name, module in [one for one in model.named_modules() if not sees(one[0])]:
             kind = name.rpartition(".")[2]
             if kind in NARROWING:
                 (_SummedLora if isinstance(module, LoraLinear) else _SummedLinear).make(module, peers)
@@ -86,6 +88,8 @@ class TensorParallel:
 
     def _is_addend(self, name: str) -> bool:
         """Whether each rank computes an addend of a gradient: of its heads, or of its inputs or outputs."""
+        if sees(name):
+            return False
         return name.split(".")[-2] in HEAD_NORMS or (is_adapter(name) and self.dim_of(name) is None)
 
     def counted(self, gradients: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
@@ -106,24 +110,27 @@ def _check_family(model: PreTrainedModel, key: str, tp: int) -> None:
     """Refuse a model whose layers are not those that can be divided, or are divided otherwise."""
     plan = dict.fromkeys(WIDENING, "colwise") | dict.fromkeys(NARROWING, "rowwise")
     plan |= dict.fromkeys(HEAD_NORMS, "replicated_with_grad_allreduce")
-    own = model.config.get_text_config().base_model_tp_plan or {}
+    text = model.config.get_text_config()
+    family = SAME_LAYERS.get(text.model_type)
+    own = (text if family is None else AutoConfig.for_model(family)).base_model_tp_plan or {}
     found = {name.rpartition(".")[2]: kind for name, kind in own.items()}
-    family = f"models of type {model.config.model_type} cannot be divided by tp: "
+    refused = f"models of type {model.config.model_type} cannot be divided by tp: "
     for name, module in model.named_modules():
         children = {child for child, _ in module.named_children()}
-        if not children & (WIDENING | NARROWING):
+        if sees(name) or not children & (WIDENING | NARROWING):
             continue
         other = {name.split(".")[0] for name, _ in module.named_parameters()} - set(plan)
         wrong = sorted(other | {child for child in children & set(plan) if found.get(child) != plan[child]})
         if wrong:
-            raise RecipeError.at(key, f"{family}it is not known how to divide {name}.{wrong[0]}; leave out tp")
-    matrices = {name: weight.shape for name, weight in model.base_model.named_parameters() if weight.ndim > 1}
+            raise RecipeError.at(key, f"{refused}it is not known how to divide {name}.{wrong[0]}; leave out tp")
+    weights = model.base_model.named_parameters()
+    matrices = {name: weight.shape for name, weight in weights if weight.ndim > 1 and not sees(name)}
     layers = {n: shape for n, shape in matrices.items() if not (n.split(".")[-2] in WORDS or is_adapter(n))}
     unknown = [name for name, shape in layers.items() if divided_dim(name, shape, tp) is None]
     words = type(model.get_input_embeddings())
     if unknown or words is not nn.Embedding:
         what = unknown[0] if unknown else f"embeddings of type {words.__name__}"
-        raise RecipeError.at(key, f"{family}it is not known how to divide {what}; leave out tp")
+        raise RecipeError.at(key, f"{refused}it is not known how to divide {what}; leave out tp")
 
 
 class _SummedLinear(nn.Linear):

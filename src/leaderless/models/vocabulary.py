@@ -29,6 +29,10 @@ class VocabularyPart:
         """The first of them."""
         return self.peers.ranks.index(self.peers.rank) * self.num_words
 
+    def of(self, values: Tensor | None) -> Tensor | None:
+        """Of values for all words, [vocabulary], those of this rank's; None of none."""
+        return None if values is None else values[self.first : self.first + self.num_words]
+
     def place_of(self, word: int | None) -> int | None:
         """The place of a word among those of this rank; None if it is not here."""
         place = -1 if word is None else word - self.first

@@ -314,7 +314,9 @@ class _Rank:
         batch, size, width = self.recipe.batch, model.part, model.width
         prompts = -(-batch.prompts_per_step // batch.parts_per_step)
         tokens, num_passes = self._pass(model, prompts)
-        seen = min(tokens, -(-prompts // model.instance.layout.dp) * self.recipe.data.max_prompt_tokens)
+        layout = model.instance.layout
+        # Ranks along `cp` compute the images of the whole pass each.
+        seen = min(tokens * layout.cp, -(-prompts // layout.dp) * self.recipe.data.max_prompt_tokens)
         gradients, num_held = model.trained_bytes(), min(model.num_ahead, num_passes)
         gathered, embedding = model.gathered_bytes(), size.vocab_size * size.hidden_size
         chunk = self._chunk(size, tokens)

@@ -100,10 +100,15 @@ class ModelSize:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def part(self, tp: int) -> ModelSize:
-        """What a rank has that divides the layers with others, and the words, if their number allows it."""
+        """What a rank has that divides the layers with others, and the words, if their number allows it.
+
+        Each rank has all of the part that sees.
+        """
         if tp == 1:
             return self
-        layers, whole = -(-self.num_layer_parameters // tp), self.num_whole_adapter_parameters
+        sight = self.vision.num_parameters if self.vision else 0
+        layers = sight + -(-(self.num_layer_parameters - sight) // tp)
+        whole = self.num_whole_adapter_parameters
         is_divided = self.vocab_size % tp == 0
         root = -(-self.num_root_parameters // tp) if is_divided else self.num_root_parameters
         return replace(

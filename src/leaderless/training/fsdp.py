@@ -172,11 +172,11 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     opened = _open(setup)
     model, key, layout = opened.decoder, f"models.{setup.role}", setup.layout
     if isinstance(model, VisionLM):
-        able = ("dp",) if model.reads_both_ways else ("dp", "cp")
+        able = ("dp",) if model.reads_both_ways else ("dp", "cp", "tp")
         if wrong := [axis for axis in layout.axes if axis not in (*able, "ep")]:
             reason = "that reads prompts in both directions" if model.reads_both_ways else "that sees images"
             raise RecipeError.at(
-                key, f"a model {reason} cannot be divided along {', '.join(wrong)}: use {' and '.join(able)}"
+                key, f"a model {reason} cannot be divided along {', '.join(wrong)}: use {', '.join(able)}"
             )
     if layout.ep > 1:
         check_experts(key, setup.role, layout.ep, num_experts(model))
