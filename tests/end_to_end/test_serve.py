@@ -179,6 +179,17 @@ def test_a_chat_goes_through_the_template_of_the_model(site: Site) -> None:
     assert site.client.chat.completions.create(model="tiny", messages=messages, max_tokens=2).choices, "it can go on"
 
 
+def test_a_model_of_text_is_shown_no_images(site: Site) -> None:
+    parts: Any = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    chat: Any = [{"role": "user", "content": [*parts, image]}]
+    with pytest.raises(openai.BadRequestError, match="'tiny' reads text alone: leave images out") as caught:
+        site.client.chat.completions.create(model="tiny", messages=chat, max_tokens=2)
+    assert caught.value.param == "messages"
+    chat[0]["content"] = parts
+    assert site.client.chat.completions.create(model="tiny", messages=chat, max_tokens=2).choices
+
+
 def test_a_chat_is_as_long_as_the_model_can_take_if_nothing_is_said(site: Site) -> None:
     chat: Any = [{"role": "user", "content": "1" * 480}]
     extra = {"return_token_ids": True}

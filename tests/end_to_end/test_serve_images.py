@@ -16,7 +16,6 @@ from openai import OpenAI
 from PIL import Image
 from tests.end_to_end.test_serve import DEADLINE_S, running
 from tests.pictures import picture, reader_of, vision_model
-from tests.tiny import tiny_model
 from tests.unit.environments.test_pictures import TEMPLATE
 
 from leaderless.config.models import ModelConfig
@@ -42,20 +41,11 @@ def with_template(source: str, folder: Path) -> str:
     return str(folder)
 
 
-def opened(source: str, folder: Path) -> Iterator[OpenAI]:
-    found = find_model(with_template(source, folder), "policy", print)
-    with open_model(found, "native", None, print) as served, running(served, None) as url:
-        yield OpenAI(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S)
-
-
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    yield from opened(vision_model(), tmp_path_factory.mktemp("model") / "seeing")
-
-
-@pytest.fixture(scope="module")
-def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    yield from opened(tiny_model("qwen3"), tmp_path_factory.mktemp("model") / "reading")
+    folder = with_template(vision_model(), tmp_path_factory.mktemp("model") / "seeing")
+    with open_model(find_model(folder, "policy", print), "native", None, print) as served, running(served, None) as url:
+        yield OpenAI(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S)
 
 
 def shown(data: bytes | str) -> dict[str, object]:
@@ -150,11 +140,3 @@ def test_other_parts_and_details_are_refused(seeing: OpenAI) -> None:
     for part in (closer, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}):
         with pytest.raises(openai.BadRequestError, match="parts of type text or image_url"):
             seeing.chat.completions.create(model="seeing", messages=asked(part), max_tokens=2)
-
-
-def test_a_model_of_text_is_shown_no_images(reading: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="'reading' reads text alone: leave images out") as caught:
-        reading.chat.completions.create(model="reading", messages=asked(shown(FILES[0])), max_tokens=2)
-    assert caught.value.param == "messages"
-    parts = asked(text("1"), text("2"))
-    assert reading.chat.completions.create(model="reading", messages=parts, max_tokens=2).choices
