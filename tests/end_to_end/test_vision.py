@@ -98,13 +98,14 @@ def test_geometry3k_is_read_as_published(ranks: RankPool, tmp_path: Path) -> Non
     overrides = (
         f"models.policy={{path: {tmp_path}/model, compute_dtype: float32}}",
         *(f"data.train.path={file}", f"data.evaluation.path={file}", f"run.directory={tmp_path}/runs"),
-        *("batch.prompts_per_step=4", "batch.responses_per_prompt=4", "batch.micro_batch_tokens=1024", "steps=1"),
+        *("batch.prompts_per_step=4", "batch.responses_per_prompt=4", "batch.micro_batch_tokens=1024", "steps=2"),
         *("rollout.max_response_tokens=8", "data.max_prompt_tokens=60", "evaluation.every_steps=1"),
+        "layout={policy: {tp: 2}, old: {tp: 2}}",
     )
-    succeed(ranks, tmp_path, "train", ROOT / "recipes/vision/geometry3k.yaml", *overrides)
-    (_, line) = metrics(tmp_path / "runs/geometry3k-grpo")
-    assert line["reward/failed"] == 0
-    assert line["mismatch/abs_mean"] < 1e-5
+    succeed(ranks, tmp_path, "train", ROOT / "recipes/vision/geometry3k.yaml", *overrides, num_ranks=2)
+    (_, *lines) = metrics(tmp_path / "runs/geometry3k-grpo")
+    assert all(line["reward/failed"] == 0 for line in lines)
+    assert all(line["mismatch/abs_mean"] < 1e-5 for line in lines), "the engine has the weights of both ranks"
     samples = tmp_path / "runs/geometry3k-grpo/samples/step-000001.rank-0.jsonl"
     assert json.loads(samples.read_text().splitlines()[0])["answer"] == "3"
 
