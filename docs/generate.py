@@ -17,6 +17,7 @@ from generate_algorithms import formulas_page, results_page, with_combinations
 from generate_bodies import bodies_page
 from generate_convert import with_settings
 from generate_families import families_page
+from generate_gallery import gallery_pictures, with_evidence, with_gallery
 from generate_generation import with_generation
 from generate_gpu import with_gpu
 from generate_hosts import with_hosts
@@ -127,6 +128,10 @@ def render() -> dict[Path, str]:
     files[index] = with_combinations(index.read_text(encoding="utf-8"))
     for framework, guide in {name: DOCS / f"guides/from-{name}.md" for name in TABLES}.items():
         files[guide] = with_settings(guide.read_text(encoding="utf-8"), framework)
+    gallery = DOCS / "gallery.md"
+    files[gallery] = with_gallery(gallery.read_text(encoding="utf-8"))
+    reasons = DOCS / "why-no-controller.md"
+    files[reasons] = with_evidence(reasons.read_text(encoding="utf-8"))
     scaling = DOCS / "scaling.md"
     files[scaling] = with_hosts(scaling.read_text(encoding="utf-8"))
     search = DOCS / "guides/search.md"
@@ -140,7 +145,8 @@ def render() -> dict[Path, str]:
     files[performance] = with_gpu(
         with_episodes(with_loading(with_real_size(with_fixed_lag(with_generation(with_training_step(page))))))
     )
-    return files | {DOCS / "images" / f"{name}.svg": draw(picture) for name, picture in PICTURES.items()}
+    pictures = {name: draw(picture) for name, picture in PICTURES.items()} | gallery_pictures()
+    return files | {DOCS / "images" / f"{name}.svg": text for name, text in pictures.items()}
 
 
 def draw(picture: Picture) -> str:

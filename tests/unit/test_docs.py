@@ -74,9 +74,23 @@ def prose_of(page: Path) -> str:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """The anchors of a page, as GitHub and MkDocs both make them from headings."""
-    headings = re.findall(r"^#{1,6} (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.M)
-    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+    """The anchors of a page, as GitHub and MkDocs both make them from headings, or as a heading names its own."""
+    return {anchor for _, anchor in headings_of(page)}
+
+
+def headings_of(page: Path) -> list[tuple[int, str]]:
+    """The level and the anchor of each heading of a page."""
+    found = []
+    for marks, heading in re.findall(r"^(#{1,6}) (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.M):
+        own = re.search(r"\{#([\w-]+)\}$", heading)
+        made = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
+        found.append((len(marks), own[1] if own else made))
+    return found
+
+
+def links_of(page: Path) -> list[str]:
+    """Where the links and pictures of a page lead."""
+    return re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
 
 
 def load_generator() -> ModuleType:
@@ -128,6 +142,12 @@ def test_every_picture_says_what_it_shows(page: Path) -> None:
         assert len(text) > 10
 
 
+def test_pictures_of_the_gallery_are_smaller_still() -> None:
+    shown = [ROOT / "docs" / link for link in links_of(ROOT / "docs/gallery.md") if link.startswith("images/")]
+    assert len(shown) >= 7
+    assert max(picture.stat().st_size for picture in shown) < 100_000
+
+
 def test_pictures_are_small_load_nothing_and_are_shown() -> None:
     shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     for picture in (ROOT / "docs/images").iterdir():
@@ -142,7 +162,23 @@ def test_every_page_is_on_the_site() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r"([\w/-]+\.md)$", text, re.M)
     there = [str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")]
-    assert sorted(listed) == sorted(there)
+    assert sorted(listed) == sorted(name for name in there if not name.endswith(".zh.md"))
+
+
+CHINESE = sorted((ROOT / "docs").rglob("*.zh.md"))
+
+
+@pytest.mark.parametrize("chinese", CHINESE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_chinese_page_says_what_the_english_one_says(chinese: Path) -> None:
+    english = chinese.with_name(chinese.name.replace(".zh.md", ".md"))
+    assert headings_of(chinese) == headings_of(english)
+    assert [(b.source, b.text) for b in blocks_of(chinese)] == [(b.source, b.text) for b in blocks_of(english)]
+    assert sorted(links_of(chinese)) == sorted(links_of(english))
+    texts = [BLOCK.sub("", page.read_text(encoding="utf-8")) for page in (chinese, english)]
+    here, there = (set(re.findall(r"`([^`\n]+)`", text)) for text in texts)
+    assert here == there, "settings, metrics and commands"
+    assert len(re.findall(r"^\|", texts[0], re.M)) == len(re.findall(r"^\|", texts[1], re.M)), "rows of tables"
+    assert re.search(r"[\u4e00-\u9fff]{20}", re.sub(r"\W", "", texts[0])), "it is in Chinese"
 
 
 def test_code_blocks_have_a_language() -> None:
