@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -43,7 +41,7 @@ class GR00TTransform:
         ids = [[0] * (longest - len(one)) + [ord(c) % 64 for c in one] for one in words.tolist()]
         padded = np.pad(state, ((0, 0), (0, 0), (0, MOST - state.shape[2])))
         return {
-            "eagle_input_ids": torch.tensor(ids),
+            "eagle_input_ids": torch.tensor(ids, dtype=torch.int64),
             "eagle_mask": torch.tensor([[False] * (longest - len(one)) + [True] * len(one) for one in words.tolist()]),
             "eagle_pixels": torch.from_numpy(video).float().mean((1, 3, 4)).flatten(1) / 255,
             "state": torch.from_numpy(padded),
@@ -76,20 +74,47 @@ class _Actions(nn.Module):
         return self.layer(torch.cat([actions, times], dim=2), tags)
 
 
-class _Dit(nn.Module):
+class BasicTransformerBlock(nn.Module):
+    """Attention to others, or to itself, without any mask."""
+
     def __init__(self) -> None:
         super().__init__()
         self.own, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, others: Tensor | None = None) -> Tensor:
+        others = hidden if others is None else others
+        query, key = (one[:, None] for one in (hidden, self.other(others)))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, others[:, None])[:, 0]
+        return torch.tanh(self.own(hidden) + mixed)
+
+
+class SiglipEncoderLayer(nn.Module):
+    """A layer that sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.layer(hidden))
+
+
+class Qwen3DecoderLayer(SiglipEncoderLayer):
+    """A layer that reads."""
+
+
+class _Dit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([BasicTransformerBlock(), BasicTransformerBlock()])
 
     def forward(
         self, *, hidden_states: Tensor, encoder_hidden_states: Tensor, encoder_attention_mask: Tensor, timestep: Tensor
     ) -> Tensor:
         assert encoder_attention_mask.shape == encoder_hidden_states.shape[:2]
         assert timestep.shape == (len(hidden_states),)
-        scores = hidden_states @ self.other(encoder_hidden_states).transpose(1, 2)
-        scores = scores.masked_fill(~encoder_attention_mask[:, None], -torch.inf)
-        mixed = scores.softmax(-1) @ encoder_hidden_states + hidden_states.mean(1, keepdim=True)
-        return torch.tanh(self.own(hidden_states) + mixed + (timestep / BUCKETS)[:, None, None])
+        seeing, mixing = self.blocks
+        return mixing(seeing(hidden_states, encoder_hidden_states) + (timestep / BUCKETS)[:, None, None])
 
 
 class Head(nn.Module):
@@ -103,10 +128,10 @@ class Head(nn.Module):
         self.state_encoder, self.action_encoder = _Linear(MOST, WIDTH), _Actions()
         self.action_decoder, self.model = _Linear(WIDTH, NUMBERS), _Dit()
         self.future_tokens, self.position_embedding = nn.Embedding(2, WIDTH), nn.Embedding(8, WIDTH)
-        self.vlln = nn.LayerNorm(WIDTH)
+        self.vlln, self.vl_self_attention = nn.LayerNorm(WIDTH), BasicTransformerBlock()
 
     def process_backbone_output(self, output: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {**output, "backbone_features": self.vlln(output["backbone_features"])}
+        return {**output, "backbone_features": self.vl_self_attention(self.vlln(output["backbone_features"]))}
 
     def get_action(self, output: dict[str, Tensor], given: Mapping[str, Tensor], noise: Tensor) -> Tensor:
         """Actions by the package's own steps, from given noise."""
@@ -131,10 +156,11 @@ class _Backbone(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.sight = nn.Embedding(64, WIDTH), nn.LazyLinear(WIDTH)
+        self.seeing, self.reading = SiglipEncoderLayer(), Qwen3DecoderLayer()
 
     def forward(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        seen = self.sight(given["eagle_pixels"])[:, None]
-        features = torch.cat([seen, self.words(given["eagle_input_ids"])], dim=1)
+        seen = self.seeing(self.sight(given["eagle_pixels"]))[:, None]
+        features = self.reading(torch.cat([seen, self.words(given["eagle_input_ids"])], dim=1))
         is_seen = torch.ones(len(seen), 1, dtype=torch.bool)
         mask = torch.cat([is_seen, given["eagle_mask"]], dim=1)
         return {"backbone_features": features, "backbone_attention_mask": mask}
@@ -171,8 +197,8 @@ def GR00TTransform_example() -> dict[str, Tensor]:  # noqa: N802
     }
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the stand-in be imported."""
+def install(keep: Callable[[str, ModuleType], None]) -> None:
+    """Let the stand-in be imported, by a function that keeps a module under a name."""
     parts = {
         "gr00t": {},
         "gr00t.model": {},
@@ -184,7 +210,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, content in parts.items():
         module = ModuleType(name)
         vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+        keep(name, module)
 
 
 def write_small_groot(folder: Path) -> Path:

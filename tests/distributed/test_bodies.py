@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from tests.distributed.ranks import RankPool
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import Numbers, largest_difference
 from tests.small_bodies import Bins
-from tests.small_vla import write_small_vla
+from tests.small_groot import install, write_small_groot
+from tests.small_vla import write_small_pi0, write_small_pi05, write_small_vla
 from tests.small_worlds import Line
 from torch import Tensor
 
@@ -229,11 +232,28 @@ def test_a_policy_is_not_divided_along_other_axes(ranks: RankPool) -> None:
     assert "cannot be divided along tp: use dp alone" in ranks.run(2, refusals)[0][0]
 
 
-def train_vla(path: str, is_recomputed: bool) -> Numbers:
+VLAS = {
+    "openvla_oft": (write_small_vla, {"statistics": "small_arm"}, "Llama, towers"),
+    "pi0": (partial(write_small_pi0, state_size=2), {}, "both Gemmas, SigLIP"),
+    "pi05": (partial(write_small_pi05, state_size=2), {}, "both Gemmas, SigLIP"),
+    "groot": (
+        write_small_groot,
+        {
+            "robot": {"embodiment": "new_embodiment", "state": ["arm"], "action": ["hand", "arm"]},
+            "cameras": ["top", "top"],
+        },
+        "SigLIP, Qwen, both transformers of the head",
+    ),
+}
+NUM_LAYERS = {"openvla_oft": 5, "pi0": 6, "pi05": 6, "groot": 5}
+
+
+def train_vla(name: str, path: str, is_recomputed: bool) -> Numbers:
     """Scores, the gradient's norm and weights of an update of a model whose layers are gathered one by one."""
+    install(sys.modules.__setitem__)
     transport = Transport(torch.device("cpu"), timeout_s=60)
     table = BodyConfig(type="table", options={"max_steps": 4}, max_steps=4)
-    kind = PolicyConfig(type="openvla_oft", options={"path": path, "statistics": "small_arm", "chunk": 2})
+    kind = PolicyConfig.model_validate({"type": name, "options": {"path": path, "chunk": 2, **VLAS[name][1]}})
     model, spaces = ModelConfig(body=kind, gradient_checkpointing=is_recomputed), Table(1, max_steps=4).spaces
     engine = make_body_rollout(model, "models.policy", table, torch.device("cpu"))
     policy = engine.policy
@@ -246,7 +266,9 @@ def train_vla(path: str, is_recomputed: bool) -> Numbers:
     own = replace(setup_of(transport, layout, "none"), model=model, body=BodySetup(spaces, "token"))
     trained, numbers = make_engine(replace(own, micro_batch_tokens=4)), Numbers()
     assert isinstance(trained, BodyPolicyEngine)
-    assert len(trained.units) == (0 if transport.world.size == 1 else 1 + 2 + 2 + 1), "Llama, towers, and the rest"
+    assert len(trained.units) == (0 if transport.world.size == 1 else NUM_LAYERS[name] + 1), (
+        f"{VLAS[name][2]}, the rest"
+    )
     for row, values in zip(batch.ids.tolist(), trained.log_probs(batch).rows(), strict=True):
         numbers[f"scores.{row}"] = values
     for micro_batch in trained.micro_batches(batch):
@@ -256,8 +278,9 @@ def train_vla(path: str, is_recomputed: bool) -> Numbers:
     return numbers | {f"weights.{name}": value.clone() for name, value in trained.full_weights()}
 
 
-def test_ranks_gather_large_models_layer_by_layer(ranks: RankPool, tmp_path: Path) -> None:
-    path = str(write_small_vla(tmp_path / "vla"))
-    (expected,) = ranks.run(1, train_vla, path, False)
+@pytest.mark.parametrize("name", VLAS)
+def test_ranks_gather_large_models_layer_by_layer(ranks: RankPool, name: str, tmp_path: Path) -> None:
+    path = str(VLAS[name][0](tmp_path / "vla"))
+    (expected,) = ranks.run(1, train_vla, name, path, False)
     assert float(expected["norm"]) > 0.01
-    assert largest_difference(ranks.run(2, train_vla, path, True), expected) < 1e-4
+    assert largest_difference(ranks.run(2, train_vla, name, path, True), expected) < 1e-4

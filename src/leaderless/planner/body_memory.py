@@ -21,12 +21,14 @@ from leaderless.planner.model_memory import FLOAT32_BYTES, number_bytes
 from leaderless.planner.parts import RoleInstance, answering
 
 if TYPE_CHECKING:
-    from leaderless.policies.measured import BodySize
+    from leaderless.policies.measured import BodySize, LearnerSize
 
 UNIT_BYTES = 49
 """Bytes of all columns of a unit in a step: place, mask, version, temperature, log-probabilities, and so on."""
 STEP_BYTES = 4
 """Bytes of the columns of a step of the environment: its reward."""
+COUNT_BYTES = 8
+"""Bytes of a count."""
 
 
 def estimate_body_memory(
@@ -53,9 +55,11 @@ def estimate_body_memory(
             return None
         is_asked = bool(recipe.evaluation.every_steps) and instance == answering(instances, recipe.evaluation.role)
         generates = instance.generates or is_asked
-        models.append(
-            _Model(instance, size, number_bytes(config), instance.layout.dp, generates, config.gradient_checkpointing)
-        )
+        learner = _learner_of(recipe, instance, body)
+        # SAC trains whole models.
+        shards = 1 if learner else instance.layout.dp
+        is_recomputed = config.gradient_checkpointing
+        models.append(_Model(instance, size, learner, number_bytes(config), shards, generates, is_recomputed))
     if not models:
         return None
     ranks = among or all_ranks(*(instance.layout for instance in instances))
@@ -80,12 +84,23 @@ def _size_of(recipe: Recipe, instance: RoleInstance, body: BodyConfig) -> BodySi
         return None  # a run says what is wrong; a plan is possible without
 
 
+def _learner_of(recipe: Recipe, instance: RoleInstance, body: BodyConfig) -> LearnerSize | None:
+    """Critics of a role that SAC trains, whose policy has been measured."""
+    config, sac = recipe.model_of(instance.role), recipe.algorithm.sac
+    if config is None or sac is None or not instance.is_trained:
+        return None
+    from leaderless.policies.measured import measure_learner
+
+    return measure_learner(config, f"models.{instance.role}", body, sac)
+
+
 @dataclass(frozen=True)
 class _Model:
     """A model on a rank, with the bytes of a number as it computes, and how many ranks divide its weights."""
 
     instance: RoleInstance
     size: BodySize
+    learner: LearnerSize | None
     width: int
     shards: int
     generates: bool
@@ -94,7 +109,7 @@ class _Model:
     @property
     def is_sharded(self) -> bool:
         """Whether weights are gathered for a pass."""
-        return self.shards > 1 or self.width != FLOAT32_BYTES
+        return self.learner is None and (self.shards > 1 or self.width != FLOAT32_BYTES)
 
     @property
     def share(self) -> int:
@@ -105,6 +120,16 @@ class _Model:
     def trained(self) -> int:
         """The same of those that are trained."""
         return -(-self.size.num_trained * FLOAT32_BYTES // self.shards) * self.instance.is_trained
+
+    @property
+    def critics(self) -> int:
+        """Bytes of SAC's critics."""
+        return 0 if self.learner is None else self.learner.num_critics * FLOAT32_BYTES
+
+    @property
+    def saved(self) -> int:
+        """Bytes of a rank's share of a checkpoint: weights and moments, and critics that follow others slowly."""
+        return 3 * self.trained + 4 * self.critics
 
     @property
     def gathered(self) -> int:
@@ -136,12 +161,14 @@ class _Rank:
             whole += model.share
             resident[f"{role} weights"] = model.share
             if model.trained:
-                resident[f"{role} optimizer"] = 2 * model.trained
+                resident[f"{role} optimizer"] = 2 * (model.trained + model.critics)
+            if model.critics:
+                resident[f"{role} critics"] = 2 * model.critics
             if model.generates:
                 resident[f"{role} engine's weights"] = model.size.num_parameters * model.width
             for name, parts in self._phases(model):
                 phases[name] = max(phases.get(name, {}), parts, key=lambda parts: sum(parts.values()))
-        copied = 3 * sum(model.trained for model in self.models)
+        copied = sum(model.saved for model in self.models)
         written = {"files being written": min(WRITE_BYTES, copied)}
         rows = {"rows of the step": self.rows_bytes()}
         if self.body.processes:
@@ -171,6 +198,9 @@ class _Rank:
             asked = -(-self.body.num_environments // (2 if self.body.processes else 1))
             acting = asked * (size.scored_bytes + size.frame_bytes)
             yield f"{role} generates", {"activations": acting}
+        if model.learner is not None:
+            yield f"{role} trains", self._learning(model, model.learner)
+            return
         if model.instance.scores:
             yield (
                 f"{role} scores",
@@ -195,6 +225,19 @@ class _Rank:
                 },
             )
 
+    def _learning(self, model: _Model, learner: LearnerSize) -> dict[str, int]:
+        """What an update of SAC holds: each rank computes the transitions of a batch that it keeps."""
+        sac = self.recipe.algorithm.sac
+        assert sac is not None
+        num = -(-sac.batch_size // model.instance.layout.dp)
+        return {
+            # What is seen before and after, as it is read and as it is joined.
+            "transitions of a batch": 4 * num * model.size.frame_bytes,
+            "activations": num * learner.trained_bytes,
+            # As they are computed, in one piece to be summed, and as the optimizer takes them.
+            "gradients": 3 * max(model.trained, model.critics),
+        }
+
     def _decisions(self, model: _Model) -> int:
         """Most decisions of an episode."""
         return -(-self.body.max_steps // model.size.chunk)
@@ -203,7 +246,7 @@ class _Rank:
         """Most episodes of a step on this rank."""
         sampling = [model for model in self.models if model.instance.generates]
         siblings = self.recipe.batch.responses_per_prompt if sampling else 1
-        return most_prompts_of_rank(self.recipe, max(model.shards for model in self.models)) * siblings
+        return most_prompts_of_rank(self.recipe, max(model.instance.layout.dp for model in self.models)) * siblings
 
     def _pass_decisions(self, model: _Model) -> int:
         """Most decisions of a pass, which has at least one episode."""
@@ -221,4 +264,6 @@ class _Rank:
         units = {"token": policy.size.num_units, "action": policy.size.chunk, "chunk": 1}[self.body.log_prob]
         seen = (decisions + 1) * policy.size.frame_bytes
         decided = policy.size.choice_bytes + units * UNIT_BYTES + policy.size.chunk * STEP_BYTES
+        if self.recipe.algorithm.sac is not None:  # what was done: actions, rewards, their number, who acted
+            decided += policy.size.choice_bytes + policy.size.chunk * (STEP_BYTES + 1) + COUNT_BYTES
         return self._episodes() * (seen + decisions * decided)

@@ -28,6 +28,13 @@ def lacks_weights(folder: Path) -> bool:
     return folder.name == BASE and is_body(folder.parent)
 
 
+def needs_weights(checkpoint: Path) -> bool:
+    """Whether a model reads the weights of a checkpoint: not where only sizes are wanted, on the device `meta`."""
+    import torch
+
+    return torch.get_default_device().type != "meta" and not lacks_weights(checkpoint)
+
+
 def keep_base(checkpoint: Path, saved: Path) -> None:
     """Copy what a saved model keeps of a checkpoint."""
     (saved / BASE).mkdir(exist_ok=True)

@@ -16,20 +16,31 @@ LEAST_SIDE = 8
 """Fewest pixels of a side, for which three convolutions leave something."""
 
 
+def with_features(spaces: Spaces, num_features: int) -> Spaces:
+    """Spaces whose state also has the features of each camera's images, as `Eyes` make them.
+
+    Raises:
+        ValueError: The environment shows no images, or very small ones.
+    """
+    if not spaces.images:
+        raise ValueError("it needs images, but the environment shows none: use mlp, or squashed for SAC")
+    if small := [camera for camera, size in spaces.images.items() if min(size) < LEAST_SIDE]:
+        raise ValueError(f"images of camera '{small[0]}' have {spaces.images[small[0]]} pixels: 8 by 8 are needed")
+    return replace(spaces, state_size=spaces.state_size + num_features * len(spaces.images))
+
+
 class Eyes(nn.Module):
-    """Observations whose state also has features of the images: for each camera, three convolutions that halve it."""
+    """Observations whose state also has features of the images: for each camera, three convolutions that halve it.
+
+    Attributes:
+        channels: Features of the first convolution.
+        num_features: Features of the images of each camera.
+    """
 
     def __init__(self, spaces: Spaces, channels: int, num_features: int, *, normalize: bool = False) -> None:
-        """Make the layers.
-
-        Raises:
-            ValueError: The environment shows no images, or very small ones.
-        """
+        """Make the layers for spaces that `with_features` takes."""
         super().__init__()
-        if not spaces.images:
-            raise ValueError("it needs images, but the environment shows none: use mlp")
-        if small := [camera for camera, size in spaces.images.items() if min(size) < LEAST_SIDE]:
-            raise ValueError(f"images of camera '{small[0]}' have {spaces.images[small[0]]} pixels: 8 by 8 are needed")
+        self.channels, self.num_features = channels, num_features
         self.normalizer = StateNormalizer(spaces.state_size) if normalize else nn.Identity()
         self.cameras = nn.ModuleDict()
         for camera, (height, width) in spaces.images.items():
@@ -72,7 +83,7 @@ class Cnn(Mlp):
         """Make a policy with random weights.
 
         Args:
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             chunk: Steps of a decision.
             channels: Features of the first convolution.
             num_features: Features of the images of each camera.
@@ -80,7 +91,7 @@ class Cnn(Mlp):
             first_deviation: Standard deviation of actions at first.
             normalize: Whether it sees the state with mean 0 and deviation 1; see `StateNormalizer`.
         """
-        wide = replace(spaces, state_size=spaces.state_size + num_features * max(1, len(spaces.images)))
+        wide = with_features(spaces, num_features)
         super().__init__(wide, chunk=chunk, hidden_size=hidden_size, num_layers=1, first_deviation=first_deviation)
         self.spaces = spaces
         self.eyes = Eyes(spaces, channels, num_features, normalize=normalize)
@@ -112,8 +123,9 @@ class CnnValue(BodyValue):
         super().__init__()
         self.spaces, self.chunk, self.per_step = spaces, chunk, per_step
         self.eyes = Eyes(spaces, channels, num_features, normalize=normalize)
-        wide = replace(spaces, state_size=spaces.state_size + num_features * len(spaces.images))
-        self.judge = MlpValue(wide, chunk=chunk, hidden_size=hidden_size, num_layers=1, per_step=per_step)
+        self.judge = MlpValue(
+            with_features(spaces, num_features), chunk=chunk, hidden_size=hidden_size, num_layers=1, per_step=per_step
+        )
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""

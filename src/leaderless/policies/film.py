@@ -91,7 +91,7 @@ class Film(BodyPolicy):
         """Make a policy with random weights.
 
         Args:
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             chunk: Steps of a decision.
             num_bins: Values that a number of an action can have.
             channels: Features of the convolutions.
@@ -146,9 +146,7 @@ class FilmValue(BodyValue):
         super().__init__()
         self.spaces, self.chunk, self.per_step = spaces, chunk, per_step
         self.seer = Seer(spaces, channels, hidden_size, normalize=normalize)
-        self.head = nn.Linear(hidden_size, self.num_values)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = self.new_head(hidden_size)
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""

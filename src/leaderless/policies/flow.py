@@ -59,7 +59,7 @@ class Flow(FlowPolicy):
         """Make a policy with random weights.
 
         Args:
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             chunk: Steps of a decision.
             hidden_size: Width of the hidden layers.
             method: Whether one step of a decision is drawn (`sde`), or all with a learnt deviation (`noise`).
@@ -114,9 +114,7 @@ class FlowValue(BodyValue):
         super().__init__()
         self.spaces, self.chunk, self.per_step = spaces, chunk, per_step
         self.looks = _Looks(spaces, hidden_size, normalize=normalize)
-        self.head = nn.Linear(hidden_size, self.num_values)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = self.new_head(hidden_size)
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""

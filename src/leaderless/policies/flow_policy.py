@@ -69,23 +69,25 @@ class FlowPolicy(BodyPolicy):
     Attributes:
         horizon: Steps that the network plans.
         numbers: Numbers of an action of the network.
-        limits: How the network's actions, mostly from -1 to 1, become those of the environment.
-        flow: How it draws.
+        limits: Numbers of the environment that -1 and 1 of the network stand for.
+        flow: Options of drawing.
+        deviations: Network of learnt deviations; None for `sde`.
     """
 
     horizon: int
     numbers: int
     limits: Limits
     flow: FlowOptions
+    deviations: DeviationNet | None
 
     def begin(self, spaces: Spaces, *, limits: Limits, sizes: tuple[int, int, int], flow: FlowOptions) -> None:
         """Set sizes.
 
         Args:
-            spaces: What the environment shows and takes.
-            limits: How the network's actions become those of the environment.
+            spaces: Observations and actions of the environment.
+            limits: Numbers of the environment that -1 and 1 of the network stand for.
             sizes: The chunk, the horizon, and the numbers of an action of the network.
-            flow: How it draws.
+            flow: Options of drawing.
 
         Raises:
             ValueError: The environment takes choices, or more than the network plans.
@@ -122,6 +124,18 @@ class FlowPolicy(BodyPolicy):
         Returns:
             Both [m, horizon, numbers] float32; the latter is used by `noise` alone.
         """
+
+    def with_deviations(self, velocity: Tensor, features: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        """What `velocity` returns, where deviations are alike in all steps that the network plans.
+
+        Args:
+            velocity: [m, horizon, numbers] float32.
+            features: [m, num_features], inputs of the network of deviations.
+            times: [m] float32.
+        """
+        if self.deviations is None:
+            return velocity, velocity
+        return velocity, self.deviations(features, times).float()[:, None].expand_as(velocity)
 
     def _deviation(self, learnt: Tensor, temperature: float) -> Tensor:
         low, high = math.log(self.flow.least_deviation), math.log(self.flow.most_deviation)
@@ -175,8 +189,7 @@ class FlowPolicy(BodyPolicy):
     def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> Scores:
         """See `BodyPolicy`. Whatever is scored, the network is called once, so that ranks stay together."""
         points = choices[:, 1:].view(len(choices), -1, self.horizon, self.numbers)
-        is_shown = choices[:, 0] < 0
-        drawn, shown = (torch.nonzero(rows)[:, 0] for rows in (~is_shown, is_shown))
+        drawn, shown = _drawn_and_shown(choices)
         rows, x, times = (
             torch.cat(pair)
             for pair in zip(self._drawn(choices, points, drawn), self._shown(points, shown), strict=True)
@@ -244,6 +257,15 @@ class FlowPolicy(BodyPolicy):
         points[:, :2] = torch.from_numpy(rng.random(points[:, :2].shape, dtype=np.float32))
         points[:, -1] = planned
         return torch.cat([torch.full((len(actions), 1), -1.0), points.flatten(1)], dim=1)
+
+
+def _drawn_and_shown(choices: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of decisions that were drawn, and of demonstrations."""
+    if choices.is_meta:  # only sizes are wanted
+        rows = torch.arange(len(choices), device=choices.device)
+        return rows, rows[:0]
+    is_shown = choices[:, 0] < 0
+    return torch.nonzero(~is_shown)[:, 0], torch.nonzero(is_shown)[:, 0]
 
 
 class DeviationNet(nn.Module):

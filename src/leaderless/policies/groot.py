@@ -1,7 +1,7 @@
 """GR00T N1.5 as a policy: its own package reads and sees, and its flow head moves, by the steps of `flow_policy`.
 
-Its time begins at noise and its velocity goes from noise to the action, so both are turned around here. What it has
-seen is attended to with the mask of its training, so that rows do not depend on how long the others are.
+Its time begins at noise and its velocity goes from noise to the action, so both are turned around here. Its head takes
+a mask of what it has seen, and does not use it; here padding is hidden, so that a row is computed as if it were alone.
 
 Source: GR00T N1, arXiv 2503.14734; the package `gr00t` (NVIDIA/Isaac-GR00T, release N1.5). It has not been run with
 that package: a stand-in of the same interface checks what is called.
@@ -10,7 +10,7 @@ that package: a stand-in of the same interface checks what is called.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,10 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from leaderless.environments.bodies.protocol import Spaces
+from leaderless.policies.base_folder import needs_weights
 from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
-from leaderless.policies.protocol import BodyModel, BodyValue, Observed
+from leaderless.policies.protocol import BodyModel, BodyValue, Observed, instructions_of
 from leaderless.policies.seen import chosen_cameras
 from leaderless.policies.statistics import Limits
 from leaderless.policies.towers import fitted
@@ -50,6 +53,30 @@ class _Looked:
     state: Tensor
 
 
+class Hidden(TorchFunctionMode):
+    """Hides padding from attention to what was seen, where no other mask is given."""
+
+    def __init__(self, is_real: Tensor) -> None:
+        """Take which places are real, [n, length] bool."""
+        super().__init__()
+        self._is_real = is_real.bool()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        given = dict(kwargs or {})
+        if func is scaled_dot_product_attention and len(args) < 4 and given.get("attn_mask") is None:
+            key = args[1] if len(args) > 1 else given["key"]
+            assert isinstance(key, Tensor)
+            if key.shape[-2] == self._is_real.shape[1]:
+                given["attn_mask"] = self._is_real[:, None, None]
+        return func(*args, **given)
+
+
 def _package(module: str) -> ModuleType:
     try:
         return import_module(f"gr00t.{module}")
@@ -60,13 +87,19 @@ def _package(module: str) -> ModuleType:
 class _Groot(BodyModel):
     """What the policy and the critic have in common: a model that its package has read from a folder."""
 
+    # Layers of SigLIP and Qwen3 in the backbone, and those of both transformers of the head.
+    _no_split_modules = ("BasicTransformerBlock", "Qwen3DecoderLayer", "SiglipEncoderLayer")
+
     def _read(self, spaces: Spaces, path: str, robot: Robot, cameras: list[str] | None) -> None:
         """Read the model.
 
         Raises:
             ModuleNotFoundError: Its package is missing.
+            NotImplementedError: Only its size is wanted, which its package does not tell without the weights.
             ValueError: It cannot be read, or is for another robot.
         """
+        if not needs_weights(Path(path)):
+            raise NotImplementedError("the size of a GR00T is not known before its package has read it")
         kinds, transforms = _package("model.gr00t_n1"), _package("model.transforms")
         if not hasattr(kinds, "GR00T_N1_5"):
             raise ValueError(f"the package gr00t has no GR00T_N1_5: {REMEDY}")
@@ -125,18 +158,18 @@ class _Groot(BodyModel):
         """What its backbone makes of images and words, what its head takes, and the state."""
         images = [fitted(observed.images[camera], IMAGE_SIZE, mode="bilinear") for camera in self._cameras]
         pixels = (torch.stack(images, dim=1) * 255).round().to(torch.uint8)  # [n, views, 3, height, width]
-        ids, lengths = (one.tolist() for one in observed.instructions)
-        texts = [bytes(row[:length]).decode().replace("\0", "") for row, length in zip(ids, lengths, strict=True)]
         state = self._normal_state(observed)
         inputs = self._prepare[0](
             {
                 "video": pixels.permute(0, 1, 3, 4, 2)[:, None].cpu().numpy(),  # [n, 1, views, height, width, 3]
                 "state": state[:, None].cpu().numpy(),
-                LANGUAGE: np.array(texts),
+                LANGUAGE: np.array(instructions_of(observed)),
             }
         )
         for_backbone, for_head = self.groot.prepare_input(inputs)
-        return self.groot.action_head.process_backbone_output(self.groot.backbone(for_backbone)), for_head, state
+        seen = self.groot.backbone(for_backbone)
+        with Hidden(seen["backbone_attention_mask"]):
+            return self.groot.action_head.process_backbone_output(seen), for_head, state
 
 
 class Groot(_Groot, FlowPolicy):
@@ -157,7 +190,7 @@ class Groot(_Groot, FlowPolicy):
         """Read a policy.
 
         Args:
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             path: Folder of a checkpoint of GR00T N1.5.
             robot: Tag of the robot (`embodiment`), such as `new_embodiment`, and names of the parts of `state` and
                 `action` in its metadata, in the order of the environment.
@@ -195,17 +228,22 @@ class Groot(_Groot, FlowPolicy):
         if head.config.add_pos_embed:
             actions = actions + head.position_embedding(torch.arange(x.shape[1], device=x.device))[None]
         future = head.future_tokens.weight[None].expand(len(rows), -1, -1)
-        found = head.model(
-            hidden_states=torch.cat([looked.state_features[rows], future, actions], dim=1),
-            encoder_hidden_states=features,
-            encoder_attention_mask=looked.mask[rows],
-            timestep=buckets,
-        )
+        inputs = torch.cat([looked.state_features[rows], future, actions], dim=1)
+        mask = looked.mask[rows]
+        if inputs.shape[1] == features.shape[1]:
+            # Attention among the actions is told from that to what was seen by its length.
+            features, mask = (
+                nn.functional.pad(one, (0, 0, 1, 0) if one.dim() > 2 else (1, 0)) for one in (features, mask)
+            )
+        with Hidden(mask):
+            found = head.model(
+                hidden_states=inputs,
+                encoder_hidden_states=features,
+                encoder_attention_mask=mask,
+                timestep=buckets,
+            )
         velocity = -head.action_decoder(found, embodiment)[:, -x.shape[1] :].float()
-        if self.deviations is None:
-            return velocity, velocity
-        learnt = self.deviations(looked.state[rows], times).float()[:, None]
-        return velocity, learnt.expand_as(velocity)
+        return self.with_deviations(velocity, looked.state[rows], times)
 
 
 class GrootValue(_Groot, BodyValue):
@@ -226,9 +264,7 @@ class GrootValue(_Groot, BodyValue):
         self._read(spaces, path, robot, cameras)
         self.spaces, self.chunk, self.per_step = spaces, chunk, per_step
         width = int(self.groot.action_head.config.backbone_embedding_dim)
-        self.head = nn.Linear(width + spaces.state_size, self.num_values)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = self.new_head(width + spaces.state_size)
 
     def values(self, observed: Observed) -> Tensor:
         """See `BodyValue`."""

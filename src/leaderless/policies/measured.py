@@ -9,22 +9,24 @@ from functools import cache
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental import _config as symbolic
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from leaderless.config import RecipeError
 from leaderless.config.body import BodyConfig
 from leaderless.config.models import ModelConfig
+from leaderless.config.sac import SacConfig
 from leaderless.environments.bodies.protocol import Spaces
+from leaderless.policies.critics import Critics, check_policy
 from leaderless.policies.opened import model_for
 from leaderless.policies.protocol import BodyPolicy, Observed
+from leaderless.policies.seen import TYPICAL_INSTRUCTION
 from leaderless.rollout.worlds import spaces_of
 
-TYPICAL_INSTRUCTION = "pick up the black bowl between the plate and the ramekin and place it on the plate"
-"""Instruction that decisions are measured with: one of LIBERO's longer ones."""
 FEW, MORE = 128, 512
 """Decisions whose passes are compared: enough that gradients of weights matter little."""
 META = torch.device("meta")
@@ -41,7 +43,7 @@ class BodySize:
         num_layer: Weights of the largest layer, of those that are gathered one by one; 0 without such layers.
         trained_bytes: Bytes at the fullest moment of a forward and backward pass, for each decision, without gradients
             of weights.
-        scored_bytes: The same of a pass without gradients.
+        scored_bytes: Bytes at the fullest moment of a pass without gradients, for each decision.
         chunk: Steps of a decision.
         num_units: Log-probabilities of a decision, at most.
         frame_bytes: Bytes of an observation: its images and its state.
@@ -58,6 +60,24 @@ class BodySize:
     num_units: int
     frame_bytes: int
     choice_bytes: int
+
+
+@dataclass(frozen=True)
+class LearnerSize:
+    """Sizes of what SAC learns with, next to its policy.
+
+    Attributes:
+        num_critics: Weights of the critics.
+        trained_bytes: Bytes at the fullest moment of an update, for each transition, without gradients of weights.
+    """
+
+    num_critics: int
+    trained_bytes: int
+
+
+def measure_learner(model: ModelConfig, key: str, body: BodyConfig, sac: SacConfig) -> LearnerSize:
+    """Measure the critics of a policy; errors are those of `measure_body`."""
+    return _measured_learner(model.model_dump_json(), key, body.model_dump_json(), sac)
 
 
 def measure_body(model: ModelConfig, key: str, body: BodyConfig, *, is_critic: bool) -> BodySize:
@@ -88,24 +108,6 @@ def _measured(model_text: str, key: str, body_text: str, is_critic: bool) -> Bod
         found: Tensor = model(observed)
         return found.sum()
 
-    def trained(num: int) -> None:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        with _Live() as live:
-            compute(num).backward()  # type: ignore[no-untyped-call]
-        peaks.append(live.peak)
-
-    def scored(num: int) -> None:
-        with torch.no_grad(), _Live() as live:
-            compute(num)
-        peaks.append(live.peak)
-
-    peaks: list[int] = []
-    # Where rows are chosen by what they hold, as in flows, all of them are taken to be.
-    with symbolic.patch(meta_nonzero_assume_all_nonzero=True), _Fused():  # type: ignore[attr-defined]
-        for one in (trained, scored):
-            for num in (FEW, MORE):
-                one(num)
     parameters = list(model.parameters())
     kinds = set(model._no_split_modules)  # noqa: SLF001 - as sharding reads it
     layers = [sum(x.numel() for x in one.parameters()) for one in model.modules() if type(one).__name__ in kinds]
@@ -115,8 +117,8 @@ def _measured(model_text: str, key: str, body_text: str, is_critic: bool) -> Bod
         num_trained=sum(one.numel() for one in parameters if one.requires_grad),
         num_root=sum(one.numel() for one in parameters) - sum(layers),
         num_layer=max(layers, default=0),
-        trained_bytes=max(0, -(-(peaks[1] - peaks[0]) // (MORE - FEW))),
-        scored_bytes=max(0, -(-(peaks[3] - peaks[2]) // (MORE - FEW))),
+        trained_bytes=_bytes_of_one(compute, model),
+        scored_bytes=_bytes_of_one(compute),
         chunk=model.chunk,
         num_units=units,
         frame_bytes=frame,
@@ -124,12 +126,58 @@ def _measured(model_text: str, key: str, body_text: str, is_critic: bool) -> Bod
     )
 
 
+@cache
+def _measured_learner(model_text: str, key: str, body_text: str, sac: SacConfig) -> LearnerSize:
+    config, body = ModelConfig.model_validate_json(model_text), BodyConfig.model_validate_json(body_text)
+    spaces = spaces_of(body)
+    with META:
+        try:
+            policy = check_policy(model_for(config, key, spaces, is_critic=False), spaces)
+        except ValueError as error:
+            raise RecipeError.at(f"{key}.body", str(error)) from error
+        critics = Critics(policy, sac)
+
+    def critics_loss(num: int) -> Tensor:
+        values: Tensor = critics(_blank(spaces, [0], num), torch.zeros(num, policy.choice_size, device=META))
+        return values.square().sum()
+
+    def policy_loss(num: int) -> Tensor:
+        actions, log_probs = policy.draw(_blank(spaces, [0], num), torch.zeros(num, policy.choice_size, device=META))
+        values: Tensor = critics(_blank(spaces, [0], num), actions)
+        return log_probs.sum() - values.mean(0).sum()
+
+    most = max(_bytes_of_one(critics_loss, critics), _bytes_of_one(policy_loss, policy))
+    return LearnerSize(sum(one.numel() for one in critics.parameters()), most)
+
+
+def _bytes_of_one(compute: Callable[[int], Tensor], trained: nn.Module | None = None) -> int:
+    """Bytes of a decision at the fullest moment of a pass.
+
+    Args:
+        compute: Function that passes a number of decisions through a model.
+        trained: Model whose weights get a gradient; None for a pass without a backward pass.
+    """
+    peaks: list[int] = []
+    # Where rows are chosen by what they hold, all of them are taken to be.
+    with symbolic.patch(meta_nonzero_assume_all_nonzero=True), _Fused():  # type: ignore[attr-defined]
+        for num in (FEW, MORE):
+            for parameter in trained.parameters() if trained is not None else ():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            with torch.set_grad_enabled(trained is not None), _Live() as live:
+                found = compute(num)
+                if trained is not None:
+                    found.backward()  # type: ignore[no-untyped-call]
+            peaks.append(live.peak)
+            del found
+    return max(0, -(-(peaks[1] - peaks[0]) // (MORE - FEW)))
+
+
 def _blank(spaces: Spaces, ids: Sequence[int], num: int) -> Observed:
     images = {
         camera: torch.zeros(num, *side, 3, dtype=torch.uint8, device=META) for camera, side in spaces.images.items()
     }
-    words = torch.zeros(num, max(1, len(ids)), dtype=torch.int64, device=META)
-    lengths = torch.ones(num, dtype=torch.int64, device=META)
+    words = torch.tensor(ids, device=META).expand(num, len(ids))
+    lengths = torch.full((num,), len(ids), device=META)
     return Observed(images, torch.zeros(num, spaces.state_size, device=META), (words, lengths))
 
 

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
 from leaderless.policies.bins import Bins
+from leaderless.policies.flow_steps import as_normal
 from leaderless.policies.normalizer import StateNormalizer
 from leaderless.policies.protocol import Acted, BodyPolicy, BodyValue, Observed, Scores
-
-LEAST_NOISE = 1e-6
-"""Noise is kept away from 0 and 1, where the normal distribution has no end."""
 
 
 def perceptron(num_inputs: int, hidden_size: int, num_layers: int, num_outputs: int, gain: float) -> nn.Sequential:
@@ -71,7 +69,7 @@ class Mlp(BodyPolicy):
         """Make a policy with random weights.
 
         Args:
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             chunk: Steps of a decision.
             hidden_size: Width of the hidden layers.
             num_layers: Number of hidden layers.
@@ -105,8 +103,7 @@ class Mlp(BodyPolicy):
         mean, log_deviation = self._normal(observed, temperature)
         drawn = mean
         if noise is not None:
-            uniform = noise.view(mean.shape).clamp(LEAST_NOISE, 1 - LEAST_NOISE)
-            drawn = mean + log_deviation.exp() * (math.sqrt(2) * torch.erfinv(2 * uniform - 1)).to(mean.dtype)
+            drawn = mean + log_deviation.exp() * as_normal(noise).view(mean.shape)
         choices = drawn.flatten(1)
         return Acted(self.actions_of(choices), choices, _log_density(drawn, mean, log_deviation))
 

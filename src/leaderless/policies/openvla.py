@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
 from leaderless.environments.bodies.protocol import Spaces
-from leaderless.policies.base_folder import lacks_weights
+from leaderless.policies.base_folder import needs_weights
 from leaderless.policies.bins import Bins
 from leaderless.policies.prismatic import Prefix, Prismatic, VlaConfig, load_prismatic
 from leaderless.policies.protocol import Acted, BodyModel, BodyPolicy, BodyValue, Observed, Scores
@@ -72,7 +72,7 @@ class _Vla(BodyModel):
         if not 0 < crop_share <= 1:
             raise ValueError(f"crop_share={crop_share}: must be above 0, at most 1")
         self.vla = Prismatic(self.config)
-        if not lacks_weights(self._folder):
+        if needs_weights(self._folder):
             load_prismatic(self.vla, self.config, self._folder)
 
     @cached_property
@@ -135,7 +135,7 @@ class OpenVla(_Vla, BodyPolicy):
         """Read a policy.
 
         Args:
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             path: Folder of a checkpoint in the published form.
             statistics: Name of the dataset of this robot in the `norm_stats` of its `config.json`.
             cameras: Cameras that it sees by; all by default.
@@ -214,7 +214,7 @@ class OpenVlaOft(_Vla, BodyPolicy):
         """Read a policy.
 
         Args:
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             path: Folder of a checkpoint in the published form.
             statistics: Name of the dataset of this robot in the `norm_stats` of its `config.json`.
             chunk: Steps of a decision, as in training.
@@ -285,9 +285,7 @@ class OpenVlaValue(_Vla, BodyValue):
         """Read a model, and add a head; see `OpenVlaOft` and `BodyValue`."""
         super().__init__(spaces, path, cameras, crop_share)
         self.chunk, self.per_step = chunk, per_step
-        self.head = nn.Linear(int(self.config.text.hidden_size), self.num_values)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = self.new_head(int(self.config.text.hidden_size))
 
     def name_in_policy(self, name: str) -> str | None:
         """See `BodyValue`."""

@@ -39,7 +39,7 @@ def embedded(vlm: nn.Module, images: Sequence[Tensor], ids: Tensor, lengths: Ten
         ids: [n, longest] int64, the prompt.
         lengths: [n] int64, its length.
     """
-    found = [vlm.get_image_features(one).pooler_output for one in images]  # type: ignore[operator]
+    found = vlm.get_image_features(torch.cat(list(images))).pooler_output.chunk(len(images))  # type: ignore[operator]
     words = vlm.get_input_embeddings()(ids)  # type: ignore[operator]
     is_word = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     seen = torch.cat(found, dim=1).to(words.dtype)
@@ -59,8 +59,14 @@ def _run(vlm: nn.Module, embeddings: Tensor, is_real: Tensor, *, use_cache: bool
 
 def read_prefix(vlm: nn.Module, embeddings: Tensor, is_real: Tensor, state: Tensor) -> Prefix:
     """Compute what the steps of a flow attend to."""
-    cache: DynamicCache = _run(vlm, embeddings, is_real, use_cache=True).past_key_values  # type: ignore[attr-defined]
-    return Prefix(tuple((layer.keys, layer.values) for layer in cache.layers), is_real, state)
+    found = _run(vlm, embeddings, is_real, use_cache=True)
+    cache: DynamicCache = found.past_key_values  # type: ignore[attr-defined]
+    layers = [(layer.keys, layer.values) for layer in cache.layers]
+    # Ranks that divide weights gather those of a layer when the gradient of its output comes. Of the last layer only
+    # keys and values are used, so its output is made a part of these.
+    unused = 0.0 * found.last_hidden_state.sum((1, 2))[:, None, None, None]  # type: ignore[attr-defined]
+    layers[-1] = layers[-1][0] + unused, layers[-1][1]
+    return Prefix(tuple(layers), is_real, state)
 
 
 def mean_features(vlm: nn.Module, embeddings: Tensor, is_real: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, DynamicCache, PI0Config, PI0ForConditionalGeneration
 
 from leaderless.environments.bodies.protocol import Spaces
-from leaderless.policies.base_folder import lacks_weights
+from leaderless.policies.base_folder import needs_weights
 from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
 from leaderless.policies.pali import Prefix, embedded, mean_features, read_prefix
 from leaderless.policies.protocol import BodyModel, BodyValue, Observed
@@ -31,6 +31,8 @@ STATISTICS = "processor_config.json"
 class _Pi0(BodyModel):
     """What the policy and the critic have in common: a model that was read from a folder."""
 
+    _no_split_modules = ("GemmaDecoderLayer", "SiglipEncoderLayer")
+
     def _read(self, spaces: Spaces, path: str, cameras: list[str] | None) -> PI0ForConditionalGeneration:
         """Read the model.
 
@@ -39,17 +41,18 @@ class _Pi0(BodyModel):
         """
         self._folder = self.checkpoint = Path(path)
         self._cameras = chosen_cameras(spaces, cameras)
-        if lacks_weights(self._folder):
-            empty = PI0ForConditionalGeneration(PI0Config.from_pretrained(path, local_files_only=True)).float()
-            self._state = self._statistics("state", spaces.state_size, int(empty.config.max_state_dim))
-            return empty.eval()
+        missing: list[str] = []
         try:
-            model, about = PI0ForConditionalGeneration.from_pretrained(
-                path, dtype=torch.float32, local_files_only=True, output_loading_info=True
-            )
+            if needs_weights(self._folder):
+                model, about = PI0ForConditionalGeneration.from_pretrained(
+                    path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+                )
+                missing = sorted(about["missing_keys"])
+            else:
+                model = PI0ForConditionalGeneration(PI0Config.from_pretrained(path, local_files_only=True)).float()
         except (OSError, ValueError) as error:
             raise ValueError(f"path='{path}': no pi0 can be read: {error}") from error
-        if missing := sorted(about["missing_keys"]):
+        if missing:
             raise ValueError(f"path='{path}': it lacks {len(missing)} weights, such as '{missing[0]}'")
         self._state = self._statistics("state", spaces.state_size, int(model.config.max_state_dim))
         return model.eval()
@@ -118,7 +121,7 @@ class Pi0(_Pi0, FlowPolicy):
         """Read a policy.
 
         Args:
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             path: Folder of a checkpoint in the form of transformers, with the statistics of the robot.
             chunk: Steps of a decision, at most those that the model plans.
             cameras: Cameras that it sees by; all by default.
@@ -163,10 +166,7 @@ class Pi0(_Pi0, FlowPolicy):
             attention_mask=here.is_real.long(),
             past_key_values=cache,
         ).logits
-        if self.deviations is None:
-            return found.float(), found.float()
-        learnt = self.deviations(here.state, times).float()[:, None].expand_as(found)
-        return found.float(), learnt
+        return self.with_deviations(found.float(), here.state, times)
 
 
 class Pi0Value(_Pi0, BodyValue):
@@ -186,9 +186,7 @@ class Pi0Value(_Pi0, BodyValue):
         pi0 = self._read(spaces, path, cameras)
         self.spaces, self.chunk, self.per_step, self.vlm = spaces, chunk, per_step, pi0.model.vlm
         self._most = int(pi0.config.max_state_dim)
-        self.head = nn.Linear(int(self.vlm.config.text_config.hidden_size) + self._most, self.num_values)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = self.new_head(int(self.vlm.config.text_config.hidden_size) + self._most)
 
     def name_in_policy(self, name: str) -> str | None:
         """See `BodyValue`."""

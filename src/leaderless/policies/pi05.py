@@ -19,8 +19,8 @@ from leaderless.environments.bodies.protocol import Spaces
 from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
 from leaderless.policies.pali import Prefix, embedded, mean_features, read_prefix
 from leaderless.policies.pi05_model import Pi05Network, read_network
-from leaderless.policies.protocol import BodyModel, BodyValue, Observed
-from leaderless.policies.seen import chosen_cameras, padded
+from leaderless.policies.protocol import BodyModel, BodyValue, Observed, instructions_of
+from leaderless.policies.seen import TYPICAL_INSTRUCTION, chosen_cameras, padded
 from leaderless.policies.statistics import Limits
 from leaderless.policies.towers import fitted
 
@@ -39,6 +39,8 @@ def state_words(state: Tensor) -> list[str]:
 
 class _Pi05(BodyModel):
     """What the policy and the critic have in common: a network that was read from a folder."""
+
+    _no_split_modules = ("ExpertLayer", "GemmaDecoderLayer", "SiglipEncoderLayer")
 
     def _read(self, spaces: Spaces, path: str, cameras: list[str] | None, *, pads_state: bool) -> Pi05Network:
         """Read the network.
@@ -90,9 +92,11 @@ class _Pi05(BodyModel):
 
     def prompts(self, observed: Observed) -> list[str]:
         """What it reads in place of an instruction and a state."""
-        ids, lengths = (one.tolist() for one in observed.instructions)
-        texts = [bytes(row[:length]).decode().replace("\0", "") for row, length in zip(ids, lengths, strict=True)]
         state = self._normal_state(observed)
+        if state.is_meta:  # only sizes are wanted
+            texts, state = [TYPICAL_INSTRUCTION] * len(state), torch.zeros(state.shape, device="cpu")
+        else:
+            texts = instructions_of(observed)
         words = state_words(state if self._pads_state else state[:, : len(self._state[0])])
         return [
             f"Task: {text.strip().replace('_', ' ').replace(chr(10), ' ')}, State: {words};\nAction: "
@@ -126,7 +130,7 @@ class Pi05(_Pi05, FlowPolicy):
         """Read a policy.
 
         Args:
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             path: Folder of a checkpoint in the form of LeRobot, with the statistics of the robot and a tokenizer.
             chunk: Steps of a decision, at most those that the model plans.
             cameras: Cameras that it sees by; all by default.
@@ -157,9 +161,7 @@ class Pi05(_Pi05, FlowPolicy):
         assert isinstance(looked, Prefix)
         here = looked.select(rows)
         found = self.pi05.velocity(here, x, times)
-        if self.deviations is None:
-            return found, found
-        return found, self.deviations(here.state, times).float()[:, None].expand_as(found)
+        return self.with_deviations(found, here.state, times)
 
 
 class Pi05Value(_Pi05, BodyValue):
@@ -180,9 +182,7 @@ class Pi05Value(_Pi05, BodyValue):
         network = self._read(spaces, path, cameras, pads_state=pads_state)
         self.spaces, self.chunk, self.per_step = spaces, chunk, per_step
         self.vlm, self._image_size = network.vlm, network.config.image_size
-        self.head = nn.Linear(network.config.vlm.width, self.num_values)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = self.new_head(network.config.vlm.width)
 
     def name_in_policy(self, name: str) -> str | None:
         """See `BodyValue`."""

@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import GemmaConfig, PaliGemmaConfig, PaliGemmaModel
 from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRotaryEmbedding
 
-from leaderless.policies.base_folder import lacks_weights
+from leaderless.policies.base_folder import needs_weights
 from leaderless.policies.pali import Prefix
 
 WEIGHTS = "model.safetensors"
@@ -153,13 +153,17 @@ class AdaRmsNorm(nn.Module):
         return (normed * (1 + scale.float()) + shift.float()).to(x.dtype), gate.to(x.dtype)
 
 
-class _Block(nn.Module):
+class ExpertLayer(nn.Module):
+    """A layer of the expert."""
+
     def __init__(self, config: GemmaConfig, number: int) -> None:
+        """Make the layer with a number, from 0."""
         super().__init__()
         self.self_attn, self.mlp = GemmaAttention(config, number), GemmaMLP(config)
         self.input_layernorm, self.post_attention_layernorm = (AdaRmsNorm(config.hidden_size) for _ in range(2))
 
     def forward(self, x: Tensor, condition: Tensor, **attention: object) -> Tensor:
+        """[m, steps, width] of x of the same shape, under a condition [m, width]."""
         inner, gate = self.input_layernorm(x, condition)
         x = x + gate * self.self_attn(inner, **attention)[0]
         inner, gate = self.post_attention_layernorm(x, condition)
@@ -185,7 +189,7 @@ class Expert(nn.Module):
     def __init__(self, config: GemmaConfig) -> None:
         """Make the layers."""
         super().__init__()
-        self.layers = nn.ModuleList(_Block(config, number) for number in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(ExpertLayer(config, number) for number in range(config.num_hidden_layers))
         self.norm = AdaRmsNorm(config.hidden_size)
         self.rotary_emb = GemmaRotaryEmbedding(config=config)
 
@@ -278,13 +282,13 @@ def own_name(published: str) -> str | None:
 
 
 def read_network(folder: Path) -> Pi05Network:
-    """Read a network with its weights, unless these are those of a saved model.
+    """Read a network, and its weights if they are needed; see `needs_weights`.
 
     Raises:
         ValueError: It cannot be read, or weights are missing, unknown, or of other shapes.
     """
     network = Pi05Network(Pi05Config.read(folder))
-    if lacks_weights(folder):
+    if not needs_weights(folder):
         return network.eval()
     try:
         published = load_file(folder / WEIGHTS)

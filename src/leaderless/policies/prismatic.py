@@ -172,13 +172,11 @@ def _is_unused(name: str, config: VlaConfig) -> bool:
 
 
 def load_prismatic(model: Prismatic, config: VlaConfig, folder: Path) -> None:
-    """Load a checkpoint; a model on the device `meta` has no weights to load.
+    """Load a checkpoint.
 
     Raises:
         ValueError: A weight is missing, has another shape, or is not one of the model.
     """
-    if model.projector.fc1.weight.is_meta:
-        return  # only its size is wanted
     wanted: Mapping[str, nn.Parameter] = dict(model.named_parameters())
     missing = set(wanted)
     for file in sorted(folder.glob("*.safetensors")):

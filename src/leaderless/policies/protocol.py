@@ -38,6 +38,12 @@ class Observed:
         return Observed(images, self.state[rows], (ids[rows], lengths[rows]))
 
 
+def instructions_of(observed: Observed) -> list[str]:
+    """The instructions before n decisions, for models that leave `BodyModel.instruction_ids` as it is."""
+    ids, lengths = (one.tolist() for one in observed.instructions)
+    return [bytes(row[:length]).decode().replace("\0", "") for row, length in zip(ids, lengths, strict=True)]
+
+
 @dataclass(frozen=True)
 class Acted:
     """Decisions as they were drawn.
@@ -73,7 +79,7 @@ class BodyModel(nn.Module):
     in `_no_split_modules`, as those of transformers do: ranks then gather its weights layer by layer.
 
     Attributes:
-        spaces: What its environment shows and takes.
+        spaces: Observations and actions of the environment.
         chunk: Steps of a decision.
         checkpoint: Folder that the constructor's argument `path` names, and that it has read; None without one.
     """
@@ -106,7 +112,7 @@ class BodyPolicy(BodyModel, ABC):
         """Decide.
 
         Args:
-            observed: What is seen.
+            observed: Observations.
             noise: [n, noise_size] float64, at least 0 and below 1; None to choose what is likeliest.
             temperature: Divides logits, or multiplies the spread.
         """
@@ -145,6 +151,13 @@ class BodyValue(BodyModel, ABC):
     def num_values(self) -> int:
         """Values of what is seen."""
         return self.chunk if self.per_step else 1
+
+    def new_head(self, num_features: int) -> nn.Linear:
+        """A layer that makes values of features; its first values are 0."""
+        head = nn.Linear(num_features, self.num_values)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        return head
 
     def shaped(self, values: Tensor) -> Tensor:
         """Values [n, num_values] in the form that `values` returns."""

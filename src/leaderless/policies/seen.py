@@ -9,6 +9,9 @@ from torch import Tensor
 
 from leaderless.environments.bodies.protocol import Spaces
 
+TYPICAL_INSTRUCTION = "pick up the black bowl between the plate and the ramekin and place it on the plate"
+"""Instruction by which sizes are measured: one of LIBERO's longer ones."""
+
 
 def frame_bytes(spaces: Spaces) -> int:
     """Bytes of the pixels of all cameras."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from leaderless.algorithms.sac import squashed_log_densities
 from leaderless.environments.bodies.protocol import Continuous, Spaces
 from leaderless.policies.bins import Bins
-from leaderless.policies.cnn import Eyes
-from leaderless.policies.mlp import LEAST_NOISE
+from leaderless.policies.cnn import Eyes, with_features
+from leaderless.policies.flow_steps import as_normal
 from leaderless.policies.protocol import Acted, BodyPolicy, Observed, Scores
 
 LEAST_LOG_DEVIATION, LARGEST_LOG_DEVIATION = -5.0, 2.0
@@ -38,7 +37,7 @@ class Squashed(BodyPolicy):
         """Make a policy with random weights.
 
         Args:
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             chunk: Steps of a decision.
             hidden_size: Width of the hidden layers.
             num_layers: Number of hidden layers.
@@ -71,7 +70,7 @@ class Squashed(BodyPolicy):
         """Actions [n, choice_size] from -1 to 1 with a graph to the weights, and their log-probabilities [n].
 
         Args:
-            observed: What is seen.
+            observed: Observations.
             noise: [n, choice_size] float32 from a normal distribution; None for the middle of the distribution.
         """
         mean, log_deviation = self._normal(observed, 1.0)
@@ -83,8 +82,7 @@ class Squashed(BodyPolicy):
         mean, log_deviation = self._normal(observed, temperature)
         drawn = mean
         if noise is not None:
-            uniform = noise.clamp(LEAST_NOISE, 1 - LEAST_NOISE)
-            drawn = mean + log_deviation.exp() * (math.sqrt(2) * torch.erfinv(2 * uniform - 1)).to(mean.dtype)
+            drawn = mean + log_deviation.exp() * as_normal(noise)
         log_probs = squashed_log_densities(drawn, mean, log_deviation)
         return Acted(self.actions_of(drawn), drawn, log_probs.view(-1, self.chunk, self.score_dim))
 
@@ -130,8 +128,9 @@ class SquashedCnn(Squashed):
         num_layers: int = 2,
     ) -> None:
         """Make a policy with random weights; see `Squashed` and `Cnn`."""
-        wide = replace(spaces, state_size=spaces.state_size + num_features * max(1, len(spaces.images)))
-        super().__init__(wide, chunk=chunk, hidden_size=hidden_size, num_layers=num_layers)
+        super().__init__(
+            with_features(spaces, num_features), chunk=chunk, hidden_size=hidden_size, num_layers=num_layers
+        )
         self.spaces = spaces
         self.eyes = Eyes(spaces, channels, num_features)
 

@@ -50,7 +50,7 @@ class Limits:
         Args:
             statistics: Statistics of all datasets.
             name: Name of the dataset of this robot.
-            spaces: What the environment takes.
+            spaces: Actions of the environment.
 
         Raises:
             ValueError: There is no such dataset, or it is that of another robot.

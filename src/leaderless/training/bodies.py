@@ -39,7 +39,7 @@ class BodyMicroBatch(MicroBatch):
     """Whole episodes that pass through a policy together.
 
     Attributes:
-        observed: What was seen before each of N decisions.
+        observed: Observations before each of N decisions.
         choices: [N, choice_size] float32.
         decisions: [R] int64, the decision of each unit.
         places: [R] int64, see `grained`.

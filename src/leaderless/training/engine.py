@@ -64,7 +64,7 @@ class BodySetup:
     """What the models of a body have to know of it.
 
     Attributes:
-        spaces: What its environment shows and takes.
+        spaces: Observations and actions of the environment.
         grain: What has a log-probability of its own: see `BodyConfig.log_prob`.
         sac: Settings of SAC, if this trains the model.
         seed: Seed of the run.

@@ -47,7 +47,7 @@ class Memory:
 
         Args:
             folder: Folder that all ranks see.
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             chunk: Steps of a decision.
             ranks: Ranks that share the memory.
             shown: Transitions of experts, which all ranks have.

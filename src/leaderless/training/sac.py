@@ -11,13 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from leaderless.algorithms.sac import Ensemble, targets
+from leaderless.algorithms.sac import targets
 from leaderless.config.models import OptimizerConfig
 from leaderless.config.sac import SacConfig
-from leaderless.environments.bodies.protocol import Spaces
-from leaderless.policies.cnn import Eyes
+from leaderless.policies.critics import Critics
 from leaderless.policies.protocol import Observed
-from leaderless.policies.squashed import Squashed, SquashedCnn
+from leaderless.policies.squashed import Squashed
 from leaderless.training.memory import Drawn
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
 
@@ -25,27 +24,6 @@ WEIGHTS, CRITICS, POLICY = range(3)
 """What random numbers are for; each has a stream of its own."""
 Draw = Callable[[int, int, int], Drawn]
 """Function of the size of a batch, a seed and the number of an update: this rank's part of the batch."""
-
-
-class Critics(nn.Module):
-    """An ensemble that sees what a policy sees, with eyes of its own."""
-
-    def __init__(self, policy: Squashed, config: SacConfig) -> None:
-        """Make critics with random weights, and with the eyes of the policy's size if it has some."""
-        super().__init__()
-        spaces, num_seen = policy.spaces, policy.spaces.state_size
-        self.eyes: Eyes | None = None
-        if isinstance(policy, SquashedCnn):
-            first = next(iter(policy.eyes.cameras.values()))
-            channels, num_features = first[0].out_channels, first[-2].out_features  # type: ignore[index]
-            self.eyes = Eyes(spaces, int(channels), int(num_features))
-            num_seen += int(num_features) * len(spaces.images)
-        self.heads = Ensemble(num_seen + policy.choice_size, config.hidden_size, config.num_layers, config.num_heads)
-
-    def forward(self, observed: Observed, actions: Tensor) -> Tensor:
-        """[heads, n]: values of actions [n, numbers] from -1 to 1."""
-        values: Tensor = self.heads((self.eyes(observed) if self.eyes else observed).state, actions)
-        return values
 
 
 @dataclass(frozen=True)
@@ -246,15 +224,3 @@ def observed_of(images: Mapping[str, NDArray[np.uint8]], state: NDArray[np.float
     pixels = {camera: torch.from_numpy(np.ascontiguousarray(one)).to(device) for camera, one in images.items()}
     nothing = torch.zeros(num, 1, dtype=torch.int64, device=device), torch.zeros(num, dtype=torch.int64, device=device)
     return Observed(pixels, torch.from_numpy(np.ascontiguousarray(state)).to(device), nothing)
-
-
-def check_policy(policy: object, spaces: Spaces) -> Squashed:
-    """The policy, if SAC can train it.
-
-    Raises:
-        ValueError: It is of another kind.
-    """
-    if not isinstance(policy, Squashed):
-        best = "squashed_cnn" if spaces.images else "squashed"
-        raise ValueError(f"SAC trains policies of the type squashed or squashed_cnn: use body: {best}")
-    return policy

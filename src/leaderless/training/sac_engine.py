@@ -14,13 +14,14 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.scoring import Entropy
+from leaderless.policies.critics import check_policy
 from leaderless.policies.opened import Opened, open_model
 from leaderless.policies.squashed import Squashed
 from leaderless.robots.transitions import Transitions
 from leaderless.training.engine import EngineSetup, Result, UpdateInfo
 from leaderless.training.memory import Memory
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.training.sac import Draw, SacLearner, check_policy
+from leaderless.training.sac import Draw, SacLearner
 from leaderless.weights.blocks import LocalWeight
 
 

@@ -25,7 +25,7 @@ ROBOT: dict[str, object] = {"embodiment": "new_embodiment", "state": ["arm", "ha
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    install(monkeypatch)
+    install(lambda name, module: monkeypatch.setitem(sys.modules, name, module))
     return write_small_groot(tmp_path / "groot")
 
 
@@ -55,18 +55,18 @@ def noise(policy: Groot) -> Tensor:
 def test_without_noise_it_acts_as_its_own_steps_do(folder: Path) -> None:
     policy = policy_of(folder, num_steps=4)
     seen = observed(policy)
-    found, given, state = policy._seen(seen)
-    assert state[0, 0] == pytest.approx(float(seen.state[0, 0]) / 2)
-    assert state[0, 2] == pytest.approx(2 * float(seen.state[0, 2]) - 1)
-    # `process_backbone_output` is applied once, here by the head's own steps.
-    inputs = policy.groot.prepare_input({**given, **_eagle(policy, seen)})
-    expected = policy.groot.action_head.get_action(
-        policy.groot.backbone(inputs[0]), given, torch.zeros(3, HORIZON, NUMBERS)
-    )
-    assert found["backbone_features"].shape[0] == 3
     actions = policy.act(seen, None).actions
-    wanted = torch.stack([expected[:, :3, 0], expected[:, :3, 1] + 1], dim=2)  # arm from -1 to 1, hand from 0 to 2
-    torch.testing.assert_close(actions, wanted, rtol=0, atol=1e-5)
+    for row in range(3):  # each alone, as its own steps do not hide what is padded
+        one = seen.select(torch.tensor([row]))
+        _, given, state = policy._seen(one)
+        assert state[0, 0] == pytest.approx(float(one.state[0, 0]) / 2)
+        assert state[0, 2] == pytest.approx(2 * float(one.state[0, 2]) - 1)
+        # `process_backbone_output` is applied once, here by the head's own steps.
+        inputs = policy.groot.prepare_input({**given, **_eagle(policy, one)})
+        features = policy.groot.backbone(inputs[0])
+        expected = policy.groot.action_head.get_action(features, given, torch.zeros(1, HORIZON, NUMBERS))
+        wanted = torch.stack([expected[0, :3, 0], expected[0, :3, 1] + 1], dim=1)  # arm -1 to 1, hand 0 to 2
+        torch.testing.assert_close(actions[row], wanted, rtol=0, atol=1e-5)
 
 
 def _eagle(policy: Groot, seen: Observed) -> dict[str, Tensor]:
@@ -101,6 +101,19 @@ def test_rows_do_not_depend_on_one_another(folder: Path) -> None:
         one = seen.select(torch.tensor([row]))
         acted = policy.act(one, drawn[row : row + 1])
         torch.testing.assert_close(acted.choices[0], whole.choices[row], rtol=0, atol=1e-5)
+
+
+def test_padding_is_hidden_where_as_much_was_seen_as_is_computed(folder: Path) -> None:
+    """Attention among the actions, and to what was seen, then has the same length."""
+    policy = policy_of(folder)
+    seen, drawn = observed(policy), noise(policy)
+    text = "abcdef"  # with one place for images as long as the state, two more places and the actions
+    assert 1 + len(text) == 1 + 2 + HORIZON
+    words = padded([policy.instruction_ids(one) for one in (text, "ab", text)], torch.device("cpu"))
+    seen = Observed(seen.images, seen.state, words)
+    whole = policy.act(seen, drawn)
+    alone = policy.act(seen.select(torch.tensor([1])), drawn[1:2])
+    torch.testing.assert_close(alone.choices[0], whole.choices[1], rtol=0, atol=1e-5)
 
 
 def test_critics_begin_at_zero_and_learn(folder: Path) -> None:

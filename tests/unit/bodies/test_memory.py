@@ -8,26 +8,31 @@ from pathlib import Path
 import pytest
 import torch
 from tests.small_bodies import body_recipe
-from tests.small_vla import write_small_vla
+from tests.small_vla import write_small_pi0, write_small_pi05, write_small_vla
 from tests.small_worlds import Line
 
-from leaderless.config import Recipe
+from leaderless.config import Recipe, RecipeError
 from leaderless.config.body import BodyConfig
-from leaderless.config.models import ModelConfig
+from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.config.sac import SacConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.environments.bodies.protocol import Continuous
+from leaderless.environments.bodies.table import Table
 from leaderless.observability.clock import Clock
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.body_memory import UNIT_BYTES
 from leaderless.planner.fit import fit_plan
 from leaderless.planner.plan import Plan
 from leaderless.policies import measured
-from leaderless.policies.measured import measure_body
+from leaderless.policies.critics import check_policy
+from leaderless.policies.measured import measure_body, measure_learner
 from leaderless.policies.opened import model_for
 from leaderless.policies.protocol import BodyPolicy
+from leaderless.policies.squashed import Squashed
 from leaderless.rollout.bodies import BodyEngine, BodyTask
 from leaderless.rollout.worlds import OwnWorlds
 from leaderless.stages.bodies import BodyRows
+from leaderless.training.sac import SacLearner
 from leaderless.workflow import resolve_workflow
 
 TABLE = BodyConfig(type="table")
@@ -38,10 +43,14 @@ def model_of(kind: str, folder: Path) -> ModelConfig:
     options: dict[str, object] = {}
     if kind == "openvla_oft":
         options = {"path": str(write_small_vla(folder)), "statistics": "small_arm", "chunk": 2}
+    if kind == "pi0":
+        options = {"path": str(write_small_pi0(folder, state_size=2)), "chunk": 2}
+    if kind == "pi05":
+        options = {"path": str(write_small_pi05(folder, state_size=2)), "chunk": 2}
     return ModelConfig.model_validate({"body": {"type": kind, "options": options}, "compute_dtype": "float32"})
 
 
-@pytest.mark.parametrize("kind", ["cnn", "film", "openvla_oft"])
+@pytest.mark.parametrize("kind", ["cnn", "film", "openvla_oft", "pi0", "pi05"])
 def test_a_pass_without_numbers_holds_what_a_real_one_holds(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +67,57 @@ def test_a_pass_without_numbers_holds_what_a_real_one_holds(
     assert expected.trained_bytes == pytest.approx(real.trained_bytes, rel=0.15)
     assert expected.scored_bytes == pytest.approx(real.scored_bytes, rel=0.15)
     assert expected.trained_bytes > expected.scored_bytes > 0
+
+
+@pytest.mark.parametrize("kind", ["squashed", "squashed_cnn"])
+def test_an_update_of_critics_without_numbers_holds_what_a_real_one_holds(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, sac = [], SacConfig(num_heads=3, hidden_size=16)
+    for device in ("meta", "cpu"):
+        measured._measured_learner.cache_clear()
+        monkeypatch.setattr(measured, "META", torch.device(device))
+        sizes.append(measure_learner(model_of(kind, tmp_path), "models.policy", TABLE, sac))
+    measured._measured_learner.cache_clear()
+    expected, real = sizes
+    policy = model_for(model_of(kind, tmp_path), "models.policy", Table(1).spaces, is_critic=False)
+    learner = SacLearner(check_policy(policy, Table(1).spaces), sac, OptimizerConfig())
+    assert expected.num_critics == real.num_critics == sum(one.numel() for one in learner.critics.parameters())
+    assert expected.trained_bytes == pytest.approx(real.trained_bytes, rel=0.15)
+    with pytest.raises(RecipeError, match="use body: squashed_cnn"):
+        measure_learner(model_of("cnn", tmp_path), "models.policy", TABLE, sac)
+
+
+def test_what_learns_by_sac_is_all_that_is_saved(tmp_path: Path) -> None:
+    """Weights, critics, slow critics and moments are those of a learner, whole on every rank."""
+    changes = {
+        "workflow": "sac",
+        "models": {"policy": {"body": {"type": "squashed", "options": {"chunk": 2, "hidden_size": 32}}}},
+        "algorithm": {"sac": {"num_heads": 4, "hidden_size": 32}},
+        "batch": {"prompts_per_step": 4, "responses_per_prompt": 1},
+        "checkpoint": {"every_steps": 1},
+    }
+    recipe = body_recipe(tmp_path, **changes)  # type: ignore[arg-type]
+    assert recipe.algorithm.sac is not None
+    policy = model_for(recipe.models["policy"], "models.policy", Line(1).spaces, is_critic=False)
+    assert isinstance(policy, Squashed)
+    learner = SacLearner(policy, recipe.algorithm.sac, OptimizerConfig())
+    saved = 4 * sum(one.numel() for one in [*learner.state().values(), *policy.parameters()])
+    for num_ranks in (1, 2):
+        memory = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(num_ranks)).memory
+        assert memory is not None
+        parts = memory.cpu.resident
+        held = sum(parts[f"policy {kind}"] for kind in ("weights", "optimizer", "critics"))
+        assert saved - 3 * 4 == held, "all but the temperature"
+        assert parts["checkpoint copy"] == held
+        assert "policy scores" not in memory.cpu.phases
+    larger = body_recipe(tmp_path, **{**changes, "algorithm.sac.batch_size": 1024})  # type: ignore[arg-type]
+    grown = plan_of(larger).memory
+    assert grown is not None
+    first = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(1)).memory
+    assert first is not None
+    parts, others = (one.cpu.phases["policy trains"] for one in (first, grown))
+    assert others["activations"] == 4 * parts["activations"] > 0
 
 
 class Endless(Line):
