@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +31,10 @@ from leaderless.policies.protocol import BodyPolicy
 from leaderless.rollout.bodies import BodyEngine, BodyTask
 from leaderless.rollout.worlds import ProcessWorlds, Worlds, open_worlds, spaces_of
 
-RESULTS = Path(__file__).resolve().parents[1] / "docs/performance/halves.json"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs/performance/halves.json"
 NUM, EPISODES = 32, 64
+sys.path.insert(0, str(ROOT))  # where processes of environments find this file
 
 
 class Slow(Table):
@@ -77,8 +80,9 @@ def measure(slow: Mapping[str, float], rounds: int) -> dict[str, int]:
     """Median steps per second of each way, by its name."""
 
     def config(processes: int) -> BodyConfig:
-        kind = f"{Path(__file__).stem}:Slow" if __name__ == "__main__" else f"{__name__}:Slow"
-        return BodyConfig(type=kind, options=dict(slow), num_environments=NUM, processes=processes, max_steps=16)
+        return BodyConfig(
+            type="benchmarks.halves:Slow", options=dict(slow), num_environments=NUM, processes=processes, max_steps=16
+        )
 
     policy = Cnn(spaces_of(config(0)), chunk=2).eval().requires_grad_(False)
     ways: dict[str, Callable[[], Worlds]] = {"in the rank": lambda: open_worlds(config(0), 2)}
@@ -90,7 +94,7 @@ def measure(slow: Mapping[str, float], rounds: int) -> dict[str, int]:
     for number in range(rounds + 1):
         for name, engine in engines.items():
             rate = steps_per_second(engine, policy)
-            if number:  # in the first round, processes start
+            if number:  # processes start in the first round
                 rates[name].append(rate)
     for engine in engines.values():
         engine.close()

@@ -33,7 +33,7 @@ class ReplayBuffer:
 
         Args:
             folder: Folder of the transitions.
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             chunk: Steps of a decision.
             is_reader: Whether another process may be writing, so that nothing is cut off or appended here.
 

@@ -52,7 +52,7 @@ class BodyEpisode:
         frames: Pixels of all cameras, uint8 [bytes], one camera after the other.
         states: State, float32 [state_size].
         instruction: Instruction.
-        choices: What the policy chose, float32 [choice_size].
+        choices: Choices of the policy, float32 [choice_size].
         log_probs: Log-probabilities, float32 [chunk, numbers of an action].
         num_steps: Steps of each decision that were executed.
         rewards: Reward of each executed step.
@@ -92,7 +92,7 @@ class BodyEngine:
 
     Attributes:
         policy: The policy.
-        spaces: What its environments show and take.
+        spaces: Observations and actions of its environments.
         policy_version: Number of optimizer steps that led to its weights; None while it has none.
     """
 

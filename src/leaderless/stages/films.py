@@ -62,7 +62,7 @@ class Films:
 
     Attributes:
         batch: Rows of episodes.
-        spaces: What the environment shows.
+        spaces: Observations of the environment.
     """
 
     batch: Batch

@@ -120,7 +120,7 @@ class EnvironmentProcess:
 
         Args:
             config: The recipe's `body` section.
-            spaces: What the environment shows and takes.
+            spaces: Observations and actions of the environment.
             num: Number of episodes.
             chunk: Steps of a decision.
         """

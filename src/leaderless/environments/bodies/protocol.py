@@ -59,7 +59,7 @@ class Spaces:
     Attributes:
         images: Height and width of the images of each camera.
         state_size: Numbers of the state; 0 without one.
-        actions: What an action is.
+        actions: Kind of an action.
         max_steps: Steps after which it truncates an episode.
         has_instructions: Whether episodes have an instruction.
     """
@@ -93,7 +93,7 @@ class Steps:
     A chunk stops at the step at which the episode ends.
 
     Attributes:
-        observations: What is seen after the steps; where an episode has ended, what it showed last.
+        observations: Observations after the steps; the last one of an episode that has ended.
         rewards: [n, chunk] float32, 0 for steps that were not executed.
         num_steps: [n] int64, steps that were executed, at least one.
         terminated: [n] bool, whether the task has come to its end.
@@ -117,7 +117,7 @@ class VectorEnvironment(ABC):
     Options of the recipe's `body.options` are further arguments of the constructor.
 
     Attributes:
-        spaces: What it shows and takes.
+        spaces: Its observations and actions.
     """
 
     spaces: Spaces

@@ -56,8 +56,8 @@ class ManiSkill(Singles):
             image_size: Pixels of a side of each camera's image, which then stands for what the state says of things; 0
                 for a state that says all.
             reward: Reward of a step: `sparse`, `dense` or `normalized_dense`.
-            control_mode: What the numbers of an action are, such as `pd_joint_delta_pos`.
-            instruction: What is to be done, in words.
+            control_mode: Meaning of the numbers of an action, such as `pd_joint_delta_pos`.
+            instruction: Task in words.
             options: Further arguments of the task.
 
         Raises:

@@ -31,7 +31,7 @@ class Seen:
     Attributes:
         images: [height, width, 3] uint8 of each camera.
         state: [state_size] float32.
-        instruction: What is to be done.
+        instruction: Task in words.
     """
 
     images: Mapping[str, NDArray[np.uint8]]
@@ -44,7 +44,7 @@ class Outcome:
     """What one action has done in one episode.
 
     Attributes:
-        seen: What is seen after it.
+        seen: Observation after it.
         reward: Its reward.
         is_terminated: Whether the task has come to its end.
         is_truncated: Whether the episode was cut although the task continues.
@@ -64,7 +64,7 @@ class Single(ABC):
     """A simulator that holds one episode.
 
     Attributes:
-        spaces: What it shows and takes.
+        spaces: Its observations and actions.
     """
 
     spaces: Spaces
