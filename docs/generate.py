@@ -43,7 +43,7 @@ from leaderless.algorithms.registry import CUSTOM
 from leaderless.cli.main import app
 from leaderless.config import Recipe
 from leaderless.config.base import ShorthandSection
-from leaderless.config.rewards import RewardOptions
+from leaderless.config.reward_options import RewardOptions
 from leaderless.config.roles import RoleConfig
 from leaderless.convert.convert import TABLES
 from leaderless.planner import Cluster, make_plan
@@ -227,17 +227,27 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
             yield from _typed_sections(inner_sections, f"{heading}.{name}", field)
             continue
         for inner in inner_sections:
-            own = {n: f for n, f in inner.model_fields.items() if n not in RewardOptions.model_fields}
             if issubclass(inner, RewardOptions):
-                yield f"### `{heading}.{name}`"
-                yield cell(field.description or "", keep_lines=True)
-                if own:
-                    yield _settings_table(own, f"{heading}.{name}.")
+                yield from _reward(inner, f"{heading}.{name}", field.description or "")
             elif section is RoleConfig:
                 yield f"### `{heading}.{name}`"
                 yield f"{cell(field.description or '')} It has the settings of [`{name}`](#{name})."
             else:
                 yield from _section(inner, f"{heading}.{name}", field.description or "")
+
+
+def _reward(options: type[RewardOptions], heading: str, description: str) -> Iterator[str]:
+    """The settings of a reward that not all rewards have, or that mean something else in it."""
+    yield f"### `{heading}`"
+    yield cell(description, keep_lines=True)
+    common = {name: field.description for name, field in RewardOptions.model_fields.items()}
+    own = {name: one for name, one in options.model_fields.items() if one.description != common.get(name)}
+    if plain := {name: one for name, one in own.items() if not sections_of(one.annotation)}:
+        yield _settings_table(plain, f"{heading}.")
+    for name, one in own.items():
+        for inner in sections_of(one.annotation):
+            several = ".<name>" if get_origin(one.annotation) is Mapping else ""
+            yield from _section(inner, f"{heading}.{name}{several}", one.description or "")
 
 
 def _one_or_several(sections: Sequence[type[BaseModel]], heading: str, field: FieldInfo) -> Iterator[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
+from tests.judge_server import by_length, serving
 
 from leaderless.config import Json, RecipeError
 from leaderless.config.rewards import RewardsConfig
@@ -42,6 +44,7 @@ REWARDS = {
     "format": Case(None, "<a>", "a", {"pattern": "<.*>"}),
     "answer_match": Case("Tiko", "<answer> the tiko. </answer>", "Tiko", {}),
     "search_format": Case("Tiko", "<think>?</think><answer>Tiko</answer>", "<answer>Baro</answer>", {"structure": 0.3}),
+    "judge": Case(None, "four", "ab", {"model": "m"}),
     "code": Case(ASSERTS, "def twice(n): return 2 * n", "def twice(n): return n", {}),
     "tests.end_to_end.own_reward:share_of_digits": Case(None, "12", "ab", {}),
     "tests.end_to_end.own_reward:fail_on_small_letters": Case(None, "12", "XY", {}),
@@ -53,10 +56,11 @@ RESPONSES = ["", " ", "\n\n", "ünïcödé ✓ \U0001f600", "\x00\x1b[2J", "[bol
 def grade(name: str, answer: Json, responses: list[str], num_processes: int) -> list[Graded]:
     if name == "code" and BuiltinSandbox().refusal(allow_weaker=False):
         pytest.skip("programs cannot be run safely on this machine")
-    config = RewardsConfig.model_validate({name: {"weight": 2.0, **REWARDS[name].options}})
     samples = [RewardInput("?", response, answer, {"answer": answer}, is_truncated=False) for response in responses]
-    with RewardPool(config, num_processes) as pool:
-        return pool.grade(samples, [None] * len(samples))
+    with ExitStack() as stack:
+        own = {"url": stack.enter_context(serving(by_length)).url} if name == "judge" else {}
+        config = RewardsConfig.model_validate({name: {"weight": 2.0, **REWARDS[name].options, **own}})
+        return stack.enter_context(RewardPool(config, num_processes)).grade(samples, [None] * len(samples))
 
 
 def test_every_built_in_reward_has_a_case() -> None:

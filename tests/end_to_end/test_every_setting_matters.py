@@ -18,10 +18,12 @@ from tests.unit.test_config_schema import all_sections
 from leaderless.config.algorithm import CorrectionConfig, RewardModelConfig, TeamConfig
 from leaderless.config.base import Section
 from leaderless.config.channels import ChannelConfig
+from leaderless.config.judges import CriterionConfig, JudgeOptions, PairwiseConfig, ParseConfig
 from leaderless.config.mcp import McpServerConfig
 from leaderless.config.online import OnlineConfig
 from leaderless.config.placement import PlacementConfig
-from leaderless.config.rewards import CodeOptions, RewardOptions
+from leaderless.config.reward_options import RewardOptions
+from leaderless.config.rewards import CodeOptions
 from leaderless.config.rollout import ExternalConfig
 from leaderless.config.sac import SacConfig
 from leaderless.config.training import MegatronConfig
@@ -166,6 +168,9 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("OnlineConfig", name) for name in OnlineConfig.model_fields}
     # SAC needs a body; tests/unit/bodies/test_sac.py and test_sac.py have them.
     elsewhere |= {("SacConfig", name) for name in SacConfig.model_fields}
+    # Judges need a server; tests/unit/rewards/test_judges.py tries each setting.
+    judges = (JudgeOptions, CriterionConfig, ParseConfig, PairwiseConfig)
+    elsewhere |= {(section.__name__, name) for section in judges for name in section.model_fields}
     # A reward model is not part of these runs; test_reward_model.py tries each setting.
     elsewhere |= {("RewardModelConfig", name) for name in RewardModelConfig.model_fields}
     elsewhere |= {("AlgorithmConfig", "reward_model")}
@@ -189,4 +194,5 @@ def test_settings_that_only_reward_processes_read_are_read_there() -> None:
     rooms = [ROOT / "src/leaderless" / name for name in ("rewards", "sandbox")]
     texts = [path.read_text(encoding="utf-8") for room in rooms for path in room.rglob("*.py")]
     names = {node.attr for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
-    assert {"ignore_case", "pattern", *CodeOptions.model_fields} - RewardOptions.model_fields.keys() <= names
+    wanted = {"ignore_case", "pattern", *CodeOptions.model_fields, *JudgeOptions.model_fields, "opponents", "text"}
+    assert wanted - {"prompt"} - RewardOptions.model_fields.keys() <= names

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from leaderless.config import Recipe, all_keys
-from leaderless.config.rewards import RewardOptions
+from leaderless.config.reward_options import RewardOptions
 
 OWN = "tests.unit.algorithms.test_custom_classes:Harmonic"
 MINIMAL = {"name": "a", "workflow": "w", "models": {"policy": "m"}, "data": {"train": {"path": "x"}}, "steps": 1}
@@ -71,7 +71,11 @@ def accepts(schema: Mapping[str, object] | bool, value: object, root: Mapping[st
         return False
     if isinstance(value, dict):
         known, extra = schema.get("properties", {}), schema.get("additionalProperties", False)
-        inner = [(known.get(key, extra), item) for key, item in value.items()]
+        named = schema.get("patternProperties", {})
+        inner = [
+            (next((rule for form, rule in named.items() if re.search(form, key)), known.get(key, extra)), item)
+            for key, item in value.items()
+        ]
         has_all = set(schema.get("required", ())) <= set(value)
         return has_all and all(accepts(rule, item, root) for rule, item in inner)
     return not isinstance(value, list) or all(accepts(schema["items"], item, root) for item in value)
@@ -91,6 +95,11 @@ def accepts(schema: Mapping[str, object] | bool, value: object, root: Mapping[st
         ({"reward": {"my.module:f": {"weights": 1}}}, False),
         ({"reward": {"format": {"pattern": "x"}}}, True),
         ({"reward": {"format": 1.0}}, False),
+        ({"reward": {"judge": {"url": "http://a/v1", "model": "m", "parse": "(x)", "pairwise": {}}}}, True),
+        ({"reward": {"judge": 1.0}}, False),
+        ({"reward": {"judge": {"url": "http://a/v1", "model": "m", "parse": {"regex": "x"}}}}, False),
+        ({"reward": {"format-boxed": {"pattern": "x"}, "math-1": 2.0}}, True),
+        ({"reward": {"format-boxed": 2.0}}, False),
         ({"layout": {"rollout": {"ranks": "0-3", "tp": 2}, "policy": {"ranks": 4}}}, True),
         ({"layout": {"rollout": {"ranks": [0]}}}, False),
         ({"optimizer": {"schedule": "other"}}, False),

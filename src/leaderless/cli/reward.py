@@ -93,8 +93,15 @@ def _cell(score: Score | None) -> Text:
     text = Text("failed" if score.value is None else f"{score.value:.4g}", "red" if score.error else "")
     if score.answer is not None:
         text.append("\nfound ", "dim").append_text(_cut(score.answer))
+    if score.said:
+        text.append("\nsays ", "dim").append_text(_end(score.said))
     milliseconds = 1000 * score.seconds
     return text.append("\n<1 ms" if milliseconds < 1 else f"\n{milliseconds:,.0f} ms", "dim")
+
+
+def _end(said: str) -> Text:
+    text = " ".join(said.split())
+    return Text(text if len(text) <= MAX_CELL_CHARACTERS else f"…{text[-MAX_CELL_CHARACTERS:]}")
 
 
 def _cut(value: object) -> Text:

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, GetJsonSchemaHandler, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic_core import CoreSchema, InitErrorDetails
 
-from leaderless.config.base import Section, ShorthandSection
+from leaderless.config.base import Section
 from leaderless.config.errors import nearest
-
-
-class RewardOptions(ShorthandSection):
-    """Settings of every reward; a bare number is its weight."""
-
-    shorthand: ClassVar[str] = "weight"
-
-    weight: float = 1.0
-    """Weight in the sample's reward, which is the weighted sum over the rewards that apply to it."""
-    timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds that grading one response may take; after that its process is ended and the reward counts as failed."""
-    sources: tuple[str, ...] = ()
-    """Sources of rows that the reward applies to (`data.train.source` names the column; without one, the source of a
-    mixture's row is the name of its dataset); empty for all."""
-
-    def applies_to(self, source: str | None) -> bool:
-        """Whether the reward grades rows of a source; None if the recipe names no such column."""
-        return not self.sources or source in self.sources
+from leaderless.config.judges import JudgeOptions
+from leaderless.config.reward_options import DEFAULT_SOURCE, RewardOptions
 
 
 class MathOptions(RewardOptions):
@@ -114,10 +99,13 @@ class CodeOptions(RewardOptions):
 
 
 class RewardsConfig(Section):
-    """The rewards of a recipe by name; a custom one is named `package.module:function`."""
+    """The rewards of a recipe by name; a custom one is named `package.module:function`.
+
+    A built-in one may be used several times, each under its name, `-` and another word, as `judge-style`.
+    """
 
     model_config = Section.model_config | {"extra": "allow"}
-    __pydantic_extra__: dict[str, RewardOptions]
+    __pydantic_extra__: dict[str, SerializeAsAny[RewardOptions]]
 
     math: MathOptions | None = None
     """1 where the response's final answer equals the expected one mathematically, else 0."""
@@ -134,14 +122,25 @@ class RewardsConfig(Section):
     code: CodeOptions | None = None
     """The share of its row's tests that the response's program passes, run in a sandbox; see
     [A reward that runs programs](../guides/code.md)."""
+    judge: JudgeOptions | None = None
+    """What a language model says the response is worth, from 0 to 1; see [Judges](../guides/judges.md)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_ones(cls, value: object) -> object:
+        """Read the settings of built-in rewards that have names of their own."""
+        if not isinstance(value, Mapping):
+            return value
+        return {name: _read(str(name), settings) for name, settings in value.items()}
 
     @model_validator(mode="after")
     def _names_are_known(self) -> RewardsConfig:
         for name in self.__pydantic_extra__ or {}:
-            if not re.fullmatch(r"[\w.]+:\w+", name):
+            if not re.fullmatch(r"[\w.]+:\w+", name) and named_type(name) is None:
                 hint = nearest(name, type(self).model_fields)
                 raise ValueError(
-                    f"reward.{name} is no built-in reward{hint}; a custom one is 'package.module:function'"
+                    f"reward.{name} is no built-in reward{hint}; a custom one is 'package.module:function', and a "
+                    "built-in one may have a name such as 'format-boxed'"
                 )
         return self
 
@@ -153,3 +152,49 @@ class RewardsConfig(Section):
             for name, options in (builtin | (self.__pydantic_extra__ or {})).items()
             if options is not None
         }
+
+    def applying(self, source: str | None) -> list[str]:
+        """The rewards that grade rows of a source, by name; None if the recipe names no such column."""
+        options = self.options()
+        known = {one for own in options.values() for one in own.sources}
+        wanted = {source} if source in known else {source, DEFAULT_SOURCE}
+        return [name for name, own in options.items() if not own.sources or wanted & {*own.sources}]
+
+    def judges(self) -> Mapping[str, JudgeOptions]:
+        """Those that ask a language model, by name."""
+        return {name: options for name, options in self.options().items() if isinstance(options, JudgeOptions)}
+
+    def without_judges(self) -> RewardsConfig:
+        """The other rewards, which grade one response after the other."""
+        left: dict[str, object] = {name: one for name, one in self.options().items() if name not in self.judges()}
+        return RewardsConfig.model_validate(left)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        """The JSON Schema knows the built-in rewards that have names of their own."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        properties = schema["properties"]
+        return {**schema, "patternProperties": {f"^{name}-[\\w-]+$": properties[name] for name in cls.model_fields}}
+
+
+def named_type(name: str) -> type[RewardOptions] | None:
+    """The settings of a built-in reward with a name of its own, such as `judge-style`; None if it is none."""
+    kind, dash, word = name.partition("-")
+    if not dash or not re.fullmatch(r"[\w-]+", word) or kind not in RewardsConfig.model_fields:
+        return None
+    found: type[RewardOptions] = get_args(RewardsConfig.model_fields[kind].annotation)[0]
+    return found
+
+
+def _read(name: str, settings: object) -> object:
+    kind = named_type(name)
+    if kind is None or isinstance(settings, kind):
+        return settings
+    try:
+        return kind.model_validate(settings)
+    except ValidationError as error:
+        lines = [
+            InitErrorDetails(type=line["type"], loc=(name, *line["loc"]), input=line["input"], ctx=line.get("ctx", {}))
+            for line in error.errors()
+        ]
+        raise ValidationError.from_exception_data(name, lines) from error

@@ -14,7 +14,8 @@ from leaderless.config.errors import closest, nearest
 from leaderless.config.functions import is_function_name, load_class
 from leaderless.config.other_names import own_name
 from leaderless.config.recipe import Recipe
-from leaderless.config.rewards import RewardOptions, RewardsConfig
+from leaderless.config.reward_options import RewardOptions
+from leaderless.config.rewards import RewardsConfig, named_type
 
 
 def hints_for(
@@ -96,8 +97,8 @@ def _child(annotation: object, sections: Sequence[type[BaseModel]], part: str) -
     for section in sections:
         if part in section.model_fields:
             return section.model_fields[part].annotation
-        if section is RewardsConfig and ":" in part:
-            return RewardOptions
+        if section is RewardsConfig and (":" in part or named_type(part)):
+            return named_type(part) or RewardOptions
     arguments = get_args(annotation)
     return arguments[1] if get_origin(annotation) is Mapping else None
 

@@ -47,6 +47,7 @@ class RunDirectory:
         self.traces = path / "trace"
         self.checkpoints = path / "checkpoints"
         self.errors = path / "errors"
+        self.answers = path / "answers"
         self.data = path.with_name(".data")  # shared by all runs next to this one
         self.logs = path / "logs"
         self.loggers = path / "loggers"

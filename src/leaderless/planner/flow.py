@@ -62,7 +62,8 @@ class Flow:
         self._rows = RowSets(workflow)
         self.workflow = workflow = self._rows.workflow
         nodes = workflow.order()
-        self.recipe, self._before, self.specs = recipe, workflow.ancestors(), self._rows.specs
+        self.recipe, self._before = recipe, workflow.ancestors()
+        self.specs = {name: spec.under(recipe) for name, spec in self._rows.specs.items()}
         self.settings = {node.name: self.specs[node.name].settings_of(recipe, node) for node in nodes}
         self._check_settings(nodes)
         self._check_repeated()

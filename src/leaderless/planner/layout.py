@@ -270,7 +270,8 @@ def _groups_meet(recipe: Recipe, workflow: Workflow, layouts: Mapping[str, Layou
     if layout.dp == 1 or all(layout.holds_rows_like(other) for other in made_on):
         return True
     return not any(
-        spec_of(node).needs_whole_groups or (node.name in recipe.layout and recipe.layout[node.name].groups == "whole")
+        spec_of(node).under(recipe).needs_whole_groups
+        or (node.name in recipe.layout and recipe.layout[node.name].groups == "whole")
         for node in workflow.nodes
         if join in before[node.name] and layouts[node.name].holds_rows_like(layout)
     )

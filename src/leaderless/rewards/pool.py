@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from leaderless.config import Json
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.dispatch import Dispatcher
 from leaderless.rewards.grading import Outcome, grade
+from leaderless.rewards.judges.judge import AnswerFile, Asked, Judge, Judged, make_judges
 from leaderless.rewards.protocol import Reward, RewardInput
 from leaderless.rewards.registry import make_rewards
 
@@ -23,37 +25,50 @@ class Graded:
     Attributes:
         value: Weighted sum over the rewards that apply to it, finite; 0 if not valid.
         is_valid: Whether all of them could be computed; a response that is not valid must not be trained on.
-        details: Results by reward, `{"value": 1.0, "answer": "42"}` before weighting or `{"error": "..."}`; the key
-            `reward` holds an error of the sum itself, as when no reward applies.
+        details: Results by reward, `{"value": 1.0, "answer": "42"}` before weighting or `{"error": "..."}`, and what a
+            judge has said; the key `reward` holds an error of the sum itself, as when no reward applies.
+        seconds: Time that the rewards took.
+        asked: What it took to ask judges, by reward.
     """
 
     value: float
     is_valid: bool
     details: Mapping[str, Json]
     seconds: float = field(default=0.0, compare=False)
+    asked: Mapping[str, Asked] = field(default_factory=dict, compare=False)
 
 
 class RewardPool:
     """Computes the rewards of a recipe in processes; a reward that hangs or crashes fails its own response alone.
 
-    Calls of several threads wait for each other. Results do not depend on the number of processes.
+    Calls of several threads wait for each other. Results do not depend on the number of processes. Judges, which only
+    wait for their models, are asked by threads of this process.
 
     Args:
         config: The recipe's `reward` section; without any reward, no process is started.
         num_processes: Number of processes. With 0, rewards are computed in this process: for debuggers and notebooks.
             Then no time limit is enforced, and a reward that crashes ends this process.
         on_news: Function to call whenever some responses have been graded.
+        answers: Where the answers of judges are kept.
 
     Raises:
-        ValueError: `num_processes` is negative.
+        RecipeError: A judge cannot be made.
+        ValueError: `num_processes` is negative, or the environment does not have the key of a judge's server.
     """
 
-    def __init__(self, config: RewardsConfig, num_processes: int, on_news: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        config: RewardsConfig,
+        num_processes: int,
+        on_news: Callable[[], None] = lambda: None,
+        answers: AnswerFile = AnswerFile(),  # noqa: B008 - frozen
+    ) -> None:
         if num_processes < 0:
             raise ValueError(f"num_processes={num_processes}: must be at least 0")
-        self._config, self._options = config, config.options()
+        self._config, self._options, self._all = config.without_judges(), config.options(), config
         self._on_news = on_news
-        self._dispatcher = Dispatcher(config, num_processes, on_news) if num_processes else None
+        self._judges: Mapping[str, Judge] = make_judges(config.judges(), answers)
+        self._dispatcher = Dispatcher(self._config, num_processes, on_news) if num_processes else None
         self._rewards: Mapping[str, Reward] = {}
         """Rewards that are computed in this process."""
         self._is_closed = False
@@ -69,7 +84,7 @@ class RewardPool:
             RuntimeError: The pool is closed.
         """
         self._check_open()
-        if self._dispatcher and self._options:
+        if self._dispatcher and self._config.options():
             self._dispatcher.start()
         elif not self._rewards:
             self._rewards = make_rewards(self._config, in_worker=True)
@@ -88,15 +103,18 @@ class RewardPool:
         self._check_open()
         if len(samples) != len(sources):
             raise ValueError(f"there are {len(samples)} samples but {len(sources)} sources; give one for each sample")
-        applying = {
-            source: [name for name, options in self._options.items() if options.applies_to(source)]
-            for source in set(sources)
-        }
+        applying = {source: self._all.applying(source) for source in set(sources)}
         work = {name: [i for i, source in enumerate(sources) if name in applying[source]] for name in self._options}
-        with self._lock:
+        judged = {name: work.pop(name) for name in self._judges}
+        with self._lock, _Asking(partial(self._judge, samples, judged)) as asking:
             outcomes = self._dispatcher.run(samples, work) if self._dispatcher else self._grade_here(samples, work)
+            said = asking.result()
+        outcomes = {**outcomes, **{place: one.outcome for place, one in said.items()}}
         return [
-            self._sum({name: outcomes[name, index] for name in applying[source]})
+            self._sum(
+                {name: outcomes[name, index] for name in applying[source]},
+                {name: said[name, index] for name in applying[source] if name in self._judges},
+            )
             if applying[source]
             else _no_reward(source)
             for index, source in enumerate(sources)
@@ -132,21 +150,75 @@ class RewardPool:
                 self._on_news()
         return outcomes
 
-    def _sum(self, outcomes: Mapping[str, Outcome]) -> Graded:
+    def _judge(
+        self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]]
+    ) -> Mapping[tuple[str, int], Judged]:
+        """What judges find, by reward and index of the response."""
+        return {
+            (name, index): one
+            for name, indices in work.items()
+            for index, one in zip(
+                indices, self._judges[name].grade([samples[i] for i in indices], self._on_news), strict=True
+            )
+        }
+
+    def _sum(self, outcomes: Mapping[str, Outcome], judged: Mapping[str, Judged]) -> Graded:
         details: dict[str, Json] = {
             name: {"value": outcome.value, "answer": outcome.answer}
             if outcome.error is None
             else {"error": outcome.error}
             for name, outcome in outcomes.items()
         }
-        seconds = sum(outcome.seconds for outcome in outcomes.values())
+        details |= {name: {**_section(details[name]), **one.notes} for name, one in judged.items()}
+        graded = Graded(
+            0.0,
+            is_valid=False,
+            details=details,
+            seconds=sum(outcome.seconds for outcome in outcomes.values()),
+            asked={name: one.asked for name, one in judged.items()},
+        )
         if any(outcome.error is not None for outcome in outcomes.values()):
-            return Graded(0.0, is_valid=False, details=details, seconds=seconds)
+            return graded
         total = sum(self._options[name].weight * outcome.value for name, outcome in outcomes.items())
         if not math.isfinite(total):
             error = f"OverflowError: the weighted sum of the rewards is {total}, but must be finite"
-            return Graded(0.0, is_valid=False, details=details | {"reward": {"error": error}}, seconds=seconds)
-        return Graded(total, is_valid=True, details=details, seconds=seconds)
+            return replace(graded, details=details | {"reward": {"error": error}})
+        return replace(graded, value=total, is_valid=True)
+
+
+class _Asking:
+    """Something that is found in a thread, while other rewards are computed."""
+
+    def __init__(self, find: Callable[[], Mapping[tuple[str, int], Judged]]) -> None:
+        self._find = find
+        self._found: Mapping[tuple[str, int], Judged] = {}
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="judges", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the thread to itself after an error: it ends when its questions are answered, or late."""
+
+    def result(self) -> Mapping[tuple[str, int], Judged]:
+        """What was found; raises what the thread has raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+    def _run(self) -> None:
+        try:
+            self._found = self._find()
+        except BaseException as error:  # noqa: BLE001 - raised where the result is wanted
+            self._error = error
+
+
+def _section(detail: Json) -> Mapping[str, Json]:
+    assert isinstance(detail, Mapping)
+    return detail
 
 
 def _no_reward(source: str | None) -> Graded:

@@ -34,6 +34,7 @@ class RewardInput:
         is_truncated: Whether the response was cut at the longest allowed length.
         transcript: Everything after the prompt, in order, by whoever wrote it; by default the response alone. Of an
             episode of several samples it is that of the last.
+        group: Number that the responses to the same prompt share; None where it is not known.
     """
 
     prompt: Json
@@ -42,6 +43,7 @@ class RewardInput:
     row: Mapping[str, Json]
     is_truncated: bool
     transcript: tuple[Passage, ...] = ()
+    group: int | None = None
 
     def __post_init__(self) -> None:
         if not self.transcript:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import cast
 
 from leaderless.config.errors import Problem, RecipeError
 from leaderless.config.functions import load_callable, load_function
+from leaderless.config.judges import JudgeOptions
+from leaderless.config.reward_options import RewardOptions
 from leaderless.config.rewards import (
     AnswerMatchOptions,
     CodeOptions,
     ExactMatchOptions,
     FormatOptions,
     MathOptions,
-    RewardOptions,
     RewardsConfig,
     SearchFormatOptions,
 )
@@ -48,14 +50,16 @@ def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
             a reward process; or programs cannot be run safely on this machine. All problems are named.
     """
     problems: list[Problem] = []
-    if config.code is not None:
-        from leaderless.sandbox.choose import choose_sandbox
+    for name, options in config.options().items():
+        if isinstance(options, CodeOptions):
+            from leaderless.sandbox.choose import choose_sandbox
 
-        try:
-            choose_sandbox(config.code.sandbox, allow_weaker=config.code.allow_weaker)
-        except RuntimeError as error:
-            problems.append(Problem("reward.code", str(error)))
-    for name in config.options():
+            try:
+                choose_sandbox(options.sandbox, allow_weaker=options.allow_weaker)
+            except RuntimeError as error:
+                problems.append(Problem(f"reward.{name}", str(error)))
+        if isinstance(options, JudgeOptions):
+            problems += _problems_of(name, options)
         if ":" in name:
             try:
                 _load_function(name, in_worker)
@@ -63,6 +67,20 @@ def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
                 problems += error.problems
     if problems:
         raise RecipeError(problems)
+
+
+def _problems_of(name: str, options: JudgeOptions) -> Sequence[Problem]:
+    """What keeps a judge from being asked."""
+    from leaderless.rewards.judges.judge import AnswerFile, make_judges
+
+    try:
+        make_judges({name: options}, AnswerFile())
+    except RecipeError as error:
+        return error.problems
+    except ValueError as error:
+        setting, _, message = str(error).partition(": ")
+        return [Problem(f"reward.{name}.{setting}", message)]
+    return []
 
 
 def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:
@@ -83,6 +101,11 @@ def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:
         from leaderless.rewards.code import CodeReward
 
         return CodeReward(options)
+    if isinstance(options, JudgeOptions):
+        # Reward processes, which are small, do not ask judges.
+        from leaderless.rewards.judges.judge import AnswerFile, make_judges
+
+        return make_judges({name: options}, AnswerFile())[name]
     return _load_function(name, in_worker)
 
 

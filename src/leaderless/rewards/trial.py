@@ -17,6 +17,7 @@ from leaderless.data.files import find_files
 from leaderless.data.rows import Row, parse_line, plain_row
 from leaderless.observability.secrets import without_secrets
 from leaderless.rewards.grading import compute, describe, timed_out
+from leaderless.rewards.judges.judge import Judge, Judged
 from leaderless.rewards.protocol import Reward, RewardInput
 from leaderless.rewards.registry import make_rewards
 
@@ -31,6 +32,7 @@ class Score:
         error: Reason why training would count the reward as failed, in one line; empty where it would not.
         trace: The error with its traceback, as Python prints it.
         seconds: Time that the reward took.
+        said: Words of a judge.
     """
 
     value: float | None
@@ -38,6 +40,7 @@ class Score:
     error: str
     trace: str
     seconds: float
+    said: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,14 @@ def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) ->
             made = {"given": responses[number if len(responses) > 1 else 0]}
         else:
             made = ({"expected": str(answer)} if isinstance(answer, str | int | float) else {}) | {"empty": ""}
-        applying = [name for name in rewards if options[name].applies_to(recipe.data.source_of(row))]
-        for kind, response in made.items():
-            sample = RewardInput(row.get(config.prompt), response, answer, row, is_truncated=False)
-            scores = {name: _score(rewards[name], sample, options[name].timeout_s) for name in applying}
+        applying = recipe.reward.applying(recipe.data.source_of(row))
+        samples = {
+            kind: RewardInput(row.get(config.prompt), response, answer, row, is_truncated=False, group=number)
+            for kind, response in made.items()
+        }
+        found = {name: _scores(rewards[name], samples, options[name].timeout_s) for name in applying}
+        for kind, sample in samples.items():
+            scores = {name: found[name][kind] for name in applying}
             is_graded = bool(scores) and not any(score.error for score in scores.values())
             total = sum(options[name].weight * (score.value or 0.0) for name, score in scores.items())
             yield Trial(number + 1, kind, sample, scores, total if is_graded else None)
@@ -107,6 +114,21 @@ def read_responses(path: Path) -> list[str]:
             raise ValueError(f"{path}:{number + 1} must be a text, or an object whose `response` is one")
         responses.append(text)
     return responses
+
+
+def _scores(reward: Reward, samples: Mapping[str, RewardInput], timeout_s: float) -> dict[str, Score]:
+    """What one reward finds the responses to a row to be worth, by their kind."""
+    if not isinstance(reward, Judge):
+        return {kind: _score(reward, sample, timeout_s) for kind, sample in samples.items()}
+    judged = zip(samples, reward.grade([*samples.values()]), strict=True)
+    return {kind: _judged(one) for kind, one in judged}
+
+
+def _judged(judged: Judged) -> Score:
+    """What a judge finds, with its words."""
+    outcome, said = judged.outcome, str(judged.notes.get("said", ""))
+    value = None if outcome.error else outcome.value
+    return Score(value, None, outcome.error or "", "", outcome.seconds, said)
 
 
 def _score(reward: Reward, sample: RewardInput, timeout_s: float) -> Score:

@@ -14,7 +14,7 @@ from leaderless.environments.trace import TraceSample
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.played import common_beginning
-from leaderless.stages.reward import joined, last_said, reward_inputs, transcripts, with_environment
+from leaderless.stages.reward import group_of, joined, last_said, reward_inputs, transcripts, with_environment
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,26 @@ def _parts_of_group(lines: Sequence[Line], recipe: Recipe, tokenizer: Tokenizer)
         for agent in sorted(by_agent, key=episode.agents.index):
             said = (node.said for node in episode.trace.said())
             value = float(np.float32(sum(one.reward for one in said if one and one.agent == agent)))
-            asked = _input_of(line, by_agent[agent], head, recipe, tokenizer, is_cut=episode.is_cut)
-            yield Part(number, episode.agents.index(agent), is_sampled, asked, value, None)
+            actor = episode.agents.index(agent)
+            asked = _input_of(line, by_agent[agent], head, actor, recipe, tokenizer, is_cut=episode.is_cut)
+            yield Part(number, actor, is_sampled, asked, value, None)
 
 
 def _input_of(
-    line: Line, samples: Sequence[TraceSample], head: int, recipe: Recipe, tokenizer: Tokenizer, *, is_cut: bool
+    line: Line,
+    samples: Sequence[TraceSample],
+    head: int,
+    actor: int,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    *,
+    is_cut: bool,
 ) -> RewardInput:
     row = line["task"]
     assert isinstance(row, Mapping)
     tokens, masks = [one.tokens[head:] for one in samples], [one.is_trained[head:] for one in samples]
     texts, count = transcripts(tokenizer, tokens, recipe, masks), len(samples)
     cut = [is_cut or one.is_truncated for one in samples]
-    inputs = reward_inputs([recipe.data.train_set_of(row)] * count, [row] * count, texts, cut)
+    groups = [group_of(int(str(line["group_id"])), actor)] * count
+    inputs = reward_inputs([recipe.data.train_set_of(row)] * count, [row] * count, texts, cut, groups)
     return joined([last_said(one) for one in inputs], recipe)

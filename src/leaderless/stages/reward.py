@@ -21,7 +21,10 @@ from leaderless.rewards.protocol import Passage, RewardInput
 from leaderless.rollout.engine import Completion
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Episodes
-from leaderless.workflow.stages import ENVIRONMENT, SUCCESS
+from leaderless.workflow.reward_stage import ENVIRONMENT, SUCCESS, judge_metrics
+
+_ACTOR_BITS = 16
+"""Room for the agents of an environment."""
 
 
 def reward(batch: Batch, context: StageContext) -> Batch:
@@ -105,7 +108,9 @@ def inputs_of(batch: Batch, context: StageContext) -> list[RewardInput]:
     masks = batch.jagged("response_mask").to_lists() if "response_mask" in batch else None
     texts = transcripts(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe, masks)
     configs = [context.recipe.data.train_set_of(row) for row in rows]
-    inputs = reward_inputs(configs, rows, texts, batch.dense("truncated").tolist())
+    actors = batch.dense("actor").tolist() if "actor" in batch else [0] * len(rows)
+    groups = [group_of(*one) for one in zip(batch.group_ids.tolist(), actors, strict=True)]
+    inputs = reward_inputs(configs, rows, texts, batch.dense("truncated").tolist(), groups)
     return [last_said(one) for one in inputs] if context.recipe.has_episodes else inputs
 
 
@@ -118,7 +123,18 @@ def inputs_of_group(
     texts = transcripts(tokenizer, [one.tokens for one in responses], recipe)
     sets, cut = [recipe.data.train_set_of(row)] * len(texts), [one.is_truncated for one in responses]
     source = recipe.data.source_of(row)
-    return [(one, source) for one in reward_inputs(sets, [row] * len(texts), texts, cut)]
+    groups = [group_of(int(prompt.ids))] * len(texts)
+    return [(one, source) for one in reward_inputs(sets, [row] * len(texts), texts, cut, groups)]
+
+
+def group_of(number: int, actor: int = 0) -> int:
+    """The number that rewards know a group by; the agents of an environment have groups of their own.
+
+    Args:
+        number: Number of the group.
+        actor: Place of the agent among those of the environment.
+    """
+    return number << _ACTOR_BITS | actor
 
 
 def last_said(sample: RewardInput) -> RewardInput:
@@ -155,6 +171,27 @@ def _report(context: StageContext, graded: Sequence[Graded], rewards: Tensor, is
     for name in (*context.recipe.reward.options(), *([ENVIRONMENT] if context.recipe.has_tasks else [])):
         values = [value for detail in details if (value := reward_value(detail, name)) is not None]
         context.metrics.mean(f"reward/{name}", sum(values), len(values))
+    _report_judges(context, graded)
+
+
+def _report_judges(context: StageContext, graded: Sequence[Graded]) -> None:
+    """Report what it took to ask judges. Questions without an answer count, but for their seconds."""
+    names = judge_metrics(context.recipe.reward)
+    if not names:
+        return
+    asked = [one for g in graded for one in g.asked.values()]
+    failed = sum(bool(reward_error(g.details, name)) for g in graded for name in g.asked)
+    questions, cached = sum(one.questions for one in asked), sum(one.cached for one in asked)
+    pairs = sum(one.pairs for one in asked)
+    found = {
+        "failed_share": (failed, len(asked)),
+        "cached_share": (cached, questions),
+        "requests": (sum(one.requests for one in asked), questions - cached),
+        "latency_s": (sum(one.seconds for one in asked), questions - cached),
+        "contradictions": (sum(one.contradictions for one in asked), pairs),
+    }
+    for name in names:
+        context.metrics.mean(f"judge/{name}", *found[name])
 
 
 def reward_value(details: Mapping[str, Json], name: str) -> float | None:
@@ -176,10 +213,16 @@ def reward_inputs(
     rows: Sequence[Mapping[str, Json]],
     texts: Sequence[tuple[Passage, ...]],
     truncated: Sequence[bool],
+    groups: Sequence[int],
 ) -> list[RewardInput]:
-    """The inputs of rewards for some responses, given the dataset, row and transcript of each, and whether it was cut.
+    """The inputs of rewards for some responses; the response of a transcript is what the policy sampled.
 
-    The response of a transcript is what the policy sampled.
+    Args:
+        configs: Dataset of each.
+        rows: Row of each.
+        texts: Transcript of each.
+        truncated: Whether each was cut.
+        groups: Number of the group of each, by `group_of`.
     """
     return [
         RewardInput(
@@ -189,8 +232,9 @@ def reward_inputs(
             row=row,
             is_truncated=is_truncated,
             transcript=text,
+            group=group,
         )
-        for config, row, text, is_truncated in zip(configs, rows, texts, truncated, strict=True)
+        for config, row, text, is_truncated, group in zip(configs, rows, texts, truncated, groups, strict=True)
     ]
 
 

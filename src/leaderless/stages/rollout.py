@@ -21,7 +21,7 @@ from leaderless.stages.online import collect
 from leaderless.stages.play import play_tasks, played_before
 from leaderless.stages.played import Play, Played
 from leaderless.workflow.columns import EXPERTS
-from leaderless.workflow.stages import ENVIRONMENT
+from leaderless.workflow.reward_stage import ENVIRONMENT
 
 TOO_MUCH = (
     "the sequences that are sampled at the same time do not fit into memory: lower rollout.max_sequences or "

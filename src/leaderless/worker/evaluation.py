@@ -32,7 +32,7 @@ from leaderless.stages.films import describe_episode
 from leaderless.stages.play import play_tasks, played_before
 from leaderless.stages.played import Play
 from leaderless.stages.record import TokenRecorder, describe_sample, thumbnails
-from leaderless.stages.reward import grade_of, last_said, reward_inputs, transcripts, with_environment
+from leaderless.stages.reward import grade_of, group_of, last_said, reward_inputs, transcripts, with_environment
 from leaderless.stages.rollout import TOO_MUCH
 from leaderless.worker.preference_evaluation import PreferenceEvaluator
 from leaderless.worker.roles import Roles
@@ -112,7 +112,8 @@ class Evaluator:
         assert data is not None
         values = [row for row in batch.objects("rows") if isinstance(row, Mapping) for _ in range(k)]
         texts = transcripts(self.tokenizer, [a.tokens for a in answers], self.recipe, [a.is_sampled for a in answers])
-        inputs = reward_inputs([data] * len(values), values, texts, [a.is_truncated for a in answers])
+        groups = [group_of(number) for number in batch.ids.tolist() for _ in range(k)]
+        inputs = reward_inputs([data] * len(values), values, texts, [a.is_truncated for a in answers], groups)
         graded = self._grade(inputs, answers, [str(row[data.source]) if data.source else None for row in values])
         if journal is not None and self.recipe.environment is not None:
             lines = [text_of(grade_of(a.sample_id, a.actor, one)) for a, one in zip(answers, graded, strict=True)]

@@ -32,6 +32,7 @@ from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.planner import Plan, RoleInstance, answering
+from leaderless.rewards.judges.judge import AnswerFile
 from leaderless.rewards.pool import RewardPool
 from leaderless.stages.context import Grader
 from leaderless.stages.play import writer_of
@@ -61,7 +62,7 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
     """Join the others and build this worker's part of a run; yields the worker, ready for its first step."""
     directory, door = RunDirectory.of(recipe), take_door(recipe, plan, place.rank)
     with ExitStack() as stack:
-        grade, transport, turns = _join(recipe, plan, place, stack)
+        grade, transport, turns = _join(recipe, plan, place, display, stack)
         check_shared(directory.path, transport.world)
         newest = next(reversed(list_checkpoints(directory.checkpoints)), None)
         plan = plan_in_force(newest, recipe, plan, transport.world)
@@ -114,7 +115,7 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
         The scores, on every rank.
     """
     with ExitStack() as stack:
-        grade, transport, turns = _join(recipe, plan, place, stack)
+        grade, transport, turns = _join(recipe, plan, place, display, stack)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leaderless-eval-")))
         builder = _Builder(recipe, plan, transport, turns, display, logs, checkpoint)
         builder.load_roles()
@@ -134,13 +135,16 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
             display.stop()
 
 
-def _join(recipe: Recipe, plan: Plan, place: Place, stack: ExitStack) -> tuple[Grader, Transport, Turns]:
+def _join(
+    recipe: Recipe, plan: Plan, place: Place, display: Display, stack: ExitStack
+) -> tuple[Grader, Transport, Turns]:
     """Start the processes that compute rewards for this worker, then meet the other workers."""
-    activity = Activity()
-    rewards = stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat))
+    activity, run = Activity(), RunDirectory.of(recipe)
+    run.say = partial(_print_own, display)
+    answers = AnswerFile(run.answers / f"rank-{place.rank}.jsonl", run.may_fail)
+    rewards = stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat, answers))
     transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
-    directory = RunDirectory.of(recipe).path
-    return rewards.grade, transport, stack.enter_context(open_turns(plan, directory, device, transport.world))
+    return rewards.grade, transport, stack.enter_context(open_turns(plan, run.path, device, transport.world))
 
 
 class _Builder:

@@ -10,7 +10,7 @@ from leaderless.observability.metrics import Metrics
 from leaderless.rewards.pool import Graded
 from leaderless.stages.reward import reward_value
 from leaderless.workflow.metrics import pass_at_sizes
-from leaderless.workflow.stages import ENVIRONMENT, SUCCESS
+from leaderless.workflow.reward_stage import ENVIRONMENT, SUCCESS
 
 
 class Scores:

@@ -11,6 +11,8 @@ from leaderless.algorithms.algorithm import Algorithm
 from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.algorithms.preferences import PREFERENCE_LOSSES
 from leaderless.config import RecipeError, nearest
+from leaderless.config.judges import JudgeOptions
+from leaderless.config.rewards import CodeOptions, FormatOptions
 from leaderless.workflow.stages import spec_of
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ _CONTINUOUS = "`channels` with `mode` set to `continuous`"
 _SCHEDULE = "`schedule.replan_every_steps` above 0"
 _PREFERENCES = "data with preferences"
 _PAIRS = "`chosen` and `rejected` in `data.train`"
+_JUDGE = "`reward.judge`"
 _EVALUATION = "`evaluation.every_steps` above 0"
 
 
@@ -77,6 +80,14 @@ METRICS: dict[str, Metric] = {
     "reward/<name>": Metric("mean of one reward before weighting, over the responses that it could grade"),
     "reward/failed": Metric("responses whose reward could not be computed"),
     "reward/failed_share": Metric("their share of all responses of the step"),
+    "judge/failed_share": Metric("share of responses that a judge should grade and could not", _JUDGE),
+    "judge/cached_share": Metric("share of questions whose answers were known", _JUDGE),
+    "judge/requests": Metric("mean number of requests that any other question took", _JUDGE),
+    "judge/latency_s": Metric("mean seconds until it was answered, with repeated requests", _JUDGE),
+    "judge/contradictions": Metric(
+        "share of comparisons in which the judge says something else when the responses are swapped; they are ties",
+        "`reward.judge` with `pairwise`",
+    ),
     "reward/overlong_penalty": Metric(
         "mean of what is added to the reward of a long response, at most 0",
         "`algorithm.overlong.buffer_tokens` above 0",
@@ -347,8 +358,9 @@ def _evaluation_metrics(recipe: Recipe) -> list[str]:
         return [*(f"evaluation/{name}" for name in ("loss", "margin", *own)), "time/evaluate"]
     names = [f"evaluation/mean@{k}", "evaluation/failed", "time/evaluate"]
     names += [f"evaluation/pass@{j}" for j in pass_at_sizes(k)]
-    decides = [config.metric] if config.metric else list(recipe.reward.options())
-    if k > 1 and not {"code", "format"}.issuperset(decides):
+    options = recipe.reward.options()
+    decides = [options.get(config.metric)] if config.metric else [*options.values()]
+    if k > 1 and not all(isinstance(one, CodeOptions | FormatOptions | JudgeOptions) for one in decides):
         names.append(f"evaluation/maj@{k}")
     return [*names, *(["evaluation/not_applicable"] if config.metric else [])]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from leaderless.config import RecipeError
@@ -46,6 +46,7 @@ class StageSpec:
         sampled_with: Settings of `rollout` that it assumes to be the same for all of its samples.
         rows: Effect on rows.
         needs_whole_groups: Whether all samples of a prompt must be on the same rank.
+        compares_groups: Function that says whether they must be under a recipe, where others do not ask for that.
         needs_whole_episodes: Whether all samples of an episode must be, if some episodes have several.
         streams: Whether it can process some groups of a step before the others are there, as no number depends on other
             groups.
@@ -70,6 +71,7 @@ class StageSpec:
     sampled_with: Names = ()
     rows: RowEffect = "same"
     needs_whole_groups: bool = False
+    compares_groups: Callable[[Recipe], bool] = field(default=lambda recipe: False)  # noqa: ARG005
     needs_whole_episodes: bool = False
     streams: bool = False
     roles: Mapping[str, RoleUse] = field(default_factory=dict)
@@ -85,6 +87,10 @@ class StageSpec:
     def role_use(self) -> RoleUse | Literal["none"]:
         """Use of the main role: the one that is trained, else the one that generates, else the one that scores."""
         return next((use for use in ("train", "generate", "score") if use in self.roles.values()), "none")
+
+    def under(self, recipe: Recipe) -> StageSpec:
+        """The contract under a recipe."""
+        return replace(self, needs_whole_groups=self.needs_whole_groups or self.compares_groups(recipe))
 
     @property
     def samples(self) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from leaderless.config import RecipeError
-from leaderless.config.data import TrainingSetConfig
 from leaderless.config.roles import origin_of
 from leaderless.environments.programs.doorway import doorway_refusal
 from leaderless.environments.registry import agents_of, environment_class, world_maker
@@ -23,6 +22,7 @@ from leaderless.workflow.columns import (
     TAKEN_COLUMNS,
 )
 from leaderless.workflow.preference_stages import PREFERENCE_STAGES
+from leaderless.workflow.reward_stage import REWARD
 from leaderless.workflow.stage import STAGES, StageSpec
 from leaderless.workflow.training_stages import (
     SEQUENCE,
@@ -38,12 +38,6 @@ if TYPE_CHECKING:
     from leaderless.config import Recipe
     from leaderless.config.online import OnlineConfig
     from leaderless.workflow.workflow import Node, Workflow
-
-
-ENVIRONMENT = "environment"
-"""Name of the environment's reward among the rewards of a sample."""
-SUCCESS = "success"
-"""Name of what says whether a body has done its task, among them."""
 
 
 def log_probs_column(node: Node, workflow: Workflow) -> str:
@@ -93,10 +87,6 @@ def _advantage_sampled_with(recipe: Recipe, node: Node) -> list[str]:  # noqa: A
     return ["max_response_tokens"] * (recipe.algorithm.overlong.buffer_tokens > 0)
 
 
-def _reward_names(recipe: Recipe) -> list[str]:
-    return [*recipe.reward.options(), *([ENVIRONMENT] if recipe.has_tasks else [])]
-
-
 def _rollout_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     return ["rows"] if recipe.has_tasks else ["prompt_tokens"]
 
@@ -124,15 +114,6 @@ def _rollout_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
             names += ["episode/tools_s", "tool/calls", "tool/misread"]
             names += [f"tool/{kind}/{tool.name}" for tool in tools for kind in ("calls", "refused")]
     return names
-
-
-def _reward_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    return ["rows", "tokens", "truncated", *({"is_greedy"} & {*recipe.algorithm.advantage.reads})]
-
-
-def _reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    names = [f"reward/{name}" for name in ("mean", "std", "failed", *_reward_names(recipe))]
-    return [*names, *["episode/grading_s"] * bool(recipe.has_episodes and recipe.reward.options())]
 
 
 def _record_reads(recipe: Recipe, node: Node) -> list[str]:
@@ -222,18 +203,6 @@ def _check_demonstrations(recipe: Recipe, node: Node) -> None:
 def _check_embeddings(recipe: Recipe, node: Node) -> None:
     if recipe.body is None:
         raise RecipeError.at("body", f"must name an environment: node '{node.name}' embeds what a body has seen")
-
-
-def _check_reward(recipe: Recipe, node: Node) -> None:
-    if not recipe.reward.options() and not recipe.has_tasks:
-        raise RecipeError.at("reward", f"must name at least one reward, as node '{node.name}' computes it")
-    limited = next((name for name, options in recipe.reward.options().items() if options.sources), None)
-    train = recipe.data.train
-    if limited is not None and isinstance(train, TrainingSetConfig) and train.source is None:
-        raise RecipeError.at(
-            f"reward.{limited}",
-            "applies to some sources only, which needs data.train.source: the column that names the source of a row",
-        )
 
 
 def _check_advantage(recipe: Recipe, node: Node) -> None:
@@ -348,26 +317,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         check=_check_embeddings,
         summary="what each episode of a body looked like, as a vector",
     ),
-    "reward": StageSpec(
-        "leaderless.stages.reward:reward",
-        sampled_with=("stop",),
-        reads=_reward_reads,
-        reads_if_made=(
-            "response_mask",
-            EPISODE_IDS,
-            "joint_ids",
-            "actor",
-            "environment_rewards",
-            "environment_failed",
-            "success",
-        ),
-        writes=("rewards", "reward_valid", "reward_details"),
-        needs_whole_episodes=True,
-        streams=True,
-        metrics=_reward_metrics,
-        check=_check_reward,
-        summary="compute the reward of each response",
-    ),
+    "reward": REWARD,
     "log_probs": StageSpec(
         "leaderless.stages.update:log_probs",
         reads=lambda recipe, node: [*SEQUENCE, *replayed(recipe, node)],

@@ -209,7 +209,7 @@ def spoil_with(run: Path, evil: str) -> None:
     rows = sample_rows(40, 1.0, random.Random(0))
     texts = {"prompt": evil, "response": evil, "answer": evil, "group_id": evil, "is_valid": False}
     texts["tokens"] = token_view(evil)
-    rows[0] |= {**texts, "details": {evil: {"error": evil}}}
+    rows[0] |= {**texts, "details": {evil: {"error": evil, "said": evil}}}
     write_lines(run / "samples/step-000040.jsonl", rows)
     replace_metric(run, "reward/failed", lambda _: 1)
     replace_metric(run, evil, lambda step: step)

@@ -135,7 +135,8 @@ def test_text_of_the_run_is_never_markup(run):
     assert not [script for script in page.scripts if script[:1] in "[{" and set("<>&") & set(script)]
     assert not [key for _, attributes in page.elements for key in attributes if key.startswith("on")]
     last = page.data("sample-data")[-1]["groups"][0]
-    assert last["prompt"] == last["samples"][0]["response"] == last["samples"][0]["details"][0]["error"] == EVIL
+    (detail,) = last["samples"][0]["details"]
+    assert last["prompt"] == last["samples"][0]["response"] == detail["error"] == detail["said"] == EVIL
     assert f"Model {' '.join(EVIL.split())}" in page.text
 
 

@@ -38,7 +38,8 @@ def test_rewards_of_a_recipe_become_functions_with_weight_limit_and_sources() ->
     assert list(rewards) == list(config.options())
     options = config.options()[own("length")]
     assert (options.weight, options.timeout_s, options.sources) == (3.0, 2.0, ("a",))
-    assert (options.applies_to("a"), options.applies_to("b"), options.applies_to(None)) == (True, False, False)
+    names = (own("length"), "exact_match")
+    assert [set(config.applying(source)) for source in ("a", "b", None)] == [{*names}, {names[1]}, {names[1]}]
     assert rewards[own("length")](make_sample("four")) == 4
 
 

@@ -64,11 +64,12 @@ class Judge:
 
 @dataclass(frozen=True)
 class Detail:
-    """What one reward made of a response: a value, or the error that it failed with."""
+    """What one reward made of a response: a value, or the error that it failed with, and what a judge has said."""
 
     name: str
     value: float | None
     error: str
+    said: str = ""
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,12 @@ def _sample(row: Mapping[str, object], judge: Judge) -> Sample:
         state=state,
         is_truncated=row.get("is_truncated") is True,
         details=tuple(
-            Detail(name, as_number(detail.get("value")), _clip(as_text(detail.get("error")), MAX_ERROR_CHARACTERS))
+            Detail(
+                name,
+                as_number(detail.get("value")),
+                _clip(as_text(detail.get("error")), MAX_ERROR_CHARACTERS),
+                _clip(as_text(detail.get("said"))),
+            )
             for name, detail in details.items()
         ),
         role=as_text(row.get("role")),

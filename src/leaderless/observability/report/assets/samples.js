@@ -74,7 +74,7 @@
         || (sample.reward !== null && (from === null || sample.reward >= from) && (to === null || sample.reward <= to));
       if (!isInRange) return false;
       const fits = !state || (state === "truncated" ? sample.is_truncated : sample.state === state);
-      return fits && (!query || isFoundInGroup || textsOf(sample, step).some(holds) || sample.details.some((d) => holds(d.error)));
+      return fits && (!query || isFoundInGroup || textsOf(sample, step).some(holds) || sample.details.some((d) => holds(d.error) || holds(d.said)));
     });
   }
 
@@ -215,6 +215,9 @@
     }
     for (const detail of sample.details.filter((one) => one.error)) {
       verdict.append(make("div", "error", `${detail.name}: `, ...marked(detail.error)));
+    }
+    for (const detail of sample.details.filter((one) => one.said)) {
+      verdict.append(make("details", "", make("summary", "", `${detail.name} says`), make("pre", "", ...marked(detail.said))));
     }
     return make("div", "sample", verdict, responseCell(sample, shown));
   }

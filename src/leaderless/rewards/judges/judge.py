@@ -1,0 +1,280 @@
+"""A reward that asks a language model. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from leaderless.config import Json
+from leaderless.config.judges import JudgeOptions
+from leaderless.observability.trace import MayFail
+from leaderless.rewards.grading import Outcome, describe
+from leaderless.rewards.judges.asking import Asker, Question, Reply, ServerAsker
+from leaderless.rewards.judges.cache import AnswerCache
+from leaderless.rewards.judges.pairwise import Pair, outcome_of, pairs_of, win_rates
+from leaderless.rewards.judges.prompts import messages_for, rubric_of, scale_of
+from leaderless.rewards.judges.verdicts import Choice, choice_reader, rubric_reader, score_reader
+from leaderless.rewards.protocol import RewardInput
+
+MAX_SAID = 2000
+"""Characters of a judge's words about a response that are kept."""
+ALONE = (
+    "ValueError: there is no other response to compare with; pairwise needs batch.responses_per_prompt (in "
+    "evaluations evaluation.responses_per_prompt) of at least 2"
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What it took to grade a response, for metrics.
+
+    Attributes:
+        questions: Questions about it; those of a comparison count for one of its responses.
+        cached: Questions whose answers were known.
+        requests: Requests that were sent.
+        seconds: Time until they were answered, in sum over those that were sent.
+        pairs: Comparisons that both positions were answered of.
+        contradictions: Those in which the two answers differ.
+    """
+
+    questions: int = 0
+    cached: int = 0
+    requests: int = 0
+    seconds: float = 0.0
+    pairs: int = 0
+    contradictions: int = 0
+
+    @classmethod
+    def of(cls, replies: Sequence[Reply]) -> Asked:
+        """Count replies."""
+        return cls(
+            questions=len(replies),
+            cached=sum(one.num_requests == 0 and one.error is None for one in replies),
+            requests=sum(one.num_requests for one in replies),
+            seconds=sum(one.seconds for one in replies if one.num_requests),
+        )
+
+    def with_pair(self, other: Asked, *, is_contradictory: bool | None) -> Asked:
+        """The same with another comparison; None if it has failed."""
+        return Asked(
+            self.questions + other.questions,
+            self.cached + other.cached,
+            self.requests + other.requests,
+            self.seconds + other.seconds,
+            self.pairs + (is_contradictory is not None),
+            self.contradictions + bool(is_contradictory),
+        )
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a judge finds a response to be worth.
+
+    Attributes:
+        outcome: Value from 0 to 1, or the reason why there is none.
+        notes: What is recorded next to it: the judge's words, and the scores of a rubric.
+        asked: What it took.
+    """
+
+    outcome: Outcome
+    notes: Mapping[str, Json]
+    asked: Asked
+
+
+class Judge:
+    """Grades responses by what a language model says of them. It is a `Reward`, too, for single responses."""
+
+    def __init__(self, options: JudgeOptions, asker: Asker, key: str = "reward.judge") -> None:
+        """Ask nothing yet.
+
+        Args:
+            options: Settings.
+            asker: Who asks the model.
+            key: Setting that has them, for errors.
+
+        Raises:
+            RecipeError: The function that finds verdicts cannot be loaded.
+        """
+        self._options, self._asker = options, asker
+        self._read = _reader(options, key)
+
+    def __call__(self, sample: RewardInput, /) -> float:
+        """Grade a response alone; a RuntimeError if it cannot be."""
+        (judged,) = self.grade([sample])
+        if judged.outcome.error is not None:
+            raise RuntimeError(judged.outcome.error)
+        return judged.outcome.value
+
+    def grade(self, samples: Sequence[RewardInput], on_news: Callable[[], None] = lambda: None) -> list[Judged]:
+        """Grade responses; those to a prompt are all among them.
+
+        Args:
+            samples: Responses.
+            on_news: Function to call whenever some questions have been answered.
+        """
+        if self._options.mode == "pairwise":
+            return self._compare(samples, on_news)
+        more = scale_of(self._options) | (rubric_of(self._options) if self._options.rubric else {})
+        questions: list[Question] = []
+        places: dict[int, int] = {}
+        judged: dict[int, Judged] = {}
+        for place, sample in enumerate(samples):
+            try:
+                messages = messages_for(self._options, sample, more)
+            except ValueError as error:
+                judged[place] = _failed(describe(error))
+            else:
+                places[place] = len(questions)
+                questions.append(Question(messages, self._read))
+        replies = self._asker.ask(questions, on_news)
+        judged |= {place: self._judged(replies[number]) for place, number in places.items()}
+        return [judged[place] for place in range(len(samples))]
+
+    def _judged(self, reply: Reply) -> Judged:
+        said: dict[str, Json] = {"said": reply.said[-MAX_SAID:]} if reply.said else {}
+        asked = Asked.of([reply])
+        if reply.error is not None:
+            return Judged(Outcome(error=reply.error, seconds=reply.seconds), said, asked)
+        if self._options.mode == "rubric":
+            scores = cast("Mapping[str, float]", reply.verdict)
+            weights = {name: one.weight for name, one in self._options.rubric.items()}
+            value = sum(weights[name] * score for name, score in scores.items()) / sum(weights.values())
+            return Judged(Outcome(value, seconds=reply.seconds), {"criteria": dict(scores), **said}, asked)
+        return Judged(Outcome(cast("float", reply.verdict), seconds=reply.seconds), said, asked)
+
+    def _compare(self, samples: Sequence[RewardInput], on_news: Callable[[], None]) -> list[Judged]:
+        """Compare the responses of each group with each other; equal ones have equal values."""
+        assert self._options.pairwise is not None
+        groups: dict[int | None, list[int]] = {}
+        for place, sample in enumerate(samples):
+            groups.setdefault(sample.group, []).append(place)
+        responses = [sample.response for sample in samples]
+        pairs = [
+            pair
+            for number, group in groups.items()
+            if number is not None
+            for pair in pairs_of(responses, group, self._options.pairwise.opponents)
+        ]
+        questions, problems = self._questions(samples, pairs)
+        replies = self._asker.ask(questions, on_news)
+        compared = [_Compared(pair, *replies[2 * number : 2 * number + 2]) for number, pair in enumerate(pairs)]
+        rates = win_rates([(one.pair, one.worth) for one in compared if one.worth is not None])
+        judged: dict[int, Judged] = {}
+        for number, group in groups.items():
+            if number is None or len(group) < 2:
+                judged |= dict.fromkeys(group, _failed(ALONE))
+                continue
+            first = {responses[place]: place for place in reversed(group)}
+            found = {text: self._of_response(place, rates, compared, problems) for text, place in first.items()}
+            for place in group:
+                one = found[responses[place]]
+                judged[place] = one if first[responses[place]] == place else replace(one, asked=Asked())
+        return [judged[place] for place in range(len(samples))]
+
+    def _questions(self, samples: Sequence[RewardInput], pairs: list[Pair]) -> tuple[list[Question], dict[int, str]]:
+        """Two questions for each pair, and why some responses cannot be compared; their pairs are removed."""
+        questions: list[Question] = []
+        problems: dict[int, str] = {}
+        kept: list[Pair] = []
+        for pair in pairs:
+            one, other = (samples[place].response for place in (pair.first, pair.second))
+            try:
+                both = [
+                    messages_for(self._options, samples[pair.first], {"first": first, "second": second})
+                    for first, second in ((one, other), (other, one))
+                ]
+            except ValueError as error:
+                problems |= dict.fromkeys((pair.first, pair.second), describe(error))
+                continue
+            kept.append(pair)
+            questions += [Question(messages, self._read) for messages in both]
+        pairs[:] = kept
+        return questions, problems
+
+    def _of_response(
+        self, place: int, rates: Mapping[int, float], compared: Sequence[_Compared], problems: Mapping[int, str]
+    ) -> Judged:
+        """What a response is worth by its comparisons."""
+        own = [one for one in compared if place in {one.pair.first, one.pair.second}]
+        asked, words, seconds = Asked(), [], 0.0
+        for one in own:
+            seconds += sum(reply.seconds for reply in one.replies)
+            words.append(one.words(place))
+            if one.pair.first == place:
+                contradiction = None if one.worth is None else not one.agrees
+                asked = asked.with_pair(Asked.of(one.replies), is_contradictory=contradiction)
+        notes: dict[str, Json] = {"said": "\n\n".join(words)[:MAX_SAID]} if words else {}
+        if place in rates:
+            return Judged(Outcome(rates[place], seconds=seconds), notes, asked)
+        errors = [problems[place]] if place in problems else [one.error for one in own]
+        if errors:
+            return Judged(Outcome(error=errors[0], seconds=seconds), notes, asked)
+        return Judged(Outcome(0.5), notes, asked)  # all siblings are equal
+
+
+def _reader(options: JudgeOptions, key: str) -> Callable[[str], object]:
+    """The function that finds a verdict in what the judge says."""
+    if options.mode == "rubric":
+        return rubric_reader(options)
+    return choice_reader(options, key) if options.mode == "pairwise" else score_reader(options, key)
+
+
+class _Compared:
+    """A comparison and its two replies."""
+
+    def __init__(self, pair: Pair, straight: Reply, swapped: Reply) -> None:
+        self.pair, self.replies = pair, (straight, swapped)
+        self.error = straight.error or swapped.error or ""
+        self.worth: float | None = None
+        self.agrees = False
+        if not self.error:
+            choices = cast("tuple[Choice, Choice]", (straight.verdict, swapped.verdict))
+            self.worth, self.agrees = outcome_of(*choices)
+
+    def words(self, place: int) -> str:
+        """What is recorded about the comparison with a response."""
+        if self.worth is None:
+            return f"[failed] {self.error}"
+        worth = self.worth if place == self.pair.first else 1.0 - self.worth
+        result = {1.0: "won", 0.0: "lost"}.get(worth, "tie" if self.agrees else "tie, as the answers differ")
+        position = "A then B" if place == self.pair.first else "B then A"
+        return f"[{result}; shown as {position}] " + " | ".join(reply.said for reply in self.replies)
+
+
+def _failed(error: str) -> Judged:
+    return Judged(Outcome(error=error), {}, Asked())
+
+
+@dataclass(frozen=True)
+class AnswerFile:
+    """Where the answers of judges are kept.
+
+    Attributes:
+        path: File of this process, in a folder of such files; None to keep answers in memory alone.
+        may_fail: Context in which it is written.
+    """
+
+    path: Path | None = None
+    may_fail: MayFail = nullcontext
+
+
+def make_judges(judges: Mapping[str, JudgeOptions], answers: AnswerFile) -> dict[str, Judge]:
+    """The judges of a recipe, which share what they have been answered.
+
+    Args:
+        judges: Settings by name.
+        answers: Where answers are kept.
+
+    Raises:
+        RecipeError: A function that finds verdicts cannot be loaded.
+        ValueError: The environment does not have the key of a server.
+    """
+    size = max((options.kept_answers for options in judges.values()), default=0)
+    kept, none = AnswerCache(answers.path, size, answers.may_fail), AnswerCache(None, 0)
+    return {
+        name: Judge(options, ServerAsker(options, kept if options.kept_answers else none), key=f"reward.{name}")
+        for name, options in judges.items()
+    }
