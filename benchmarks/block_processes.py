@@ -26,6 +26,7 @@ from leaderless.data.balance import Int, sequence_cost
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout, Reshard
+from leaderless.planner.entries import QUADRATIC_TOKENS
 
 ROWS_PER_RANK, SIBLINGS, LONGEST = 16, 8, 7168
 NUM_UPDATES = (1, 4)
@@ -87,7 +88,8 @@ class Case:
 
     def evenness(self, owners: Int) -> tuple[float, float]:
         """Work of the fullest rank of the step, and of its updates, in that of the mean; [n] owner of each row."""
-        costs = np.concatenate([sequence_cost(self.lengths(shard)) for shard in range(self.source.dp)])
+        lengths = np.concatenate([self.lengths(shard) for shard in range(self.source.dp)])
+        costs = sequence_cost(lengths, QUADRATIC_TOKENS)
         groups = np.arange(len(costs)) // SIBLINGS
         updates = groups * max(NUM_UPDATES) // (int(groups[-1]) + 1)
         work = [np.bincount(owners[part], weights=costs[part], minlength=self.target.dp) for part in _parts(updates)]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from leaderless.data.balance import sequence_cost
 from leaderless.data.batch import Batch, Jagged, ragged_index
+from leaderless.planner.entries import QUADRATIC_TOKENS
 
 _ODD = 0x5851F42D4C957F2D
 """Spreads small numbers over 64 bits; sums wrap around."""
@@ -49,7 +50,7 @@ class Contents(Message):
         prompts, tokens = columns["prompt_tokens"], columns["tokens"]
         assert isinstance(prompts, Jagged)
         assert isinstance(tokens, Jagged)
-        cost = int(sequence_cost((prompts.lengths + tokens.lengths).numpy()).sum())
+        cost = int(sequence_cost((prompts.lengths + tokens.lengths).numpy(), QUADRATIC_TOKENS).sum())
         return cls(rows=len(ids), cost=cost, fingerprint=_fingerprint(ids, columns))
 
 

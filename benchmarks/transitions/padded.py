@@ -12,6 +12,7 @@ from torch import Tensor
 
 from leaderless.data.balance import sequence_cost
 from leaderless.data.batch import Batch, Jagged
+from leaderless.planner.entries import QUADRATIC_TOKENS
 
 Padded = Mapping[str, Tensor]
 """Tables [n] or [n, width] by name: the columns, `ids` and `prompt_lengths`."""
@@ -81,7 +82,7 @@ def share_out(prompt_lengths: Tensor, response_lengths: Tensor, num_shares: int)
     Returns:
         [n / num_shares] int64 indices of rows for each share, ascending.
     """
-    costs = sequence_cost((prompt_lengths + response_lengths).numpy())
+    costs = sequence_cost((prompt_lengths + response_lengths).numpy(), QUADRATIC_TOKENS)
     dearest_first = np.argsort(-costs, kind="stable").reshape(-1, num_shares)
     members = np.empty_like(dearest_first)
     work = np.zeros(num_shares, dtype=np.int64)

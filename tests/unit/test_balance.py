@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leaderless.data.balance import QUADRATIC_TOKENS, Int, assign, is_repeated, sequence_cost
+from leaderless.data.balance import Int, assign, is_repeated, sequence_cost
 
 
 def ints(values: list[int]) -> Int:
@@ -26,17 +26,19 @@ def unit_costs(costs: Int, units: Int) -> Int:
 
 
 def test_cost_grows_with_the_square_of_long_sequences() -> None:
-    tokens = ints([0, 1, 1000, QUADRATIC_TOKENS])
-    assert sequence_cost(tokens).tolist() == [0, 1, 1040, 2 * QUADRATIC_TOKENS]
+    tokens = ints([0, 1, 1000, 5000])
+    assert sequence_cost(tokens, 5000).tolist() == [0, 1, 1200, 2 * 5000]
+    assert sequence_cost(tokens, 25_000).tolist() == [0, 1, 1040, 6000]
 
 
 @given(st.integers(0, 50_000), st.lists(st.integers(0, 50_000), min_size=1, max_size=8))
 def test_siblings_cost_their_prompt_once_and_what_each_attends_to(prompt: int, responses: list[int]) -> None:
     tokens = prompt + ints(responses)
     shared = prompt * is_repeated(np.zeros(len(tokens), dtype=np.int64))
-    costs = sequence_cost(tokens, shared)
+    costs = sequence_cost(tokens, 1000, shared)
     assert (costs >= 0).all()
-    assert int(costs.sum()) == int(sequence_cost(tokens).sum() - (len(tokens) - 1) * sequence_cost(ints([prompt]))[0])
+    alone, prompts = sequence_cost(tokens, 1000), sequence_cost(ints([prompt] * (len(tokens) - 1)), 1000)
+    assert int(costs.sum()) == int(alone.sum() - prompts.sum())
 
 
 def test_rows_are_repeated_behind_the_first_of_their_number() -> None:
@@ -146,7 +148,7 @@ def test_what_is_spread_anew_stays_with_its_holder_where_it_can() -> None:
 def test_a_large_step_is_assigned_within_a_second(keep_groups: bool) -> None:
     num_rows, num_shards, group_size = 131_072, 1024, 8
     random = np.random.default_rng(0)
-    costs = sequence_cost(random.lognormal(6.5, 0.8, num_rows).astype(np.int64).clip(1, 16_384))
+    costs = sequence_cost(random.lognormal(6.5, 0.8, num_rows).astype(np.int64).clip(1, 16_384), 24_576)
     units = np.arange(num_rows) // (group_size if keep_groups else 1)
     holders = np.arange(num_rows) // (num_rows // num_shards)
     begin = time.process_time()

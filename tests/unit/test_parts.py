@@ -22,6 +22,7 @@ from leaderless.data.selection import Span, select_in_blocks, span_of
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout, Load, Reshard, flat
 from leaderless.planner.costs.rows import Placement, Rows, Workload
+from leaderless.planner.entries import QUADRATIC_TOKENS
 
 
 @given(st.sets(st.integers(0, 1000), max_size=30), st.integers(1, 9))
@@ -95,7 +96,7 @@ def test_each_update_has_even_work_where_rows_are_for_several() -> None:
 
 def test_each_update_has_even_work_where_its_rows_come_in_windows() -> None:
     ids, lengths, _ = rows_for(1)
-    costs = sequence_cost(lengths)
+    costs = sequence_cost(lengths, QUADRATIC_TOKENS)
     unevenness = {}
     for num_parts in (1, 4):
         earlier = Earlier(np.zeros((num_parts, 8), dtype=np.int64), 256)

@@ -11,6 +11,7 @@ from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.reshard import agree_on_routes
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout, Reshard
+from leaderless.planner.entries import QUADRATIC_TOKENS
 
 SIBLINGS = 4
 
@@ -36,10 +37,10 @@ def samples(prompts: list[int], responses: list[int]) -> Batch:
     )
 
 
-def groups_of_shards(batch: Batch) -> list[list[int]]:
+def groups_of_shards(batch: Batch, quadratic_tokens: int = QUADRATIC_TOKENS) -> list[list[int]]:
     """Groups sent to each of two ranks."""
-    columns = ("prompt_tokens", "tokens")
-    action = Reshard("rollout", "rollout", columns, Layout((0,), 1), Layout((1, 2), 2), keep_groups=True)
+    columns, layouts = ("prompt_tokens", "tokens"), (Layout((0,), 1), Layout((1, 2), 2))
+    action = Reshard("rollout", "rollout", columns, *layouts, keep_groups=True, quadratic_tokens=quadratic_tokens)
     routes = agree_on_routes(action, FirstOfThree((0, 1, 2), 0), batch, None)
     return [sorted(set(batch.group_ids[torch.from_numpy(routes.owners == shard)].tolist())) for shard in (0, 1)]
 
@@ -56,3 +57,10 @@ def test_rows_with_prompts_of_their_own_weigh_all_of_them() -> None:
     assert batch.prompt_index is not None
     own = batch.with_columns(prompt_tokens=batch.prompts.jagged("prompt_tokens").select(batch.prompt_index))
     assert sorted(map(len, groups_of_shards(own))) == [1, 3]
+
+
+def test_long_rows_weigh_what_attention_takes_in_the_model_that_reads_them() -> None:
+    # The last group is as long as two others, and takes as long as three of them where attention is most of the work.
+    batch = samples([0, 0, 0, 0], [1000, 1000, 1000, 2000])
+    assert sorted(map(len, groups_of_shards(batch, 10**9))) == [2, 2]
+    assert sorted(map(len, groups_of_shards(batch, 500))) == [1, 3]

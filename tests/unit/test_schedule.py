@@ -27,6 +27,7 @@ from leaderless.planner import (
     format_ranks,
     make_plan,
 )
+from leaderless.planner.entries import QUADRATIC_TOKENS
 from leaderless.workflow import BUILTIN_STAGES, DATA_COLUMNS, StageSpec, Workflow, resolve_workflow
 
 KL = {"algorithm": {"kl": {"coefficient": 0.1}}}
@@ -414,3 +415,20 @@ def test_any_plan_is_made_again(case):
     plan = planned(case)
     assert case.plan() == plan
     assert case.plan().hash() == plan.hash()
+
+
+def test_rows_are_balanced_for_the_model_that_trains_on_them(tmp_path):
+    wide = write_model(tmp_path / "wide", head_dim=256)
+    models = {"policy": write_model(tmp_path / "policy"), "critic": wide}
+    pools = {"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2-3"}, "critic": {"ranks": "4-5"}}
+    settings = {"layout": pools, "algorithm": {"advantage": {"type": "gae"}}}
+    plan = plan_of("ppo", 6, models=models, **settings)
+    sizes = {role: plan.sizes[role].quadratic_tokens for role in models}
+    assert sizes["critic"] < sizes["policy"] / 3
+    found = {entry.target_layout.ranks: entry.quadratic_tokens for entry in plan.schedule if isinstance(entry, Reshard)}
+    assert found[2, 3] == sizes["policy"]
+    assert found[4, 5] == sizes["critic"]
+    unknown = plan_of("ppo", 6, models={"policy": "/no/such/model", "critic": wide}, **settings)
+    found = {e.target_layout.ranks: e.quadratic_tokens for e in unknown.schedule if isinstance(e, Reshard)}
+    assert found[2, 3] == QUADRATIC_TOKENS
+    assert found[4, 5] == sizes["critic"]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from leaderless.data.balance import sequence_cost
 from leaderless.data.batch import Batch, Jagged
+from leaderless.planner.entries import QUADRATIC_TOKENS
 
 CASE = Case(kind="balance", hosts=4, prompts=36, max_tokens=64)
 
@@ -63,7 +64,7 @@ def test_contents_of_parts_sum_to_those_of_the_whole_in_any_order() -> None:
     parts = [Contents.of_batch(rows.select(index)) for index in order.split(13)]
     assert sum(parts, Contents()) == Contents.of_batch(rows)
     lengths = rows.jagged("prompt_tokens").lengths + rows.jagged("tokens").lengths
-    assert Contents.of_batch(rows).cost == int(sequence_cost(lengths.numpy()).sum())
+    assert Contents.of_batch(rows).cost == int(sequence_cost(lengths.numpy(), QUADRATIC_TOKENS).sum())
 
 
 @pytest.mark.parametrize("column", ["tokens", "response_mask", "old_log_probs", "rewards", "prompt_tokens"])
@@ -89,7 +90,7 @@ def test_a_controller_gives_equal_numbers_of_rows_and_about_equal_work(rounds: i
     members = share_out(torch.ones_like(lengths), lengths, shares)
     assert [len(index) for index in members] == [rounds] * shares
     assert sorted(torch.cat(members).tolist()) == list(range(rounds * shares))
-    costs = torch.from_numpy(sequence_cost((lengths + 1).numpy()))
+    costs = torch.from_numpy(sequence_cost((lengths + 1).numpy(), QUADRATIC_TOKENS))
     work = [int(costs[index].sum()) for index in members]
     assert max(work) - min(work) <= int(costs.max())
 

@@ -9,19 +9,23 @@ from numpy.typing import NDArray
 
 Int = NDArray[np.int64]
 
-QUADRATIC_TOKENS = 24_576
-"""Length at which attention costs as much as all matrix products: about 12 times the hidden size, here of 2,048."""
 EVEN_ENOUGH = 9 / 8
 """Work of the fullest shard, in even shares, up to which rows stay where they are rather than being spread anew."""
 
 
-def sequence_cost(tokens: Int, shared: Int | None = None) -> Int:
-    """[n] relative cost of processing sequences, from their lengths [n]: linear, plus attention's square.
+def sequence_cost(tokens: Int, quadratic_tokens: int, shared: Int | None = None) -> Int:
+    """Relative cost of processing sequences: linear in their lengths, plus attention's square.
 
-    Of each, `shared` tokens at the beginning are computed with another sequence. Integers, so that all ranks agree.
+    Args:
+        tokens: [n] lengths.
+        quadratic_tokens: Length at which attention costs as much as all matrix products.
+        shared: [n] tokens at the beginning of each that are computed with another sequence; none when None.
+
+    Returns:
+        [n] costs, integers, so that all ranks agree.
     """
-    cost = tokens + tokens * tokens // QUADRATIC_TOKENS
-    return cost if shared is None else cost - sequence_cost(shared)
+    cost = tokens + tokens * tokens // quadratic_tokens
+    return cost if shared is None else cost - sequence_cost(shared, quadratic_tokens)
 
 
 def is_repeated(units: Int) -> NDArray[np.bool_]:

@@ -110,7 +110,7 @@ def agree_at_once(
     source, target = action.source_layout, action.target_layout
     facts = torch.empty((0, 3), dtype=torch.int64)
     if held is not None:
-        facts = _facts(held)[_represented(len(held), source, process_group.rank)]
+        facts = _facts(action, held)[_represented(len(held), source, process_group.rank)]
     what = _rows_of(action)
     gathered = process_group.gather(facts, what)
     rows = torch.cat(gathered).numpy()
@@ -181,7 +181,7 @@ def facts_of(action: Reshard, rank: int, held: Batch | None, wanted: Batch | Non
     own = rank, target.shard_of(rank) if rank in target else -1
     parts = [NOTHING]
     if held is not None:
-        facts = _facts(held)[_represented(len(held), source, rank)].numpy()
+        facts = _facts(action, held)[_represented(len(held), source, rank)].numpy()
         parts.append(_said(HELD, facts[:, 0], facts[:, 1], *own, facts[:, 2]))
     if spare is not None and rank in target:
         parts.append(_said(SPARE, spare.ids.numpy(), spare.group_ids.numpy(), *own))
@@ -219,14 +219,17 @@ def _claimed(action: Reshard, shards: Int, ids: Int, claims: Sequence[Tensor]) -
     return owners
 
 
-def _facts(batch: Batch) -> Tensor:
-    """[n, 3]: id, group and cost of each row. A prompt that rows point to is computed with the first of them."""
+def _facts(action: Reshard, batch: Batch) -> Tensor:
+    """[n, 3]: id, group and cost of each row. A prompt that rows point to is computed with the first of them.
+
+    Ranks use the costs that they are sent, so that they agree even if not all of them know the model's size.
+    """
     prompts = _lengths(batch, "prompt_tokens")
     shared = torch.zeros_like(prompts)
     if batch.prompt_index is not None and "prompt_tokens" not in batch.columns:
         shared = prompts * torch.from_numpy(is_repeated(batch.prompt_index.numpy()))
     tokens = prompts + _lengths(batch, "tokens")
-    cost = torch.from_numpy(sequence_cost(tokens.numpy(), shared.numpy())).clamp(min=1)
+    cost = torch.from_numpy(sequence_cost(tokens.numpy(), action.quadratic_tokens, shared.numpy())).clamp(min=1)
     return torch.stack([batch.ids, batch.group_ids, cost], dim=1)
 
 

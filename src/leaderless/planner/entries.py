@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from leaderless.planner.layout import Layout, all_ranks, format_ranks
 
+QUADRATIC_TOKENS = 24_576
+"""`Reshard.quadratic_tokens` of a model of unknown size: about 12 times the hidden size, taken to be 2,048."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -49,7 +52,8 @@ class Reshard:
 
     Where groups are kept, samples of one prompt go to one shard. A late entry sends more columns of rows that the
     target layout has already. A spare layout has the same columns from an earlier entry, so that its ranks keep theirs.
-    Where the rows are trained in several updates, the work of each is balanced.
+    Where the rows are trained in several updates, the work of each is balanced. A row of `quadratic_tokens` costs the
+    model that reads it as much in attention as in all matrix products.
     """
 
     source: str
@@ -61,6 +65,7 @@ class Reshard:
     is_late: bool = False
     spare_layout: Layout | None = None
     num_updates: int = 1
+    quadratic_tokens: int = QUADRATIC_TOKENS
 
     @property
     def ranks(self) -> tuple[int, ...]:

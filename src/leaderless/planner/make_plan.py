@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
@@ -76,6 +77,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     check_heads(recipe, nodes, instances, sizes)
     check_experts_settings(recipe, instances, sizes)
     check_vocabularies(recipe, nodes)
+    nodes = tuple(_with_cost(node, sizes) for node in nodes)
     batch = _batch_sizes(recipe, nodes, instances)
     loops, channels = make_loops(recipe, nodes, instances, workflow.repeated)
     nodes = with_staleness(recipe, nodes, loops, channels, workflow.repeated)
@@ -377,6 +379,14 @@ def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str,
             )
         sizes[instance.role] = size
     return sizes
+
+
+def _with_cost(node: PlannedNode, sizes: Mapping[str, ModelSize | None]) -> PlannedNode:
+    """A node that knows what long sequences cost its model: the one that it trains, or else the first of known size."""
+    trained_first = sorted(node.uses, key=lambda use: use[1] != "train")
+    known = (size for role, _ in trained_first if (size := sizes.get(role)) is not None)
+    size = next(known, None)
+    return node if size is None else replace(node, quadratic_tokens=size.quadratic_tokens)
 
 
 def longest_sequence(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:

@@ -76,6 +76,21 @@ class ModelSize:
         idle = self.num_experts - self.num_chosen_experts
         return self.num_parameters - (self.num_expert_parameters * idle // self.num_experts if self.num_experts else 0)
 
+    @property
+    def quadratic_tokens(self) -> int:
+        """Length of a sequence whose attention takes as many operations as all matrix products of its tokens.
+
+        A token takes two operations per weight. With causal attention, a sequence takes two per layer, number in the
+        queries of a token and pair of tokens: four for each pair that is computed, and half of the pairs are.
+        """
+        in_tower = self.vision.num_parameters if self.vision else 0
+        return max(1, (self.num_active_parameters - in_tower) // (self.num_layers * self.query_size))
+
+    @property
+    def query_size(self) -> int:
+        """Numbers in the queries of a token, in one layer."""
+        return self.num_heads * self.head_dim
+
     def num_gathered(self, layout: Layout) -> int:
         """Weights that a rank of a layout gathers in a pass: of its part, without experts that stay divided.
 

@@ -35,6 +35,8 @@ class PlannedNode:
         row_set: Rows that it works on.
         row_set_after: Rows of its output.
         max_staleness: Most optimizer steps between the weights that sampled its rows and those of its role.
+        quadratic_tokens: Length at which attention costs its model as much as all matrix products; 0 for a node without
+            a model, or with one of unknown size.
     """
 
     node: Node
@@ -45,6 +47,7 @@ class PlannedNode:
     row_set: str
     row_set_after: str
     max_staleness: int = 0
+    quadratic_tokens: int = 0
 
     def settings_of(self, recipe: Recipe) -> Recipe:
         """The recipe with the settings that hold for the node."""

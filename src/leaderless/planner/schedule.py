@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from leaderless.config import Recipe
-from leaderless.planner.entries import Action, Load, Repeat, Reshard, RunNode, SyncWeights, Windowed
+from leaderless.planner.entries import (
+    QUADRATIC_TOKENS,
+    Action,
+    Load,
+    Repeat,
+    Reshard,
+    RunNode,
+    SyncWeights,
+    Windowed,
+)
 from leaderless.planner.layout import Layout, all_ranks
 from leaderless.planner.parts import PlannedNode, RoleInstance
 from leaderless.planner.row_sets import DATA
@@ -138,8 +147,14 @@ def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode)
             whole = keeps_groups(recipe, nodes, rows, layout)
             num_updates = recipe.batch.parts_per_step if _are_trained(nodes, rows, layout) else 1
             entry = Reshard(source.name, rows, columns, source.layout, layout, whole, num_updates=num_updates)
-            reshards.append(entry)
+            reshards.append(replace(entry, quadratic_tokens=_quadratic_tokens(peers)))
     return reshards
+
+
+def _quadratic_tokens(readers: Sequence[PlannedNode]) -> int:
+    """The length at which attention is half of the work, for the reader with the most work: one that trains, if any."""
+    trained_first = sorted(readers, key=lambda node: node.spec.role_use != "train")
+    return next((node.quadratic_tokens for node in trained_first if node.quadratic_tokens), QUADRATIC_TOKENS)
 
 
 def _are_trained(nodes: Sequence[PlannedNode], row_set: str, layout: Layout) -> bool:

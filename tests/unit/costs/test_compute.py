@@ -12,6 +12,7 @@ from tests.unit.costs.clusters import equal_rows, network
 from tests.unit.recipes import make_recipe
 
 from leaderless.config.models import ModelConfig
+from leaderless.data.balance import sequence_cost
 from leaderless.planner import Layout
 from leaderless.planner.costs.compute import ModelCost, num_decoding_steps, tokenizing_seconds
 from leaderless.planner.costs.rows import Rows
@@ -44,6 +45,16 @@ def model(num_ranks=1, dtype="float32", *, tp=1, checkpointing=False, batch=None
 def test_a_pass_takes_two_operations_a_weight_and_token_and_the_square_for_attention():
     flops = model().forward_flops(equal_rows(1, prompt=10, response=90), np.zeros(1, dtype=np.int64))
     assert flops.tolist() == [2 * MILLION * 100 + 2 * 2 * 50 * 100**2]
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 100}, {"num_experts": 8, "num_expert_parameters": 800_000}])
+def test_rows_are_balanced_by_what_a_pass_over_them_takes(changes):
+    size = replace(SIZE, num_parameters=10 * MILLION, num_chosen_experts=2, **changes)
+    lengths = np.array([10, 100, 1000, 10_000, 100_000, 1_000_000])
+    rows = Rows(np.arange(6), np.zeros(6, dtype=np.int64), lengths, are_samples=False)
+    flops = replace(model(), size=size).forward_flops(rows, np.zeros(6, dtype=np.int64))
+    costs = sequence_cost(lengths, size.quadratic_tokens)
+    assert costs == pytest.approx(flops / (2 * size.num_active_parameters), rel=1e-4, abs=1)
 
 
 def test_a_shard_reads_the_prompt_of_siblings_once():

@@ -103,13 +103,14 @@ def test_a_prompt_is_a_row_before_there_are_samples():
 
 def test_only_lengths_that_travel_cost():
     rows, shards = equal_rows(2, prompt=10, response=20), np.zeros(2, dtype=np.int64)
-    assert rows.costs(["tokens", "prompt_tokens"], shards).tolist() == [30, 30]
-    assert rows.costs(["tokens"], shards).tolist() == [20, 20]
-    assert rows.costs(["rewards"], shards).tolist() == [1, 1]
+    assert rows.costs(["tokens", "prompt_tokens"], shards, 1000).tolist() == [30, 30]
+    assert rows.costs(["tokens"], shards, 1000).tolist() == [20, 20]
+    assert rows.costs(["rewards"], shards, 1000).tolist() == [1, 1]
 
 
 def test_a_prompt_costs_once_where_siblings_are_held():
     rows = equal_rows(2, siblings=3, prompt=10, response=20)
-    assert rows.costs(["tokens", "prompt_tokens"], np.array([0, 0, 0, 1, 2, 1])).tolist() == [30, 20, 20, 30, 30, 20]
+    shards, columns = np.array([0, 0, 0, 1, 2, 1]), ["tokens", "prompt_tokens"]
+    assert rows.costs(columns, shards, 1000).tolist() == [30, 20, 20, 30, 30, 20]
     prompts = Rows(np.arange(2), np.array([7, 4]), np.zeros(2, dtype=np.int64), are_samples=False)
-    assert prompts.costs(["prompt_tokens"], np.zeros(2, dtype=np.int64)).tolist() == [7, 4]
+    assert prompts.costs(["prompt_tokens"], np.zeros(2, dtype=np.int64), 1000).tolist() == [7, 4]

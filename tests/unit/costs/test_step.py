@@ -115,7 +115,8 @@ def test_every_row_is_somewhere_and_a_response_is_where_its_prompt_is(tmp_path):
     assert all(np.array_equal(move.routes.owners, moves[0].routes.owners) for move in moves)
     update = [event for event in events if isinstance(event, Worked)][-1]
     assert np.array_equal(update.holders, 4 + moves[0].routes.owners)
-    costs = moves[0].routes.rows.costs(moves[0].action.columns, moves[0].routes.holders)
+    action = moves[0].action
+    costs = moves[0].routes.rows.costs(action.columns, moves[0].routes.holders, action.quadratic_tokens)
     work = np.bincount(moves[0].routes.owners, weights=costs)
     assert work.max() < 1.2 * work.mean()
 

@@ -67,7 +67,7 @@ class ModelCost:
         for it.
         """
         tokens, shared = (lengths.astype(np.float64) for lengths in (rows.tokens, rows.shared_tokens(shards)))
-        attention = 2.0 * self.size.num_layers * self.size.hidden_size * (tokens**2 - shared**2)
+        attention = 2.0 * self.size.num_layers * self.size.query_size * (tokens**2 - shared**2)
         return 2.0 * self.size.num_active_parameters * (tokens - shared) + attention
 
     def scoring_seconds(self, rows: Rows, shards: Int) -> float:

@@ -54,13 +54,14 @@ class Rows:
             return np.zeros(len(self), dtype=np.int64)
         return self.prompt_tokens * is_repeated(shards * (int(self.groups[-1]) + 1) + self.groups)
 
-    def costs(self, columns: Iterable[str], shards: Int) -> Int:
+    def costs(self, columns: Iterable[str], shards: Int, quadratic_tokens: int) -> Int:
         """[n] cost of each row in the databuffer's assignment: that of the tokens that are sent."""
         chosen, nothing = frozenset(columns), np.zeros(len(self), dtype=np.int64)
         responses = self.response_tokens if "tokens" in chosen else nothing
         if "prompt_tokens" not in chosen:
-            return np.maximum(sequence_cost(responses), 1)
-        return np.maximum(sequence_cost(self.prompt_tokens + responses, self.shared_tokens(shards)), 1)
+            return np.maximum(sequence_cost(responses, quadratic_tokens), 1)
+        tokens, shared = self.prompt_tokens + responses, self.shared_tokens(shards)
+        return np.maximum(sequence_cost(tokens, quadratic_tokens, shared), 1)
 
     def row_bytes(self, columns: Iterable[str]) -> Int:
         """[n] bytes of the values of rows without those of their prompts, in memory and as they are sent."""
@@ -273,7 +274,7 @@ def owners_of(action: Reshard, rows: Rows, holders: Int, spares: Mapping[int, In
     for rank in sorted(spares):
         known = spares[rank]
         shards[known[shards[known] < 0]] = target.shard_of(rank)
-    costs = rows.costs(action.columns, before)
+    costs = rows.costs(action.columns, before, action.quadratic_tokens)
     groups = np.unique(rows.groups)
     parts = parts_of(rows.groups, at_places(groups, first_places(len(groups), action.num_updates)))
     firsts = np.searchsorted(np.array(action.ranks), np.array(target.ranks)[:: target.ranks_per_shard])
