@@ -31,7 +31,7 @@ def check_sight(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequenc
 def players_of(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> list[str]:
     """The roles that play episodes: those of nodes that sample, and the one that answers held-out prompts."""
     roles = [role for node in nodes if node.spec.samples and (role := node.node.role) is not None]
-    if recipe.evaluation.every_steps or not roles:
+    if instances and (recipe.evaluation.every_steps or not roles):
         roles.append(answering(instances, recipe.evaluation.role).role)
     return list(dict.fromkeys(roles))
 
