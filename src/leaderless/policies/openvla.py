@@ -131,6 +131,7 @@ class OpenVla(_Vla, BodyPolicy):
         statistics: str,
         cameras: list[str] | None = None,
         crop_share: float = 0.9,
+        gripper: str = "unchanged",
     ) -> None:
         """Read a policy.
 
@@ -140,9 +141,11 @@ class OpenVla(_Vla, BodyPolicy):
             statistics: Name of the dataset of this robot in the `norm_stats` of its `config.json`.
             cameras: Cameras that it sees by; all by default.
             crop_share: Share of the area of images, in the middle, that it sees.
+            gripper: `inverted` for an environment that closes the gripper at 1 and opens it at -1, as LIBERO does;
+                see `Limits.of_dataset`.
         """
         super().__init__(spaces, path, cameras, crop_share)
-        self.bins = TokenBins(Limits.of_dataset(self.config.statistics, statistics, spaces))
+        self.bins = TokenBins(Limits.of_dataset(self.config.statistics, statistics, spaces, gripper))
         self.chunk, self.score_dim = 1, self.bins.dim
         self.choice_size = self.noise_size = self.bins.dim
 
@@ -210,6 +213,7 @@ class OpenVlaOft(_Vla, BodyPolicy):
         chunk: int = 8,
         cameras: list[str] | None = None,
         crop_share: float = 0.9,
+        gripper: str = "unchanged",
     ) -> None:
         """Read a policy.
 
@@ -220,11 +224,13 @@ class OpenVlaOft(_Vla, BodyPolicy):
             chunk: Steps of a decision, as in training.
             cameras: Cameras that it sees by; all by default.
             crop_share: Share of the area of images, in the middle, that it sees.
+            gripper: `inverted` for an environment that closes the gripper at 1 and opens it at -1, as LIBERO does;
+                see `Limits.of_dataset`.
         """
         super().__init__(spaces, path, cameras, crop_share)
         if chunk < 1:
             raise ValueError(f"chunk={chunk}: must be at least 1")
-        self.bins = TokenBins(Limits.of_dataset(self.config.statistics, statistics, spaces))
+        self.bins = TokenBins(Limits.of_dataset(self.config.statistics, statistics, spaces, gripper))
         self.chunk, self.score_dim = chunk, self.bins.dim
         self.choice_size = self.noise_size = chunk * self.bins.dim
 

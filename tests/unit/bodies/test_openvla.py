@@ -152,6 +152,67 @@ def test_statistics_scale_what_the_mask_says(folder: Path) -> None:
     assert again[0, [0, 2, 3, 4, 5]].tolist() == [0, 254, 254, 127, 200]
 
 
+GRIP = Spaces(ARM.images, 3, Continuous((-1.0, -1.0), (1.0, 1.0)), 10, has_instructions=True)
+
+
+def gripper_policy(kind: str, folder: Path, gripper: str, spaces: Spaces = GRIP) -> BodyPolicy:
+    options = {"path": str(folder), "statistics": "small_arm", "gripper": gripper}
+    model = make_model(PolicyConfig(type=kind, options=options), "models.policy", spaces, is_critic=False)  # type: ignore[arg-type]
+    assert isinstance(model, BodyPolicy)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["openvla", "openvla_oft"])
+def test_an_inverted_gripper_closes_at_1_and_opens_at_minus_1(kind: str, folder: Path) -> None:
+    policy = gripper_policy(kind, folder, "inverted")
+    # Middle of bin b: (2 b + 1) / 255 - 1. That of 127 is 0, closed; 190: 0.494; 191: 0.502, the bin of 0.5; 254: 1.
+    gripper = {0: 1.0, 127: 1.0, 190: 1.0, 191: -1.0, 254: -1.0, 255: -1.0}
+    choices = torch.zeros(len(gripper), policy.choice_size)
+    choices[:, 1] = torch.tensor(list(gripper), dtype=torch.float32)
+    actions = policy.actions_of(choices)
+    assert actions[:, 0, 1].tolist() == list(gripper.values())
+    assert not (actions[:, 0, 1] == 0).any()
+    unchanged = gripper_policy(kind, folder, "unchanged").actions_of(choices)
+    torch.testing.assert_close(unchanged[:, 0, 1], (2 * choices[:, 1].clamp(max=254) + 1) / 255 - 1)
+    assert torch.equal(actions[..., 0], unchanged[..., 0])
+
+
+@pytest.mark.parametrize("kind", ["openvla", "openvla_oft"])
+def test_demonstrations_of_an_inverted_gripper_have_the_bins_of_its_data(kind: str, folder: Path) -> None:
+    policy = gripper_policy(kind, folder, "inverted")
+    actions = torch.full((2, policy.chunk, 2), 0.125)
+    actions[:, :, 1] = torch.tensor([-1.0, 1.0])[:, None]
+    choices = policy.choices_of(actions).view(2, policy.chunk, 2)
+    # Open is 1, the last border; closed is 0, in the middle of bin 127.
+    assert choices[:, :, 1].tolist() == [[255.0] * policy.chunk, [127.0] * policy.chunk]
+    assert torch.equal(policy.actions_of(choices.flatten(1))[..., 1], actions[..., 1])
+
+
+def test_an_inverted_gripper_changes_no_likelihood(folder: Path) -> None:
+    one, other = (gripper_policy("openvla_oft", folder, gripper) for gripper in ("inverted", "unchanged"))
+    seen, drawn = observed(one, 3), noise(one, 3)
+    acted, plain = one.act(seen, drawn), other.act(seen, drawn)
+    assert torch.equal(acted.choices, plain.choices)
+    assert torch.equal(acted.log_probs, plain.log_probs)
+    assert set(acted.actions[..., 1].flatten().tolist()) <= {-1.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("gripper", "spaces", "mask", "message"),
+    [
+        ("reversed", GRIP, [True, False], "gripper='reversed': must be unchanged or inverted"),
+        ("inverted", ARM, [True, False], "takes its number 1 from 0 to 1"),
+        ("inverted", GRIP, [True, True], "none is known to be a gripper"),
+    ],
+)
+def test_a_gripper_that_cannot_be_inverted_is_refused(
+    gripper: str, spaces: Spaces, mask: list[bool], message: str
+) -> None:
+    statistics = {"arm": {"action": {"q01": [-0.5, 0.0], "q99": [0.5, 1.0], "mask": mask}}}
+    with pytest.raises(ValueError, match=message):
+        Limits.of_dataset(statistics, "arm", spaces, gripper)  # type: ignore[arg-type]
+
+
 def test_the_prompt_is_that_of_training(folder: Path) -> None:
     policy = policy_of("openvla", folder)
     assert isinstance(policy, OpenVla)
