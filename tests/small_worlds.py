@@ -64,6 +64,19 @@ class Line(VectorEnvironment):
         return np.clip(-self.place[list(which)], -1, 1)[:, None].astype(np.float32)
 
 
+class Broken(Line):
+    """A line on which nothing begins on some ranks."""
+
+    def __init__(self, num: int, *, ranks: Sequence[int] = (0,)) -> None:
+        super().__init__(num)
+        self.ranks = ranks
+
+    def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:
+        if int(os.environ.get("RANK", "0")) in self.ranks:
+            raise RuntimeError("the arm has no power")
+        return super().reset(which, tasks, seeds)
+
+
 class Faulty(Line):
     """A line on which episodes that begin near its end fail, in some way."""
 

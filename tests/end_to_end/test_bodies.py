@@ -157,6 +157,35 @@ def test_episodes_that_fail_are_left_out_and_counted(ranks: RankPool, tmp_path: 
     assert all(row["reward/failed"] == pytest.approx(16 * row["body/failed"]) for row in rows)
 
 
+BROKEN = {"type": "tests.small_worlds:Broken", "num_environments": 8, "max_steps": 6}
+NOT_STOPPED = {"guards": {"reward_failures_limit": None}}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_ends_with_the_reason_if_all_episodes_fail(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
+    body_recipe(tmp_path, steps=3, body={**BROKEN, "options": {"ranks": [0, 1]}})
+    outcome = run(ranks, tmp_path, "train", "recipe.yaml", num_ranks=num_ranks)
+    said = " ".join(outcome.errors.split())
+    assert "guards.reward_failures_limit=0.5: 1 is above it; the run stops" in said
+    assert "RuntimeError: the arm has no power" in said
+
+
+@pytest.mark.parametrize("workflow", ["grpo", "ppo"])
+def test_ranks_whose_episodes_all_fail_train_with_those_of_others(
+    ranks: RankPool, tmp_path: Path, workflow: str
+) -> None:
+    broken: dict[str, object] = {"workflow": workflow, "steps": 2, **NOT_STOPPED}
+    for name, where, num_ranks in (("all", [0], 1), ("one", [1], 2)):
+        (tmp_path / name).mkdir()
+        body_recipe(tmp_path / name, **{**broken, "body": {**BROKEN, "options": {"ranks": where}}})  # type: ignore[arg-type]
+        succeed(ranks, tmp_path / name, "train", "recipe.yaml", num_ranks=num_ranks)
+    for row in numbers(tmp_path / "all"):
+        assert (row["body/failed"], row["policy/grad_norm"]) == (1.0, 0.0)
+    for row in numbers(tmp_path / "one"):
+        assert row["body/failed"] == 0.5
+    assert any(row["policy/grad_norm"] > 0 for row in numbers(tmp_path / "one"))
+
+
 def test_a_small_openvla_oft_is_trained_with_the_settings_for_libero(ranks: RankPool, tmp_path: Path) -> None:
     folder, options = write_small_vla(tmp_path / "vla"), {"statistics": "other_arm", "chunk": 2, "cameras": ["top"]}
     tasks = ROOT / "recipes/robots"

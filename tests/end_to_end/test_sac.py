@@ -12,7 +12,7 @@ from examples.robots.rlpd import record
 from tests.chaos.stage import COMMIT, VARIABLE, WRITE, Kill
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import ROOT, finish, run, start, succeed
-from tests.end_to_end.test_bodies import numbers
+from tests.end_to_end.test_bodies import BROKEN, NOT_STOPPED, numbers
 from tests.small_bodies import settings_of
 from tests.unit.robots.serving import serving
 
@@ -69,6 +69,24 @@ def test_ranks_change_no_number_and_a_run_continues_with_another_number_of_them(
     for name in ("two", "fewer"):
         for row, other in zip(numbers(tmp_path / name), expected, strict=True):
             assert row == pytest.approx(other, abs=1e-4), name
+
+
+def test_ranks_whose_episodes_all_fail_learn_from_those_of_others(ranks: RankPool, tmp_path: Path) -> None:
+    def broken(folder: Path, where: list[int], **changes: object) -> Path:
+        body = {**BROKEN, "options": {"ranks": where}, "demonstrations": str(folder / "demonstrations")}
+        return sac_recipe(folder, body=body, steps=3, **changes)
+
+    broken(tmp_path / "stopped", [0])
+    outcome = run(ranks, tmp_path / "stopped", "train", "recipe.yaml")
+    assert "node 'act': guards.reward_failures_limit=0.5: 1 is above it" in " ".join(outcome.errors.split())
+    assert "the arm has no power" in outcome.errors
+    broken(tmp_path / "all", [0], **NOT_STOPPED)
+    succeed(ranks, tmp_path / "all", "train", "recipe.yaml")
+    assert [(row["body/failed"], row["sac/transitions"]) for row in numbers(tmp_path / "all")] == [(1.0, 0.0)] * 3
+    broken(tmp_path / "one", [1])
+    succeed(ranks, tmp_path / "one", "train", "recipe.yaml", num_ranks=2)
+    assert all(row["body/failed"] == 0.5 for row in numbers(tmp_path / "one"))
+    assert numbers(tmp_path / "one")[-1]["sac/transitions"] > 0
 
 
 def test_a_kill_in_any_phase_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

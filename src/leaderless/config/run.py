@@ -94,7 +94,7 @@ class GuardsConfig(Section):
     entropy_action: GuardAction = "warn"
     """Action if the entropy is below the limit."""
     reward_failures_limit: float | None = Field(default=0.5, ge=0, lt=1)
-    """Largest share of a step's responses whose reward may fail; null for no limit."""
+    """Largest share of a step's responses whose reward may fail, or of episodes in SAC; null for no limit."""
     reward_failures_action: Literal["warn", "roll_back", "stop"] = "stop"
     """Action at the end of a step in which more rewards failed."""
     max_roll_backs: int = Field(default=3, ge=1)

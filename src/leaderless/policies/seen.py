@@ -23,7 +23,7 @@ def images_of(pixels: Tensor, spaces: Spaces) -> dict[str, Tensor]:
     sizes = [height * width * 3 for height, width in spaces.images.values()]
     parts = torch.split(pixels, sizes, dim=1) if sizes else ()
     return {
-        camera: part.reshape(-1, height, width, 3)
+        camera: part.reshape(len(pixels), height, width, 3)
         for (camera, (height, width)), part in zip(spaces.images.items(), parts, strict=True)
     }
 

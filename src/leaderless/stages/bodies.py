@@ -15,6 +15,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Column, Jagged, make_sample_ids
 from leaderless.environments.protocol import Task
 from leaderless.policies.protocol import BodyPolicy
+from leaderless.policies.seen import frame_bytes
 from leaderless.rewards.pool import Graded
 from leaderless.rollout.bodies import BodyEngine, BodyEpisode, BodyTask
 from leaderless.stages.context import StageContext
@@ -153,14 +154,13 @@ class BodyRows:
 
     def _seen(self, episodes: Sequence[BodyEpisode]) -> dict[str, Column]:
         """What was seen before each decision, and at the end."""
-        spaces, nothing = self.policy.spaces, np.zeros(0, dtype=np.uint8)
+        spaces = self.policy.spaces
         seen = torch.tensor([len(episode.frames) for episode in episodes], dtype=torch.int64)
         decisions = torch.tensor([len(episode.choices) for episode in episodes], dtype=torch.int64)
-        num_bytes = next((len(episode.frames[0]) for episode in episodes if episode.frames), len(nothing))
         frames = [frame for episode in episodes for frame in episode.frames]
         states = [state for episode in episodes for state in episode.states]
         choices = [choice for episode in episodes for choice in episode.choices]
-        pixels = np.stack(frames) if frames else np.zeros((0, num_bytes), dtype=np.uint8)
+        pixels = np.stack(frames) if frames else np.zeros((0, frame_bytes(spaces)), dtype=np.uint8)
         values = np.stack(states) if states else np.zeros((0, spaces.state_size), dtype=np.float32)
         chosen = torch.stack(choices) if choices else torch.zeros(0, self.policy.choice_size)
         return {

@@ -85,7 +85,7 @@ def lived(batch: Batch, policy: Squashed) -> tuple[NDArray[np.int64], Transition
     """The transitions of episodes, with the number of the episode of each; those of failed ones are left out."""
     seen, states = batch.jagged("frames"), batch.jagged("states")
     actions, rewards, steps, helped = (batch.jagged(name) for name in TAKEN_COLUMNS)
-    counts = actions.lengths
+    counts, total = actions.lengths, len(steps.values)  # of which there are none where all episodes have failed
     before = ragged_index(seen.offsets[:-1], counts)
     is_last = torch.zeros(int(counts.sum()), dtype=torch.bool)
     is_last[(counts.cumsum(0) - 1)[counts > 0]] = True
@@ -99,12 +99,12 @@ def lived(batch: Batch, policy: Squashed) -> tuple[NDArray[np.int64], Transition
         state=states.values[before].numpy(),
         next_images=next_images,
         next_state=states.values[before + 1].numpy(),
-        actions=actions.values.view(-1, policy.chunk, policy.score_dim).numpy(),
-        rewards=rewards.values.view(-1, policy.chunk).numpy(),
+        actions=actions.values.view(total, policy.chunk, policy.score_dim).numpy(),
+        rewards=rewards.values.view(total, policy.chunk).numpy(),
         num_steps=steps.values.numpy(),
         terminated=(is_last & ~is_cut).numpy(),
         truncated=(is_last & is_cut).numpy(),
-        intervened=helped.values.view(-1, policy.chunk).numpy(),
+        intervened=helped.values.view(total, policy.chunk).numpy(),
     )
     return batch.ids.repeat_interleave(counts).numpy(), transitions
 

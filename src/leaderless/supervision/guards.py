@@ -17,6 +17,9 @@ from leaderless.planner import PlannedNode
 from leaderless.worker.agreement import StepEnd
 from leaderless.workflow.metrics import tagged
 
+FAILED_BODIES = "body/failed"
+"""Share of the episodes of bodies that failed."""
+
 
 @dataclass(frozen=True)
 class RollBack:
@@ -31,6 +34,11 @@ class RollBack:
     from_step: int
     to_step: int
     data_position: int
+
+
+def plays(node: PlannedNode) -> bool:
+    """Whether a node plays episodes of bodies, or writes responses."""
+    return node.node.run == "rollout"
 
 
 class Guards:
@@ -53,11 +61,16 @@ class Guards:
         return len(self._roll_backs)
 
     def judge_rewards(self, step: int, numbers: Mapping[str, float], nodes: Iterable[PlannedNode]) -> list[GuardEvent]:
-        """Report too many failed rewards, given the metrics of all ranks of a pool and the nodes that run on these."""
+        """Report too many failed rewards, given the metrics of all ranks of a pool and the nodes that run on these.
+
+        Where no node computes rewards, as in SAC, they are episodes of bodies that failed.
+        """
         limit, action = self._config.reward_failures_limit, self._config.reward_failures_action
         events: list[GuardEvent] = []
-        for node in nodes:
-            share = numbers.get(tagged(FAILED, node.node)) if "reward_valid" in node.writes else None
+        graders = [node for node in nodes if "reward_valid" in node.writes]
+        named = [(node, FAILED) for node in graders] or [(node, FAILED_BODIES) for node in nodes if plays(node)]
+        for node, name in named:
+            share = numbers.get(tagged(name, node.node))
             if share is not None and limit is not None and share > limit:
                 event = "reward_failures_limit", share, limit, action, node.name, node.node.tag, self.num_roll_backs
                 events.append(GuardEvent(step, *event))
@@ -77,7 +90,7 @@ class Guards:
             return False
         cause = next(event for event in end.events if event.action == action)
         if action == "stop":
-            raise GuardStop(f"{cause}: {cause.remedy}")
+            raise GuardStop(f"{cause}: {cause.remedy}{self._first_error(cause)}")
         checkpoint = newest()
         if checkpoint is None:
             last = replace(cause, action="stop")
@@ -106,11 +119,16 @@ class Guards:
             self._write()
         return kept[-1] if kept and kept[-1].to_step == step else None
 
+    def _first_error(self, event: GuardEvent) -> str:
+        """The first error of a reward or an episode in this run, for an event that is about these."""
+        error = self._directory.first_reward_error() if event.guard == "reward_failures_limit" else ""
+        return f" (the first was {error})" if error else ""
+
     def _record(self, events: Sequence[GuardEvent]) -> None:
         for event in events:
             if self.is_first:
                 self._directory.append_event("guard", event.to_json())
-            self._display.say(f"[bold red]guard[/] {escape(str(event))}")
+            self._display.say(f"[bold red]guard[/] {escape(str(event) + self._first_error(event))}")
 
     def _write(self) -> None:
         if self.is_first:
