@@ -1,4 +1,4 @@
-"""An environment of Gymnasium whose actions have no bounds."""
+"""Environments of Gymnasium whose actions have no bounds, or that cannot be made."""
 
 import gymnasium
 import numpy as np
@@ -12,3 +12,13 @@ class Odd(gymnasium.Env):
 
 
 gymnasium.register("Odd-v0", Odd, max_episode_steps=5)
+
+
+class Unmade(gymnasium.Env):
+    """A package that it needs is too new."""
+
+    def __init__(self):
+        assert False  # noqa: B011, PT015 - as in packages
+
+
+gymnasium.register("Unmade-v0", Unmade, max_episode_steps=5)

@@ -152,6 +152,9 @@ def refusal(type_, **options):
 def test_what_cannot_be_made_is_refused_with_its_remedy(monkeypatch):
     assert "max_steps" in refusal("gymnasium", id="FrozenLake-v1", max_steps=0)
     assert "gymnasium_robotics:FetchReach-v4" in refusal("gymnasium", id="Missing-v0")
+    unmade = refusal("gymnasium", id="tests.unit.bodies.odd:Unmade-v0")
+    assert "'Unmade-v0' fails in a check of its own (AssertionError)" in unmade
+    assert "pip install 'leaderless[mujoco]' installs versions that fit" in unmade
     assert "RescaleAction" in refusal("gymnasium", id="tests.unit.bodies.odd:Odd-v0")
     assert "does not take them" in refusal("babyai", tiles=3)
     assert "must be one of sparse, dense" in refusal("maniskill", reward="shaped")

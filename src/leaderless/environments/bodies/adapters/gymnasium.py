@@ -137,6 +137,12 @@ class _Gym(Single):
                 f"Gymnasium does not make '{name}': {error} (environments of a package are named as in "
                 "'gymnasium_robotics:FetchReach-v4')"
             ) from error
+        except AssertionError as error:  # FetchReach raises a bare one with mujoco 4
+            extra, said = EXTRAS.get(package, "mujoco"), str(error) or "AssertionError"
+            raise ValueError(
+                f"'{name}' fails in a check of its own ({said}), as where a package is newer than "
+                f"it can use: pip install 'leaderless[{extra}]' installs versions that fit"
+            ) from error
         limit = registered if max_steps is None else max_steps
         if limit is None or limit < 1:
             raise ValueError(f"'{name}' has no end (max_steps={max_steps}): give max_steps, at least 1")
