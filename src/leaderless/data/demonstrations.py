@@ -59,6 +59,13 @@ class Demonstration:
         lengths = {len(self.states), len(self.actions), *map(len, self.images.values())}
         if len(lengths) > 1 or not len(self.actions):
             raise ValueError(f"a demonstration needs as many states, images and actions, at least one, not {lengths}")
+        for name, values in (("states", self.states), ("rewards", self.rewards)):
+            if values is not None and not np.isfinite(values).all():
+                step, *_ = np.argwhere(~np.isfinite(values))[0].tolist()
+                raise ValueError(
+                    f"its {name} at step {step} are {values[step].tolist()}, but must be finite: record it again, or "
+                    "leave it out"
+                )
 
 
 class Demonstrations:
@@ -97,6 +104,20 @@ class Demonstrations:
         """Height and width of each camera."""
         shapes = {name: one["shape"] for name, one in self._features.items() if name.startswith(IMAGES)}
         return {name.removeprefix(IMAGES): (int(shape[0]), int(shape[1])) for name, shape in shapes.items()}
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of the state."""
+        return self._size_of(STATE)
+
+    @property
+    def action_size(self) -> int:
+        """Numbers of an action; 1 for choices."""
+        return self._size_of(ACTION)
+
+    def _size_of(self, name: str) -> int:
+        feature = self._features.get(name)
+        return int(np.prod(feature["shape"])) if feature else 0
 
     @cached_property
     def _episodes(self) -> list[dict[str, Json]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from leaderless.config import Json, RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.demonstrations import EPISODES_FILE, Demonstration, Demonstrations
-from leaderless.environments.bodies.protocol import Spaces
+from leaderless.environments.bodies.protocol import Continuous, Spaces
 from leaderless.policies.protocol import BodyPolicy
 from leaderless.policies.seen import frame_bytes
 from leaderless.stages.context import StageContext
@@ -65,7 +65,7 @@ def open_demonstrations(path: str, spaces: Spaces) -> Demonstrations:
     """Open a folder of demonstrations in an environment.
 
     Raises:
-        RecipeError: It cannot be read, or its cameras are not those of the environment.
+        RecipeError: It cannot be read, or its cameras, its state or its actions are not those of the environment.
     """
     key = "body.demonstrations"
     try:
@@ -77,6 +77,13 @@ def open_demonstrations(path: str, spaces: Spaces) -> Demonstrations:
             key,
             f"{path} has the cameras {dict(folder.cameras)}, but the environment {dict(spaces.images)} (height and "
             "width): record them with the options of this environment",
+        )
+    dim = spaces.actions.dim if isinstance(spaces.actions, Continuous) else 1
+    if (folder.state_size, folder.action_size) != (spaces.state_size, dim):
+        raise RecipeError.at(
+            key,
+            f"{path} has {folder.state_size} numbers in a state and {folder.action_size} in an action, but the "
+            f"environment {spaces.state_size} and {dim}: record them with this environment and its options",
         )
     return folder
 

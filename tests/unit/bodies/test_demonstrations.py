@@ -10,7 +10,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from leaderless.config import RecipeError
 from leaderless.data.demonstrations import Demonstration, Demonstrations, Recorder
+from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
+from leaderless.stages.demonstrations import open_demonstrations
 
 
 def demonstration(number: int, *, length: int = 4, size: int = 8) -> Demonstration:
@@ -111,3 +114,46 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         Recorder(tmp_path / "other")
     with pytest.raises(ValueError, match="as many states"):
         Demonstration({}, np.zeros((2, 1), np.float32), np.zeros((3, 1), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("spaces", "message"),
+    [
+        (Spaces({"top": (8, 8)}, 3, Continuous((-1.0,) * 2, (1.0,) * 2), 4), ""),
+        (Spaces({"top": (8, 8)}, 4, Continuous((-1.0,) * 2, (1.0,) * 2), 4), "but the environment 4 and 2"),
+        (Spaces({"top": (8, 8)}, 3, Continuous((-1.0,) * 7, (1.0,) * 7), 4), "but the environment 3 and 7"),
+        (Spaces({"top": (8, 8)}, 3, Discrete(4), 4), "has 3 numbers in a state and 2 in an action"),
+        (Spaces({"top": (8, 9)}, 3, Continuous((-1.0,) * 2, (1.0,) * 2), 4), "has the cameras"),
+    ],
+)
+def test_demonstrations_of_another_body_are_refused(tmp_path: Path, spaces: Spaces, message: str) -> None:
+    with Recorder(tmp_path / "demos") as recorder:
+        recorder.add(demonstration(0))
+    if not message:
+        assert len(open_demonstrations(str(tmp_path / "demos"), spaces)) == 1
+        return
+    with pytest.raises(RecipeError, match=message) as caught:
+        open_demonstrations(str(tmp_path / "demos"), spaces)
+    assert "body.demonstrations" in str(caught.value)
+
+
+def test_choices_are_demonstrated(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "demos") as recorder:
+        recorder.add(Demonstration({}, np.zeros((3, 2), np.float32), np.array([0, 1, 3])))
+    assert len(open_demonstrations(str(tmp_path / "demos"), Spaces({}, 2, Discrete(4), 4))) == 1
+
+
+def test_demonstrations_with_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "demos") as recorder:
+        recorder.add(demonstration(0))
+    file = tmp_path / "demos/data/chunk-000/episode_000000.parquet"
+    table = parquet.read_table(file)
+    place = table.column_names.index("observation.state")
+    states = table.column("observation.state").to_pylist()
+    states[2][1] = float("nan")
+    parquet.write_table(table.set_column(place, "observation.state", pa.array(states, pa.list_(pa.float32()))), file)
+    with pytest.raises(ValueError, match=r"demonstration 0 of .* its states at step 2 are \[.*nan.*\], but must be"):
+        Demonstrations(tmp_path / "demos").read(0)
+    states, rewards = np.zeros((2, 1), np.float32), np.array([0.0, np.inf], np.float32)
+    with pytest.raises(ValueError, match=r"its rewards at step 1 are inf"):
+        Demonstration({}, states, np.zeros((2, 1), np.float32), rewards=rewards)
