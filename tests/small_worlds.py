@@ -93,3 +93,52 @@ class Faulty(Line):
             if self.fault == "raise":
                 raise RuntimeError("it is broken there")
         return super().step(which, actions)
+
+
+class Wrong(Line):
+    """A line that shows something wrong: always, in episodes that begin beyond a place, or in every other slot."""
+
+    def __init__(self, num: int, *, fault: str = "", beyond: float = 1.0) -> None:
+        super().__init__(num)
+        self.fault, self.beyond, self.is_beyond = fault, beyond, np.zeros(num, np.bool_)
+
+    def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:
+        super().reset(which, tasks, seeds)
+        rows = np.array(which, np.int64)
+        self.is_beyond[rows] = self.place[rows] > self.beyond
+        if self.fault == "start":
+            self.place[rows] += np.float32(0.25) * (rows % 2)
+        return self._seen(which)
+
+    def _seen(self, which: Sequence[int]) -> Observations:
+        seen, rows = super()._seen(which), np.array(which, np.int64)
+        image, state, words = seen.images["top"], seen.state, list(seen.instructions)
+        if self.fault in {"nan state", "nan later"}:
+            state[self.is_beyond[rows] & ((self.fault == "nan state") | (self.steps[rows] > 0)), 1] = np.nan
+        if self.fault == "picture":
+            image[rows % 2 == 1] = 255 - image[rows % 2 == 1]
+        if self.fault == "dither":
+            image[rows % 2 == 1] ^= 7
+        if self.fault == "words":
+            words = [f"{text}, {row % 2}" for text, row in zip(words, rows.tolist(), strict=True)]
+        shown: dict[str, NDArray[np.generic]] = {
+            "gray": image[..., 0],
+            "floats": image / np.float32(255),
+        }
+        state = np.concatenate([state, state], axis=1) if self.fault == "long state" else state
+        state = state.astype(np.float64) if self.fault == "double" else state
+        return Observations({"top": shown.get(self.fault, image)}, state, tuple(words))  # type: ignore[dict-item]
+
+    def step(self, which: Sequence[int], actions: NDArray[np.generic]) -> Steps:
+        steps = super().step(which, actions)
+        if self.fault == "nan reward":
+            steps.rewards[self.is_beyond[list(which)], 0] = np.nan
+        if self.fault == "short":
+            steps.num_steps[:] = 0
+        return steps
+
+
+class Unsaved(Wrong):
+    """The same, which cannot be saved."""
+
+    save = VectorEnvironment.save

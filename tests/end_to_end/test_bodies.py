@@ -186,6 +186,28 @@ def test_ranks_whose_episodes_all_fail_train_with_those_of_others(
     assert any(row["policy/grad_norm"] > 0 for row in numbers(tmp_path / "one"))
 
 
+def test_a_run_leaves_episodes_out_whose_numbers_are_not_finite(ranks: RankPool, tmp_path: Path) -> None:
+    body = {"type": "tests.small_worlds:Wrong", "options": {"fault": "nan later", "beyond": 1.5}}
+    body_recipe(tmp_path, steps=3, body=body)
+    succeed(ranks, tmp_path, "train", "recipe.yaml")
+    rows = numbers(tmp_path)
+    assert any(0 < row["body/failed"] < 1 for row in rows)
+    assert all(row["policy/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("gray", "camera 'top' is uint8"), ("start", "episodes of a group do not begin alike: with the task")],
+)
+def test_a_run_ends_where_its_environment_is_not_as_declared(
+    ranks: RankPool, tmp_path: Path, fault: str, message: str
+) -> None:
+    body_recipe(tmp_path, steps=2, body={"type": "tests.small_worlds:Wrong", "options": {"fault": fault}})
+    outcome = run(ranks, tmp_path, "train", "recipe.yaml", num_ranks=2)
+    assert outcome.code == 2, outcome.errors
+    assert message in " ".join(outcome.errors.split())
+
+
 def test_a_small_openvla_oft_is_trained_with_the_settings_for_libero(ranks: RankPool, tmp_path: Path) -> None:
     folder, options = write_small_vla(tmp_path / "vla"), {"statistics": "other_arm", "chunk": 2, "cameras": ["top"]}
     tasks = ROOT / "recipes/robots"

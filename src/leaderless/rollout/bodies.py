@@ -21,6 +21,7 @@ from leaderless.policies.opened import open_model
 from leaderless.policies.protocol import BodyPolicy, Observed
 from leaderless.policies.seen import images_of, padded
 from leaderless.rollout.sampling import uniform_noise
+from leaderless.rollout.starts import Starts
 from leaderless.rollout.worlds import Worlds, open_worlds, spaces_of
 from leaderless.weights.stream import WeightStream
 
@@ -201,6 +202,7 @@ class _Game:
         self._engine, self._worlds, self._tasks = engine, worlds, tasks
         self._seed, self._temperature, self._clock = seed, temperature, clock
         self._episodes = [BodyEpisode() for _ in tasks]
+        self._starts = Starts([(task.task, task.seed) for task in tasks], is_exact=worlds.repeats_starts)
         self._actions: dict[int, NDArray[np.generic]] = {}
         self._waiting = iter(range(len(tasks)))
         self._num_done = 0
@@ -241,8 +243,10 @@ class _Game:
                     self._fail(number, failures[slot])
                     free.append(slot)
                     continue
-                self._episodes[number].instruction = observations.instructions[row]
-                self._episodes[number].see(observations, row)
+                episode, task = self._episodes[number], self._tasks[number]
+                episode.instruction = observations.instructions[row]
+                episode.see(observations, row)
+                self._starts.compare(task.task, task.seed, episode.frames[0], episode.states[0], episode.instruction)
                 seats[slot] = number
         return seats
 

@@ -9,7 +9,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from leaderless.config import RecipeError
 from leaderless.config.body import BodyConfig
+from leaderless.environments.bodies.checked import NotAsDeclared, can_save, check_seen, check_steps, not_finite
 from leaderless.environments.bodies.processes import EnvironmentLost, EnvironmentProcess
 from leaderless.environments.bodies.protocol import Observations, Spaces, Steps, VectorEnvironment
 from leaderless.environments.bodies.registry import open_body
@@ -22,19 +24,33 @@ Failures = Mapping[int, str]
 
 
 class Worlds(Protocol):
-    """Environments, by number, each with one episode at a time."""
+    """Environments, by number, each with one episode at a time.
+
+    Attributes:
+        repeats_starts: Whether the same task and seed lead to the same start, as in all but real robots.
+    """
+
+    repeats_starts: bool
 
     def halves(self) -> Sequence[Sequence[int]]:
         """The numbers of environments that step together: some step while the others' actions are computed."""
 
     def reset(self, slots: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[Failures, Observations]:
-        """Begin episodes in some environments; observations are in their order, those of failures without meaning."""
+        """Begin episodes in some environments; observations are in their order, those of failures without meaning.
+
+        Raises:
+            RecipeError: What they show is not as declared.
+        """
 
     def begin_step(self, slots: Sequence[int], actions: NDArray[np.generic]) -> None:
         """Let some environments step."""
 
     def finish_step(self, slots: Sequence[int]) -> tuple[Failures, Steps]:
-        """Wait for them; what has happened is in their order."""
+        """Wait for them; what has happened is in their order.
+
+        Raises:
+            RecipeError: What they show or do is not as declared.
+        """
 
     def close(self) -> None:
         """Close all of them."""
@@ -45,7 +61,7 @@ class OwnWorlds:
 
     def __init__(self, environment: VectorEnvironment, num: int) -> None:
         """Take an environment with room for `num` episodes."""
-        self._environment, self._num = environment, num
+        self._environment, self._num, self.repeats_starts = environment, num, can_save(environment)
         self._actions: dict[tuple[int, ...], NDArray[np.generic]] = {}
 
     def halves(self) -> Sequence[Sequence[int]]:
@@ -55,7 +71,11 @@ class OwnWorlds:
     def reset(self, slots: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[Failures, Observations]:
         """See `Worlds`."""
         try:
-            return {}, self._environment.reset(slots, tasks, seeds)
+            seen = self._environment.reset(slots, tasks, seeds)
+            check_seen(self._environment.spaces, seen, len(slots))
+            return not_finite(slots, seen), seen
+        except NotAsDeclared as error:
+            raise RecipeError.at("body.type", str(error)) from error
         except Exception as error:  # noqa: BLE001 - whatever it raises fails its episodes, and is reported
             return dict.fromkeys(slots, _reason(error)), _nothing()
 
@@ -68,8 +88,12 @@ class OwnWorlds:
         actions = self._actions.pop(tuple(slots))
         try:
             steps = self._environment.step(slots, actions)
+            check_steps(self._environment.spaces, steps, len(slots), actions.shape[1])
             infos = zip(slots, steps.infos, strict=False)  # an environment may give none
-            return {slot: str(info["failed"]) for slot, info in infos if "failed" in info}, steps
+            told = {slot: str(info["failed"]) for slot, info in infos if "failed" in info}
+            return {**not_finite(slots, steps.observations, steps.rewards), **told}, steps
+        except NotAsDeclared as error:
+            raise RecipeError.at("body.type", str(error)) from error
         except Exception as error:  # noqa: BLE001 - as above
             return dict.fromkeys(slots, _reason(error)), _no_steps()
 
@@ -85,7 +109,7 @@ class ProcessWorlds:
         """Divide episodes among processes, which start when they are needed."""
         num, count = config.num_environments, min(config.processes, config.num_environments)
         self._shares = [range(num * k // count, num * (k + 1) // count) for k in range(count)]
-        spaces = spaces_of(config)
+        spaces, self.repeats_starts = _opened(config.model_dump_json())
         self._processes = [EnvironmentProcess(config, spaces, len(share), chunk) for share in self._shares]
 
     def halves(self) -> Sequence[Sequence[int]]:
@@ -103,7 +127,8 @@ class ProcessWorlds:
             return process.reset([slot - share.start for slot in mine], *map(list, zip(*pairs, strict=True)))
 
         failures, found = self._each(slots, begin)
-        return failures, _joined(slots, [(mine, one) for mine, one in found])
+        seen = _joined(slots, [(mine, one) for mine, one in found])
+        return {**not_finite(slots, seen), **failures}, seen
 
     def begin_step(self, slots: Sequence[int], actions: NDArray[np.generic]) -> None:
         """See `Worlds`."""
@@ -125,7 +150,8 @@ class ProcessWorlds:
             for slot, info in zip(mine, steps.infos, strict=False)
             if "failed" in info
         }
-        return {**failures, **told}, _joined_steps(slots, found)
+        steps = _joined_steps(slots, found)
+        return {**not_finite(slots, steps.observations, steps.rewards), **failures, **told}, steps
 
     def _each(
         self, slots: Sequence[int], ask: Callable[[EnvironmentProcess, range, Sequence[int]], Found]
@@ -192,17 +218,18 @@ def _taken(parts: Sequence[NDArray[Number]], rows: Sequence[int]) -> NDArray[Num
 
 
 @cache
-def _spaces(text: str) -> Spaces:
+def _opened(text: str) -> tuple[Spaces, bool]:
+    """What an environment shows and takes, and whether it can be saved."""
     environment = open_body(BodyConfig.model_validate_json(text), 1)
     try:
-        return environment.spaces
+        return environment.spaces, can_save(environment)
     finally:
         environment.close()
 
 
 def spaces_of(config: BodyConfig) -> Spaces:
     """What the environment of a recipe shows and takes; errors as of `open_body`."""
-    return _spaces(config.model_dump_json())
+    return _opened(config.model_dump_json())[0]
 
 
 def open_worlds(config: BodyConfig, chunk: int) -> Worlds:

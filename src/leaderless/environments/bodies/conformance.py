@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaderless.config.body import BodyConfig
+from leaderless.environments.bodies.checked import NotAsDeclared, check_seen, check_steps, not_finite
 from leaderless.environments.bodies.protocol import Continuous, Observations, Steps, VectorEnvironment
 from leaderless.environments.bodies.registry import find_body
 
@@ -47,8 +48,7 @@ def spaces_hold(make: Make) -> None:
         _check_seen(one, seen, 2)
         for chunk in (1, 3):
             steps = one.step([1], _actions(one, 1, chunk, chunk))
-            _check_seen(one, steps.observations, 1)
-            _check_steps(steps, 1, chunk)
+            _check_steps(one, steps, 1, chunk)
 
 
 def same_start(make: Make) -> None:
@@ -108,7 +108,7 @@ def chunks_equal_single_steps(make: Make) -> None:
             done, steps = 0, None
             while done < count:
                 steps = one.step([0], _actions_from(one, SEEDS[0], done, chunk))
-                _check_steps(steps, 1, chunk)
+                _check_steps(one, steps, 1, chunk)
                 num = int(steps.num_steps[0])
                 _require(num == min(chunk, count - done), f"a chunk of {chunk} took {num} steps at step {done}")
                 earned = np.array(single.rewards[done : done + num], np.float32)
@@ -311,33 +311,22 @@ def _same_path(one: _Path, other: _Path, what: str) -> None:
 
 
 def _check_seen(one: VectorEnvironment, seen: Observations, num: int) -> None:
-    spaces = one.spaces
-    _require(set(seen.images) == set(spaces.images), f"cameras {set(seen.images)}, declared {set(spaces.images)}")
-    for name, (height, width) in spaces.images.items():
-        pixels = seen.images[name]
-        right = pixels.shape == (num, height, width, 3) and pixels.dtype == np.uint8
-        _require(right, f"camera '{name}' is {pixels.dtype} {pixels.shape}, not uint8 {(num, height, width, 3)}")
-    state = seen.state
-    right = state.shape == (num, spaces.state_size) and state.dtype == np.float32
-    _require(right, f"the state is {state.dtype} {state.shape}, not float32 {(num, spaces.state_size)}")
-    _require(bool(np.isfinite(state).all()), "the state has a number that is not finite")
-    _require(len(seen.instructions) == num, f"{len(seen.instructions)} instructions for {num} episodes")
-    _require(all(map(bool, seen.instructions)) == spaces.has_instructions, "has_instructions is not what is shown")
+    _as_declared(partial(check_seen, one.spaces, seen, num))
+    wrong = not_finite(range(num), seen)
+    _require(not wrong, next(iter(wrong.values()), ""))
 
 
-def _check_steps(steps: Steps, num: int, chunk: int) -> None:
-    right = steps.rewards.shape == (num, chunk) and steps.rewards.dtype == np.float32
-    _require(right, f"rewards are {steps.rewards.dtype} {steps.rewards.shape}, not float32 {(num, chunk)}")
-    for name in ("terminated", "truncated", "success"):
-        values = getattr(steps, name)
-        _require(values.shape == (num,) and values.dtype == np.bool_, f"{name} is {values.dtype} {values.shape}")
-    counts = steps.num_steps
-    _require(counts.shape == (num,) and counts.dtype == np.int64, f"num_steps is {counts.dtype} {counts.shape}")
-    _require(bool(((counts >= 1) & (counts <= chunk)).all()), f"num_steps={counts} of a chunk of {chunk}")
-    late = np.arange(chunk) >= counts[:, None]
-    _require(not steps.rewards[late].any(), "there are rewards for steps after the end of an episode")
-    short = (counts < chunk) & ~(steps.terminated | steps.truncated)
-    _require(not short.any(), "a chunk stopped although the episode goes on")
+def _check_steps(one: VectorEnvironment, steps: Steps, num: int, chunk: int) -> None:
+    _as_declared(partial(check_steps, one.spaces, steps, num, chunk))
+    wrong = not_finite(range(num), steps.observations, steps.rewards)
+    _require(not wrong, next(iter(wrong.values()), ""))
+
+
+def _as_declared(check: Callable[[], None]) -> None:
+    try:
+        check()
+    except NotAsDeclared as error:
+        raise NotConforming(str(error)) from error
 
 
 def main() -> None:

@@ -25,8 +25,9 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.config import Json
+from leaderless.config import Json, RecipeError
 from leaderless.config.body import BodyConfig
+from leaderless.environments.bodies.checked import NotAsDeclared, check_seen, check_steps
 from leaderless.environments.bodies.protocol import Continuous, Observations, Spaces, Steps
 from leaderless.environments.bodies.registry import BUILT_IN, open_body
 from leaderless.environments.protocol import Task
@@ -137,6 +138,7 @@ class EnvironmentProcess:
 
         Raises:
             EnvironmentLost: See there.
+            RecipeError: What it shows is not as declared.
         """
         self._start()
         asked = self._send(["reset", list(which), [dict(task) for task in tasks], list(seeds)])
@@ -156,6 +158,7 @@ class EnvironmentProcess:
 
         Raises:
             EnvironmentLost: See there.
+            RecipeError: What it shows or does is not as declared.
         """
         asked = self._stepping.pop(tuple(which), None)
         if asked is None:
@@ -197,6 +200,9 @@ class EnvironmentProcess:
             number, answer = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise EnvironmentLost(f"its process {self._end(0.2)} during '{what}'") from error
+        if "refused" in answer:
+            self._end()
+            raise RecipeError.at("body.type", str(answer["refused"]))
         if "error" in answer:
             self._end()  # what it was doing in other episodes is not known
             raise EnvironmentLost(str(answer["error"]))
@@ -285,13 +291,17 @@ def serve(config: str, file: str, num: int, chunk: int, connection: Connection, 
         try:
             if what == "reset":
                 observations = environment.reset(which, *rest)
+                check_seen(environment.spaces, observations, len(which))
                 numbers.show(which, observations)
                 _answer(connection, asked, {"instructions": list(observations.instructions)})
                 continue
             steps = environment.step(which, numbers.actions[which].copy())
+            check_steps(environment.spaces, steps, len(which), chunk)
             numbers.did(which, steps)
             infos = [dict(info) for info in steps.infos]
             _answer(connection, asked, {"instructions": list(steps.observations.instructions), "infos": infos})
+        except NotAsDeclared as error:
+            _answer(connection, asked, {"refused": str(error)})
         except Exception as error:  # noqa: BLE001 - whatever it raises fails its episodes, and is reported
             _answer(connection, asked, {"error": _said(error)})
 
