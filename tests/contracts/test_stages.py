@@ -65,6 +65,8 @@ WORKFLOWS: dict[str, dict[str, object]] = {
 BODY_WORKFLOWS: dict[str, dict[str, object]] = {
     "ppo": {"algorithm": {"advantage": {"type": "body_gae"}}},
     "remax": {},
+    "rloo": {"algorithm.kl.coefficient": 0.1},
+    "reinforce_pp": {"algorithm.kl.coefficient": 0.1, "batch.responses_per_prompt": 1},
     "srpo": {},
     "imitation": {},
     "sac": {"models.policy.body": {"type": "squashed", "options": {}}, "algorithm.sac.first_decisions": 4},
