@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from math import prod
@@ -13,9 +14,10 @@ from tests.distributed.ranks import RankPool
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import Numbers, largest_difference
 from tests.pictures import Family, samples_with, vision_model
-from tests.tiny import add_gradients, at_temperature
+from tests.tiny import add_gradients, at_temperature, scatter_vectors
+from tests.unit.recipes import plan_of
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from leaderless.checkpoint.reader import RunState, load_checkpoint
 from leaderless.checkpoint.writer import CheckpointWriter, Content
@@ -132,12 +134,15 @@ def continue_run(folder: str, model: str, samples: Batch, sizes: dict[str, int],
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("qwen3_vl", {"dp": 1, "tp": 2}), ("qwen3_vl_moe", {"dp": 2, "ep": 2})], ids=str
+    ("family", "sizes"),
+    [("qwen3_vl", {"dp": 1, "tp": 2}), ("qwen3_vl_moe", {"dp": 2, "ep": 2}), ("qwen3_vl", {"dp": 1, "pp": 2})],
+    ids=str,
 )
 def test_a_run_with_images_continues_with_another_layout(
     ranks: RankPool, tmp_path: Path, family: Family, sizes: dict[str, int]
 ) -> None:
-    model, samples = with_even_words(tmp_path, family), samples_with(family)
+    model = with_own_head(tmp_path, family) if "pp" in sizes else with_even_words(tmp_path, family)
+    samples = samples_with(family)
     folders = [str(tmp_path / name) for name in ("alone", "divided")]
     first = ranks.run(1, continue_run, folders[0], model, samples, {"dp": 1}, "begin")
     again = ranks.run(2, continue_run, folders[1], model, samples, sizes, "begin")
@@ -151,6 +156,50 @@ def test_a_run_with_images_continues_with_another_layout(
         assert largest_difference(found, expected) < 1e-5
 
 
+def with_own_head(folder: Path, family: Family, num_layers: int = 3, num_added: int = 1) -> str:
+    """A model whose head is not its embedding."""
+    shutil.copytree(vision_model(family), folder / family)
+    config = AutoConfig.from_pretrained(folder / family)
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
+    config.text_config.num_hidden_layers = num_layers
+    if family == "qwen3_vl":
+        config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 3, [*range(num_added)]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder / family)
+    scatter_vectors(folder / family, AutoModelForImageTextToText)
+    return str(folder / family)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "changes"),
+    [
+        ("qwen3_vl", {"dp": 1, "pp": 2}, {}),
+        ("qwen3_vl", {"dp": 2, "pp": 2}, {"gradient_checkpointing": True}),  # one shard has no images in some passes
+        ("qwen3_vl", {"dp": 1, "pp": 2, "tp": 2}, {"freeze_vision": True}),
+        ("qwen3_vl", {"dp": 1, "cp": 2, "pp": 2}, {}),
+        ("llava", {"dp": 1, "pp": 3}, {}),
+    ],
+    ids=str,
+)
+def test_stages_learn_of_images_like_one_rank(
+    ranks: RankPool, tmp_path: Path, family: Family, sizes: dict[str, int], changes: dict[str, object]
+) -> None:
+    model, samples = with_own_head(tmp_path, family, num_added=2), samples_with(family)
+    (expected,) = ranks.run(1, train, model, samples, {"dp": 1}, changes)
+    assert largest_difference(ranks.run(prod(sizes.values()), train, model, samples, sizes, changes), expected) < 1e-5
+
+
+def test_what_is_seen_is_added_on_the_first_stage(ranks: RankPool, tmp_path: Path) -> None:
+    model = with_own_head(tmp_path, "qwen3_vl", num_added=3)
+    problem = "pp=2: what the model sees is added behind its first 3 layers, .* but it has 2: pp can be at most 1"
+    (found, _) = ranks.run(2, refusal, model, "pp")
+    assert re.search(problem, found)
+    data = {"train": {"path": "a", "images": "images"}, "max_prompt_tokens": 64}
+    with pytest.raises(RecipeError, match=f"layout.policy.pp: {problem}"):
+        plan_of("grpo", 2, models={"policy": model}, data=data, layout={"policy": {"pp": 2}})
+
+
 def refusal(model: str, axis: str) -> str:
     transport = Transport(torch.device("cpu"), timeout_s=60)
     with pytest.raises(RecipeError) as caught:
@@ -158,8 +207,8 @@ def refusal(model: str, axis: str) -> str:
     return str(caught.value)
 
 
-def test_a_model_that_sees_images_is_not_divided_along_other_axes(ranks: RankPool) -> None:
+def test_models_that_cannot_be_divided_are_refused(ranks: RankPool) -> None:
     (problem, _) = ranks.run(2, refusal, vision_model(), "pp")
-    assert "models.policy: a model that sees images cannot be divided along pp: use dp, cp, tp" in problem
+    assert "the model computes logits with the embeddings of its tokens" in problem
     (problem, _) = ranks.run(2, refusal, vision_model("paligemma"), "cp")
     assert "a model that reads prompts in both directions cannot be divided along cp: use dp" in problem

@@ -1,7 +1,8 @@
 """Pipeline parallelism: ranks divide the layers of a model into stages, and pass hidden states on from stage to stage.
 
-The first stage has the embeddings of tokens, the last one the last norm and the head. A decoder that is cut computes
-from tokens, or from the hidden states of the stage before it, up to the hidden states for the next one, or to the end.
+The first stage has the embeddings of tokens and what sees images, the last one the last norm and the head. A decoder
+that is cut computes from tokens, or from the hidden states of the stage before it, up to the hidden states for the next
+one, or to the end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from leaderless.models.attention import PackedAttention
 from leaderless.models.decoder import Decoder
 from leaderless.planner import Layout
 from leaderless.planner.pipeline import adapters_in_stages, check_pipeline, layers_of_stage
+from leaderless.planner.vision_size import sees
 from leaderless.weights.blocks import Placement
 from leaderless.weights.pipeline import stage_rows
 
@@ -83,6 +85,10 @@ def cut_into_stages(decoder: Decoder, stages: PipelineParallel) -> None:
     text = decoder.text_model
     is_last = stages.is_last
     _keep(text, layers_of_stage(_num_layers(decoder.model), stages.size, stages.place), stages.is_first, is_last)
+    if not stages.is_first:
+        base = decoder.model.base_model
+        for name in [name for name, _ in base.named_children() if sees(name)]:
+            setattr(base, name, _Elsewhere())
     if not is_last:
         for name, _ in [*decoder.model.named_children()]:
             if name != decoder.model.base_model_prefix:
@@ -109,12 +115,16 @@ def check_stages(
     family = f"models of type {model.config.model_type} cannot be divided by pp"
     if has_adapters:
         raise RecipeError.at(key, adapters_in_stages(key))
-    text, words = model.base_model, model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    check_pipeline(key, pp, _num_layers(model), is_tied=head is not None and head.weight is words)
-    parts = {name for name, _ in text.named_parameters()}
+    text, words = _text(model), model.get_input_embeddings().weight
+    head, vision = model.get_output_embeddings(), getattr(model.config, "vision_config", None)
+    num_added = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    is_tied = head is not None and head.weight is words
+    check_pipeline(key, pp, _num_layers(model), is_tied=is_tied, num_added=num_added)
     known = ("embed_tokens.", "layers.", "norm.")
-    strange = sorted(name for name in parts if not name.startswith(known))
+    strange = sorted(name for name, _ in text.named_parameters() if not name.startswith(known))
+    if text is not model.base_model:
+        others = (name for name, _ in model.base_model.named_parameters())
+        strange += sorted(name for name in others if not (sees(name) or name.startswith("language_model.")))
     if strange or len(getattr(text, "layers", ())) != _num_layers(model):
         what = strange[0] if strange else "layers"
         raise RecipeError.at(key, f"{family}: it is not known which stage has their {what}; leave out pp")
@@ -126,6 +136,11 @@ def check_stages(
         raise RecipeError.at(key, f"{family}: stages give other hidden states, by {error:.2g}; leave out pp")
 
 
+def _text(model: PreTrainedModel) -> nn.Module:
+    """The part of a model that has the layers for text."""
+    return getattr(model.base_model, "language_model", model.base_model)
+
+
 def _num_layers(model: PreTrainedModel) -> int:
     count: int = model.config.get_text_config().num_hidden_layers
     return count
@@ -134,7 +149,7 @@ def _num_layers(model: PreTrainedModel) -> int:
 @torch.no_grad()
 def _error_in_stages(model: PreTrainedModel) -> float:
     """The largest difference of hidden states in two stages from those in one, in standard deviations."""
-    text, count = model.base_model, _num_layers(model)
+    text, count = _text(model), _num_layers(model)
     tokens = torch.arange(sum(_LENGTHS)) * 7919 % model.get_input_embeddings().weight.shape[0]
     common = {
         "position_ids": torch.cat([torch.arange(length) for length in _LENGTHS])[None],

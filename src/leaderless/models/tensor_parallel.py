@@ -21,7 +21,8 @@ from leaderless.models.decoder import Decoder
 from leaderless.models.lora import LoraLinear, is_adapter
 from leaderless.models.sums import ADDENDS, copied, summed
 from leaderless.models.vocabulary import VocabularyPart
-from leaderless.weights.tensor_parallel import NARROWING, WIDENING, WORDS, divided_dim, sees
+from leaderless.planner.vision_size import sees
+from leaderless.weights.tensor_parallel import NARROWING, WIDENING, WORDS, divided_dim
 
 SAME_LAYERS = {"qwen3_vl_text": "qwen3"}
 """Families whose layers are those of another one, which says how they can be divided while they do not."""

@@ -113,7 +113,10 @@ class VisionLM(CausalLM):
     ) -> Tensor:
         check_window(self._sliding_window, attention)
         text = self.text_model
-        embeddings = cast("nn.Module", text.embed_tokens)(tokens)
+        # A later stage of a pipeline takes hidden states, to which what is seen has been added.
+        is_later = tokens.is_floating_point()
+        assert not (is_later and images is not None)
+        embeddings = tokens if is_later else cast("nn.Module", text.embed_tokens)(tokens)
         seen = self.see(images) if isinstance(images, Pixels) else images
         options: dict[str, object] = {}
         if seen is not None and len(seen.places):
@@ -124,8 +127,6 @@ class VisionLM(CausalLM):
         elif seen is not None:
             # What is not seen takes part without an effect, so that its weights have a gradient on every rank.
             embeddings = embeddings + 0.0 * sum(one.sum() for one in (seen.embeddings, *seen.added))
-        if self.reads_both_ways:
-            positions = positions + 1  # PaliGemma counts from 1
         if positions.ndim == 1 and self.has_grid:
             positions = torch.stack([positions] * 3)
         output = text(
@@ -135,8 +136,8 @@ class VisionLM(CausalLM):
             attention=attention,
             **options,
         )
-        hidden: Tensor = output.last_hidden_state.squeeze(0).index_select(0, select)
-        return hidden
+        hidden: Tensor = output.last_hidden_state.squeeze(0)
+        return hidden.index_select(0, select) if self.has_head else hidden.clone()
 
     @override
     def is_frozen(self, name: str) -> bool:

@@ -226,7 +226,9 @@ def check_heads(
         check_divides(f"layout.{node}.tp", instance.role, layout.tp, counts)
         backend = backend_of(recipe.as_seen_by(instance.role).training.backend)
         if layout.pp > 1 and backend.shards_along_axes:
-            check_pipeline(f"layout.{node}.pp", layout.pp, size.num_layers, is_tied=size.is_tied)
+            num_added = size.vision.num_added if size.vision else 0
+            key = f"layout.{node}.pp"
+            check_pipeline(key, layout.pp, size.num_layers, is_tied=size.is_tied, num_added=num_added)
         if layout.ep > 1:
             check_experts(f"layout.{node}.ep", instance.role, layout.ep, size.num_experts)
 

@@ -164,6 +164,6 @@ class ModelMemory:
 
     def seen_values(self) -> int:
         """The same of the part that sees, for each token of an image."""
-        if self.size.vision is None:
+        if self.part.vision is None:
             return 0
-        return self.size.vision.kept_values(gradient_checkpointing=self.config.gradient_checkpointing)
+        return self.part.vision.kept_values(gradient_checkpointing=self.config.gradient_checkpointing)

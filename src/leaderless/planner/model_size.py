@@ -106,8 +106,13 @@ class ModelSize:
 
     @property
     def num_parameters_per_layer(self) -> int:
-        """Weights of one decoder layer, on average."""
-        return self.num_layer_parameters // self.num_layers
+        """Weights of one decoder layer for text, on average."""
+        return (self.num_layer_parameters - self._num_seeing) // self.num_layers
+
+    @property
+    def _num_seeing(self) -> int:
+        """Weights of the part that sees."""
+        return self.vision.num_parameters if self.vision else 0
 
     @property
     def kv_values_per_token(self) -> int:
@@ -121,7 +126,7 @@ class ModelSize:
         """
         if tp == 1:
             return self
-        sight = self.vision.num_parameters if self.vision else 0
+        sight = self._num_seeing
         layers = sight + -(-(self.num_layer_parameters - sight) // tp)
         whole = self.num_whole_adapter_parameters
         is_divided = self.vocab_size % tp == 0
@@ -138,11 +143,14 @@ class ModelSize:
         )
 
     def stage(self, pp: int, stage: int) -> ModelSize:
-        """What a stage of a pipeline has: some layers, and the first one the embeddings, the last one the head."""
+        """What a stage of a pipeline has: some layers, and the first one the embeddings, the last one the head.
+
+        The first one has the part that sees, too.
+        """
         if pp == 1:
             return self
         num_layers, words = len(layers_of_stage(self.num_layers, pp, stage)), self.vocab_size * self.hidden_size
-        layers = self.num_parameters_per_layer * num_layers
+        layers = self.num_parameters_per_layer * num_layers + self._num_seeing * (stage == 0)
         root = words * (stage == 0) + (self.num_root_parameters - words) * (stage == pp - 1)
         return replace(
             self,
@@ -150,6 +158,7 @@ class ModelSize:
             num_layer_parameters=layers,
             num_layers=num_layers,
             num_expert_parameters=self.num_expert_parameters * num_layers // self.num_layers,
+            vision=self.vision if stage == 0 else None,
         )
 
     def num_kv_parts(self, layout: Layout) -> int:

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 
 TEXT = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 """Families whose weights are counted, and the family whose layers they have for text."""
+SIGHT = {"visual", "vision_tower", "multi_modal_projector"}
+"""Modules that see images."""
+
+
+def sees(name: str) -> bool:
+    """Whether a weight or a module, by its name, belongs to the part of a model that sees images."""
+    return not SIGHT.isdisjoint(name.split("."))
 
 
 @dataclass(frozen=True)
@@ -14,7 +21,8 @@ class VisionSize:
     """What memory depends on.
 
     A token of the prompt stands for `patches_per_token`, which go through `num_layers` of width `hidden_size`;
-    `intermediate_size` is that of their feed-forward part, which `is_gated` or not.
+    `intermediate_size` is that of their feed-forward part, which `is_gated` or not. What some of its layers have seen
+    is added behind the first `num_added` layers for text.
     """
 
     num_parameters: int
@@ -24,6 +32,7 @@ class VisionSize:
     patches_per_token: int
     is_gated: bool
     is_frozen: bool = False
+    num_added: int = 0
 
     def layer_values(self) -> int:
         """Numbers that a layer keeps of each token for its backward pass.
@@ -67,13 +76,14 @@ def vision_size(config: Mapping[str, object], *, is_frozen: bool) -> VisionSize:
     patch = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     attention = 4 * width * width + 4 * width
     merger = merged * merged + merged + merged * out + out
-    is_gated = config["model_type"] == "qwen2_5_vl"
+    is_gated, num_added = config["model_type"] == "qwen2_5_vl", 0
     if is_gated:
         layer = attention + 3 * width * inner + 2 * inner + width + 2 * width
         count = patch * width + depth * layer + width + merger
     else:
         layer = attention + 2 * width * inner + inner + width + 4 * width
-        stacked = len(vision["deepstack_visual_indexes"]) * (2 * merged + merger)
+        num_added = len(vision["deepstack_visual_indexes"])
+        stacked = num_added * (2 * merged + merger)
         places = vision["num_position_embeddings"] * width
         count = patch * width + width + places + depth * layer + 2 * width + merger + stacked
-    return VisionSize(count, depth, width, inner, merged // width, is_gated, is_frozen)
+    return VisionSize(count, depth, width, inner, merged // width, is_gated, is_frozen, num_added)

@@ -59,9 +59,9 @@ class FsdpEngine(ShardedModel[CausalLM]):
         if isinstance(temperature, Tensor):
             temperature = part.of(temperature).to(self.device)
         targets = _at_least_one(targets).to(self.device)
-        pixels = self.model.pixels(micro_batch.images, micro_batch.tokens)
-        images = () if pixels is None else (part.pixels(pixels).to(self.device),)
-        outputs: TokenOutputs = self.model(*part.inputs(), targets, temperature, entropy, *images)
+        outputs: TokenOutputs = self.model(
+            *part.inputs(), targets, temperature, entropy, *self._images(part, micro_batch)
+        )
         self.routed.end()
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
         found = TokenOutputs(part.gather(outputs.log_probs), entropies)
@@ -71,7 +71,15 @@ class FsdpEngine(ShardedModel[CausalLM]):
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
         """Pass a micro-batch through a stage of a pipeline that is not the last."""
-        return cast("Tensor", self.model(*_Part(self, micro_batch).inputs()))
+        part = _Part(self, micro_batch)
+        return cast("Tensor", self.model(*part.inputs(), None, 1.0, "none", *self._images(part, micro_batch)))
+
+    def _images(self, part: _Part, micro_batch: MicroBatch) -> tuple[Pixels, ...]:
+        """The images of a part of a micro-batch, for a rank that sees them; none for models of text."""
+        if self.line is not None and not self.line.stages.is_first:
+            return ()
+        pixels = self.model.pixels(micro_batch.images, micro_batch.tokens)
+        return () if pixels is None else (part.pixels(pixels).to(self.device),)
 
 
 class _Base:
@@ -172,7 +180,7 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     opened = _open(setup)
     model, key, layout = opened.decoder, f"models.{setup.role}", setup.layout
     if isinstance(model, VisionLM):
-        able = ("dp",) if model.reads_both_ways else ("dp", "cp", "tp")
+        able = ("dp",) if model.reads_both_ways else ("dp", "cp", "tp", "pp")
         if wrong := [axis for axis in layout.axes if axis not in (*able, "ep")]:
             reason = "that reads prompts in both directions" if model.reads_both_ways else "that sees images"
             raise RecipeError.at(

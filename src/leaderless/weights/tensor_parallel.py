@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from leaderless.planner import Layout
+from leaderless.planner.vision_size import sees
 from leaderless.weights.blocks import Block, Division, Shape
 
 WIDENING = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
@@ -18,26 +19,21 @@ NARROWING = {"o_proj", "down_proj"}
 """Layers of which each rank has some columns of the weight, and the whole bias."""
 ROWS, COLUMNS = {"weight", "bias", "lora_B"}, {"weight", "lora_A"}
 """Of a layer that widens, what has an output in each row; of one that narrows, what has an input in each column."""
-SIGHT = {"visual", "vision_tower", "multi_modal_projector"}
-"""Parts of models that see images. Every rank has all of them, and computes all images: they are small next to what
-they would have to send, and their layers are divided by other names in each family."""
 WORDS = {"embed_tokens", "lm_head"}
 """Embeddings of which each rank has those of some words, if the ranks divide their number."""
 
 
 def divided_dim(name: str, shape: Shape, tp: int) -> int | None:
-    """The dimension along which `tp` ranks divide a weight or what the optimizer keeps of it; None if all have it."""
+    """The dimension along which `tp` ranks divide a weight or what the optimizer keeps of it; None if all have it.
+
+    What sees images is small next to the rest, and its layers have other names in each family: all have it.
+    """
     if sees(name):
         return None
     *_, module, kind = ("", *name.split("."))
     is_rows, is_columns = module in WIDENING | WORDS and kind in ROWS, module in NARROWING and kind in COLUMNS
     dim = 0 if is_rows else 1 if is_columns else None
     return dim if dim is not None and dim < len(shape) and shape[dim] % tp == 0 else None
-
-
-def sees(name: str) -> bool:
-    """Whether a weight or a module, by its name, belongs to the part of a model that sees images."""
-    return not SIGHT.isdisjoint(name.split("."))
 
 
 def tensor_rows(name: str, shape: Shape, layout: Layout) -> Division:
