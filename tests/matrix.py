@@ -19,7 +19,8 @@ from tests.distributed.ranks import RankError, RankPool
 from tests.distributed.test_experts import experts_model
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
-from tests.pictures import samples_with, vision_model
+from tests.distributed.test_vision import with_own_head
+from tests.pictures import samples_with
 from tests.tiny import add_gradients, random_samples, tiny_model, untied_model
 from torch import Tensor
 
@@ -49,6 +50,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 def features(folder: Path) -> dict[str, tuple[str, Mapping[str, object]]]:
     """The model of each feature, and its settings."""
+    images = with_own_head(folder, "qwen3_vl")
     text, experts = untied_model(tiny_model("qwen3")), experts_model(folder, "qwen3_moe")
     return {
         "all weights": (text, {}),
@@ -56,9 +58,9 @@ def features(folder: Path) -> dict[str, tuple[str, Mapping[str, object]]]:
         "critic": (text, {}),
         "LoRA": (text, {"lora": {"rank": 4}}),
         "experts": (experts, {}),
-        "images": (vision_model(), {}),
-        "images, frozen vision": (vision_model(), {"freeze_vision": True}),
-        "images, experts": (vision_model("qwen3_vl_moe"), {}),
+        "images": (images, {}),
+        "images, frozen vision": (images, {"freeze_vision": True}),
+        "images, experts": (with_own_head(folder, "qwen3_vl_moe"), {}),
     }
 
 
@@ -96,7 +98,7 @@ def value_loss(values: Tensor, micro_batch: MicroBatch) -> Tensor:
 
 def cell(ranks: RankPool, model: str, sizes: dict[str, int], changes: dict[str, object], *, is_critic: bool) -> str:
     """The largest difference of a feature on a layout; a dash where it is refused."""
-    samples = samples_with() if "vision" in model else random_samples(LENGTHS, siblings=3)
+    samples = samples_with() if "_vl" in Path(model).name else random_samples(LENGTHS, siblings=3)
     if "lora" in changes and "pp" in sizes:
         return "–"  # the planner refuses it
     size = prod(count for axis, count in sizes.items() if axis != "ep")

@@ -96,6 +96,10 @@ def test_weights_of_models_that_see_images_are_counted(tmp_path, family, is_froz
     held = sum(counts[name] // (1 if divided_dim(name, shape, 2) is None else 2) for name, shape in shapes.items())
     small = sum(counts[name] for name, shape in shapes.items() if len(shape) == 1 and ".visual." not in name)
     assert 0 <= held - size.part(2).num_parameters <= small, "norms, which each rank has, are counted as divided"
+    first, last = (size.stage(2, stage) for stage in range(2))
+    assert (first.vision, last.vision) == (size.vision, None)
+    words = counts["model.language_model.embed_tokens.weight"]  # the head is counted with the last stage if it is tied
+    assert first.num_parameters - last.num_parameters == size.vision.num_parameters + words - last.num_root_parameters
     path = tmp_path / "config.json"
     described = json.loads(path.read_text())
     path.write_text(json.dumps(described.pop("text_config") | described))  # as published with Qwen2.5-VL

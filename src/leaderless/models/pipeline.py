@@ -138,7 +138,7 @@ def check_stages(
 
 def _text(model: PreTrainedModel) -> nn.Module:
     """The part of a model that has the layers for text."""
-    return getattr(model.base_model, "language_model", model.base_model)
+    return cast("nn.Module", getattr(model.base_model, "language_model", model.base_model))
 
 
 def _num_layers(model: PreTrainedModel) -> int:
