@@ -93,6 +93,7 @@ def with_even_words(folder: Path, family: Family) -> str:
         ("qwen3_vl", {"dp": 2, "tp": 2}, {"gradient_checkpointing": True}),  # one rank has a prompt without images
         ("qwen3_vl", {"dp": 1, "cp": 2, "tp": 2}, {"freeze_vision": True}),
         ("qwen2_5_vl", {"dp": 1, "tp": 2}, {}),  # the layers that see have the names of those for text
+        ("qwen2_5_vl", {"dp": 1, "tp": 2}, {"lora": {"rank": 4}}),
         ("llava", {"dp": 1, "tp": 2}, {}),
     ],
     ids=str,

@@ -12,6 +12,7 @@ import pytest
 from examples.counting.prepare import prepare
 from pyarrow import parquet
 from tests.distributed.ranks import RankPool
+from tests.distributed.test_vision import with_own_head
 from tests.end_to_end.cli import ROOT, metrics, succeed
 from tests.pictures import picture, vision_model
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -86,11 +87,13 @@ def test_a_prompt_read_in_both_directions_is_answered_and_learned(ranks: RankPoo
     assert all(line["mismatch/abs_max"] < 1e-5 for line in lines[1:])
 
 
-def test_geometry3k_is_read_as_published(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_geometry3k_is_read_as_published(ranks: RankPool, tmp_path: Path, axis: str) -> None:
     figures = [[{"bytes": picture(40, 24, seed), "path": None}] for seed in range(8)]
     table = pa.table({"images": figures, "problem": [f"<image>Find x{i}." for i in range(8)], "answer": ["3"] * 8})
     parquet.write_table(table, tmp_path / "train-00000-of-00001.parquet")
-    shutil.copytree(vision_model("qwen2_5_vl"), tmp_path / "model")
+    source = with_own_head(tmp_path, "qwen3_vl") if axis == "pp" else vision_model("qwen2_5_vl")
+    shutil.copytree(source, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(tmp_path / "model")
@@ -100,7 +103,7 @@ def test_geometry3k_is_read_as_published(ranks: RankPool, tmp_path: Path) -> Non
         *(f"data.train.path={file}", f"data.evaluation.path={file}", f"run.directory={tmp_path}/runs"),
         *("batch.prompts_per_step=4", "batch.responses_per_prompt=4", "batch.micro_batch_tokens=1024", "steps=2"),
         *("rollout.max_response_tokens=8", "data.max_prompt_tokens=60", "evaluation.every_steps=1"),
-        "layout={policy: {tp: 2}, old: {tp: 2}}",
+        f"layout={{policy: {{{axis}: 2}}, old: {{{axis}: 2}}}}",
     )
     succeed(ranks, tmp_path, "train", ROOT / "recipes/vision/geometry3k.yaml", *overrides, num_ranks=2)
     (_, *lines) = metrics(tmp_path / "runs/geometry3k-grpo")

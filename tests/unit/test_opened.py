@@ -22,6 +22,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.decoder import load_value_model
 from leaderless.models.opened import Opened, open_model
+from leaderless.models.sources import Source
 from leaderless.models.support import check_supported
 from leaderless.models.trial import shrunk, trial_model
 from leaderless.models.weight_files import WeightFiles
@@ -270,6 +271,9 @@ def test_no_more_is_read_than_a_block_has(tmp_path: Path, monkeypatch: pytest.Mo
         turned = torch.zeros(*block.sizes[:-2], block.sizes[-1], block.sizes[-2]).transpose(-1, -2)
         own.read(name, block.offsets, turned)
         assert torch.equal(turned, expected.float())
+    source, target = Source("cube", Block((0, 0, 0), (6, 2000, 8)), is_turned=True), torch.zeros(3, 700, 4)
+    source.read(WeightFiles(tensors), Block((2, 900, 3), (3, 700, 4)), target)
+    assert torch.equal(target, values["cube"].transpose(1, 2)[2:5, 900:1600, 3:7].float())
     number = torch.zeros(())
     assert files.read_block(tensors["number"], (), number) == 4
     assert float(number) == 3.5

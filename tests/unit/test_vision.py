@@ -34,7 +34,9 @@ from leaderless.models.tokenizer import load_tokenizer
 from leaderless.models.vision import VisionLM
 from leaderless.rollout import native
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate, prompts_of
+from leaderless.rollout.kv_cache import SegmentStore
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.native_prompts import Prompt, passes_of
 from leaderless.rollout.probe import make_probe, probe_of
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch
@@ -432,6 +434,25 @@ def test_a_prompt_that_is_read_in_both_directions_has_no_next_turn() -> None:
     request = Request([5, 6, 7], [1], conversation=3)
     with pytest.raises(ValueError, match="choose a model that reads in one direction"):
         native_of("paligemma").submit(request, SamplingParams(SamplingConfig(temperature=1.0), 9))
+
+
+def test_what_is_read_in_both_directions_is_in_one_pass() -> None:
+    store = SegmentStore(1, {})
+    texts = {
+        store.add(count, 0): (None, tuple(range(count)), Prompt(tuple(range(count)), (), num_both))
+        for count, num_both in ((3, 3), (9, 9), (5, 4), (2, 2), (8, 4))
+    }
+    prompt = next(iter(texts))
+    texts[store.add(4, 0)] = (prompt, (1, 2, 3, 4), Prompt((1,), (), 1))  # what continues a prompt is read in one
+    found = [[(one.part.begin, one.part.count, one.part.num_both) for one in parts] for parts in passes_of(texts, 6)]
+    assert found == [
+        [(0, 3, 3)],
+        [(0, 9, 9)],
+        [(0, 5, 4)],
+        [(0, 2, 2), (0, 4, 4)],
+        [(4, 4, 0), (0, 2, 0)],
+        [(2, 2, 0)],
+    ]
 
 
 def test_paligemma_2_is_refused(tmp_path: Path) -> None:

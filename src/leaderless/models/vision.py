@@ -79,7 +79,8 @@ class VisionLM(CausalLM):
         if found != own:
             raise ValueError(
                 f"a prompt has {len(found)} tokens that stand for parts of images, but its {len(images)} images have "
-                f"{len(own)}, or have them elsewhere"
+                f"{len(own)}, or have them elsewhere: leave such marks out of texts, or name the column of the images "
+                "in data.train.images"
             )
 
     @override
