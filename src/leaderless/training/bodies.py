@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, cast
 
@@ -44,6 +44,7 @@ class BodyMicroBatch(MicroBatch):
         decisions: [R] int64, the decision of each unit.
         places: [R] int64, see `grained`.
         steps: [R] int64, step of each unit in its decision; None where no critic asks for it.
+        num_pieces: Pieces in which the decisions are computed, the same number on every rank.
     """
 
     observed: Observed
@@ -51,14 +52,15 @@ class BodyMicroBatch(MicroBatch):
     decisions: Tensor
     places: Tensor
     steps: Tensor | None = None
+    num_pieces: int = 1
 
 
 class HeldBody(nn.Module):
     """A policy or a critic as an engine holds it; see `Decoder`, whose place it takes.
 
     Attributes:
-        piece: Decisions that are computed together, and computed again in the backward pass; None to compute all of a
-            pass at once, and keep what they need.
+        piece: Most decisions that are computed together, and computed again in the backward pass, where a pass has
+            several pieces.
     """
 
     def __init__(self, model: BodyPolicy | BodyValue, description: Callable[[Path], None]) -> None:
@@ -69,16 +71,24 @@ class HeldBody(nn.Module):
         self.tensor_parallel = self.pipeline = None
         self.divides_experts = False
         self.complete: Completion = lambda whole, device: None  # noqa: ARG005
-        self.piece: int | None = None
+        self.piece = 1
         self._describe = description
         self._frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
-    def forward(self, observed: Observed, choices: Tensor | None, temperature: float) -> Scores | Tensor:
-        """Scores of decisions, or values [n]."""
-        if self.piece is None or len(observed) <= self.piece:
+    def forward(
+        self, observed: Observed, choices: Tensor | None, temperature: float, num_pieces: int = 1
+    ) -> Scores | Tensor:
+        """Scores of decisions, or values [n], computed in some pieces.
+
+        Ranks gather layers together, once for each piece: one with fewer decisions computes its first one again, which
+        has no effect.
+        """
+        if num_pieces == 1:
             return self._compute(observed, choices, temperature)
         found: list[Scores | Tensor] = []
-        for rows in torch.split(torch.arange(len(observed), device=observed.state.device), self.piece):
+        parts = torch.split(torch.arange(len(observed), device=observed.state.device), self.piece)
+        count = len(parts)
+        for rows in [*parts, *[parts[0][:1]] * (num_pieces - count)]:
             arguments = observed.select(rows), None if choices is None else choices[rows], temperature
             if torch.is_grad_enabled():
                 found.append(checkpoint(self._compute, *arguments, use_reentrant=False, preserve_rng_state=False))
@@ -86,8 +96,10 @@ class HeldBody(nn.Module):
                 found.append(self._compute(*arguments))
         scores, values = [one for one in found if isinstance(one, Scores)], [x for x in found if isinstance(x, Tensor)]
         if values:
-            return torch.cat(values)
-        return Scores(torch.cat([one.log_probs for one in scores]), torch.cat([one.entropies for one in scores]))
+            return _joined(values, count)
+        return Scores(
+            _joined([one.log_probs for one in scores], count), _joined([one.entropies for one in scores], count)
+        )
 
     def _compute(self, observed: Observed, choices: Tensor | None, temperature: float) -> Scores | Tensor:
         if isinstance(self.model, BodyPolicy):
@@ -116,6 +128,12 @@ class HeldBody(nn.Module):
         self._describe(folder)
 
 
+def _joined(pieces: Sequence[Tensor], count: int) -> Tensor:
+    """The first pieces, one after the other; the others take part without an effect, so that they have a gradient."""
+    whole = torch.cat([*pieces[:count]])
+    return whole + 0.0 * torch.stack([one.sum() for one in pieces[count:]]).sum() if pieces[count:] else whole
+
+
 class _Bodies(ShardedModel[HeldBody]):  # type: ignore[type-var]
     """What the engines of policies and critics have in common."""
 
@@ -126,8 +144,6 @@ class _Bodies(ShardedModel[HeldBody]):  # type: ignore[type-var]
 
         With `gradient_checkpointing`, what is computed at once has at most as many, or one decision.
         """
-        if self._config.gradient_checkpointing:
-            self.model.piece = max(1, self.micro_batch_tokens // self.model.model.chunk)
         episodes = _Episodes.of(batch, self.model.model, self.device)
         packs: list[list[int]] = []
         filled = 0
@@ -139,7 +155,14 @@ class _Bodies(ShardedModel[HeldBody]):  # type: ignore[type-var]
             packs[-1].append(row)
             filled += size
         count = int(self.process_group.max(torch.tensor([len(packs)]), "the number of micro-batches"))
-        return [episodes.pack(torch.tensor(rows, dtype=torch.int64)) for rows in [*packs, *[[]] * (count - len(packs))]]
+        packs += [[] for _ in range(count - len(packs))]
+        cut = [episodes.pack(torch.tensor(rows, dtype=torch.int64)) for rows in packs]
+        if not (self._config.gradient_checkpointing and cut):
+            return [*cut]
+        self.model.piece = max(1, self.micro_batch_tokens // self.model.model.chunk)
+        pieces = torch.tensor([-(-len(one.observed) // self.model.piece) for one in cut])
+        agreed = self.process_group.max(pieces, "the number of pieces of each micro-batch").tolist()
+        return [replace(one, num_pieces=number) for one, number in zip(cut, agreed, strict=True)]
 
     @torch.no_grad()
     def add_states(self, batch: Batch, total: Callable[[Tensor], Tensor]) -> None:
@@ -183,7 +206,8 @@ class BodyPolicyEngine(_Bodies):
         assert isinstance(micro_batch, BodyMicroBatch)
         assert isinstance(micro_batch.temperature, float), "all decisions of a pass have the same temperature"
         self.process_group.activity.beat()
-        scores = cast("Scores", self.model(micro_batch.observed, micro_batch.choices, micro_batch.temperature))
+        given = micro_batch.observed, micro_batch.choices, micro_batch.temperature, micro_batch.num_pieces
+        scores = cast("Scores", self.model(*given))
         units = self.grain, micro_batch.decisions, micro_batch.places
         log_probs = grained(scores.log_probs.float(), *units)
         if entropy == "none":
@@ -207,7 +231,7 @@ class BodyValueEngine(_Bodies):
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """See `ValueEngine`."""
         assert isinstance(micro_batch, BodyMicroBatch)
-        found = self._values(micro_batch.observed)
+        found = self._values(micro_batch.observed, micro_batch.num_pieces)
         if found.ndim == 1:
             return found[micro_batch.decisions]
         assert micro_batch.steps is not None
@@ -233,9 +257,9 @@ class BodyValueEngine(_Bodies):
             self.units[-1].reshard()
         return found
 
-    def _values(self, observed: Observed) -> Tensor:
+    def _values(self, observed: Observed, num_pieces: int = 1) -> Tensor:
         self.process_group.activity.beat()
-        return cast("Tensor", self.model(observed, None, 1.0)).float()
+        return cast("Tensor", self.model(observed, None, 1.0, num_pieces)).float()
 
 
 @dataclass(frozen=True)
