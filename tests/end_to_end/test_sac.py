@@ -16,12 +16,15 @@ from tests.end_to_end.test_bodies import BROKEN, NOT_STOPPED, numbers
 from tests.small_bodies import settings_of
 from tests.unit.robots.serving import serving
 
-from leaderless.data.replay import RECORDS_FILE
+from leaderless.data.replay import RECORDS_FILE, ReplayBuffer
+from leaderless.environments.bodies.protocol import Continuous, Spaces
 from leaderless.robots.dummy import dummy
 from leaderless.robots.environment import RobotEnvironment
 from leaderless.stages.sac import FOLDER
 
 STEPS = 6
+SHOWN = Spaces({"front": (8, 8)}, 6, Continuous((-1.0, -1.0), (1.0, 1.0)), 50), 2
+"""What the dummy arm with a camera shows and takes, and steps of a decision."""
 
 
 def sac_recipe(folder: Path, **changes: object) -> Path:
@@ -130,10 +133,14 @@ def test_a_kill_in_any_phase_changes_no_bit(tmp_path: Path, monkeypatch: pytest.
     [
         ({"models": {"policy": {"body": "mlp"}}}, "SAC trains policies of the type squashed or squashed_cnn"),
         ({"workflow": "grpo", "batch": {}}, "use the workflow sac, or leave it out"),
+        (
+            {"models": {"policy": {"body": "squashed", "gradient_checkpointing": True}}},
+            "models.policy.gradient_checkpointing: cannot be combined with node",
+        ),
         ({"optimizer": {"schedule": "cosine"}}, "which learns by SAC: leave it out"),
         ({"algorithm": {"sac": {"subset_size": 4, "num_heads": 3}}}, "must be at most num_heads=3"),
     ],
-    ids=["policy", "workflow", "schedule", "subset"],
+    ids=["policy", "workflow", "checkpointing", "schedule", "subset"],
 )
 def test_what_sac_cannot_do_is_refused(
     ranks: RankPool, tmp_path: Path, changes: dict[str, object], message: str
@@ -161,6 +168,31 @@ def test_the_recipe_of_an_arm_learns_from_the_script_of_its_example(ranks: RankP
     rows = numbers(tmp_path, "rlpd")
     assert rows[-1]["sac/updates"] > 0
     assert rows[-1]["sac/transitions"] == sum(row["body/decisions"] for row in rows if row["step"])
+
+
+def test_what_a_person_does_is_kept_and_shown_in_a_run(ranks: RankPool, tmp_path: Path) -> None:
+    """Episodes in which a person acted count, their transitions are demonstrations, and films of all are kept."""
+    folder = tmp_path / "run"
+    with serving(dummy(has_human=True, patience_steps=3, far=0.05, camera_size=8)) as served:
+        options = {"addresses": [str(served.address)], "allows_help": True}
+        body = {"type": "robots", "options": options, "num_environments": 1}
+        batch = {"prompts_per_step": 2, "responses_per_prompt": 1}
+        sac_recipe(folder, body=body, batch=batch, steps=2)
+        succeed(ranks, folder, "train", "recipe.yaml")
+    rows = [row for row in numbers(folder) if row["step"]]
+    assert all(row["body/failed"] == 0 for row in rows)
+    with closing(ReplayBuffer(folder / "runs/line" / FOLDER / "0", *SHOWN)) as buffer:
+        helped = int(buffer.places()[2].sum())
+        assert rows[-1]["sac/transitions"] == len(buffer) > helped
+    assert rows[-1]["sac/demonstrations"] == helped > 0
+    lines = [json.loads(line) for path in (folder / "runs/line/samples").glob("*.jsonl") for line in path.open()]
+    films = [line["images"][0] for line in lines if line["step"] == 2]
+    assert len(films) == 2
+    assert all(film.startswith("data:image/png;base64,") for film in films)
+    assert "advantage" not in lines[0]
+    assert films[0] in (folder / "runs/line/report.html").read_text()
+    seconds = [json.loads(line) for line in (folder / "runs/line/metrics.jsonl").open()][-1]
+    assert seconds["seconds/0/data"] > seconds["seconds/0/score"], "to remember is no scoring"
 
 
 def test_transitions_that_are_missing_are_noticed(ranks: RankPool, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from bisect import bisect_left
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -155,7 +156,8 @@ class ReplayBuffer:
 
     def first_of(self, step: int) -> int:
         """The row of the first transition of a step of the run, or of a later one."""
-        return int(np.searchsorted(self._mapped()["step"], step))
+        records = self._mapped()  # of which only a few are read from the disk
+        return bisect_left(range(len(records)), step, key=lambda row: int(records["step"][row]))
 
     def refresh(self) -> None:
         """See what another process has appended since."""

@@ -119,14 +119,15 @@ def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
         graded = Graded(float(batch.dense("rewards")[index]), bool(batch.dense("reward_valid")[index]), details)
         known = {name: values[index].tolist() for name, values in log_probs.items()}
         mask = None if masks is None else masks[index].tolist()
-        advantages = batch.jagged("advantages").rows()[index]
         place: dict[str, Json] = {
             "step": context.step,
             "group_id": int(batch.group_ids[index]),
             "episode_id": int(batch.episode_ids[index]),
             "sample_id": int(batch.ids[index]),
-            "advantage": float(advantages[0]) if len(advantages) else 0.0,
         }
+        if "advantages" in batch:
+            advantages = batch.jagged("advantages").rows()[index]
+            place["advantage"] = float(advantages[0]) if len(advantages) else 0.0
         if shown := pictures.pop(int(batch.group_ids[index]), None):
             place["images"] = shown
         if "joint_ids" in batch:

@@ -36,20 +36,21 @@ def remember(batch: Batch, context: StageContext) -> Batch:
     Raises:
         RuntimeError: Transitions of earlier steps are missing.
     """
-    engine = cast("SacEngine", context.role.train_engine)
-    memory = engine.open_memory(context.run_directory.path / FOLDER, partial(_demonstrated, context, engine.policy))
-    is_mine = torch.tensor(context.node.layout.represents(context.process_group.rank)).expand(len(batch))
-    episodes, transitions = lived(batch.select(is_mine), engine.policy)
-    memory.remember(context.step, episodes, transitions)
-    before = int(context.state.get(KEPT, 0))
-    if len(memory) - memory.num_new != before:
-        raise RuntimeError(
-            f"{context.run_directory.path / FOLDER} has {len(memory) - memory.num_new} transitions of the steps before "
-            f"{context.step}, but {before} were kept: bring back its files, or begin again with --fresh"
-        )
-    context.state[KEPT] = len(memory)
-    context.metrics.max("sac/transitions", len(memory))
-    context.metrics.max("sac/demonstrations", memory.num_demonstrations)
+    with context.clock.doing("data"):
+        engine = cast("SacEngine", context.role.train_engine)
+        memory = engine.open_memory(context.run_directory.path / FOLDER, partial(_demonstrated, context, engine.policy))
+        is_mine = torch.tensor(context.node.layout.represents(context.process_group.rank)).expand(len(batch))
+        episodes, transitions = lived(batch.select(is_mine), engine.policy)
+        memory.remember(context.step, episodes, transitions)
+        before = int(context.state.get(KEPT, 0))
+        if (found := len(memory) - memory.num_new) != before:
+            raise RuntimeError(
+                f"{context.run_directory.path / FOLDER} has {found} transitions of the steps before {context.step}, "
+                f"but {before} were kept: bring back its files, or begin again with --fresh"
+            )
+        context.state[KEPT] = len(memory)
+        context.metrics.max("sac/transitions", len(memory))
+        context.metrics.max("sac/demonstrations", memory.num_demonstrations)
     return batch
 
 

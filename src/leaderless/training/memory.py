@@ -60,6 +60,7 @@ class Memory:
         self._files = [ReplayBuffer(folder / str(number), spaces, chunk) for number in mine]
         self._shown = shown
         self._table = np.zeros((0, 5), np.int64)  # step, episode, holder, row, whether a person acted
+        self._helped = self._table  # rows in which a person acted
         self.num_new = 0
 
     def __len__(self) -> int:
@@ -69,7 +70,7 @@ class Memory:
     @property
     def num_demonstrations(self) -> int:
         """Number of transitions of experts, and of those in which a person acted."""
-        return len(self._shown) + int(self._table[:, 4].sum())
+        return len(self._shown) + len(self._helped)
 
     def remember(self, step: int, episodes: Numbers, transitions: Transitions) -> None:
         """Keep transitions of a step; what there is of this step and of later ones is dropped. All ranks call it.
@@ -88,6 +89,7 @@ class Memory:
             self._table = np.concatenate([self._table[is_known], self._gathered(step)])
         else:
             self._table = self._gathered(0)
+        self._helped = self._table[self._table[:, 4] > 0]
         self.num_new = int((self._table[:, 0] == step).sum())
 
     def _gathered(self, since: int) -> Numbers:
@@ -120,9 +122,8 @@ class Memory:
             drawn = chance.integers(self.num_demonstrations, size=half)
             is_shown = drawn < len(self._shown)
             where = np.flatnonzero(is_shown & (np.arange(half) % self._ranks.size == self._place))
-            helped = self._table[self._table[:, 4] > 0]
             from_people = np.flatnonzero(~is_shown)
-            slots, rows = self._own(helped[drawn[from_people] - len(self._shown)])
+            slots, rows = self._own(self._helped[drawn[from_people] - len(self._shown)])
             parts += [self._shown.take(drawn[where]), self._take(rows)]
             places += [where + size - half, from_people[slots] + size - half]
         return Drawn(joined(parts), np.concatenate(places))

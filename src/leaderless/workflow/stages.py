@@ -117,7 +117,8 @@ def _rollout_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 
 
 def _record_reads(recipe: Recipe, node: Node) -> list[str]:
-    columns = ["rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"]
+    columns = ["rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details"]
+    columns += ["advantages"] * (recipe.algorithm.sac is None)
     # Without the mask, what an environment has said would be taken for a part of the response.
     columns += [IMAGES] * recipe.has_images
     columns += [*SEEN_COLUMNS, "prompt_tokens", "turns", "success"] * (recipe.body is not None)

@@ -225,11 +225,14 @@ def _check_sac(recipe: Recipe, node: Node) -> None:
         raise RecipeError.at("body", f"must name an environment: node '{node.name}' works with transitions of a body")
     if recipe.algorithm.sac is None:
         raise RecipeError.at("algorithm.sac", f"must be given, as `sac: {{}}`: node '{node.name}' learns by it")
+    role = node.role or "policy"
+    model = recipe.model_of(role)
     for key, is_given in {
         "schedule.replan_every_steps": bool(recipe.schedule.replan_every_steps),
         "optimizer.schedule": recipe.optimizer.schedule != "constant",
         "batch.updates_per_step": recipe.batch.updates_per_step > 1,
         "algorithm.kl.coefficient": recipe.algorithm.uses_reference,
+        f"models.{role}.gradient_checkpointing": model is not None and model.gradient_checkpointing,
     }.items():
         if is_given:
             raise RecipeError.at(key, f"cannot be combined with node '{node.name}', which learns by SAC: leave it out")

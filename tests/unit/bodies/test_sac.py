@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from dataclasses import replace
@@ -10,19 +11,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.small_worlds import Line
 from tests.unit.bodies.threads import Threads
 
 from leaderless.algorithms.sac import Ensemble, squashed_log_densities, targets
+from leaderless.config.body import BodyConfig
 from leaderless.config.models import OptimizerConfig
 from leaderless.config.sac import SacConfig
+from leaderless.data.batch import Batch
 from leaderless.data.demonstrations import Demonstration
 from leaderless.data.transport import ProcessGroup
 from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
+from leaderless.observability.clock import Clock
 from leaderless.policies.squashed import Squashed, SquashedCnn
 from leaderless.robots.transitions import Transitions
-from leaderless.stages.sac import no_transitions, num_due, shown
+from leaderless.rollout.bodies import BodyEngine, BodyEpisode, BodyTask
+from leaderless.rollout.worlds import OwnWorlds
+from leaderless.stages.bodies import BodyRows
+from leaderless.stages.sac import lived, no_transitions, num_due, shown
 from leaderless.training.memory import Drawn, Memory
-from leaderless.training.sac import SacLearner, observed_of
+from leaderless.training.sac import CRITICS, POLICY, SacLearner, observed_of
 
 SPACES = Spaces({}, 2, Continuous((-2.0,), (4.0,)), 8)
 SEEN = Spaces({"top": (8, 8)}, 0, Continuous((-2.0,), (4.0,)), 8)
@@ -185,6 +193,107 @@ def test_the_number_of_ranks_changes_nothing(tmp_path: Path, spaces: Spaces) -> 
             assert numbers == pytest.approx(dict(other), abs=1e-5)
         for parameter, other in zip(learners[rank].policy.parameters(), alone.policy.parameters(), strict=True):
             torch.testing.assert_close(parameter, other, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("is_entropy_valued", [False, True])
+def test_an_update_is_that_of_a_loop(tmp_path: Path, is_entropy_valued: bool) -> None:
+    """Over transitions one by one, with slow critics that differ from the others."""
+    learner = learner_of(
+        SMALL.model_copy(update={"critic_updates": 1, "first_temperature": 0.3, "is_entropy_valued": is_entropy_valued})
+    )
+    generator = torch.Generator().manual_seed(0)
+    for parameter in learner.slow_critics.parameters():
+        parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    kept = decisions(0)
+    kept.terminated[::2], kept.num_steps[::3] = False, 1
+    kept.rewards[::3, 1] = 0.0
+    memory = memory_of(tmp_path, kept)
+    policy, critics, slow = (copy.deepcopy(x) for x in (learner.policy, learner.critics, learner.slow_critics))
+    numbers = learner.update(memory.draw)
+
+    drawn, chance, cpu = memory.draw(32, 3, 0).transitions, learner._chance(CRITICS, 0), torch.device("cpu")
+    noise = torch.from_numpy(chance.standard_normal((32, 2)).astype(np.float32))
+    heads = chance.permutation(3)[:2]
+    later = torch.from_numpy(learner._chance(POLICY, 0).standard_normal((32, 2)).astype(np.float32))
+    critic_loss = actor_loss = entropy = 0.0
+    with torch.no_grad():
+        for row in range(32):
+            one = drawn.take(np.array([row]))
+            action, log_prob = policy.draw(observed_of({}, one.next_state, cpu), noise[row : row + 1])
+            following = min(float(slow(observed_of({}, one.next_state, cpu), action)[head, 0]) for head in heads)
+            following -= 0.3 * float(log_prob) * is_entropy_valued
+            count = int(one.num_steps[0])
+            aim = sum(0.97**step * float(one.rewards[0, step]) for step in range(count))
+            aim += 0.0 if one.terminated[0] else 0.97**count * following
+            taken = policy.squash(torch.from_numpy(one.actions))
+            taken[:, count:] = 0.0
+            values = critics(observed_of({}, one.state, cpu), taken)[:, 0]
+            critic_loss += sum((float(value) - aim) ** 2 for value in values) / 3 / 32
+            action, log_prob = policy.draw(observed_of({}, one.state, cpu), later[row : row + 1])
+            worth = float(learner.critics(observed_of({}, one.state, cpu), action).mean())
+            actor_loss += (0.3 * float(log_prob) - worth) / 32
+            entropy -= float(log_prob) / 32
+    expected = {"critic_loss": critic_loss, "actor_loss": actor_loss, "entropy": entropy}
+    assert {name: numbers[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    for now, before, fast in zip(
+        learner.slow_critics.parameters(), slow.parameters(), learner.critics.parameters(), strict=True
+    ):
+        torch.testing.assert_close(now, 0.99 * before + 0.01 * fast)
+
+
+@pytest.mark.parametrize("most", [0.01, 1e6])
+def test_gradients_are_clipped(tmp_path: Path, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = OptimizerConfig(learning_rate=3e-3, max_grad_norm=most)
+    learner, norms = SacLearner(policy_of(), SMALL, optimizer, seed=3), list[float]()
+    step = learner._optimizers["critics"].step
+
+    def note() -> None:
+        grads = [one.grad for one in learner.critics.parameters() if one.grad is not None]
+        norms.append(float(torch.cat([one.flatten() for one in grads]).norm()))
+        step()
+
+    monkeypatch.setattr(learner._optimizers["critics"], "step", note)
+    learner.update(memory_of(tmp_path, decisions(0)).draw)
+    assert (max(norms) <= 0.01 * (1 + 1e-5)) == (most == 0.01)
+
+
+def test_episodes_become_transitions_as_in_a_loop() -> None:
+    """Some end, some are cut, one has failed, and in one a person acted."""
+    policy = Squashed(Line(1).spaces, chunk=2, hidden_size=8)
+    engine = BodyEngine(policy, lambda: OwnWorlds(Line(4), 4), torch.device("cpu"))
+    tasks = [BodyTask(number, {}, seed=number) for number in range(12)]
+    episodes = engine.play(tasks, seed=1, temperature=1.0, progress=lambda _: None, clock=Clock())
+    engine.close()
+    episodes[3] = BodyEpisode(failure="it broke", instruction=episodes[3].instruction)
+    episodes[5].intervened[0][1] = True
+    prompts = Batch(torch.arange(12) << 16, {"rows": ({},) * 12})
+    rows = BodyRows(policy, BodyConfig(type="tests.small_worlds:Line"), 1.0, 0, keeps_taken=True)
+    numbers, found = lived(rows.samples(prompts, torch.arange(12), episodes), policy)
+    row = 0
+    for number, episode in enumerate(episodes):
+        rewards = list(episode.rewards)
+        for decision, count in enumerate(episode.num_steps):
+            is_last = decision == len(episode.num_steps) - 1
+            assert numbers[row] == number
+            assert found.num_steps[row] == count
+            assert found.rewards[row].tolist() == [*rewards[:count], *[0.0] * (2 - count)]
+            assert found.terminated[row] == (is_last and episode.is_terminated)
+            assert found.truncated[row] == (is_last and not episode.is_terminated)
+            for values, expected in (
+                (found.state, episode.states[decision]),
+                (found.next_state, episode.states[decision + 1]),
+                (found.images["top"], episode.frames[decision].reshape(1, 8, 3)),
+                (found.next_images["top"], episode.frames[decision + 1].reshape(1, 8, 3)),
+                (found.actions, episode.taken[decision]),
+                (found.intervened, episode.intervened[decision]),
+            ):
+                np.testing.assert_array_equal(values[row], expected)
+            rewards = rewards[count:]
+            row += 1
+    assert row == len(found) == len(numbers)
+    assert found.terminated.any()
+    assert found.truncated.any()
+    assert found.intervened.sum() == 1
 
 
 def test_a_learner_continues_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
