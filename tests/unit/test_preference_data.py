@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tests.pictures import picture, reader_of, vision_model
+from tests.preferences import SINGLE_DATA, write_rows
 from tests.templates import CHATML
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_recipe
 from transformers import AutoTokenizer
 
 from leaderless.config import RecipeError
-from leaderless.config.data import DataConfig, DatasetConfig
+from leaderless.config.data import DataConfig, DatasetConfig, TrainingSetConfig
+from leaderless.data.cache import DataCache
+from leaderless.data.dataset import open_dataset
 from leaderless.data.encode import Encoded
 from leaderless.data.preferences import make_encoder
+from leaderless.data.sources import open_source
 
+PAIR_COLUMNS = {"chosen": "chosen", "rejected": "rejected"}
 PAIR = {"path": "rows.jsonl", "chosen": "good", "rejected": "bad"}
 
 
@@ -73,6 +81,7 @@ def test_a_pair_may_have_a_margin() -> None:
     ("row", "settings", "message"),
     [
         ({"prompt": "1", "good": "3", "bad": "3"}, {}, "are the same response, which prefers nothing: leave such rows"),
+        ({"prompt": "1", "good": "3", "bad": "3é"}, {}, "are the same response"),  # to this tokenizer
         ({"prompt": "1", "good": "3"}, {}, "has no column 'bad'"),
         ({"prompt": "1", "good": "3", "bad": None}, {}, "column 'bad' is null"),
         ({"prompt": "1", "good": "3", "bad": 4}, {}, "column 'bad' must hold text, or messages of the assistant"),
@@ -106,6 +115,35 @@ def test_desirable_is_true_or_false_and_no_number() -> None:
     settings = {"path": "rows.jsonl", "response": "answer", "desirable": "liked"}
     with pytest.raises(RecipeError, match="column 'liked' holds 1; it must be true or false"):
         encode({"prompt": "1+2=", "answer": "3", "liked": 1}, settings)
+
+
+@pytest.mark.parametrize("column", ["chosen", "rejected", "response"])
+def test_a_response_has_no_token_that_stands_for_an_image(tmp_path: Path, column: str) -> None:
+    (tmp_path / "a.png").write_bytes(picture(16, 16))
+    settings = {"path": f"{tmp_path}/rows.jsonl", "images": "image", "template": "plain"}
+    settings |= {"response": "response", "desirable": "liked"} if column == "response" else PAIR_COLUMNS
+    tokenizer = AutoTokenizer.from_pretrained(vision_model())
+    encoder = make_encoder(tokenizer, DatasetConfig.model_validate(settings), "data.train", reader=reader_of)
+    row = {"prompt": "how many ", "image": "a.png", "chosen": "1", "rejected": "2", "response": "3", "liked": True}
+    assert len(encoder.encode(row, "row 1").images) == 1
+    token = tokenizer.decode([min(reader_of().reserved)])
+    with pytest.raises(
+        RecipeError, match=rf"data\.train\.{column}: row 1: a response must not have '{re.escape(token)}'"
+    ):
+        encoder.encode(row | {column: f"1{token}"}, "row 1")
+
+
+@pytest.mark.parametrize(("max_rows", "remedy"), [(None, "give more rows"), (1, "or raise evaluation.max_prompts")])
+def test_a_single_response_needs_another_row_to_be_compared_with(
+    tmp_path: Path, max_rows: int | None, remedy: str
+) -> None:
+    num_rows = 1 if max_rows is None else 3
+    path = write_rows(tmp_path, "singles.jsonl", [{"prompt": "1+2=", "completion": "3", "label": True}] * num_rows)
+    config = TrainingSetConfig.model_validate(SINGLE_DATA | {"path": str(path)})
+    encoder = make_encoder(AutoTokenizer.from_pretrained(tiny_model()), config, "data.train")
+    recipe = tiny_recipe(tmp_path, tiny_model()).recipe
+    with pytest.raises(RecipeError, match=f"has one row of .* that can be used.*{remedy}"):
+        open_dataset(open_source(config, "data.train", DataCache()), encoder, recipe, DataCache(), max_rows=max_rows)
 
 
 @pytest.mark.parametrize(

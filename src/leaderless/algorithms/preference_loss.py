@@ -28,9 +28,9 @@ class PreferenceInputs:
 
     Attributes:
         first: [n] log-probability of the first response, or of the only one, under the current policy, with gradient.
-        second: [n] that of the second response; 0 for single ones.
+        second: [n] log-probability of the second response; 0 for single ones.
         reference_first: [n] log-probability of the first response under the reference; 0 without a reference.
-        reference_second: [n] that of the second response.
+        reference_second: [n] log-probability of the second response under the reference.
         first_lengths: [n] int64 tokens of the first response, at least 1.
         second_lengths: [n] int64 tokens of the second response, at least 1.
         is_desirable: [n] bool, single responses that are desirable; true for pairs.
@@ -53,7 +53,7 @@ class PreferenceInputs:
 
     @property
     def second_ratio(self) -> Tensor:
-        """[n] the same of the second response."""
+        """[n] logarithm of the ratio of policy to reference, of the second response."""
         return widen(self.second) - widen(self.reference_second)
 
 
@@ -64,7 +64,7 @@ class PreferenceOutput:
     Attributes:
         loss: [n], at least float32.
         first_rewards: [n] implied rewards of the first responses, of which only the values count.
-        second_rewards: [n] those of the second responses; 0 for single ones.
+        second_rewards: [n] implied rewards of the second responses; 0 for single ones.
     """
 
     loss: Tensor
@@ -76,8 +76,8 @@ class PreferenceLoss(Algorithm):
     """A loss of preferences. The loss of a mini-batch is the mean over its rows, on all ranks.
 
     Attributes:
-        data: What it learns from: pairs, or single responses.
-        uses_reference: Whether it reads log-probabilities of the reference.
+        data: Kind of rows: pairs, or single responses.
+        uses_reference: Whether the log-probabilities of the reference are read.
     """
 
     data: ClassVar[Preferences] = "pairs"

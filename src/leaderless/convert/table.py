@@ -26,7 +26,7 @@ class Row:
         theirs: Dotted key of the other framework.
         ours: Key of the recipe, or several with commas; empty if there is none.
         default: Value where a configuration does not have the key; None if the recipe's default is as good.
-        meaning: How the value changes, or why there is no such setting.
+        meaning: Change of the value, or reason why there is no such setting.
         convert: Function from the value, and all others, to settings of the recipe.
         is_needless: Whether nothing is lost without the key.
     """

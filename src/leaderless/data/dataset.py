@@ -210,6 +210,12 @@ def open_dataset(
     scan = _Scan(source, encoder, recipe, cache, progress)
     found = cache.kept("usable", origin, partial(scan.run, max_rows))
     levels = found["levels"].astype(np.float64) if _curriculum(config) else None
+    if config.preferences == "singles" and len(found["rows"]) < 2:
+        raise RecipeError.at(
+            encoder.key,
+            f"has one row of {config.path} that can be used, but each response is compared with that of another row: "
+            "give more rows" + (", or raise evaluation.max_prompts" if max_rows == 1 else ""),
+        )
     return Dataset(source, encoder, found["rows"].astype(np.int64), int(found["num_overlong"][0]), levels)
 
 

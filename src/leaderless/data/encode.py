@@ -148,13 +148,17 @@ class RowEncoder:
         responses = _encode_texts(self.tokenizer, texts, add_special_tokens=False)
         return [[*response, self.tokenizer.eos_token_id] for response in responses]
 
+    def check_no_images(self, response: Sequence[int], column: str, place: str) -> None:
+        """Refuse a response with a token that stands for images; `column` is the setting that names its column."""
+        if self.images is not None and (taken := self.images.reader.reserved.intersection(response)):
+            token = self.tokenizer.decode([min(taken)])
+            raise self.refused(f".{column}", f"{place}: a response must not have '{token}', which marks images")
+
     def _with_images(self, text: Written, prompt: list[int], response: list[int]) -> Encoded:
         """A row as tokens, of which images have as many as they have parts."""
         if self.images is None:
             return Encoded(prompt, response)
-        if taken := self.images.reader.reserved.intersection(response):
-            token = self.tokenizer.decode([min(taken)])
-            raise self.refused(".response", f"{text.place}: a response must not have '{token}', which marks images")
+        self.check_no_images(response, "response", text.place)
         tokens, images = self.images.expanded(prompt, text.pictures, text.place)
         return Encoded(tokens, response, images)
 

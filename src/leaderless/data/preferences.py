@@ -49,12 +49,6 @@ class PreferenceEncoder(RowEncoder):
         first, *others = (
             self._response(value, name, row, prompt, len(pictures), place) for name, value in answers.items()
         )
-        if others == [first]:
-            raise self.refused(
-                ".rejected",
-                f"{place}: columns '{names[0]}' and '{names[1]}' are the same response, which prefers nothing: leave "
-                "such rows out",
-            )
         return Written(
             prompt,
             first,
@@ -70,10 +64,19 @@ class PreferenceEncoder(RowEncoder):
         prompts = super().encode_texts([text._replace(response="") for text in texts])
         responses = self.encode_responses([text.response for text in texts])
         others = self.encode_responses([text.other for text in texts]) if self.config.chosen else [[] for _ in texts]
-        return [
-            Encoded(one.prompt, response, one.images, other, text.is_desirable, text.margin)
-            for text, one, response, other in zip(texts, prompts, responses, others, strict=True)
-        ]
+        columns = ("chosen", "rejected") if self.config.chosen else ("response",)
+        found: list[Encoded] = []
+        for text, one, response, other in zip(texts, prompts, responses, others, strict=True):
+            for column, tokens in zip(columns, (response, other), strict=False):
+                self.check_no_images(tokens, column, text.place)
+            if response == other:
+                raise self.refused(
+                    ".rejected",
+                    f"{text.place}: columns '{self.config.chosen}' and '{self.config.rejected}' are the same response, "
+                    "which prefers nothing: leave such rows out",
+                )
+            found.append(Encoded(one.prompt, response, one.images, other, text.is_desirable, text.margin))
+        return found
 
     def _response_columns(self) -> list[str]:
         config = self.config

@@ -60,6 +60,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         for node in flow.order
     )
     _check_responses(recipe, nodes)
+    _check_references(recipe, nodes)
     _check_players(recipe, nodes)
     _check_online(recipe, nodes)
     _check_idle_ranks(nodes, cluster)
@@ -266,6 +267,18 @@ def _check_role_settings(recipe: Recipe, workflow: Workflow, instances: Sequence
                 f"roles.{role}.algorithm",
                 f"does nothing: no node samples with role '{role}' or trains it: leave it out",
             )
+
+
+def _check_references(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
+    """Refuse several references of one dataset, whose rows have the scores of a single one."""
+    scored = {role: node.name for node in nodes if (role := scored_before(recipe, node.node))}
+    if len(scored) > 1:
+        (one, first), (other, second), *_ = scored.items()
+        raise RecipeError.at(
+            f"nodes.{second}",
+            f"reads scores of the reference '{other}', but node '{first}' reads those of '{one}', and a row has the "
+            "scores of one reference: train the roles in runs of their own",
+        )
 
 
 def _check_role_advantages(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:

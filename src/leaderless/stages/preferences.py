@@ -35,7 +35,7 @@ def update_preferences(batch: Batch, context: StageContext) -> Batch:
     for number, rows in parts_of_step(batch, context):
         totals = totals_of(engine, loss, rows, context.sum)
         if loss.data == "singles":
-            context.metrics.max(metric_name(context, "divergence"), totals.divergence.clamp(min=0))
+            context.metrics.mean(metric_name(context, "divergence"), totals.divergence.clamp(min=0), 1)
         mini_batch = MiniBatch(number, samples_for(loss, rows), torch.empty(0))
         loss_of = partial(loss_of_rows, engine, loss, rows, totals)
         make_update(engine, mini_batch, partial(_named, context, loss_of), context)
@@ -49,7 +49,7 @@ class Totals:
     Attributes:
         num_rows: Number of rows.
         num_imitated: Tokens of chosen, or of desirable, responses, at least 1.
-        divergence: [] mean log-ratio of policy to reference of responses to other prompts, for single responses.
+        divergence: [] mean log-ratio of policy to reference of the responses of other rows, for single responses.
     """
 
     num_rows: float

@@ -44,8 +44,8 @@ class PreferenceEvaluator:
 
         Args:
             progress: Function that receives the finished fraction, between 0 and 1.
-            record: Nothing of use here, as no text is generated.
-            journal: The same.
+            record: Receiver of samples, of which there are none.
+            journal: Receiver of episodes, of which there are none.
             step: Step of training whose weights the model has.
 
         Returns:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 import leaderless
-from leaderless.config import Json, Recipe
+from leaderless.config import Json, Recipe, RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.cache import Arrays, DataCache
 from leaderless.data.dataset import Dataset, Progress, make_batch
 from leaderless.data.encode import tokenizer_fingerprint
+from leaderless.data.order import Float
 from leaderless.data.transport import Transport
 from leaderless.device import release_memory
 from leaderless.planner import Layout, Plan, trained_instance
@@ -96,7 +97,19 @@ class Scorer:
         found = torch.cat(world.gather(mine, f"the reference's scores of {dataset.encoder.key}"))
         scores = np.zeros((count, 2))
         scores[found[:, 0].long().numpy()] = found[:, 1:].numpy()
+        self._check_finite(dataset, scores)
         return {"scores": scores}
+
+    def _check_finite(self, dataset: Dataset, scores: Float) -> None:
+        """Refuse scores that are no numbers, before they are kept; all ranks have the same."""
+        wrong = np.flatnonzero(~np.isfinite(scores).all(axis=1))
+        if len(wrong):
+            place = dataset.source.describe(int(dataset.rows[wrong[0]]))
+            raise RecipeError.at(
+                f"models.{self.role}",
+                f"{self._model.name} gives responses of {len(wrong)} of {len(scores)} rows of {dataset.encoder.key} no "
+                f"finite log-probability, such as that of {place}: look at its weights, or set compute_dtype=float32",
+            )
 
     def _score(self, dataset: Dataset, progress: Progress) -> Tensor:
         """[m, 3] float64: the places of this rank's rows among the usable ones, and the scores of both responses."""
