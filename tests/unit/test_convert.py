@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +14,14 @@ from typer.testing import CliRunner
 
 from leaderless.cli.main import app
 from leaderless.config import RecipeError, all_keys, load_recipe
+from leaderless.config.functions import load_callable
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig
 from leaderless.config.other_names import own_name
 from leaderless.convert import trl, verl
-from leaderless.convert.convert import TABLES, Converted, convert, guess, read_configuration
-from leaderless.convert.table import Row
+from leaderless.convert.convert import TABLES, Converted, Framework, convert, guess, read_configuration
+from leaderless.convert.table import LOGGERS, Row
+from leaderless.loggers.registry import BUILT_IN
 from leaderless.rewards.others import math_of_verl
 from leaderless.run.run import Run
 
@@ -147,6 +150,7 @@ def test_a_configuration_of_trl_becomes_a_recipe_with_the_same_sizes(tmp_path: P
     assert recipe.data.train_sets()["data.train"].answer == "solution"
     assert {name: one.weight for name, one in recipe.reward.options().items()} == {"math": 1.0, "my.rewards:short": 0.2}
     assert (recipe.algorithm.kl.coefficient, recipe.optimizer.learning_rate) == (0.04, 1e-5)
+    assert recipe.algorithm.advantage.model_dump()["epsilon"] == 1e-4, "a constant of TRL"
     assert (recipe.algorithm.aggregation, recipe.optimizer.schedule) == ("token_mean", "linear"), "defaults of TRL"
     assert not made.left
 
@@ -219,8 +223,10 @@ def test_other_parts_of_verl() -> None:
     assert (setting(made, "batch.updates_per_step"), setting(made, "batch.epochs_per_step")) == (8, 2)
     assert setting(made, "models.policy.lora") == {"rank": 8, "alpha": 16.0, "targets": "all-linear"}
     assert (setting(made, "evaluation.temperature"), setting(made, "rollout.top_k")) == (0.6, 0)
-    assert setting(made, "optimizer.warmup_updates") == 20
+    assert setting(made, "optimizer.warmup_updates") == 20 * 8, "of 20 steps with 8 updates each"
     assert setting(made, "reward") == {"my.score:compute_score": 1.0}
+    made = of_verl(actor_rollout_ref__actor__optim__lr_warmup_steps=5, trainer__total_training_steps=200)
+    assert setting(made, "optimizer.warmup_updates") == 5 * 4
 
 
 @pytest.mark.parametrize(
@@ -286,6 +292,72 @@ def test_other_parts_of_trl() -> None:
     assert (setting(made, "evaluation.every_steps"), setting(made, "checkpoint.keep")) == (10, 3)
     assert setting(made, "optimizer.warmup_updates") == 40
     assert not made.left
+
+
+@pytest.mark.parametrize(
+    ("framework", "key", "given", "expected"),
+    [
+        ("verl", "trainer.project_name", {"trainer.logger": ["console", "wandb"]}, ["wandb"]),
+        ("verl", "trainer.project_name", {"trainer.logger": "console"}, []),
+        ("verl", "trainer.project_name", {"trainer.logger": ["mlflow", "tensorboard"]}, ["mlflow", "tensorboard"]),
+        ("trl", "project", {"report_to": "trackio"}, ["trackio"]),
+        ("trl", "project", {"report_to": ["wandb", "tensorboard"]}, ["wandb", "tensorboard"]),
+        ("trl", "project", {"report_to": "none"}, []),
+    ],
+)
+def test_trackers_become_loggers_with_their_project(
+    tmp_path: Path, framework: Framework, key: str, given: Mapping[str, Any], expected: list[str]
+) -> None:
+    options = {"wandb": "project", "mlflow": "experiment", "trackio": "project"}
+    file = tmp_path / "recipe.yaml"
+    base = TRL if framework == "trl" else {"data.train_files": "t", "actor_rollout_ref.model.path": "m"}
+    for project in (None, "mine"):
+        made = convert({**base, **given} | ({} if project is None else {key: project}), framework)
+        file.write_text(made.text("x"))
+        loggers = load_recipe(file).recipe.loggers
+        assert [one.type for one in loggers] == expected
+        for one in loggers:
+            named = {options[one.type]: project} if project is not None and one.type in options else {}
+            assert one.options == named
+            if named:
+                assert LOGGERS[one.type] in inspect.signature(load_callable(BUILT_IN[one.type], "", "class")).parameters
+        left = [one.key for one in made.left]
+        assert not {key, *given} & {*left}
+    unknown = convert({**base, next(iter(given)): ["swanlab"]}, framework)
+    assert "there is no logger 'swanlab', but there are tensorboard, wandb" in unknown.left[0].reason + str(
+        unknown.left
+    )
+
+
+def test_a_setting_without_trackers_keeps_the_default_one(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(convert(TRL, "trl").text("x"))
+    assert [one.type for one in load_recipe(tmp_path / "recipe.yaml").recipe.loggers] == ["tensorboard"]
+
+
+def test_a_reward_model_of_verl_becomes_one_that_rewards(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    given = {"reward_model__enable": True, "reward_model__model__path": "rm", "actor_rollout_ref__rollout__n": 4}
+    made = of_verl(**given)
+    file.write_text(made.text("x"))
+    recipe = load_recipe(file).recipe
+    assert (recipe.workflow, recipe.models["reward_model"].path) == ("rlhf", "rm")
+    assert not recipe.reward.options()
+    assert [left.key for left in made.left] == ["steps"]
+    assert Run(file).plan(2).nodes
+    for more, reason in (
+        ({"reward_model__model__path": None}, "set models.reward_model"),
+        ({"algorithm__adv_estimator": "gae"}, "add a node {run: model_reward, role: reward_model}"),
+        ({"algorithm__filter_groups__enable": True}, "add a node {run: model_reward, role: reward_model}"),
+        ({"custom_reward_function__path": "my/score.py"}, "the scores of the model are the only reward"),
+    ):
+        assert any(reason in left.reason for left in of_verl(**{**given, **more}).left), more
+
+
+def test_the_penalty_of_trl_is_corrected_unless_it_says_otherwise() -> None:
+    key = "algorithm.kl.unbiased_gradient"
+    assert setting(convert(TRL, "trl"), key) is True, "a default of TRL"
+    assert setting(convert(TRL | {"use_bias_correction_kl": False}, "trl"), key) is False
+    assert "unbiased_gradient" not in setting(convert(TRL | {"beta": 0.0}, "trl"), "algorithm.kl")
 
 
 def test_a_whole_configuration_of_verl_has_no_noise(tmp_path: Path) -> None:

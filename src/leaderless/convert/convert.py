@@ -29,7 +29,7 @@ _MACHINERY = re.compile(
 """Keys of verl that say how it runs, not what it computes."""
 BASE: Mapping[Framework, Mapping[str, Setting]] = {
     "verl": {},
-    "trl": {"workflow": "grpo", "algorithm.advantage.type": "grpo"},
+    "trl": {"workflow": "grpo", "algorithm.advantage.type": "grpo", "algorithm.advantage.epsilon": 1e-4},
 }
 """What holds in each framework, whatever its configuration says."""
 PLACEHOLDER_STEPS = 100

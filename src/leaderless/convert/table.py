@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,6 +12,8 @@ Values = Mapping[str, Setting]
 """Settings of the other framework by dotted key."""
 Made = Mapping[str, Setting]
 """Settings of a recipe by dotted key."""
+LOGGERS: Mapping[str, str] = {"tensorboard": "", "wandb": "project", "mlflow": "experiment", "trackio": "project"}
+"""Loggers by name, and the option of each that is the name of the project."""
 
 
 class NotTakenError(ValueError):
@@ -130,6 +132,46 @@ def as_optional(theirs: str, ours: str, default: Setting = None, meaning: str = 
         return {ours: int(found) if found == int(found) else found}
 
     return Row(theirs, ours, default, meaning, convert)
+
+
+def warmup_share(key: str, share: float, num_updates: int | None) -> Made:
+    """A warm-up that is a share of all updates.
+
+    Raises:
+        NotTakenError: The number of updates is not known.
+    """
+    if not share:
+        return {}
+    if num_updates is None:
+        raise NotTakenError(f"{key}={share:g} of an unknown number: set optimizer.warmup_updates")
+    return {"optimizer.warmup_updates": int(share * num_updates)}
+
+
+def as_loggers(theirs: str, names: Collection[str], project: str) -> Row:
+    """A row for trackers by name, one or a list.
+
+    Args:
+        theirs: Key of the other framework.
+        names: Names that stand for nothing that is not written anyway.
+        project: Key of the other framework that names the project.
+    """
+
+    def convert(value: Setting, values: Values) -> Made:
+        found: list[Setting] = []
+        for name in dict.fromkeys(texts(value)) if value is not None else ():
+            if name in names:
+                continue
+            if name not in LOGGERS:
+                raise NotTakenError(
+                    f"{theirs}={value!r}: there is no logger {name!r}, but there are {', '.join(LOGGERS)}; write "
+                    "one of your own, see the guide of loggers"
+                )
+            given, option = values.get(project), LOGGERS[name]
+            options: Setting = {option: str(given)} if option and given is not None else {}
+            found.append({"type": name, "options": options} if options else name)
+        return {"loggers": found}
+
+    return Row(theirs, "loggers", None, f"with `{project}`, as their project", convert)
 
 
 def needless(reason: str, *keys: str) -> list[Row]:

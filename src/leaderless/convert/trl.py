@@ -12,6 +12,7 @@ from leaderless.convert.table import (
     Row,
     Values,
     absent,
+    as_loggers,
     as_name,
     as_number,
     as_optional,
@@ -22,6 +23,7 @@ from leaderless.convert.table import (
     number,
     part,
     texts,
+    warmup_share,
     whole,
 )
 
@@ -179,10 +181,12 @@ def _warmup(value: Setting, values: Values) -> Made:
 
 
 def _share(value: Setting, values: Values) -> Made:
-    share, total = number(value, "warmup_ratio"), whole(values["max_steps"], "max_steps")
-    if share and total < 0:
-        raise NotTakenError(f"warm-up of {share:g} of an unknown number: set optimizer.warmup_updates")
-    return {"optimizer.warmup_updates": int(share * total)} if share else {}
+    total = whole(values["max_steps"], "max_steps")
+    return warmup_share("warmup_ratio", number(value, "warmup_ratio"), None if total < 0 else total)
+
+
+def _unbiased(value: Setting, values: Values) -> Made:
+    return {"algorithm.kl.unbiased_gradient": is_on(value)} if number(values["beta"], "beta") else {}
 
 
 def _clip(value: Setting, values: Values) -> Made:
@@ -257,7 +261,7 @@ ROWS: tuple[Row, ...] = (
     Row("scale_rewards", "algorithm.advantage.normalize_by_std", "group", "", _scaling),
     as_switch("mask_truncated_completions", "algorithm.overlong.filter"),
     as_number("entropy_coef", "algorithm.entropy_coefficient"),
-    as_switch("use_bias_correction_kl", "algorithm.kl.unbiased_gradient"),
+    Row("use_bias_correction_kl", "algorithm.kl.unbiased_gradient", True, "with `beta` above 0", _unbiased),
     as_number("learning_rate", "optimizer.learning_rate", 1e-6),
     as_number("weight_decay", "optimizer.weight_decay"),
     as_number("adam_beta1", "optimizer.beta1"),
@@ -287,10 +291,11 @@ ROWS: tuple[Row, ...] = (
         "",
         lambda value, _: {} if value is None else {"checkpoint.keep": whole(value, "save_total_limit")},
     ),
+    as_loggers("report_to", ("none",), "project"),
+    part("project", "loggers", None, "their project"),
     *needless(
-        "`metrics.jsonl`, TensorBoard and the report are always written",
+        "`metrics.jsonl` and the report are always written",
         "logging_steps",
-        "report_to",
         "log_completions",
         "num_completions_to_print",
         "logging_first_step",

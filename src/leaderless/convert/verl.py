@@ -13,6 +13,7 @@ from leaderless.convert.table import (
     Values,
     absent,
     as_limit,
+    as_loggers,
     as_name,
     as_number,
     as_switch,
@@ -22,6 +23,7 @@ from leaderless.convert.table import (
     number,
     part,
     texts,
+    warmup_share,
     whole,
 )
 
@@ -82,12 +84,20 @@ def _files(ours: str, key: str) -> Row:
     return Row(key, ours, meaning="one file, or a list of one", convert=convert)
 
 
-def _mini_batch(value: Setting, values: Values) -> Made:
-    batch, epochs = (whole(values[key], key) for key in ("data.train_batch_size", f"{ACTOR}.ppo_epochs"))
-    size = whole(value, f"{ACTOR}.ppo_mini_batch_size")
+def _updates_per_step(values: Values) -> tuple[int, int]:
+    """Updates of a step, and the epochs that they make."""
+    batch, size, epochs = (
+        whole(values[key], key)
+        for key in ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs")
+    )
     if size < 1 or batch % size:
         raise NotTakenError(f"ppo_mini_batch_size={size} must divide data.train_batch_size={batch}")
-    return {"batch.updates_per_step": batch // size * epochs, "batch.epochs_per_step": epochs}
+    return batch // size * epochs, epochs
+
+
+def _mini_batch(_: Setting, values: Values) -> Made:
+    updates, epochs = _updates_per_step(values)
+    return {"batch.updates_per_step": updates, "batch.epochs_per_step": epochs}
 
 
 def _kl_in_loss(value: Setting, values: Values) -> Made:
@@ -129,14 +139,13 @@ def _top_k(ours: str, key: str) -> Row:
 
 
 def _warmup(value: Setting, values: Values) -> Made:
-    steps = whole(value, "lr_warmup_steps")
-    share = number(values[f"{ACTOR}.optim.lr_warmup_steps_ratio"], "lr_warmup_steps_ratio")
+    """The warm-up; verl changes the rate once in a step, after all of its updates."""
+    steps, (updates, _) = whole(value, "lr_warmup_steps"), _updates_per_step(values)
     if steps > 0:
-        return {"optimizer.warmup_updates": steps}
-    total = values.get("trainer.total_training_steps")
-    if share and total is None:
-        raise NotTakenError(f"lr_warmup_steps_ratio={share:g} of an unknown number: set optimizer.warmup_updates")
-    return {"optimizer.warmup_updates": int(share * whole(total, "total_training_steps"))} if share else {}
+        return {"optimizer.warmup_updates": steps * updates}
+    key, total = "lr_warmup_steps_ratio", values.get("trainer.total_training_steps")
+    share = number(values[f"{ACTOR}.optim.{key}"], key)
+    return warmup_share(key, share, None if total is None else whole(total, "total_training_steps") * updates)
 
 
 def _betas(value: Setting, _: Values) -> Made:
@@ -158,7 +167,11 @@ def _lora(value: Setting, values: Values) -> Made:
 
 
 def reward_of(value: Setting, values: Values) -> Made:
-    """The custom function, or without one that for mathematics."""
+    """The custom function, or without one that for mathematics; none next to a reward model."""
+    if is_on(values.get("reward_model.enable")):
+        if value is None:
+            return {}
+        raise NotTakenError("with reward_model.enable, the scores of the model are the only reward")
     if value is None:
         return {f"reward.{MATH_REWARD}": 1.0}
     path = PurePosixPath(str(value))
@@ -168,6 +181,19 @@ def reward_of(value: Setting, values: Values) -> Made:
         )
     module = ".".join(path.with_suffix("").parts)
     return {f"reward.{module}:{values['custom_reward_function.name']}": 1.0}
+
+
+def _reward_model(value: Setting, values: Values) -> Made:
+    if not is_on(value):
+        return {}
+    path, estimator = values.get("reward_model.model.path"), str(values["algorithm.adv_estimator"])
+    if path is None:
+        raise NotTakenError("reward_model.model.path is not given: set models.reward_model")
+    if ESTIMATORS.get(estimator, {}).get("workflow") != "grpo" or is_on(values.get("algorithm.filter_groups.enable")):
+        raise NotTakenError(
+            "add a node {run: model_reward, role: reward_model} to the workflow, and set models.reward_model"
+        )
+    return {"workflow": "rlhf", "models.reward_model.path": path}
 
 
 def _steps(value: Setting, _: Values) -> Made:
@@ -309,7 +335,7 @@ ROWS: tuple[Row, ...] = (
     Row(f"{ACTOR}.optim.betas", "optimizer.beta1, optimizer.beta2", [0.9, 0.999], "", _betas),
     as_name(f"{ACTOR}.optim.lr_scheduler_type", "optimizer.schedule", SCHEDULES, "constant", ""),
     as_number(f"{ACTOR}.optim.min_lr_ratio", "optimizer.final_fraction", 0.0),
-    Row(f"{ACTOR}.optim.lr_warmup_steps", "optimizer.warmup_updates", -1, "or the ratio times all steps", _warmup),
+    Row(f"{ACTOR}.optim.lr_warmup_steps", "optimizer.warmup_updates", -1, "steps become updates", _warmup),
     part(f"{ACTOR}.optim.lr_warmup_steps_ratio", "optimizer.warmup_updates", 0.0),
     as_name(f"{ROLLOUT}.name", "rollout.engine", ENGINES, None, "`hf` is `native`"),
     as_whole(f"{ROLLOUT}.n", "batch.responses_per_prompt", 1),
@@ -337,6 +363,8 @@ ROWS: tuple[Row, ...] = (
         reward_of,
     ),
     part("custom_reward_function.name", "reward.module:function", "compute_score"),
+    Row("reward_model.enable", "workflow", None, "true: `rlhf`, in place of `grpo`", _reward_model),
+    part("reward_model.model.path", "models.reward_model.path", None, "with `reward_model.enable`"),
     Row(
         "reward_model.overlong_buffer.enable",
         "algorithm.overlong.buffer_tokens",
@@ -354,12 +382,9 @@ ROWS: tuple[Row, ...] = (
         "trainer.n_gpus_per_node",
         "trainer.device",
     ),
-    *needless("given by the run's name", "trainer.project_name"),
-    *needless(
-        "`metrics.jsonl`, TensorBoard and the report are always written",
-        "trainer.logger",
-        "trainer.log_val_generations",
-    ),
+    as_loggers("trainer.logger", ("console", "file"), "trainer.project_name"),
+    part("trainer.project_name", "loggers", None, "their project"),
+    *needless("samples of evaluations are always kept", "trainer.log_val_generations"),
     *needless("the same command continues", "trainer.resume_mode", "trainer.resume_from_path"),
     *needless("evaluation begins before the first step", "trainer.val_before_train"),
     *needless("rows are balanced by cost", "trainer.balance_batch"),
@@ -394,7 +419,6 @@ ROWS: tuple[Row, ...] = (
     ),
     *absent("set `layout.policy.cp`, whose ranks share a sample", f"{ACTOR}.ulysses_sequence_parallel_size"),
     *absent("set `steps`, where 100 is a placeholder: epochs x rows / batch.prompts_per_step", "trainer.total_epochs"),
-    *absent("rewards by a model are in preparation", "reward_model.enable", "reward_model.model.path"),
     *absent(
         "write an environment, see the guide of tools",
         f"{ROLLOUT}.multi_turn.enable",
