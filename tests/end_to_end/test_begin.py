@@ -64,7 +64,18 @@ def test_the_quickstarts_run_their_commands(
     assert (tmp_path / "runs/quickstart/report.html").exists()
     monkeypatch.setattr(Show, "train", lambda show, recipe: show.command("train", recipe, *few, *_held_out(recipe)))
     show_robot(Show(tmp_path, 1))
-    assert "after imitation" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "512 tables that were never seen" in shown
+    assert "before reinforcement learning" in shown
+
+
+def test_a_quickstart_without_evaluations_ends_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs/some").mkdir(parents=True)
+    (tmp_path / "runs/some/metrics.jsonl").write_text('{"step": 1, "policy/loss": 0.5}\n')
+    Show(tmp_path, 1, ("evaluation.every_steps=0",)).result("some", "Accuracy on 4 held-out additions", "to see why")
+    shown = capsys.readouterr().out
+    assert "Nothing was measured on held-out rows" in shown
+    assert "Open runs/some/report.html in a browser to see why." in shown
 
 
 def _held_out(recipe: str) -> list[str]:

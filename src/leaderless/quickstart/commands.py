@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from leaderless.observability.console import console
@@ -33,11 +34,13 @@ class Show:
         folder: Folder in which the commands run; recipes write to `runs` in it.
         workers: Number of workers that train.
         overrides: Settings of every training, as `section.key=value`.
+        begin: Time at which it has begun, of the monotonic clock.
     """
 
     folder: Path
     workers: int
     overrides: Sequence[str] = ()
+    begin: float = field(default_factory=time.monotonic)
 
     @property
     def runs(self) -> Path:
@@ -74,7 +77,21 @@ class Show:
         records = RunDirectory(self.runs / run).read_metrics()
         return [record["evaluation/mean@1"] for record in records if "evaluation/mean@1" in record]
 
-    def result(self, found: str, seconds: float, next_step: str) -> None:
-        """Print what came out."""
+    def result(self, run: str, measure: str, purpose: str) -> None:
+        """Print what reinforcement learning has changed.
+
+        Args:
+            run: Name of its run.
+            measure: Measure of held-out rows, and what they are.
+            purpose: Purpose for which a reader opens the report.
+        """
+        measured = self.accuracies(run)
+        found = "Nothing was measured on held-out rows, as evaluation.every_steps says."
+        if measured:
+            found = (
+                f"{measure}: [bold]{measured[0]:.1%}[/] before reinforcement learning, "
+                f"[bold green]{measured[-1]:.1%}[/] after it."
+            )
         console.rule()
-        console.print(f"{found} All took {seconds / 60:.1f} minutes.\n{next_step}", highlight=False)
+        console.print(f"{found} All took {(time.monotonic() - self.begin) / 60:.1f} minutes.", highlight=False)
+        console.print(f"Open [bold]runs/{run}/report.html[/] in a browser {purpose}.", highlight=False)
