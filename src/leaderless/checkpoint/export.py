@@ -70,7 +70,7 @@ def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False)
         _write_whole(source, partial, is_critic=state.is_value_model)
     if not is_body(source):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        if state.is_value_model and _is_sequence_classifier(AutoConfig.from_pretrained(source)):
+        if state.is_value_model and _is_reward_model(source):
             tokenizer.pad_token = padding_of(tokenizer)[0]
         tokenizer.save_pretrained(partial)
     for file in source.glob("preprocessor_config.json"):
@@ -83,21 +83,29 @@ def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False)
 
 def _write_whole(source: Path, out: Path, *, is_critic: bool) -> None:
     """Write a model all of whose weights are in a checkpoint."""
-    auto_class = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    if is_critic and _is_sequence_classifier(config):
-        auto_class = AutoModelForSequenceClassification
-        config.pad_token_id = padding_of(AutoTokenizer.from_pretrained(source, trust_remote_code=False))[1]
-    model = _empty_model(class_for(config, auto_class, "models"), config)
+    if is_critic and _is_reward_model(source):
+        model = _empty_classifier(source)
+    else:
+        auto_class = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        model = _empty_model(class_for(config, auto_class, "models"), config)
     read_tensors(source, {f"weights.{name}": one.detach() for name, one in model.named_parameters()})
     if (source / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source)
     model.save_pretrained(out)
 
 
-def _is_sequence_classifier(config: PreTrainedConfig) -> bool:
-    """Whether a model is described as one that scores whole sequences, as reward models are."""
+def _is_reward_model(source: Path) -> bool:
+    """Whether a folder describes a model that scores whole sequences."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def _empty_classifier(source: Path) -> PreTrainedModel:
+    """The sequence classifier that a folder describes, without values."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    config.pad_token_id = padding_of(AutoTokenizer.from_pretrained(source, trust_remote_code=False))[1]
+    return _empty_model(class_for(config, AutoModelForSequenceClassification, "models"), config)
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int] | tuple[None, None]:
@@ -131,9 +139,12 @@ def _write_adapted(source: Path, role: str, out: Path, *, merge: bool, is_critic
     read_tensors(source, {f"weights.{name}": one for name, one in weights.items()})
     if merge:
         merge_adapters(model.model)
-        if _is_sequence_classifier(AutoConfig.from_pretrained(source)):
-            raise RecipeError.at("--merge", f"role '{role}' is a reward model with adapters, which is not exported yet")
-        model.model.save_pretrained(out)
+        whole = model.model
+        if is_critic and _is_reward_model(source):
+            own, whole = dict(whole.named_parameters()), _empty_classifier(source)
+            for name, weight in whole.named_parameters():
+                weight.data = own[name].data
+        whole.save_pretrained(out)
     else:
         assert config.lora is not None
         write_adapters(out, weights, config)
