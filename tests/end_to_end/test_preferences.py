@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import shutil
 import weakref
-from collections.abc import Mapping
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from benchmarks.training_trl import STORED, dpo_recipe
+from examples.preferences.prepare import prepare
 from rich.console import Console
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import run
-from tests.preferences import PAIR_DATA, SINGLE_DATA, moved_model, write_rows
+from tests.pictures import picture, vision_model
+from tests.preferences import PAIR_DATA, SINGLE_DATA, engine_of, moved_model, write_rows
 from tests.tiny import tiny_model, write_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leaderless.config import RecipeError
+from leaderless.data.dataset import make_batch
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
+from leaderless.stages.preferences import score_sides
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.registry import make_train_engine
 from leaderless.worker import process, reference
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
+from leaderless.worker.reference import all_datasets
 from leaderless.workflow import load_recipe, resolve_workflow
 
 NUM_ROWS = 22
@@ -70,17 +83,138 @@ def trained(ranks: RankPool, folder: Path, workflow: str, num_ranks: int, **chan
     return numbers(folder)
 
 
-@pytest.mark.parametrize(("workflow", "places"), [("dpo", [("2", 2, 30), ("4", 4, 64)]), ("kto", [("2", 2, 30)])])
-def test_nothing_depends_on_ranks_or_micro_batches(
-    ranks: RankPool, tmp_path: Path, workflow: str, places: list[tuple[str, int, int]]
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "dp 2": (2, {"batch.micro_batch_tokens": 36}),
+    "tp 2": (2, {"layout.policy": {"tp": 2}}),
+    "cp 2": (2, {"layout.policy": {"cp": 2}}),
+    "dp 4": (4, {}),
+    "dp 2, tp 2": (4, {"layout.policy": {"dp": 2, "tp": 2}}),
+}
+"""Number of ranks, and how they divide the model and its rows."""
+KINDS = ("pairs", "adapters", "images", "singles")
+SHORT = {
+    *(("pairs", layout) for layout in ("dp 2", "tp 2", "cp 2")),
+    *(("adapters", "tp 2"), ("images", "tp 2"), ("images", "cp 2"), ("singles", "dp 2")),
+}
+"""What is tried each time; everything else is thorough."""
+
+
+def settings_of(kind: str, folder: Path) -> tuple[str, dict[str, object]]:
+    """The workflow of a kind of rows and model, and its settings."""
+    if kind == "adapters":
+        return "dpo", {"models": {"policy": {"path": moved_model(), "lora": {"rank": 4, "alpha": 8}}}}
+    if kind != "images":
+        return "kto" if kind == "singles" else "dpo", {}
+    rows: list[dict[str, object]] = [
+        {
+            "prompt": f"how many {'<image>' * (1 + number % 2)}red squares? {number}",
+            "image": [f"data:image/png;base64,{b64encode(picture(16, 16, number + one)).decode()}" for one in range(2)][
+                : 1 + number % 2
+            ],
+            "chosen": str(number % 5),
+            "rejected": f"red{number % 7}",
+        }
+        for number in range(8)
+    ]
+    data = PAIR_DATA | {"path": str(write_rows(folder, "images.jsonl", rows)), "images": "image"}
+    sizes = {"data.train": data, "data.evaluation": data, "data.max_prompt_tokens": 60, "batch.micro_batch_tokens": 128}
+    return "dpo", {"models": {"policy": vision_model()}, **sizes}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, float]]]:
+    """What one rank reports of a kind; each is run once."""
+
+    @functools.cache
+    def alone(kind: str) -> list[dict[str, float]]:
+        return trained_as(ranks, tmp_path_factory.mktemp("alone"), kind, 1, {})
+
+    return alone
+
+
+def trained_as(
+    ranks: RankPool, folder: Path, kind: str, num_ranks: int, layout: Mapping[str, object]
+) -> list[dict[str, float]]:
+    """What is reported of few rows, so that some ranks have none in some updates."""
+    workflow, own = settings_of(kind, folder)
+    sizes = {"batch.prompts_per_step": 3, "optimizer.learning_rate": 1e-3, "evaluation.max_prompts": 5, "steps": 2}
+    return trained(ranks, folder / "run", workflow, num_ranks, **{**sizes, **own, **layout})
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, marks=[] if (kind, layout) in SHORT else pytest.mark.thorough)
+        for kind in KINDS
+        for layout in LAYOUTS
+    ],
+)
+def test_nothing_depends_on_ranks_or_layouts(
+    ranks: RankPool, tmp_path: Path, alone: Callable[[str], list[dict[str, float]]], kind: str, layout: str
 ) -> None:
-    expected = trained(ranks, tmp_path / "1", workflow, 1)
-    assert "evaluation/loss" in expected[-1]
-    assert "policy/sft_loss" in expected[-1]
-    for name, num_ranks, tokens in places:
-        others = trained(ranks, tmp_path / name, workflow, num_ranks, **{"batch.micro_batch_tokens": tokens})
-        for step, (found, wanted) in enumerate(zip(others, expected, strict=True)):
-            assert found == pytest.approx(wanted, rel=2e-4, abs=2e-5), f"step {step} of {name}"
+    expected = alone(kind)
+    assert expected[0]["evaluation/loss"] != expected[-1]["evaluation/loss"]
+    assert any("policy/sft_loss" in step for step in expected), "of rows that are desirable, where there are some"
+    num_ranks, changes = LAYOUTS[layout]
+    found = trained_as(ranks, tmp_path, kind, num_ranks, changes)
+    for step, (one, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert one == pytest.approx(wanted, rel=1e-5, abs=1e-5), f"step {step}"
+
+
+@pytest.mark.parametrize("kind", ["adapters", "images"])
+def test_the_reference_is_the_model_that_training_began_with(
+    alone: Callable[[str], list[dict[str, float]]], kind: str
+) -> None:
+    first, *_, last = alone(kind)
+    assert first["evaluation/loss"] == pytest.approx(math.log(2), abs=1e-6), "the policy is the reference"
+    assert first["evaluation/margin"] == pytest.approx(0, abs=1e-6)
+    assert abs(last["evaluation/margin"]) > 1e-4
+
+
+def test_a_run_goes_on_as_if_it_had_never_stopped(ranks: RankPool, tmp_path: Path) -> None:
+    settings: dict[str, object] = {"checkpoint.every_steps": 2}
+    whole = trained(ranks, tmp_path / "whole", "kto", 1, **settings, steps=4)
+    trained(ranks, tmp_path / "parts", "kto", 1, **settings, steps=2)
+    outcome = run(ranks, tmp_path / "parts", "train", tmp_path / "parts/recipe.yaml", "steps=4")
+    assert outcome.code == 0, outcome.errors
+    assert numbers(tmp_path / "parts") == whole
+
+
+def test_a_reference_without_finite_scores_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[AutoTokenizer.from_pretrained(tiny_model()).encode("5")[0]] = math.nan
+    shutil.copytree(tiny_model(), tmp_path / "broken")
+    model.save_pretrained(tmp_path / "broken")
+    models = {"policy": moved_model(), "reference": str(tmp_path / "broken")}
+    outcome = run(ranks, tmp_path, "train", preference_recipe(tmp_path, "dpo", {"models": models}))
+    assert outcome.code == 2
+    assert "models.reference" in outcome.errors
+    assert "no finite log-probability, such as that of" in outcome.errors
+    assert not list((tmp_path / "runs").rglob("reference-*")), "nothing of it is kept"
+
+
+def test_two_references_of_one_dataset_are_refused(tmp_path: Path) -> None:
+    nodes = "{policy: {run: update_preferences, role: policy}, other: {run: update_preferences, role: other}}"
+    (tmp_path / "two.yaml").write_text(f"name: two\nnodes: {nodes}\n")
+    models = {"policy": moved_model(), "other": moved_model()}
+    changes = {"models": models, "evaluation": {}, "data.evaluation": None}
+    message = "reads scores of the reference 'other_reference', but node 'policy' reads those of 'reference'"
+    assert message in refusal(tmp_path, str(tmp_path / "two.yaml"), changes)
+
+
+def test_a_training_gives_what_was_compared_with_trl(ranks: RankPool, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(dpo_recipe(tmp_path)))
+    outcome = run(ranks, tmp_path, "train", tmp_path / "recipe.yaml")
+    assert outcome.code == 0, outcome.errors
+    found = [json.loads(line) for line in (tmp_path / "runs/dpo/metrics.jsonl").read_text().splitlines()]
+    stored = json.loads(STORED.read_text())["dpo"]
+    assert len(found) == stored["steps"]
+    for name in ("policy/loss", "policy/grad_norm"):
+        assert found[0][name] == pytest.approx(stored[f"{name}, first"], abs=1e-5)
+        assert found[-1][name] == pytest.approx(stored[f"{name}, last"], abs=1e-4)
+        assert stored[f"{name}, difference"] < 1e-5, "as the page says"
 
 
 def test_the_reference_scores_once_and_its_model_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,19 +234,25 @@ def test_the_reference_scores_once_and_its_model_is_gone(tmp_path: Path, monkeyp
     load_roles = process._Builder.load_roles
     monkeypatch.setattr(process._Builder, "load_roles", load)
     monkeypatch.setattr(reference, "make_train_engine", make)
-    loaded = load_recipe(preference_recipe(tmp_path, "dpo"))
-    plan = make_plan(loaded.recipe, resolve_workflow("dpo"), Cluster(1))
-    display = Display(Console(), is_shown=False)
+    monkeypatch.setattr(reference, "ROWS_PER_PASS", 5)
+    display, recipe = Display(Console(), is_shown=False), preference_recipe(tmp_path, "dpo")
     try:
-        for _ in range(2):  # the second start finds what the first one has kept
+        for model in (tiny_model(), tiny_model(), moved_model()):  # the second start finds what the first has kept
+            loaded = load_recipe(recipe, [f"models.reference={model}"])
+            plan = make_plan(loaded.recipe, resolve_workflow("dpo"), Cluster(1))
             with open_worker(loaded.recipe, plan, Place.alone(), display) as worker:
-                assert [one() for one in made] == [None]
-                assert worker.parts.sets[0].reference.shape == (NUM_ROWS, 2)  # type: ignore[attr-defined]
+                assert {one() for one in made} == {None}
+                (found,) = all_datasets(worker.parts.sets)
+                assert found.reference is not None
                 assert worker.parts.held_out is not None
                 assert worker.parts.held_out.reference is not None
+                prompts = replace(found, reference=None).read(found.rows.tolist())
+                rows = make_batch(range(NUM_ROWS), prompts, has_responses=False, has_preferences=True)
+                expected = score_sides(engine_of(model), rows).double()
+                torch.testing.assert_close(torch.from_numpy(found.reference), expected, rtol=1e-5, atol=1e-5)
             if dist.is_initialized():
                 dist.destroy_process_group()
-        assert order == ["reference", "policy", "policy"]
+        assert order == ["reference", "policy", "policy", "reference", "policy"]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

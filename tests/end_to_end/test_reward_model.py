@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,13 +13,19 @@ import torch
 from examples.preferences.prepare import prepare
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import ROOT, run
+from tests.preferences import PAIR_DATA
+from tests.tiny import tiny_model, write_recipe
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from leaderless.algorithms.reward_model import bradley_terry
+from leaderless.checkpoint.shards import read_tensors
+from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.decoder import load_value_model
+from leaderless.planner import Cluster, make_plan
 from leaderless.stages.reward_model import with_ends
+from leaderless.workflow import load_recipe, resolve_workflow
 
 RECIPES = ROOT / "recipes/preferences"
 
@@ -50,12 +57,64 @@ def test_a_reward_model_learns_an_order_and_teaches_a_policy(ranks: RankPool, tm
     assert all(before < after for before, after in pairwise(scores)), scores
     same = dict(load_value_model(ModelConfig(path=str(out)), "reward_model").model.named_parameters())
     torch.testing.assert_close(same["score.weight"], model.score.weight)
-    assert not same["score.bias"].any(), "it has no offset that would be lost"
+    offset = torch.ones(1)
+    (checkpoint,) = (tmp_path / "runs/letters-reward-model/checkpoints").iterdir()
+    read_tensors(checkpoint / "reward_model", {"weights.score.bias": offset})
+    assert float(offset) == 0, "it has learned no offset that would be lost"
     train(ranks, tmp_path, "rlhf.yaml", "steps=6", "algorithm.reward_model.weight=0.5")
     steps = metrics(tmp_path, "letters-rlhf")
     rewards = [step["reward/reward_model"] for step in steps]
     assert rewards[-1] > rewards[0] + 1
     assert [2 * step["reward/mean"] for step in steps] == pytest.approx(rewards, rel=1e-5)
+    pools = 'layout={rollout: {ranks: "0"}, policy: {ranks: "0"}, reward: {ranks: "1"}}'
+    changes = ("name=pools", "steps=2", "algorithm.reward_model.weight=0.5", pools)
+    train(ranks, tmp_path, "rlhf.yaml", *changes, num_ranks=2)
+    for alone, apart in zip(steps[:2], metrics(tmp_path, "pools"), strict=True):
+        for key in ("reward/reward_model", "reward/mean", "reward/std", "policy/grad_norm", "policy/entropy"):
+            assert apart[key] == pytest.approx(alone[key], rel=1e-4), key
+
+
+def test_a_reward_model_with_adapters_is_exported_whole(ranks: RankPool, tmp_path: Path) -> None:
+    prepare(tmp_path / "runs/preferences")
+    adapted = "models.reward_model={path: runs/preferences/model, lora: {rank: 4, alpha: 8}}"
+    changes = ("steps=8", "checkpoint.every_steps=8", "evaluation.every_steps=8", "evaluation.max_prompts=12")
+    train(ranks, tmp_path, "reward_model.yaml", adapted, *changes)
+    name, out = "letters-reward-model", tmp_path / "whole"
+    refused = run(ranks, tmp_path, "export", f"runs/{name}", out, "--role", "reward_model")
+    assert refused.code == 2
+    assert "pass --merge" in refused.errors
+    exported = run(ranks, tmp_path, "export", f"runs/{name}", out, "--role", "reward_model", "--merge")
+    assert exported.code == 0, exported.errors
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    rows = [json.loads(line) for line in (tmp_path / "runs/preferences/held_out.jsonl").read_text().splitlines()[:12]]
+    with torch.no_grad():
+        scores = [
+            [float(model(torch.tensor([tokenizer.encode(f"{row['prompt']}{row[side]}{tokenizer.eos_token}")])).logits)]
+            for row in rows
+            for side in ("chosen", "rejected")
+        ]
+    margins = torch.tensor(scores).view(-1, 2) @ torch.tensor([1.0, -1.0])
+    assert float(margins.abs().mean()) > 1e-3, "it has learned something"
+    assert metrics(tmp_path, name)[-1]["evaluation/margin"] == pytest.approx(float(margins.mean()), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "settings", "message"),
+    [
+        ("reward_model", PAIR_DATA | {"images": "image"}, r"data\.train\.images: cannot be combined with node 'reward"),
+        ("rlhf", {"path": "a.jsonl", "images": "image"}, r"data\.train\.images: cannot be combined with node 'reward'"),
+        ("reward_model", {"path": "a.jsonl"}, "the reward model of node 'reward_model' learns from pairs: name chosen"),
+    ],
+)
+def test_data_that_a_reward_model_cannot_use_are_refused(
+    tmp_path: Path, workflow: str, settings: Mapping[str, str], message: str
+) -> None:
+    models = {name: tiny_model() for name in ("policy", "reward_model")}
+    models = models if workflow == "rlhf" else {"reward_model": tiny_model()}
+    changes = {"workflow": workflow, "models": models, "data.train": settings, "reward": {}}
+    recipe = load_recipe(write_recipe(tmp_path, tiny_model(), changes)).recipe
+    with pytest.raises(RecipeError, match=message):
+        make_plan(recipe, resolve_workflow(workflow), Cluster(1))
 
 
 def test_a_reward_model_depends_on_neither_ranks_nor_micro_batches(ranks: RankPool, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from leaderless.config import Recipe
 from leaderless.data.batch import Batch
 from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.transport import ProcessGroup
-from leaderless.observability.metrics import Mean, Metrics, Share
+from leaderless.observability.metrics import Metrics, Share
 from leaderless.planner import Layout
 from leaderless.stages.context import ModelRole
 from leaderless.stages.preferences import evaluate_preferences, score_sides
@@ -61,11 +61,8 @@ class PreferenceEvaluator:
             parts.append(self._batch(some))
             scores.append(self._score(parts[-1]))
             progress(min(1.0, (first + ROWS_PER_PASS) * dp / len(rows)))
-        metrics = Metrics()
-        found = self._shares(Batch.concat(parts), torch.cat(scores))
-        if not layout.represents(rank):
-            found = {name: Mean(0.0, 0) for name in found}
-        metrics.add(found)
+        metrics = Metrics()  # of means alone: that some ranks have the same rows changes nothing
+        metrics.add(self._shares(Batch.concat(parts), torch.cat(scores)))
         return {f"evaluation/{name}": value for name, value in metrics.reduce(self.process_group).items()}
 
     def _batch(self, rows: list[int]) -> Batch:

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from leaderless.config import RecipeError
 from leaderless.workflow.stage import StageSpec
-from leaderless.workflow.training_stages import SEQUENCE, check_log_probs, check_updates_per_step, training_metrics
+from leaderless.workflow.training_stages import (
+    SEQUENCE,
+    check_log_probs,
+    check_pass_fits,
+    check_updates_per_step,
+    training_metrics,
+)
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
@@ -38,28 +44,24 @@ def check_preferences(recipe: Recipe, node: Node, wanted: Preferences, reader: s
     """Check that the data have the preferences that a node reads, and that they fit into a pass."""
     key, train = next(iter(recipe.data.train_sets().items()))
     if recipe.has_tasks:
-        name = "body" if recipe.body else "environment" if recipe.environment else "online"
-        raise RecipeError.at(name, f"has no responses that node '{node.name}' could compare: leave it out")
+        raise RecipeError.at(
+            _source_of_tasks(recipe), f"has no responses that node '{node.name}' could compare: leave it out"
+        )
     if train.preferences != wanted:
         names = "chosen and rejected, the columns of both responses" if wanted == "pairs" else "response and desirable"
         raise RecipeError.at(
             f"{key}.{'chosen' if wanted == 'pairs' else 'desirable'}",
             f"{reader} of node '{node.name}' learns from {wanted}: name {names}",
         )
-    _check_pair_fits(recipe)
+    longest = longest_pair(recipe)
+    sum_of = "(data.max_prompt_tokens + 2 data.max_response_tokens), which are not divided"
+    check_pass_fits(recipe, longest, f"but a prompt with both of its responses may have {longest} tokens {sum_of}")
     check_updates_per_step(recipe)
 
 
-def _check_pair_fits(recipe: Recipe) -> None:
-    longest = longest_pair(recipe)
-    bound = recipe.batch.first_micro_batch_tokens(longest)
-    num_parts = max((layout.cp for layout in recipe.layout.values()), default=1)
-    if bound * num_parts < longest:
-        raise RecipeError.at(
-            "batch.micro_batch_tokens",
-            f"is {bound}, but a prompt with both of its responses may have {longest} tokens (data.max_prompt_tokens + "
-            "2 data.max_response_tokens), which are not divided: raise it or shorten them",
-        )
+def _source_of_tasks(recipe: Recipe) -> str:
+    """The section from which episodes come."""
+    return "body" if recipe.body else "environment" if recipe.environment else "online"
 
 
 def scored_before(recipe: Recipe, node: Node) -> str | None:
@@ -95,15 +97,28 @@ def _reward_model_metrics(recipe: Recipe, node: Node) -> list[str]:
 
 
 def _check_reward_model(recipe: Recipe, node: Node) -> None:
+    _refuse_images(recipe, node)
     check_preferences(recipe, node, "pairs", "the reward model")
+
+
+def _refuse_images(recipe: Recipe, node: Node) -> None:
+    """Refuse prompts with images, of which a reward model would see nothing."""
+    for key, train in recipe.data.train_sets().items():
+        if train.images is not None:
+            raise RecipeError.at(
+                f"{key}.images",
+                f"cannot be combined with node '{node.name}': the reward model '{node.role}' sees no images; give "
+                "prompts of text alone",
+            )
 
 
 def _check_model_reward(recipe: Recipe, node: Node) -> None:
     if recipe.has_tasks:
-        name = "body" if recipe.body else "environment" if recipe.environment else "online"
         raise RecipeError.at(
-            name, f"brings episodes, but node '{node.name}' scores single responses to prompts: leave it out"
+            _source_of_tasks(recipe),
+            f"brings episodes, but node '{node.name}' scores single responses to prompts: leave it out",
         )
+    _refuse_images(recipe, node)
     check_log_probs(recipe, node)
 
 

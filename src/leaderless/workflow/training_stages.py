@@ -119,17 +119,18 @@ def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> N
                 "or set gradient_checkpointing of all models",
             )
         return
+    is_played = section == "rollout" and recipe.environment is not None
+    rest = "environment.max_episode_tokens" if is_played else f"{section}.max_response_tokens"
     longest = recipe.data.max_prompt_tokens + _longest(recipe, section)
+    check_pass_fits(recipe, longest, f"but one sample may have {longest} tokens (data.max_prompt_tokens + {rest})")
+
+
+def check_pass_fits(recipe: Recipe, longest: int, reason: str) -> None:
+    """Check that a pass can take the most tokens that are not divided; `reason` says of what, for the error."""
     bound = recipe.batch.first_micro_batch_tokens(longest)
     num_parts = max((layout.cp for layout in recipe.layout.values()), default=1)
     if bound * num_parts < longest:
-        is_played = section == "rollout" and recipe.environment is not None
-        rest = "environment.max_episode_tokens" if is_played else f"{section}.max_response_tokens"
-        raise RecipeError.at(
-            "batch.micro_batch_tokens",
-            f"is {bound}, but one sample may have {longest} tokens (data.max_prompt_tokens + {rest}): raise it or "
-            "shorten them",
-        )
+        raise RecipeError.at("batch.micro_batch_tokens", f"is {bound}, {reason}: raise it or shorten them")
 
 
 def check_log_probs(recipe: Recipe, node: Node) -> None:
