@@ -65,7 +65,11 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def blocks(*languages: str) -> list[Block]:
-    return [block for page in PAGES for block in blocks_of(page) if block.language in languages]
+    """The code blocks of all pages, each text once: Chinese pages repeat those of English ones."""
+    found: dict[tuple[str, str], Block] = {}
+    for block in (block for page in PAGES for block in blocks_of(page) if block.language in languages):
+        found.setdefault((block.language, block.text), block)
+    return list(found.values())
 
 
 def prose_of(page: Path) -> str:
@@ -170,12 +174,12 @@ def numbers_in(rows: list[str]) -> list[str]:
     return sorted(re.findall(r"\d+(?:[.,]\d+)*", re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", "\n".join(rows))))
 
 
-IN_BOTH = sorted([*(ROOT / "docs").glob("concepts/*.md"), *(ROOT / "docs").glob("*.md")])
+IN_BOTH = sorted(page for pattern in ("*.md", "concepts/*.md", "guides/*.md") for page in (ROOT / "docs").glob(pattern))
 ENGLISH_ONLY = {"performance.md", "scaling.md"}
 """Pages of measurements, whose tables are their content."""
 
 
-def test_pages_to_begin_with_and_concepts_are_in_both_languages() -> None:
+def test_pages_to_begin_with_concepts_and_guides_are_in_both_languages() -> None:
     missing = [
         page.name
         for page in IN_BOTH
@@ -267,8 +271,15 @@ def merged(base: dict[str, Setting], part: Any) -> dict[str, Setting]:
     return result
 
 
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every call of the command line in shell blocks and in the prose, with its place."""
+def commands() -> list[tuple[str, list[str]]]:
+    """Every call of the command line in shell blocks and in the prose, once, with its place."""
+    found: dict[tuple[str, ...], str] = {}
+    for place, words in named_commands():
+        found.setdefault(tuple(words), place)
+    return [(place, list(words)) for words, place in found.items()]
+
+
+def named_commands() -> Iterator[tuple[str, list[str]]]:
     for block in blocks("shell"):
         for line in block.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
@@ -280,7 +291,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                 yield str(page.relative_to(ROOT)), shlex.split(line)
 
 
-@pytest.mark.parametrize(("place", "words"), list(commands()), ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("place", "words"), commands(), ids=lambda value: str(value)[:60])
 def test_commands_are_taken_and_can_be_planned(place: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = typer.main.get_command(app)
     name, *arguments = words[: words.index(">")] if ">" in words else words
