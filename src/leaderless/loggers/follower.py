@@ -11,6 +11,8 @@ from leaderless.loggers.sent import Sent
 from leaderless.loggers.tables import tables_of
 from leaderless.observability.growing_file import GrowingFile, Line
 
+EVALUATION = "evaluation"
+"""Log of evaluations on ranks that run ahead, which is written at few steps."""
 BATCH_STEPS = 500
 """Largest number of steps that a logger gets at a time."""
 
@@ -78,7 +80,7 @@ class Follower:
     def _note_tables(self, log: str, step: int, values: dict[str, float]) -> None:
         if not self._every:
             return
-        if log != "evaluation" and step and (step == 1 or step % self._every == 0):
+        if log != EVALUATION and step and (step == 1 or step % self._every == 0):
             self._due.append(("step", step))
         if any(name.startswith("evaluation/") for name in values):
             self._due.append(("evaluation", step))
@@ -91,8 +93,11 @@ class Follower:
             self._batch.clear()
 
     def _send_tables(self, *, is_over: bool) -> None:
-        """Send tables of steps after which another one has ended: all ranks have written their samples then."""
-        last = max((self._sent.last(log) for log in self._files), default=-1)
+        """Send tables of steps after which every loop has ended another one: all ranks have written their samples then.
+
+        A loop that runs ahead says nothing about the samples of one that is behind it.
+        """
+        last = min(self._sent.last(log) for log in {"", *self._files} - {EVALUATION})
         for kind, step in list(self._due):
             if step >= last and not is_over:
                 continue

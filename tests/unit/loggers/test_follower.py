@@ -133,3 +133,19 @@ def test_a_journal_that_a_crash_has_cut_off_loses_that_entry_alone(tmp_path: Pat
     again = Sent(path)
     assert (again.identity, again.last(""), again.has("", 2, b"two")) == ("first", 2, True)
     assert again.tables == {("samples", 2)}
+
+
+def test_a_loop_that_runs_ahead_sends_no_table_of_one_that_is_behind(tmp_path: Path) -> None:
+    directory, out = begin(tmp_path / "run"), tmp_path / "notes"
+    following = follower(directory, Notes(str(out)))
+    steps(directory, {step: {"loss": 1.0} for step in (1, 2, 3)}, "rollout")
+    following.follow()
+    directory.write_samples(1, 0, [SAMPLE])
+    steps(directory, {1: {"loss": 1.0}})
+    following.follow()
+    assert notes(out, "table") == [], "the other rank has not written its samples yet"
+    directory.write_samples(1, 1, [SAMPLE])
+    steps(directory, {2: {"loss": 1.0}})
+    following.follow()
+    ((name, step, _, rows),) = notes(out, "table")
+    assert (name, step, len(rows)) == ("samples", 1, 2)

@@ -11,6 +11,7 @@ from tests.loggers import begin, notes, steps
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.loggers import LoggerConfig
+from leaderless.loggers.process import LoggerProcess
 from leaderless.loggers.registry import check_loggers, find_logger, names_of
 from leaderless.loggers.running import loggers_running
 
@@ -115,3 +116,26 @@ def test_a_recipe_names_loggers_in_short_or_with_options() -> None:
         LoggerConfig(type="mlflow", options={"uri": "http://host"}, finish_s=5.0),
     )
     assert find_logger(LoggerConfig(type="tensorboard"), "loggers.0").__name__ == "TensorBoardLogger"
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("wandb", "run `wandb login`, set WANDB_API_KEY"), ("mlflow", "see that its server runs")]
+)
+def test_a_logger_without_login_or_server_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
+) -> None:
+    class Refusing:
+        def open(self, run: object, identity: str) -> str:  # noqa: ARG002
+            raise PermissionError("no key is configured")
+
+    monkeypatch.setattr("leaderless.loggers.process.find_logger", lambda *_: Refusing)
+    monkeypatch.setattr("leaderless.loggers.process.POLL_S", 0.01)
+    monkeypatch.setattr("leaderless.loggers.process.RETRY_S", (0.01,))
+    monkeypatch.setattr("leaderless.loggers.process.LAST_PAUSE_S", 0.01)
+    directory, said = begin(tmp_path / "run"), list[str]()
+    process = LoggerProcess(name, LoggerConfig(type=name), directory, said.append)
+    process.end()
+    process.run()
+    (line,) = said
+    assert line.startswith(f"logger '{name}' fails: PermissionError: no key is configured. Training continues")
+    assert remedy in line
