@@ -12,6 +12,7 @@ from tests.loggers import SAMPLE, Notes, begin, notes, steps
 from leaderless.loggers.follower import BATCH_STEPS, Follower
 from leaderless.loggers.protocol import LoggedRun, Logger
 from leaderless.loggers.sent import Sent
+from leaderless.loggers.tables import MAX_ROWS, tables_of
 from leaderless.observability.run_directory import RunDirectory
 
 
@@ -149,3 +150,21 @@ def test_a_loop_that_runs_ahead_sends_no_table_of_one_that_is_behind(tmp_path: P
     following.follow()
     ((name, step, _, rows),) = notes(out, "table")
     assert (name, step, len(rows)) == ("samples", 1, 2)
+
+
+def test_an_evaluation_sends_its_own_table_alone(tmp_path: Path) -> None:
+    directory, out = begin(tmp_path / "run"), tmp_path / "notes"
+    directory.write_samples(3, 0, [SAMPLE])
+    directory.write_samples(3, 0, [SAMPLE], kind="evaluation")
+    steps(directory, {2: {"loss": 1.0}})
+    steps(directory, {3: {"evaluation/mean@1": 1.0}}, "evaluation")
+    follower(directory, Notes(str(out)), every=3).follow(is_over=True)
+    assert [(name, step) for name, step, _, _ in notes(out, "table")] == [("evaluation/samples", 3)]
+
+
+def test_a_table_has_a_bounded_number_of_rows(tmp_path: Path) -> None:
+    directory = begin(tmp_path / "run")
+    directory.write_samples(1, 0, [SAMPLE] * (MAX_ROWS - 1))
+    directory.write_samples(1, 1, [SAMPLE] * 3)
+    (table,) = tables_of(directory.path, "step", 1)
+    assert len(table.rows) == MAX_ROWS
