@@ -27,9 +27,9 @@ from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
-from leaderless.models.lora import PREFIX, adapted_layers, is_adapter, merged, without_adapters, write_adapters
+from leaderless.models.lora import adapted_layers, is_adapter, merged, without_adapters, write_adapters
 from leaderless.planner import Plan
-from leaderless.planner.adapters import described
+from leaderless.planner.adapters import PREFIX, described
 from leaderless.planner.memory_parts import Memory
 from leaderless.planner.show import print_plan
 from leaderless.rollout.engine import Request, SamplingParams, generate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,37 +74,146 @@ def test_weights_are_counted_as_the_model_has_them(tmp_path, family, changes, is
     assert size.kv_values_per_token == 2 * 3 * size.num_kv_heads * size.head_dim
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "paligemma"])
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_weights_of_models_that_see_images_are_counted(tmp_path, family, is_frozen):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from leaderless.models.tiny import write_vision_model
+    from tests.pictures import vision_model
 
-    write_vision_model(tmp_path, "ab", family=family, num_vision_layers=3)
+    from leaderless.models.tiny import write_vision_model
+    from leaderless.planner.linear_layers import TOWERS
+    from leaderless.weights.tensor_parallel import divided_dim, sees
+
+    is_qwen = family.startswith("qwen")
+    if is_qwen:
+        write_vision_model(tmp_path, "ab", family=family, num_vision_layers=3)
+    else:
+        shutil.copy(Path(vision_model(family), "config.json"), tmp_path)
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(tmp_path)
         model = transformers.AutoModelForImageTextToText.from_config(config)
     size = read_model_size(ModelConfig(path=str(tmp_path), freeze_vision=is_frozen))
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     assert size.num_parameters == sum(counts.values())
-    assert size.vision.num_parameters == sum(count for name, count in counts.items() if ".visual." in name)
-    assert size.num_trained == size.num_parameters - is_frozen * size.vision.num_parameters
-    assert (size.vision.num_layers, size.vision.patches_per_token, size.num_layers) == (3, 4, 2)
-    from leaderless.weights.tensor_parallel import divided_dim
-
+    seeing = {name: n for name, n in counts.items() if not name.startswith(("model.language_model.", "lm_head."))}
+    assert size.vision.num_parameters == sum(seeing.values())
+    frozen = sum(count for name, count in counts.items() if name.startswith(TOWERS)) * is_frozen
+    assert size.num_trained == size.num_parameters - frozen
+    assert (size.vision.num_layers, size.vision.patches_per_token) == ((3, 4) if is_qwen else (2, 1))
+    assert size.num_layers == 2
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     held = sum(counts[name] // (1 if divided_dim(name, shape, 2) is None else 2) for name, shape in shapes.items())
-    small = sum(counts[name] for name, shape in shapes.items() if len(shape) == 1 and ".visual." not in name)
-    assert 0 <= held - size.part(2).num_parameters <= small, "norms, which each rank has, are counted as divided"
+    small = sum(counts[name] for name, shape in shapes.items() if len(shape) == 1 and not sees(name))
+    if family != "qwen3_vl_moe":  # whose experts are not divided in this way
+        assert 0 <= held - size.part(2).num_parameters <= small, "norms, which each rank has, are counted as divided"
     first, last = (size.stage(2, stage) for stage in range(2))
     assert (first.vision, last.vision) == (size.vision, None)
     words = counts["model.language_model.embed_tokens.weight"]  # the head is counted with the last stage if it is tied
     assert first.num_parameters - last.num_parameters == size.vision.num_parameters + words - last.num_root_parameters
     path = tmp_path / "config.json"
     described = json.loads(path.read_text())
-    path.write_text(json.dumps(described.pop("text_config") | described))  # as published with Qwen2.5-VL
-    assert read_model_size(ModelConfig(path=str(tmp_path), freeze_vision=is_frozen)) == size
+    if is_qwen:
+        path.write_text(json.dumps(described.pop("text_config") | described))  # as published with Qwen2.5-VL
+        assert read_model_size(ModelConfig(path=str(tmp_path), freeze_vision=is_frozen)) == size
+
+
+PUBLISHED = {
+    "llava-1.5": {
+        "model_type": "llava",
+        "image_token_index": 32_000,
+        "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32_064},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 1024,
+            "image_size": 336,
+            "intermediate_size": 4096,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "patch_size": 14,
+            "projection_dim": 768,
+        },
+    },
+    "paligemma-3b": {
+        "model_type": "paligemma",
+        "image_token_index": 257_152,
+        "projection_dim": 2048,
+        "text_config": {
+            "model_type": "gemma",
+            "hidden_size": 2048,
+            "intermediate_size": 16_384,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 18,
+            "num_key_value_heads": 1,
+            "vocab_size": 257_216,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+            "projection_dim": 2048,
+            "vision_use_head": False,
+        },
+    },
+    "qwen2-vl-2b": {
+        "model_type": "qwen2_vl",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 32_768,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 2,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {
+            "depth": 32,
+            "embed_dim": 1280,
+            "mlp_ratio": 4,
+            "num_heads": 16,
+            "in_chans": 3,
+            "hidden_size": 1536,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "spatial_patch_size": 14,
+            "temporal_patch_size": 2,
+        },
+    },
+}
+"""Shapes of published models, with the settings that such files leave out."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_published_files_leave_out_is_as_transformers_has_it(tmp_path, name):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    size = read_model_size(ModelConfig(path=str(tmp_path)))
+    assert size.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    described = config.get_text_config()
+    assert (size.max_positions, size.num_heads) == (described.max_position_embeddings, described.num_attention_heads)
+    assert size.kv_values_per_token == 2 * size.num_layers * size.num_kv_heads * size.head_dim
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"text_config": {"model_type": "mamba"}},
+        {"vision_config": {"model_type": "pixtral"}},
+        {"vision_config": PUBLISHED["paligemma-3b"]["vision_config"] | {"vision_use_head": True}},
+        {"multimodal_projector_bias": False},
+    ],
+    ids=str,
+)
+def test_a_model_with_other_parts_than_are_counted_gives_no_size(tmp_path, changes):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["llava-1.5"] | changes))
+    assert read_model_size(ModelConfig(path=str(tmp_path))) is None
 
 
 def test_ranks_along_cp_see_the_images_of_the_whole_pass(tmp_path):
@@ -121,6 +231,34 @@ def test_ranks_along_cp_see_the_images_of_the_whole_pass(tmp_path):
     alone, divided = (plan.memory.cpu.phases["policy trains"]["activations"] for plan in plans)
     seen = 2 * 32 * plans[0].sizes["policy"].vision.kept_values(gradient_checkpointing=False) * 4
     assert alone - seen == 2 * (divided - seen)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "layers", "heads", "shares"),
+    [(896, 4864, 24, 14, {8: 0.89, 16: 1.78}), (1536, 8960, 28, 12, {8: 0.60, 16: 1.20})],
+    ids=["0.5B", "1.5B"],
+)
+def test_adapters_of_rank_8_need_less_than_a_hundredth_of_the_bytes(tmp_path, hidden, inner, layers, heads, shares):
+    """Shapes of Qwen2.5; the guide to adapters names these shares of what an engine is sent."""
+    path = write_model(
+        tmp_path,
+        model_type="qwen2",
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        head_dim=hidden // heads,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+    )
+    guide = Path(__file__).parents[2].joinpath("docs/guides/lora.md").read_text(encoding="utf-8")
+    for rank, percent in shares.items():
+        size = read_model_size(ModelConfig(path=path, lora={"rank": rank}))
+        share = 100 * size.num_adapter_parameters / size.num_parameters
+        assert round(share, 2) == percent
+        assert f"{percent:.2f} %" in guide
+        assert share <= 1 or rank > 8
 
 
 @pytest.mark.parametrize("is_critic", [False, True])

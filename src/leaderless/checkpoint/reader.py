@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.markup import escape
@@ -140,6 +141,7 @@ def load_checkpoint(path: Path, engines: Mapping[str, Trainable]) -> RunState:
     for role, engine in engines.items():
         role_state = read_role_state(path, role)
         if role_state is None or role_state.model != fingerprint(engine):
+            _check_adapted_layers(path, role, engine)
             raise RecipeError.at(
                 f"models.{role}",
                 f"checkpoint {path} does not fit: its weights have other names or shapes; "
@@ -152,15 +154,37 @@ def load_checkpoint(path: Path, engines: Mapping[str, Trainable]) -> RunState:
     return state
 
 
-def _check_adapters(path: Path, role: str, engine: Trainable) -> None:
-    """Refuse adapters that compute otherwise here, though their matrices have the names and shapes of the engine's."""
+def _check_adapted_layers(path: Path, role: str, engine: Trainable) -> None:
+    """Refuse adapters on other layers than here; an earlier version also gave some to the part that sees images."""
+    saved, here = _adapters_of(path, role, engine)
+    wanted, found = (one.get("target_modules", []) for one in (saved, here))
+    own = {name.rpartition(".")[2] for name in found}
+    if saved.get("r") == here.get("r") and own != {name.rpartition(".")[2] for name in wanted}:
+        raise RecipeError.at(
+            f"models.{role}.lora.targets",
+            f"means other layers than the adapters in checkpoint {path} are on: set [{', '.join(wanted)}], or give the "
+            "new run another name",
+        )
+
+
+def _adapters_of(path: Path, role: str, engine: Trainable) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint and an engine say of their adapters; nothing where one of them has none."""
     file = path / role / CONFIG_FILE
     if not file.exists():
-        return
+        return {}, {}
     with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
         engine.write_description(Path(folder))
+        if not (Path(folder) / CONFIG_FILE).exists():
+            return {}, {}
         here = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
-    saved = json.loads(file.read_text(encoding="utf-8"))
+    return json.loads(file.read_text(encoding="utf-8")), here
+
+
+def _check_adapters(path: Path, role: str, engine: Trainable) -> None:
+    """Refuse adapters that compute otherwise here, though their matrices have the names and shapes of the engine's."""
+    saved, here = _adapters_of(path, role, engine)
+    if not saved:
+        return
     base = "base_model_name_or_path"
     is_moved = Path(saved[base]).name == Path(here[base]).name  # a folder may be in another place
     for name, setting in (

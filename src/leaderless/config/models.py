@@ -59,7 +59,8 @@ class LoraConfig(Section):
     rslora: bool = False
     """Scale by `alpha / sqrt(rank)` instead (arXiv 2312.03732)."""
     targets: Literal["all-linear"] | Sequence[str] = "all-linear"
-    """Linear layers that get adapters: those of all decoder layers, or those whose names end like one of a list."""
+    """Linear layers that get adapters: those of all decoder layers, or those whose names end like one of a list. The
+    part of a model that sees has adapters only where the list names its layers."""
     adapter: str | None = None
     """Folder of adapters in the format of `peft` to begin with, which says all of the above. Without one, B is 0 at
     first, and the model is exactly the one at `path`."""

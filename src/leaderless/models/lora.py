@@ -22,12 +22,11 @@ from transformers import PreTrainedModel
 
 from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
-from leaderless.planner.adapters import CONFIG_FILE, WEIGHTS_FILE, describe, lora_of
+from leaderless.planner.adapters import CONFIG_FILE, PREFIX, SUFFIX, WEIGHTS_FILE, describe, lora_of
+from leaderless.planner.linear_layers import TEXT_PART, is_named, with_adapters
 
 A, B = "lora_A", "lora_B"
 """Names of the two matrices, as `peft` calls them."""
-PREFIX, SUFFIX = "base_model.model.", ".weight"
-"""What `peft` puts before and after them in its files."""
 
 
 class LoraLinear(nn.Linear):
@@ -86,19 +85,19 @@ def add_adapters(model: PreTrainedModel, settings: ModelConfig, key: str) -> Non
             f"models of type {model.config.model_type} have no linear layers, which could have adapters: leave it out, "
             "to train all weights",
         )
-    targets = [*layers] if config.targets == "all-linear" else list(config.targets)
-    for target in targets:
-        if not any(_is_named(name, target) for name in layers):
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-            raise RecipeError.at(
-                f"{key}.lora.targets", f"'{target}' is no linear layer of {model.config.model_type}: these are {known}"
-            )
-    for name, layer in layers.items():
-        if any(_is_named(name, target) for target in targets):
-            parent, _, own = name.rpartition(".")
-            adapted = LoraLinear(layer, config)
-            _fill(adapted.lora_A, name)
-            setattr(model.get_submodule(parent), own, adapted)
+    names = with_adapters(config, layers, freezes_vision=settings.freeze_vision)
+    for target in () if config.targets == "all-linear" else config.targets:
+        if not any(is_named(name, target) for name in names):
+            reason = f"'{target}' is no linear layer of {model.config.model_type}: these are "
+            reason += ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            if any(is_named(name, target) for name in layers):
+                reason = f"'{target}' is a layer that freeze_vision leaves as it is: leave out one of the two"
+            raise RecipeError.at(f"{key}.lora.targets", reason)
+    for name in names:
+        parent, _, own = name.rpartition(".")
+        adapted = LoraLinear(layers[name], config)
+        _fill(adapted.lora_A, name)
+        setattr(model.get_submodule(parent), own, adapted)
     if config.adapter is not None:
         _read(model, Path(config.adapter), f"{key}.lora.adapter")
 
@@ -166,15 +165,15 @@ def describe_adapters(folder: Path, names: Iterable[str], settings: ModelConfig)
     """Write what `peft` has to know of adapters whose matrices have some names."""
     lora = settings.lora
     assert lora is not None, "only adapters are described"
-    targets = sorted({name.split(".")[-2] for name in names if is_adapter(name)})
-    if lora.targets != "all-linear":
+    layers = {name.rpartition(".")[0] for name in names if is_adapter(name)}
+    if any(name.startswith(TEXT_PART) for name in layers):
+        targets = sorted(layers)  # what sees may have layers with the same last names
+    elif lora.targets == "all-linear":
+        targets = sorted({name.rpartition(".")[2] for name in layers})
+    else:
         targets = [*lora.targets]  # which may be some of the layers with a name
     text = json.dumps(describe(settings, targets), indent=2)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-def _is_named(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
 
 
 def _fill(matrix: nn.Parameter, name: str) -> None:

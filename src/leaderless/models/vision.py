@@ -7,7 +7,7 @@ behind an image by the longer one of its sides; see `grid_positions`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -23,11 +23,10 @@ from leaderless.models.image_readers import Pixels, Reader
 from leaderless.models.seen import Seen, grid_positions
 from leaderless.models.shared_prompts import Family
 from leaderless.models.support import reads_both_ways
+from leaderless.planner.linear_layers import TOWERS
 
 IMPOSSIBLE = -1e9
 """Logit of a token that is never drawn: its probability is 0, and no number becomes infinite."""
-TOWERS = ("model.visual.", "model.vision_tower.")
-"""How the names of the weights begin that see."""
 
 
 class VisionLM(CausalLM):
@@ -61,14 +60,23 @@ class VisionLM(CausalLM):
         """See `CausalLM`."""
         return cast("Tensor", self._offsets)
 
-    def pixels(self, images: Sequence[PromptImage], tokens: Tensor) -> Pixels:
+    def pixels(
+        self,
+        images: Sequence[PromptImage],
+        tokens: Tensor,
+        origin_of: Callable[[int], tuple[str, range]] | None = None,
+    ) -> Pixels:
         """See `CausalLM`."""
         pixels = self.reader.pixels(images) if images else self.reader.blank()
         places = (tokens == self.reader.token).nonzero().squeeze(1)
         if not torch.equal(places, pixels.places):
+            wrong = min({*places.tolist()} ^ {*pixels.places.tolist()}, default=0)
+            name, own = ("a pass", range(len(tokens))) if origin_of is None else origin_of(wrong)
+            found, seen = (sum(place in own for place in one.tolist()) for one in (places, pixels.places))
+            num_images = sum(image.place in own for image in images)
             raise RuntimeError(
-                f"a pass has {len(places)} tokens that stand for parts of images, but its {len(images)} images have "
-                f"{len(pixels.places)}, or have them elsewhere"
+                f"{name} has {found} tokens that stand for parts of images, but its {num_images} images have {seen}, "
+                "or have them elsewhere"
             )
         return pixels
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +16,9 @@ from leaderless.planner.backends import backend_of
 if TYPE_CHECKING:
     from leaderless.planner.parts import RoleInstance
 
+PREFIX, SUFFIX = "base_model.model.", ".weight"
+"""What `peft` puts before and after the names of matrices in its files."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-NARROWING = {"o_proj", "down_proj"}
-"""Layers whose inputs ranks along `tp` divide; of others, they divide the outputs."""
 PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -67,16 +68,35 @@ def lora_of(model: ModelConfig, key: str) -> LoraConfig | None:
             f"{path}: the adapters are of the model '{base}', and not of '{model.path}'; if both are the same, correct "
             "base_model_name_or_path there",
         )
+    if said.get("lora_dropout"):
+        warnings.warn(
+            f"{key}: these adapters were trained with a dropout of {said['lora_dropout']}, and are trained on without: "
+            "the policy that is trained must be the one that sampled",
+            stacklevel=2,
+        )
     targets = said.get("target_modules")
+    if isinstance(targets, str) or said.get("exclude_modules"):  # which layers a pattern means, the matrices say
+        targets = _layers_in(Path(lora.adapter) / WEIGHTS_FILE, key)
     try:
         return LoraConfig(
-            rank=said["r"],
-            alpha=said["lora_alpha"],
-            rslora=bool(said.get("use_rslora")),
-            targets=targets if isinstance(targets, str) else sorted(targets),
+            rank=said["r"], alpha=said["lora_alpha"], rslora=bool(said.get("use_rslora")), targets=sorted(targets)
         ).model_copy(update={"adapter": lora.adapter})
     except (KeyError, TypeError, ValueError) as error:
         raise RecipeError.at(key, f"{path} does not describe adapters: {error}") from error
+
+
+def _layers_in(path: Path, key: str) -> list[str]:
+    """The layers whose matrices a file of adapters has.
+
+    Raises:
+        RecipeError: It cannot be read.
+    """
+    try:
+        with path.open("rb") as file:  # a length in 8 bytes, then a table in JSON, then the matrices
+            table = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, ValueError, MemoryError) as error:
+        raise RecipeError.at(key, f"{path} cannot be read: {error}") from error
+    return sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in table if ".lora_" in name})
 
 
 def base_of(recipe: Recipe, instances: Sequence[RoleInstance], instance: RoleInstance) -> RoleInstance | None:
@@ -117,22 +137,6 @@ def _frozen(recipe: Recipe, instance: RoleInstance) -> tuple[object, ...] | None
         return None
     own = model.model_copy(update={"lora": None, "gradient_checkpointing": False})
     return own, layout, instance.is_engine_only
-
-
-def num_adapter_weights(lora: LoraConfig, layers: Mapping[str, tuple[int, int, int]]) -> tuple[int, int]:
-    """Number of weights of adapters, and how many of them ranks along `tp` do not divide.
-
-    Args:
-        lora: Settings of the adapters.
-        layers: Linear layers by their last name: how many there are, their inputs and their outputs.
-    """
-    targets = [*layers] if lora.targets == "all-linear" else {target.rpartition(".")[2] for target in lora.targets}
-    found = [(name, *layers[name]) for name in targets if name in layers]
-    total = sum(count * lora.rank * (inputs + outputs) for _, count, inputs, outputs in found)
-    whole = sum(
-        count * lora.rank * (outputs if name in NARROWING else inputs) for name, count, inputs, outputs in found
-    )
-    return total, whole
 
 
 def described(folder: Path, key: str) -> ModelConfig:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from leaderless.config.errors import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
-from leaderless.planner.adapters import lora_of, num_adapter_weights
+from leaderless.planner.adapters import lora_of
 from leaderless.planner.layout import Layout
+from leaderless.planner.linear_layers import TEXT_PART, Linear, decoder_layers, num_adapter_weights, with_adapters
 from leaderless.planner.pipeline import layers_of_stage
-from leaderless.planner.vision_size import TEXT, VisionSize, text_config, vision_size
+from leaderless.planner.vision_size import TEXT, VisionSize, text_config, vision_layers, vision_size
 
 QKV_BIAS = {"qwen2", "qwen2_moe"}
 """Families with biases in queries, keys and values, whatever their configuration says."""
@@ -67,7 +68,7 @@ class ModelSize:
     @property
     def num_trained(self) -> int:
         """Weights that training changes."""
-        frozen = self.vision.num_parameters if self.vision and self.vision.is_frozen else 0
+        frozen = self.vision.num_frozen if self.vision else 0
         return self.num_adapter_parameters or self.num_parameters - frozen
 
     @property
@@ -180,12 +181,14 @@ def read_model_size(model: ModelConfig, key: str = "models", *, is_critic: bool 
         if not isinstance(config, dict) or str(config.get("model_type")) not in {*FAMILIES, *TEXT}:
             return None
         vision: VisionSize | None = None
+        seen: Sequence[Linear] = ()
         if config["model_type"] in TEXT:
-            vision, config = vision_size(config, is_frozen=model.freeze_vision), text_config(config)
+            vision, seen = vision_size(config, is_frozen=model.freeze_vision), vision_layers(config)
+            config = text_config(config)
         nothing = next((name for name in _COUNTS if int(config[name]) < 1), None)
         if nothing is None:
             size = _with_vision(_decoder_size(config, is_critic=is_critic), vision)
-            return _with_adapters(lora, size, config) if lora else size
+            return _with_adapters(size, config, seen, model, lora) if lora else size
     except (OSError, ValueError, KeyError, TypeError):
         return None
     raise RecipeError.at(key, f"{path}: {nothing} is {config[nothing]}, but must be at least 1: the file is damaged")
@@ -259,24 +262,18 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
     )
 
 
-def _with_adapters(lora: LoraConfig, size: ModelSize, config: Mapping[str, int]) -> ModelSize:
+def _with_adapters(
+    size: ModelSize, config: Mapping[str, int], seen: Sequence[Linear], model: ModelConfig, lora: LoraConfig
+) -> ModelSize:
     """A model with adapters on linear layers; experts are none."""
     hidden, query, key = size.hidden_size, size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
-    dense, layers = config["intermediate_size"], size.num_layers
     is_mixed = bool(config.get("num_experts") or config.get("num_local_experts"))
-    num_dense = sum(not (is_mixed and _is_mixture(config, layer)) for layer in range(layers))
-    total, whole = num_adapter_weights(
-        lora,
-        {
-            "q_proj": (layers, hidden, query),
-            "k_proj": (layers, hidden, key),
-            "v_proj": (layers, hidden, key),
-            "o_proj": (layers, query, hidden),
-            "gate_proj": (num_dense, hidden, dense),
-            "up_proj": (num_dense, hidden, dense),
-            "down_proj": (num_dense, dense, hidden),
-        },
-    )
+    mixed = [is_mixed and _is_mixture(config, layer) for layer in range(size.num_layers)]
+    layers = [*decoder_layers(config, (hidden, query, key), mixed)]
+    if size.vision is not None:
+        layers = [one._replace(name=TEXT_PART + one.name.removeprefix("model.")) for one in layers] + [*seen]
+    names = {*with_adapters(lora, [one.name for one in layers], freezes_vision=model.freeze_vision)}
+    total, whole = num_adapter_weights(lora.rank, [one for one in layers if one.name in names])
     return replace(size, num_adapter_parameters=total, num_whole_adapter_parameters=whole)
 
 

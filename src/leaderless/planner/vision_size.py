@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-TEXT = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
-"""Families whose weights are counted, and the family whose layers they have for text."""
+from leaderless.planner.linear_layers import TOWERS, Linear
+
+TEXT: Mapping[str, tuple[str, ...]] = {
+    "qwen2_vl": ("qwen2",),
+    "qwen2_5_vl": ("qwen2",),
+    "qwen3_vl": ("qwen3",),
+    "qwen3_vl_moe": ("qwen3_moe",),
+    "llava": ("llama", "qwen2", "qwen3"),
+    "paligemma": ("gemma",),
+}
+"""Families whose weights are counted, and the families whose layers they may have for text."""
+UNSAID: Mapping[str, Mapping[str, int]] = {
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "gemma": {"head_dim": 256, "max_position_embeddings": 8192},
+}
+"""What layers for text have where their section does not say: published files leave out what is as `transformers` has
+it by default."""
 SIGHT = {"visual", "vision_tower", "multi_modal_projector"}
 """Modules that see images."""
 
@@ -31,8 +54,13 @@ class VisionSize:
     intermediate_size: int
     patches_per_token: int
     is_gated: bool
-    is_frozen: bool = False
+    num_frozen: int = 0
     num_added: int = 0
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its layers are not trained; what makes embeddings of their outputs may be."""
+        return self.num_frozen > 0
 
     def layer_values(self) -> int:
         """Numbers that a layer keeps of each token for its backward pass.
@@ -55,11 +83,20 @@ def text_config(config: Mapping[str, object]) -> dict[str, object]:
 
     Args:
         config: Configuration of a model of one of the families.
+
+    Raises:
+        ValueError: The layers for text are of a family that is not counted.
     """
-    own = config.get("text_config", config)
+    kind, own = str(config["model_type"]), config.get("text_config", config)
     assert isinstance(own, dict)
-    is_tied = config.get("tie_word_embeddings", own.get("tie_word_embeddings", False))
-    return {**own, "model_type": TEXT[str(config["model_type"])], "tie_word_embeddings": is_tied}
+    family = TEXT[kind][0] if kind.startswith("qwen") else str(own.get("model_type", TEXT[kind][0]))
+    if family not in TEXT[kind]:
+        raise ValueError(f"layers of type {family} are not counted")
+    is_tied = config.get("tie_word_embeddings", own.get("tie_word_embeddings", kind == "paligemma"))
+    if kind == "llava":  # tied if either says so
+        is_tied = is_tied or own.get("tie_word_embeddings", False)
+    unsaid = {} if kind.startswith("qwen") else UNSAID.get(family, {})
+    return {**unsaid, **own, "model_type": family, "tie_word_embeddings": is_tied}
 
 
 def vision_size(config: Mapping[str, object], *, is_frozen: bool) -> VisionSize:
@@ -68,22 +105,116 @@ def vision_size(config: Mapping[str, object], *, is_frozen: bool) -> VisionSize:
     Args:
         config: Configuration of a model of one of the families.
         is_frozen: Whether it is not trained.
+
+    Raises:
+        ValueError: Its layers are of a family that is not counted.
     """
+    tower = _tower_of(config)
+    frozen = sum(layer.num_weights for layer in tower.layers if layer.name.startswith(TOWERS)) + tower.num_others
+    return VisionSize(
+        sum(layer.num_weights for layer in tower.layers) + tower.num_others,
+        tower.depth,
+        tower.width,
+        tower.inner,
+        tower.patches_per_token,
+        config["model_type"] == "qwen2_5_vl",
+        frozen if is_frozen else 0,
+        tower.num_added,
+    )
+
+
+def vision_layers(config: Mapping[str, object]) -> Sequence[Linear]:
+    """The linear layers of the part that sees; see `vision_size`."""
+    return _tower_of(config).layers
+
+
+class _Tower(NamedTuple):
+    """The part that sees: its sizes, its linear layers, all with a bias, and the number of its other weights.
+
+    See `VisionSize` for `num_added`.
+    """
+
+    width: int
+    inner: int
+    depth: int
+    patches_per_token: int
+    layers: Sequence[Linear]
+    num_others: int
+    num_added: int = 0
+
+
+def _tower_of(config: Mapping[str, object]) -> _Tower:
     vision = config["vision_config"]
     assert isinstance(vision, dict)
-    width, inner, depth = vision["hidden_size"], vision["intermediate_size"], vision["depth"]
-    merged, out = width * vision["spatial_merge_size"] ** 2, vision["out_hidden_size"]
-    patch = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    attention = 4 * width * width + 4 * width
-    merger = merged * merged + merged + merged * out + out
-    is_gated, num_added = config["model_type"] == "qwen2_5_vl", 0
-    if is_gated:
-        layer = attention + 3 * width * inner + 2 * inner + width + 2 * width
-        count = patch * width + depth * layer + width + merger
+    if str(config["model_type"]).startswith("qwen"):
+        return _tower_of_qwen(str(config["model_type"]), vision)
+    text, features = text_config(config), config.get("vision_feature_layer", -2)
+    out, num_features = int(str(text["hidden_size"])), len(features) if isinstance(features, list) else 1
+    width = vision["hidden_size"]
+    name = "model.multi_modal_projector.linear"
+    if config["model_type"] == "paligemma":
+        projector = [Linear(name, width, int(str(config.get("projection_dim", 2048))))]
     else:
-        layer = attention + 2 * width * inner + inner + width + 4 * width
-        num_added = len(vision["deepstack_visual_indexes"])
-        stacked = num_added * (2 * merged + merger)
-        places = vision["num_position_embeddings"] * width
-        count = patch * width + width + places + depth * layer + 2 * width + merger + stacked
-    return VisionSize(count, depth, width, inner, merged // width, is_gated, is_frozen, num_added)
+        projector = [Linear(f"{name}_1", width * num_features, out), Linear(f"{name}_2", out, out)]
+        if config.get("multimodal_projector_bias", True) is not True:
+            raise ValueError("projectors without a bias are not counted")
+    return _tower_of_clip(vision, projector)
+
+
+def _tower_of_qwen(family: str, vision: Mapping[str, int]) -> _Tower:
+    depth, merge = vision["depth"], vision["spatial_merge_size"] ** 2
+    if family == "qwen2_vl":
+        width, out = vision["embed_dim"], vision["hidden_size"]
+        inner = int(width * vision["mlp_ratio"])
+    else:
+        width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
+    merged, prefix = width * merge, "model.visual"
+    names = {
+        "qwen2_vl": ("fc1", "fc2"),
+        "qwen2_5_vl": ("gate_proj", "up_proj", "down_proj"),
+    }.get(family, ("linear_fc1", "linear_fc2"))
+    layers = []
+    for number in range(depth):
+        attention, mlp = f"{prefix}.blocks.{number}.attn", f"{prefix}.blocks.{number}.mlp"
+        layers += [Linear(f"{attention}.qkv", width, 3 * width), Linear(f"{attention}.proj", width, width)]
+        layers += [Linear(f"{mlp}.{name}", width, inner) for name in names[:-1]]
+        layers += [Linear(f"{mlp}.{names[-1]}", inner, width)]
+    is_newer = family.startswith("qwen3")
+    stacked = [*map(str, range(len(_list(vision, "deepstack_visual_indexes"))))] if is_newer else []
+    ends = ("linear_fc1", "linear_fc2") if is_newer else ("mlp.0", "mlp.2")
+    for merger in ("merger", *(f"deepstack_merger_list.{number}" for number in stacked)):
+        layers += [
+            Linear(f"{prefix}.{merger}.{ends[0]}", merged, merged),
+            Linear(f"{prefix}.{merger}.{ends[1]}", merged, out),
+        ]
+    patch = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision["patch_size"] ** 2
+    norm = width if family == "qwen2_5_vl" else 2 * width  # some have no bias
+    others = patch * width + 2 * depth * norm + norm
+    if is_newer:
+        others += width + vision["num_position_embeddings"] * width + 2 * merged * len(stacked)
+    return _Tower(width, inner, depth, merge, layers, others, len(stacked))
+
+
+def _tower_of_clip(vision: Mapping[str, int], projector: Sequence[Linear]) -> _Tower:
+    """A tower of type CLIP or SigLIP, of which each patch is a token."""
+    kind = str(vision["model_type"])
+    is_siglip = kind == "siglip_vision_model"
+    if kind not in {"clip_vision_model", "siglip_vision_model"} or (is_siglip and vision.get("vision_use_head", True)):
+        raise ValueError(f"towers of type {kind} are not counted, or not with a head")
+    width, inner, depth = vision["hidden_size"], vision["intermediate_size"], vision["num_hidden_layers"]
+    layers, prefix = [], "model.vision_tower.encoder.layers"
+    for number in range(depth):
+        attention, mlp = f"{prefix}.{number}.self_attn", f"{prefix}.{number}.mlp"
+        layers += [Linear(f"{attention}.{name}", width, width) for name in ("k_proj", "v_proj", "q_proj", "out_proj")]
+        layers += [Linear(f"{mlp}.fc1", width, inner), Linear(f"{mlp}.fc2", inner, width)]
+    side = vision.get("patch_size", 16 if is_siglip else 32)
+    patches = (vision.get("image_size", 224) // side) ** 2
+    others = vision.get("num_channels", 3) * side**2 * width + patches * width + (4 * depth + 2) * width
+    others += width if is_siglip else (1 + 1 + 2) * width  # a bias; or a class with its place, and a norm before
+    return _Tower(width, inner, depth, 1, [*layers, *projector], others)
+
+
+def _list(section: Mapping[str, object], name: str) -> list[object]:
+    value = section[name]
+    assert isinstance(value, list)
+    return value

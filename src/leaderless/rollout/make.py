@@ -32,6 +32,7 @@ from leaderless.models.vision import VisionLM
 from leaderless.planner import Layout, format_ranks
 from leaderless.planner.adapters import describe, lora_of
 from leaderless.planner.engines import engine_of
+from leaderless.planner.linear_layers import TEXT_PART
 from leaderless.planner.model_size import read_model_size
 from leaderless.rollout.apart.messages import Settings
 from leaderless.rollout.child_server import ChildServer
@@ -216,6 +217,12 @@ def _adapters(setup: RolloutSetup) -> tuple[Mapping[str, object] | None, Sequenc
     if lora is None or setup.rollout.external.merge_adapters:
         return None, ()
     names = [name for name, _ in empty_causal_lm(setup.model, setup.role).trained_weights()]
+    if lost := [name for name in names if not name.startswith(TEXT_PART)] if setup.reserved_tokens else []:
+        raise RecipeError.at(
+            f"models.{setup.role}.lora.targets",
+            f"names {lost[0].rpartition('.')[0]}, but vLLM adds adapters to the layers for text "
+            "alone: name layers of these, or set rollout.external.merge_adapters",
+        )
     targets = sorted({name.split(".")[-2] for name in names})
     return describe(setup.model.model_copy(update={"lora": lora}), targets), names
 
