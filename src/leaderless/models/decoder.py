@@ -261,7 +261,11 @@ def class_for(described: PreTrainedConfig, auto_class: type[AutoModel], key: str
     if not sees_images(described):
         return auto_class
     if auto_class is not AutoModelForCausalLM:
-        raise RecipeError.at(key, f"models of type {described.model_type} have no scalar head: choose a model of text")
+        raise RecipeError.at(
+            key,
+            f"models of type {described.model_type} have no scalar head: choose a model of text, or "
+            "a workflow without a critic, as grpo",
+        )
     return cast("type[AutoModel]", AutoModelForImageTextToText)
 
 

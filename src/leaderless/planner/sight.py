@@ -1,4 +1,4 @@
-"""Whether models can take part in the conversations of an environment, as far as files on this machine show."""
+"""Whether models can see what they are shown, and take part in conversations, as far as files on this machine show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOTH_WAYS = ("paligemma",)
 
 
 def check_sight(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> None:
-    """Refuse models that cannot take the turns of the environment, or see what it shows.
+    """Refuse models that cannot take the turns of the environment, or see what it shows, and critics that see.
 
     Raises:
         RecipeError: The configuration of such a model is on this machine, and says so.
@@ -26,6 +26,14 @@ def check_sight(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequenc
         model = recipe.model_of(role)
         if model is not None and (family := _family(model)) is not None:
             check_player(recipe, role, family)
+    for role in dict.fromkeys(instance.role for instance in instances if instance.is_critic):
+        model = recipe.model_of(role)
+        if model is not None and (family := _family(model)) in SEEING:
+            raise RecipeError.at(
+                f"models.{role}",
+                f"'{model.path}' sees images (type {family}), and there is no value model that does: choose a workflow "
+                "without a critic, as grpo, rloo or reinforce_pp, or a model of text with the same tokens",
+            )
 
 
 def players_of(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> list[str]:
