@@ -3,20 +3,21 @@
     python -m tests.matrix
 
 prints a table for `docs/concepts/training.md`. Each cell trains a tiny model twice, in float32, and names the largest
-relative difference of log-probabilities or values, norms of gradients, and updated weights.
+relative difference of log-probabilities or values, norms of gradients, and updated weights. Names of rows may be given.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
 import torch
 from tests.distributed.ranks import RankError, RankPool
-from tests.distributed.test_experts import experts_model
+from tests.distributed.test_experts import experts_model, with_experts
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
 from tests.distributed.test_vision import with_own_head
@@ -48,19 +49,40 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
-def features(folder: Path) -> dict[str, tuple[str, Mapping[str, object]]]:
-    """The model of each feature, and its settings."""
+@dataclass(frozen=True)
+class Feature:
+    """A model, its settings, and how it is trained.
+
+    Attributes:
+        model: Its folder.
+        changes: Its settings.
+        is_critic: Whether it is a value model.
+        num_replayed: Experts of which those that were chosen are replayed, if any.
+    """
+
+    model: str
+    changes: Mapping[str, object] = field(default_factory=dict)
+    is_critic: bool = False
+    num_replayed: int = 0
+
+
+def features(folder: Path) -> dict[str, Feature]:
+    """The features by name."""
     images = with_own_head(folder, "qwen3_vl")
     text, experts = untied_model(tiny_model("qwen3")), experts_model(folder, "qwen3_moe")
     return {
-        "all weights": (text, {}),
-        "recomputed activations": (text, {"gradient_checkpointing": True}),
-        "critic": (text, {}),
-        "LoRA": (text, {"lora": {"rank": 4}}),
-        "experts": (experts, {}),
-        "images": (images, {}),
-        "images, frozen vision": (images, {"freeze_vision": True}),
-        "images, experts": (with_own_head(folder, "qwen3_vl_moe"), {}),
+        "all weights": Feature(text),
+        "recomputed activations": Feature(text, {"gradient_checkpointing": True}),
+        "critic": Feature(text, is_critic=True),
+        "critic of experts": Feature(experts, is_critic=True),
+        "LoRA": Feature(text, {"lora": {"rank": 4}}),
+        "LoRA, experts": Feature(experts, {"lora": {"rank": 4}}),
+        "LoRA, images": Feature(images, {"lora": {"rank": 4}}),
+        "experts": Feature(experts),
+        "experts, replayed choices": Feature(experts, num_replayed=6),
+        "images": Feature(images),
+        "images, frozen vision": Feature(images, {"freeze_vision": True}),
+        "images, experts": Feature(with_own_head(folder, "qwen3_vl_moe")),
     }
 
 
@@ -96,22 +118,28 @@ def value_loss(values: Tensor, micro_batch: MicroBatch) -> Tensor:
     return ((values[: len(micro_batch.targets)] - micro_batch.targets % 7) ** 2).sum()
 
 
-def cell(ranks: RankPool, model: str, sizes: dict[str, int], changes: dict[str, object], *, is_critic: bool) -> str:
-    """The largest difference of a feature on a layout; a dash where it is refused."""
-    samples = samples_with() if "_vl" in Path(model).name else random_samples(LENGTHS, siblings=3)
-    if "lora" in changes and "pp" in sizes:
+def cell(ranks: RankPool, feature: Feature, sizes: dict[str, int], expected: Numbers | None) -> str:
+    """The largest difference of a feature on a layout from what one rank does; a dash where it is refused."""
+    if expected is None or ("lora" in feature.changes and "pp" in sizes):
         return "–"  # the planner refuses it
     size = prod(count for axis, count in sizes.items() if axis != "ep")
-    arguments = (model, samples)
     try:
-        (expected,) = ranks.run(1, critic if is_critic else policy, *arguments, {"dp": 1}, changes)
-        results = ranks.run(size, critic if is_critic else policy, *arguments, sizes, changes)
+        results = learned(ranks, feature, size, sizes)
     except RankError as error:
         return f"FAILED: {str(error).splitlines()[-1][:80]}"
     if any(isinstance(one, str) for one in results):
         return "–"
-    assert not isinstance(expected, str)
     return f"{largest_difference([one for one in results if not isinstance(one, str)], expected):.0e}"
+
+
+def learned(ranks: RankPool, feature: Feature, size: int, sizes: dict[str, int]) -> list[Numbers | str]:
+    """What each rank has learned."""
+    samples = samples_with() if "_vl" in Path(feature.model).name else random_samples(LENGTHS, siblings=3)
+    if feature.num_replayed:
+        samples = with_experts(samples, feature.num_replayed)
+    return ranks.run(
+        size, critic if feature.is_critic else policy, feature.model, samples, sizes, dict(feature.changes)
+    )
 
 
 def policy(model: str, samples: Batch, sizes: dict[str, int], changes: dict[str, object]) -> Numbers | str:
@@ -125,14 +153,16 @@ def critic(model: str, samples: Batch, sizes: dict[str, int], changes: dict[str,
 
 
 def main() -> None:
-    """Print the table."""
-    ranks = RankPool()
+    """Print the table, or the rows that are named."""
+    ranks, named = RankPool(), sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
-        rows = features(Path(folder))
+        rows = {name: one for name, one in features(Path(folder)).items() if not named or name in named}
         print("| |" + " | ".join(LAYOUTS) + " |")
         print("| --- |" + " --- |" * len(LAYOUTS))
-        for name, (model, changes) in rows.items():
-            cells = [cell(ranks, model, sizes, dict(changes), is_critic=name == "critic") for sizes in LAYOUTS.values()]
+        for name, feature in rows.items():
+            (expected,) = learned(ranks, feature, 1, {"dp": 1})
+            known = None if isinstance(expected, str) else expected
+            cells = [cell(ranks, feature, sizes, known) for sizes in LAYOUTS.values()]
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
     ranks.close()
 

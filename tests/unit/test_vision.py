@@ -187,12 +187,18 @@ def test_a_pass_without_images_has_gradients_for_what_sees_of_zero() -> None:
 def test_tokens_that_stand_for_images_are_counted_before_a_pass() -> None:
     batch, engine = samples_with(siblings=1), engine_of("qwen3_vl")
     assert batch.prompts is not None
-    with pytest.raises(RuntimeError, match="a pass has 69 tokens that stand for parts of images, but its 0 images"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"the prompt of sample \d has \d+ tokens that stand for parts of images, but its 0 images have 0, or",
+    ):
         engine.log_probs(Batch(batch.ids, batch.columns, batch.prompts.only(["prompt_tokens"]), batch.prompt_index))
     tokens = batch.jagged("tokens")
-    tokens.values[2] = reader_of().token  # as if a model had sampled it
-    with pytest.raises(RuntimeError, match="a pass has 70 tokens"):
-        engine.log_probs(batch)
+    row = int(tokens.lengths.argmax())  # what is sampled last is not read
+    tokens.values[tokens.offsets[row]] = reader_of().token  # as if a model had sampled it
+    ids = torch.arange(len(batch)) + 40
+    problem = f"^what follows the prompt in sample {40 + row} has 1 tokens that stand for parts of images, but its 0 im"
+    with pytest.raises(RuntimeError, match=problem):
+        engine.log_probs(Batch(ids, batch.columns, batch.prompts, batch.prompt_index))
 
 
 def test_an_image_has_the_tokens_that_the_model_gives_to_it() -> None:
@@ -274,6 +280,18 @@ def test_sampled_tokens_have_the_log_probabilities_of_training(
         for completion in completions:
             expected = alone(model, request.prompt, request.images, completion.tokens)
             torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-5)
+
+
+def test_the_images_of_a_group_are_computed_once_in_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = native_of("qwen3_vl", 5)
+    (asked,) = requests("qwen3_vl", [1, 1, 4, 1, 1, 1])[2:3]
+    assert (len(asked.images), len(asked.sample_ids)) == (2, 4)
+    counted: list[int] = []
+    tower = engine.model.model.model.visual  # type: ignore[attr-defined]
+    monkeypatch.setattr(tower.blocks[0], "forward", counting(tower.blocks[0].forward, counted))
+    ((*completions,),) = answered(engine, [asked])
+    assert len({tuple(one.tokens) for one in completions}) > 1, "siblings go on on their own"
+    assert counted == [4 * sum(image.num_tokens for image in asked.images)]
 
 
 def test_equal_tokens_of_other_images_are_another_prompt() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -103,12 +103,19 @@ class CausalLM(Decoder):
         """[vocabulary] what is added to logits besides; None for nothing."""
         return None
 
-    def pixels(self, images: Sequence[PromptImage], tokens: Tensor) -> Pixels | None:  # noqa: ARG002
+    def pixels(
+        self,
+        images: Sequence[PromptImage],
+        tokens: Tensor,  # noqa: ARG002
+        origin_of: Callable[[int], tuple[str, range]] | None = None,  # noqa: ARG002
+    ) -> Pixels | None:
         """What the model needs of the images of a pass; None for a model of text.
 
         Args:
             images: Images in the order of their tokens.
             tokens: [T] int64 tokens of the pass.
+            origin_of: Function that names, for errors, what a token of the pass belongs to, and gives the places of all
+                of it; the whole pass without it.
 
         Raises:
             RuntimeError: The tokens that stand for images are not those of the images.

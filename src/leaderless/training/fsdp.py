@@ -78,7 +78,7 @@ class FsdpEngine(ShardedModel[CausalLM]):
         """The images of a part of a micro-batch, for a rank that sees them; none for models of text."""
         if self.line is not None and not self.line.stages.is_first:
             return ()
-        pixels = self.model.pixels(micro_batch.images, micro_batch.tokens)
+        pixels = self.model.pixels(micro_batch.images, micro_batch.tokens, micro_batch.origin_of)
         return () if pixels is None else (part.pixels(pixels).to(self.device),)
 
 

@@ -22,6 +22,37 @@ TEMPERATURES = "temperatures"
 
 
 @dataclass(frozen=True)
+class Origins:
+    """Where the tokens of a pass are from.
+
+    Attributes:
+        ids: [m] int64, samples in the order in which they stand in the pass.
+        siblings: [f] int64, how many of them there are of each prompt.
+        before: [f] int64, length of each prompt.
+        after: [m] int64, number of tokens of each sample in the pass that follow its prompt.
+    """
+
+    ids: Tensor
+    siblings: Tensor
+    before: Tensor
+    after: Tensor
+
+    def at(self, place: int) -> tuple[str, range]:
+        """What a token of the pass belongs to, a prompt or what follows it in a sample, and the places of all of it."""
+        ids, after = iter(self.ids.tolist()), iter(self.after.tolist())
+        begin, found = 0, ("no sample", range(place, place))
+        for siblings, before in zip(self.siblings.tolist(), self.before.tolist(), strict=True):
+            own = [next(ids) for _ in range(siblings)]
+            spans = [(before, f"the prompt of sample {own[0]}")]
+            spans += [(next(after), f"what follows the prompt in sample {one}") for one in own]
+            for count, name in spans:
+                if place < begin + count:
+                    return name, range(begin, begin + count)
+                begin += count
+        return found
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Samples packed one after the other, for one forward pass; siblings share the tokens of their prompt.
 
@@ -40,6 +71,7 @@ class MicroBatch:
         images: Images of the prompts and of what follows them, in the order of their tokens.
         experts: [T, layers * k] uint8, experts of each token, those of a prompt from one of its samples; `UNKNOWN`
             where routers choose, and None if they always do.
+        origins: Samples and prompts that the tokens are from; None without samples.
     """
 
     tokens: Tensor
@@ -52,6 +84,11 @@ class MicroBatch:
     temperature: float | Tensor = 1.0
     images: tuple[PromptImage, ...] = ()
     experts: Tensor | None = None
+    origins: Origins | None = None
+
+    def origin_of(self, place: int) -> tuple[str, range]:
+        """See `Origins.at`."""
+        return ("no sample", range(len(self.tokens))) if self.origins is None else self.origins.at(place)
 
     @classmethod
     def empty(cls) -> MicroBatch:
@@ -101,6 +138,7 @@ def response_lengths(mask: Jagged) -> Tensor:
 class _Samples:
     """The columns of a batch that passes need, with [n] int64 numbers for each sample."""
 
+    ids: Tensor
     prompts: Jagged  # each once
     prompt_of_row: Tensor
     continuations: Jagged
@@ -132,7 +170,7 @@ class _Samples:
         experts = batch.jagged(EXPERTS) if EXPERTS in batch else None
         own = prompts.jagged("prompt_tokens")
         optional = (temperatures, images, later_images, experts)
-        return cls(own, prompt_of_row, continuations, mask, inputs, counts, *optional, SIDES in batch)
+        return cls(batch.ids, own, prompt_of_row, continuations, mask, inputs, counts, *optional, SIDES in batch)
 
 
 def _with_prompts(batch: Batch) -> Batch:
@@ -244,6 +282,7 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
         temperature=1.0 if samples.temperatures is None else _common(samples.temperatures[response_index]),
         images=_images(samples, rows, which, before[family_of_row], (starts[firsts] - before, starts), after),
         experts=experts,
+        origins=Origins(samples.ids[rows], sizes, before, after),
     )
 
 

@@ -229,7 +229,10 @@ def test_a_conversation_keeps_what_it_has_seen() -> None:
     (expected,) = answer(fresh, later, moved, 2, params, None)
     assert (known.tokens, len(seen)) == (expected.tokens, 2)
     assert known.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
-    assert engine._kept.num_known(7, (*later, 1), moved) == len(later) + len(known.tokens) - 1 or known.tokens
+    whole = (*later, *known.tokens)
+    assert engine._kept.num_known(7, (*whole, 1), moved) == len(whole) - 1, "all but the last, which was not read"
+    other = next(token for token in range(2, 15) if token != known.tokens[0])
+    assert engine._kept.num_known(7, (*later, other, 1), moved) == len(later)
     others = [moved[0], moved[1]._replace(data=picture(16, 24, 555)), *moved[2:]]
     assert engine._kept.num_known(7, (*later, 1), others) == moved[1].place
     (known,) = answer(engine, later, others, 3, params, 7)
