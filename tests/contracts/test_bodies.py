@@ -16,6 +16,13 @@ from leaderless.environments.bodies.registry import find_body
 CASES = {
     "table": ("table", "numpy", {}),
     "table, lag and noise": ("table", "numpy", {"lag": 0.5, "noise": 0.01, "max_steps": 20}),
+    "table in space": ("table_in_space", "numpy", {"lag": 0.3, "noise": 0.01, "max_steps": 20}),
+    "table in space, hand": ("table_in_space", "numpy", {"num_axes": 4, "max_steps": 20}),
+    "faulty": (
+        "faulty",
+        "numpy",
+        {"type": "table_in_space", "options": {"max_steps": 20}, "error": 0.05, "hang": 0.05},
+    ),
     "gymnasium, choices": ("gymnasium", "gymnasium", {"id": "CartPole-v1"}),
     "gymnasium, numbers": ("gymnasium", "gymnasium", {"id": "Pendulum-v1", "max_steps": 30}),
     "babyai": ("babyai", "minigrid", {}),
@@ -54,4 +61,4 @@ def test_adapters_keep_the_rules(case, check):
 
 
 def test_all_adapters_have_a_case():
-    assert {name for name, _, _ in CASES.values()} == {"table", *ADAPTERS}
+    assert {name for name, _, _ in CASES.values()} == {"table", "table_in_space", "faulty", *ADAPTERS}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from leaderless.config import RecipeError
 from leaderless.config.body import BodyConfig
-from leaderless.environments.bodies.checked import NotAsDeclared, can_save, check_seen, check_steps, not_finite
+from leaderless.environments.bodies.checked import NotAsDeclared, check_seen, check_steps, not_finite
 from leaderless.environments.bodies.processes import EnvironmentLost, EnvironmentProcess
 from leaderless.environments.bodies.protocol import Observations, Spaces, Steps, VectorEnvironment
 from leaderless.environments.bodies.registry import open_body
@@ -61,7 +61,7 @@ class OwnWorlds:
 
     def __init__(self, environment: VectorEnvironment, num: int) -> None:
         """Take an environment with room for `num` episodes."""
-        self._environment, self._num, self.repeats_starts = environment, num, can_save(environment)
+        self._environment, self._num, self.repeats_starts = environment, num, environment.repeats_starts
         self._actions: dict[tuple[int, ...], NDArray[np.generic]] = {}
 
     def halves(self) -> Sequence[Sequence[int]]:
@@ -219,10 +219,10 @@ def _taken(parts: Sequence[NDArray[Number]], rows: Sequence[int]) -> NDArray[Num
 
 @cache
 def _opened(text: str) -> tuple[Spaces, bool]:
-    """What an environment shows and takes, and whether it can be saved."""
+    """What an environment shows and takes, and whether its starts repeat."""
     environment = open_body(BodyConfig.model_validate_json(text), 1)
     try:
-        return environment.spaces, can_save(environment)
+        return environment.spaces, environment.repeats_starts
     finally:
         environment.close()
 

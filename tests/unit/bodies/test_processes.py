@@ -13,6 +13,7 @@ from tests.small_bodies import WORLD, Bins
 from tests.small_worlds import Line
 
 from leaderless.config.body import BodyConfig
+from leaderless.environments.bodies.faults import Faulty
 from leaderless.observability.clock import Clock
 from leaderless.rollout.bodies import BodyEngine, BodyEpisode, BodyTask
 from leaderless.rollout.worlds import Worlds, open_worlds
@@ -100,3 +101,39 @@ def test_more_processes_than_episodes_are_not_started() -> None:
     worlds = open_worlds(BodyConfig(type=f"{WORLD}:Line", num_environments=2, processes=5), CHUNK)
     assert sorted(slot for half in worlds.halves() for slot in half) == [0, 1]
     worlds.close()
+
+
+def faulty(processes: int, **shares: float) -> BodyConfig:
+    options = {"type": f"{WORLD}:Line", **shares}
+    return BodyConfig(type="faulty", options=options, num_environments=4, processes=processes, step_timeout_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("processes", "shares", "reasons"),
+    [
+        (0, {"error": 0.25}, ["RuntimeError: this episode fails on purpose"]),
+        (0, {"crash": 0.25}, ["a crash on purpose would take the whole rank with it: set body.processes"]),
+        (4, {"crash": 0.2, "error": 0.2}, ["ended with exit code 70", "this episode fails on purpose"]),
+    ],
+)
+def test_faults_on_purpose_cost_episodes(
+    opened: list[Worlds], processes: int, shares: dict[str, float], reasons: list[str]
+) -> None:
+    found = [one.failure for one in played(faulty(processes, **shares), opened)]
+    for reason in reasons:
+        assert any(reason in one for one in found if one is not None), found
+    world = Faulty(1, **shares)
+    wrong = [number for number in range(24) if world.fault_of(number)]
+    assert 0 < len(wrong) < 12
+    assert all(found[number] is not None for number in wrong)
+    if processes == 4:  # each episode has a process of its own
+        assert [number for number, one in enumerate(found) if one is not None] == wrong
+
+
+def test_faults_have_their_shares() -> None:
+    world = Faulty(1, crash=0.1, hang=0.2, error=0.3)
+    found = [world.fault_of(seed) for seed in range(4000)]
+    for name, share in {"crash": 0.1, "hang": 0.2, "error": 0.3}.items():
+        assert found.count(name) / len(found) == pytest.approx(share, abs=0.025)
+    with pytest.raises(ValueError, match="their sum at most 1"):
+        Faulty(1, crash=0.6, error=0.5)

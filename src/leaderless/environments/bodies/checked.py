@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from leaderless.environments.bodies.protocol import Floats, Observations, Spaces, Steps, VectorEnvironment
+from leaderless.environments.bodies.protocol import Floats, Observations, Spaces, Steps
 
 REMEDY = (
     "correct the environment, or the `spaces` that it declares; `python -m leaderless.environments.bodies.conformance "
@@ -69,11 +69,6 @@ def not_finite(slots: Sequence[int], seen: Observations, rewards: Floats | None 
             where = f"number {place} of the state" if what == "state" else f"the reward of step {place}"
             found.setdefault(slots[row], f"{where} is {values[row, place]} in environment {slots[row]}")
     return found
-
-
-def can_save(environment: VectorEnvironment) -> bool:
-    """Whether an environment has a way to save episodes; real robots have none, and begin slightly different."""
-    return type(environment).save is not VectorEnvironment.save
 
 
 def _require_array(what: str, values: object, shape: tuple[int, ...], kind: type[np.generic]) -> None:

@@ -259,6 +259,11 @@ def _start(config: BodyConfig, file: str, num: int, chunk: int, connection: Conn
     return process
 
 
+def is_beside_a_rank() -> bool:
+    """Whether this process was started for environments, and is not the rank itself."""
+    return multiprocessing.parent_process() is not None
+
+
 def serve(config: str, file: str, num: int, chunk: int, connection: Connection, path: Sequence[str]) -> None:
     """Be the process of some episodes, until the connection is closed.
 

@@ -126,6 +126,11 @@ class VectorEnvironment(ABC):
     def __init__(self, num: int) -> None:
         """Make room for `num` episodes, numbered from 0."""
 
+    @property
+    def repeats_starts(self) -> bool:
+        """Whether a task and a seed always begin alike, so that starts of a group are compared: if it can be saved."""
+        return type(self).save is not VectorEnvironment.save
+
     @abstractmethod
     def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:
         """Begin episodes; others stay as they are.

@@ -13,8 +13,10 @@ from leaderless.environments.bodies.protocol import VectorEnvironment
 
 BUILT_IN: Mapping[str, str] = {
     **ADAPTERS,
+    "faulty": "leaderless.environments.bodies.faults:Faulty",
     "robots": "leaderless.robots.environment:RobotEnvironment",
     "table": "leaderless.environments.bodies.table:Table",
+    "table_in_space": "leaderless.environments.bodies.table:TableInSpace",
 }
 """Environments that come with the package, each as `module:Class`."""
 

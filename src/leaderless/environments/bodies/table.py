@@ -31,7 +31,13 @@ APART = 0.3
 
 
 class Table(VectorEnvironment):
-    """A step moves the arm. Reaching the right block ends the episode with reward 1, bumping into another with 0."""
+    """A step moves the arm. Reaching the right block ends the episode with reward 1, bumping into another with 0.
+
+    Attributes:
+        num_axes: Axes of the arm.
+    """
+
+    num_axes: int = 2
 
     def __init__(
         self,
@@ -68,11 +74,12 @@ class Table(VectorEnvironment):
                 f"size={size}, max_steps={max_steps}, num_layouts={num_layouts}, lag={lag}, noise={noise}: the size "
                 "must be at least 12, there must be a step, lag is at least 0 and below 1, and others at least 0"
             )
-        self.spaces = Spaces({"top": (size, size)}, 2, Continuous((-1.0, -1.0), (1.0, 1.0)), max_steps, True)
+        axes = self.num_axes
+        self.spaces = Spaces({"top": (size, size)}, axes, Continuous((-1.0,) * axes, (1.0,) * axes), max_steps, True)
         self._size, self._lag, self._noise, self._num_colors = size, lag, noise, num_colors
         self._num_layouts = num_layouts
-        self._arms, self._moves = np.zeros((num, 2)), np.zeros((num, 2))
-        self._blocks = np.zeros((num, num_blocks, 2))
+        self._arms, self._moves = np.zeros((num, axes)), np.zeros((num, axes))
+        self._blocks = np.zeros((num, num_blocks, axes))  # 0 along all axes but the first two
         self._colors, self._targets = np.zeros((num, num_blocks), np.int64), np.zeros(num, np.int64)
         self._steps = np.zeros(num, np.int64)
         self._chance = [np.random.Generator(np.random.PCG64(0)) for _ in range(num)]
@@ -85,11 +92,12 @@ class Table(VectorEnvironment):
             if self._num_layouts:
                 layout = np.random.Generator(np.random.PCG64(_number(task, seed) % self._num_layouts))
             places = _scattered(layout, 1 + self._blocks.shape[1])
-            self._arms[one], self._blocks[one] = places[0], places[1:]
+            self._arms[one, :2], self._blocks[one, :, :2] = places[0], places[1:]
             self._colors[one] = layout.permutation(self._num_colors)[: self._blocks.shape[1]]
             self._targets[one] = layout.integers(self._blocks.shape[1])
             if self._num_layouts:
-                self._arms[one] = _scattered(chance, 1, self._blocks[one])[0]
+                self._arms[one, :2] = _scattered(chance, 1, self._blocks[one, :, :2])[0]
+            self._arms[one, 2:] = chance.uniform(APART, 1, self.num_axes - 2)
             self._moves[one], self._steps[one] = 0.0, 0
         return self._seen(which)
 
@@ -115,7 +123,9 @@ class Table(VectorEnvironment):
         self._moves[rows] = self._lag * self._moves[rows] + (1 - self._lag) * STRIDE * actions
         shift = self._moves[rows]
         if self._noise:
-            shift = shift + self._noise * np.stack([self._chance[row].normal(size=2) for row in rows.tolist()])
+            shift = shift + self._noise * np.stack(
+                [self._chance[row].normal(size=self.num_axes) for row in rows.tolist()]
+            )
         self._arms[rows] = np.clip(self._arms[rows] + shift, 0, 1)
         self._steps[rows] += 1
 
@@ -196,13 +206,51 @@ class Table(VectorEnvironment):
             off = arms - self._blocks[rows, number]
             distance = np.linalg.norm(off, axis=1, keepdims=True)
             is_other = (self._targets[rows] != number)[:, None] & (distance < 2 * BUMP)
-            side = np.stack([-off[:, 1], off[:, 0]], axis=1)
+            side = np.zeros_like(off)
+            side[:, 0], side[:, 1] = -off[:, 1], off[:, 0]
             side *= np.where((side * force).sum(1, keepdims=True) >= 0, 1.0, -1.0)
             push = (off + side) / np.maximum(distance, 1e-9) * 2.0
             force = force + np.where(is_other, push, 0.0)
         largest = np.linalg.norm(force, axis=1, keepdims=True)
         speed: Floats = (force / np.maximum(largest, 1e-9) * np.minimum(1.0, length / STRIDE)).astype(np.float32)
         return speed
+
+
+class TableInSpace(Table):
+    """A table over which the arm also moves up and down, and turns its hand.
+
+    Both are from 0 to 1, and 0 at the blocks, so that the arm has to come down to reach one, and can pass above others.
+    The camera looks down and sees neither; the state has them.
+    """
+
+    def __init__(
+        self,
+        num: int,
+        *,
+        num_axes: int = 3,
+        size: int = 28,
+        num_blocks: int = 3,
+        max_steps: int = 48,
+        lag: float = 0.0,
+        noise: float = 0.0,
+    ) -> None:
+        """Make room for episodes; see `Table`.
+
+        Args:
+            num: Their number.
+            num_axes: Axes of the arm: 3 with its height, 4 with the turn of its hand.
+            size: Pixels of a side of the image.
+            num_blocks: Number of blocks, each of another color.
+            max_steps: Steps after which an episode is truncated.
+            lag: Share of the movement of the last step that remains, below 1.
+            noise: Standard deviation of what is added to movements, in widths of the table.
+        """
+        if num_axes not in {3, 4}:
+            raise ValueError(f"num_axes={num_axes}: must be 3 or 4; `table` has 2")
+        self.num_axes = num_axes
+        super().__init__(
+            num, size=size, num_blocks=num_blocks, num_colors=num_blocks, max_steps=max_steps, lag=lag, noise=noise
+        )
 
 
 MASK = (1 << 64) - 1
