@@ -31,6 +31,7 @@ CASES = {
     "mujoco, contacts": ("gymnasium", "mujoco", {"id": "Ant-v5", "max_steps": 40}),
     "fetch": ("gymnasium", "gymnasium_robotics", {"id": "gymnasium_robotics:FetchReach-v4"}),
     "fetch, things": ("gymnasium", "gymnasium_robotics", {"id": "gymnasium_robotics:FetchPickAndPlace-v4"}),
+    "isaaclab": ("isaaclab", "isaaclab", {}),
     "libero": ("libero", "robosuite", {"max_steps": 8, "image_size": 0}),
     "maniskill": ("maniskill", "mani_skill", {"max_steps": 12}),
     "maniskill, pixels": ("maniskill", "mani_skill", {"id": "PushCube-v1", "max_steps": 6, "image_size": 32}),

@@ -8,6 +8,7 @@ _HERE = "leaderless.environments.bodies.adapters"
 ADAPTERS: Mapping[str, str] = {
     "babyai": f"{_HERE}.babyai:BabyAI",
     "gymnasium": f"{_HERE}.gymnasium:GymnasiumBody",
+    "isaaclab": f"{_HERE}.isaaclab:IsaacLab",
     "libero": f"{_HERE}.libero:Libero",
     "maniskill": f"{_HERE}.maniskill:ManiSkill",
     "metaworld": f"{_HERE}.metaworld:MetaWorld",
