@@ -51,9 +51,10 @@ def check_steps(spaces: Spaces, steps: Steps, num: int, chunk: int) -> None:
     counts = steps.num_steps
     _require_array("num_steps", counts, (num,), np.int64)
     _require(len(steps.infos) in {0, num}, f"{len(steps.infos)} infos for {num} episodes")
-    is_whole = np.array(["failed" not in info for info in steps.infos] or [True] * num, np.bool_)
-    _require(bool(((counts >= 1) & (counts <= chunk))[is_whole].all()), f"num_steps={counts} of a chunk of {chunk}")
-    late = (np.arange(chunk) >= counts[:, None]) & is_whole[:, None]
+    is_whole = np.array(["failed" not in info for info in steps.infos], np.bool_) if steps.infos else np.True_
+    if (((counts < 1) | (counts > chunk)) & is_whole).any():  # the text takes longer than all else
+        _require(False, f"num_steps={counts} of a chunk of {chunk}")
+    late = (np.arange(chunk) >= counts[:, None]) & np.reshape(is_whole, (-1, 1))
     _require(not steps.rewards[late].any(), "there are rewards for steps after the end of an episode")
     short = (counts < chunk) & ~(steps.terminated | steps.truncated) & is_whole
     _require(not short.any(), "a chunk stopped although the episode goes on")
