@@ -2,12 +2,14 @@
 
     python benchmarks/body_memory.py && python docs/generate.py
 
-The table of blocks is played with many rows, with wide passes, and with many weights, of which there are copies after
-a checkpoint. Only memory that the system cannot take back counts, as in benchmarks/real_size.py.
+The table of blocks is played with many rows, with wide passes, with many weights, of which there are copies after a
+checkpoint, and by SAC, whose critics have many. Only memory that the system cannot take back counts, as in
+benchmarks/real_size.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -35,12 +37,24 @@ CASES: Mapping[str, Mapping[str, object]] = {
     "many weights": {
         "models": {"policy": {"body": {"type": "cnn", "options": {"hidden_size": 4096, "num_features": 4096}}}},
         "batch": {"prompts_per_step": 2, "responses_per_prompt": 8, "micro_batch_tokens": 512},
+        "steps": 3,
+    },
+    "critics of SAC": {
+        "workflow": "sac",
+        "models": {"policy": {"body": {"type": "squashed_cnn", "options": {"chunk": 1}}}},
+        "algorithm": {"sac": {"hidden_size": 768, "num_layers": 3, "updates_per_decision": 0.01, "critic_updates": 1}},
+        "batch": {"prompts_per_step": 8, "responses_per_prompt": 1},
+        "steps": 3,
     },
 }
 
 
 def main() -> None:
-    table = {name: measure(name, changes) for name, changes in CASES.items()}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=CASES, help="the only run to measure; results of others stay as they are")
+    only = parser.parse_args().only
+    table = json.loads(RESULTS.read_text(encoding="utf-8")) if only and RESULTS.exists() else {}
+    table |= {name: measure(name, changes) for name, changes in CASES.items() if only in {None, name}}
     RESULTS.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
@@ -55,7 +69,7 @@ def measure(name: str, changes: Mapping[str, object]) -> dict[str, int]:
             "data": {"train": {"path": str(tasks)}},
             "run": {"directory": folder},
             "checkpoint": {"every_steps": 1},
-            "steps": 3 if name == "many weights" else 1,
+            "steps": 1,
             **changes,
         }
         path = Path(folder) / "recipe.yaml"

@@ -84,11 +84,9 @@ class Memory:
             file.cut(step)
         self._files[-1].append(transitions, step, episodes)
         self._files[-1].sync()
-        is_known = self._table[:, 0] < step
-        if is_known.any() and self._table[-1, 0] == step - 1:
-            self._table = np.concatenate([self._table[is_known], self._gathered(step)])
-        else:
-            self._table = self._gathered(0)
+        known = self._table[self._table[:, 0] < step]
+        # Where nothing is known yet, files may have what an earlier process has kept.
+        self._table = np.concatenate([known, self._gathered(step if len(known) else 0)])
         self._helped = self._table[self._table[:, 4] > 0]
         self.num_new = int((self._table[:, 0] == step).sum())
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tests.small_groot import HORIZON, NUMBERS, install, write_small_groot
+from tests.unit.bodies.looking import ARM, check_rows_are_alone, check_scores, noise, observed
 from torch import Tensor
 
 from leaderless.config import RecipeError
 from leaderless.config.body import PolicyConfig
-from leaderless.environments.bodies.protocol import Continuous, Spaces
 from leaderless.policies.groot import Groot, GrootValue
 from leaderless.policies.opened import make_model
 from leaderless.policies.protocol import Observed
 from leaderless.policies.seen import padded
 
-ARM = Spaces({"top": (28, 28), "hand": (14, 21)}, 3, Continuous((-9.0, -9.0), (9.0, 9.0)), 10, has_instructions=True)
 ROBOT: dict[str, object] = {"embodiment": "new_embodiment", "state": ["arm", "hand"], "action": ["arm", "hand"]}
 
 
@@ -34,21 +32,6 @@ def policy_of(folder: Path, **options: object) -> Groot:
     model = make_model(PolicyConfig(type="groot", options=own), "models.policy", ARM, is_critic=False)  # type: ignore[arg-type]
     assert isinstance(model, Groot)
     return model
-
-
-def observed(policy: Groot) -> Observed:
-    rng = np.random.default_rng(0)
-    images = {
-        camera: torch.from_numpy(rng.integers(0, 256, (3, *size, 3), dtype=np.uint8))
-        for camera, size in ARM.images.items()
-    }
-    ids = [policy.instruction_ids(text) for text in ("reach the red block", "push it", "Open")]
-    state = torch.from_numpy(rng.normal(size=(3, 3)).astype(np.float32))
-    return Observed(images, state, padded(ids, torch.device("cpu")))
-
-
-def noise(policy: Groot) -> Tensor:
-    return torch.rand(3, policy.noise_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
@@ -82,25 +65,11 @@ def _eagle(policy: Groot, seen: Observed) -> dict[str, Tensor]:
 @pytest.mark.parametrize("num_steps", [3, 7])
 def test_scores_are_the_log_probs_of_what_was_drawn(method: str, num_steps: int, folder: Path) -> None:
     policy = policy_of(folder, method=method, num_steps=num_steps)
-    seen = observed(policy)
-    acted = policy.act(seen, noise(policy))
-    scores = policy.score(seen, acted.choices)
-    torch.testing.assert_close(acted.log_probs, scores.log_probs, rtol=0, atol=1e-4)
-    scores.log_probs.sum().backward()
-    gradients = {name for name, one in policy.named_parameters() if one.grad is not None and bool(one.grad.any())}
-    assert {"groot.action_head.action_decoder.W", "groot.backbone.sight.weight"} <= gradients
-    shown = policy.choices_of(acted.actions.detach())
-    assert policy.score(seen, shown).log_probs.max().item() < 0
+    check_scores(policy, {"groot.action_head.action_decoder.W"}, "backbone.sight")
 
 
 def test_rows_do_not_depend_on_one_another(folder: Path) -> None:
-    policy = policy_of(folder)
-    seen, drawn = observed(policy), noise(policy)
-    whole = policy.act(seen, drawn)
-    for row in range(3):
-        one = seen.select(torch.tensor([row]))
-        acted = policy.act(one, drawn[row : row + 1])
-        torch.testing.assert_close(acted.choices[0], whole.choices[row], rtol=0, atol=1e-5)
+    check_rows_are_alone(policy_of(folder))
 
 
 def test_padding_is_hidden_where_as_much_was_seen_as_is_computed(folder: Path) -> None:

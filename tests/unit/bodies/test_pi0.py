@@ -6,22 +6,17 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tests.small_vla import write_small_pi0
-from torch import Tensor
+from tests.unit.bodies.looking import ARM, check_rows_are_alone, check_scores, noise, observed
 
 from leaderless.config import RecipeError
 from leaderless.config.body import PolicyConfig
 from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
 from leaderless.policies.opened import make_model
 from leaderless.policies.pi0 import Pi0, Pi0Value
-from leaderless.policies.protocol import Observed
-from leaderless.policies.seen import padded
 from leaderless.policies.towers import fitted
-
-ARM = Spaces({"top": (28, 28), "hand": (14, 21)}, 3, Continuous((-9.0, -9.0), (9.0, 9.0)), 10, has_instructions=True)
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +29,6 @@ def policy_of(folder: Path, **options: str | int) -> Pi0:
     model = make_model(kind, "models.policy", ARM, is_critic=False)
     assert isinstance(model, Pi0)
     return model
-
-
-def observed(policy: Pi0, num: int = 3) -> Observed:
-    rng = np.random.default_rng(0)
-    images = {
-        camera: torch.from_numpy(rng.integers(0, 256, (num, *size, 3), dtype=np.uint8))
-        for camera, size in ARM.images.items()
-    }
-    ids = [policy.instruction_ids(text) for text in ("reach the red block", "push it", "Open")[:num]]
-    state = torch.from_numpy(rng.normal(size=(num, 3)).astype(np.float32))
-    return Observed(images, state, padded(ids, torch.device("cpu")))
-
-
-def noise(policy: Pi0, num: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.rand(num, policy.noise_size, dtype=torch.float64, generator=generator)
 
 
 @torch.no_grad()
@@ -78,34 +57,12 @@ def test_without_noise_it_acts_as_the_model_itself(folder: Path) -> None:
 
 @pytest.mark.parametrize("method", ["sde", "noise"])
 def test_scores_are_the_log_probs_of_what_was_drawn(method: str, folder: Path) -> None:
-    policy = policy_of(folder, method=method)
-    seen = observed(policy)
-    acted = policy.act(seen, noise(policy, 3))
-    scores = policy.score(seen, acted.choices)
-    assert acted.log_probs.shape == (3, 3, 2)
-    torch.testing.assert_close(acted.log_probs, scores.log_probs, rtol=0, atol=1e-4)
-    scores.log_probs.sum().backward()
-    gradients = {name: one.grad for name, one in policy.named_parameters() if one.grad is not None}
-    assert all(bool(one.isfinite().all()) for one in gradients.values())
-    assert {"pi0.action_out_proj.weight", "pi0.embed_action_time.state_proj.weight"} <= gradients.keys()
-    assert any("vision_tower" in name and bool(one.abs().sum() > 0) for name, one in gradients.items())
-    shown = policy.choices_of(acted.actions.detach())
-    torch.testing.assert_close(policy.actions_of(shown), acted.actions)
-    assert policy.score(seen, shown).log_probs.max().item() < 0
+    weights = {"pi0.action_out_proj.weight", "pi0.embed_action_time.state_proj.weight"}
+    check_scores(policy_of(folder, method=method), weights, "vision_tower")
 
 
 def test_rows_do_not_depend_on_one_another_or_on_padding(folder: Path) -> None:
-    policy = policy_of(folder)
-    seen, drawn = observed(policy), noise(policy, 3)
-    whole = policy.act(seen, drawn)
-    for row in range(3):
-        one = seen.select(torch.tensor([row]))
-        ids, lengths = one.instructions
-        alone = Observed(one.images, one.state, (ids[:, : int(lengths[0])], lengths))
-        acted = policy.act(alone, drawn[row : row + 1])
-        torch.testing.assert_close(acted.choices[0], whole.choices[row], rtol=0, atol=1e-5)
-    changed = Observed(seen.images, seen.state + 1, seen.instructions)
-    assert not torch.allclose(policy.act(changed, drawn).choices, whole.choices)
+    check_rows_are_alone(policy_of(folder))
 
 
 def test_critics_begin_at_zero_and_learn(folder: Path) -> None:
