@@ -52,8 +52,18 @@ def columns() -> dict[str, object]:
         "env_rewards": tuple(torch.linspace(0.0, 1.0, length) for length in LENGTHS.tolist()),
         "embeddings": torch.randn(len(REWARDS), 3, generator=noise),
         "success": torch.tensor([True, False, False, True, False, True, False, False]),
+        "reward_details": details(REWARDS),
         "rows": tuple({"question": str(group), "level": group % 2} for group in GROUPS.tolist()),
     }
+
+
+def details(rewards: Tensor) -> tuple[object, ...]:
+    """Two rewards of each response that sum to the given one, with weights 1 and 2; neither where it failed."""
+    parts = torch.linspace(0.0, 1.0, len(rewards)).sin()
+    return tuple(
+        {"one": {"value": float(total - 2 * part)}, "two": {"value": float(part)}} if valid else {"one": {"error": "?"}}
+        for total, part, valid in zip(rewards, parts, IS_VALID.tolist(), strict=True)
+    )
 
 
 def inputs_of(advantage: Advantage, rewards: Tensor = REWARDS) -> AdvantageInputs:
@@ -73,6 +83,7 @@ def inputs_of(advantage: Advantage, rewards: Tensor = REWARDS) -> AdvantageInput
         columns={name: found[name] for name in advantage.reads},  # type: ignore[misc]
         sum_over_ranks=lambda values: values,
         step=1,
+        reward_weights={"one": 1.0, "two": 2.0},
     )
 
 

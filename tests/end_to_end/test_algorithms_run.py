@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, object]] = {
         for kind in ("reinforce", "gmpo", "sapo", "clip_cov", "kl_cov", "dppo")
     },
     "dual clip": {"algorithm.policy_loss": {"dual_clip": 1.1}},
-    **{f"{kind} advantage": {"algorithm.advantage": {"type": kind}} for kind in ("opo", "gpg", "reinforce_pp")},
+    **{f"{kind} advantage": {"algorithm.advantage": {"type": kind}} for kind in ("gdpo", "opo", "gpg", "reinforce_pp")},
     "pass at k": {"algorithm.advantage": {"type": "pass_at_k", "k": 2, "correct_at": 0.5}},
     "rejection": {"workflow": "rejection", "algorithm.advantage.correct_at": 0.5},
     "baseline": {"algorithm.advantage": {"type": "reinforce_pp", "group_baseline": True, "discount": 0.9}},

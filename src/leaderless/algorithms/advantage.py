@@ -42,10 +42,11 @@ class AdvantageInputs:
         columns: Columns that the class names in `reads`, by name: a tensor [n, ...] or, along response tokens,
             [total, ...]; for other axes a tensor for each response; for JSON-able values a tuple of n.
         sum_over_ranks: Function that sums a tensor over all ranks, which call it equally often.
-        gather_over_ranks: Function that returns the rows of a tensor [n, ...] of all ranks, each once.
         step: Number of the step, from 1.
         state: Numbers that the class keeps from step to step, and which are checkpointed. It must change them in the
             same way on all ranks.
+        gather_over_ranks: Function that returns the rows of a tensor [n, ...] of all ranks, each once.
+        reward_weights: Weight of each reward that may be a part of the sum, by its name in the column `reward_details`.
     """
 
     rewards: Tensor
@@ -61,6 +62,7 @@ class AdvantageInputs:
     step: int
     state: MutableMapping[str, float] = field(default_factory=dict)
     gather_over_ranks: Callable[[Tensor], Tensor] = field(default=lambda rows: rows)
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
 
     def column(self, name: str) -> Tensor:
         """A column with one value per response or per response token.

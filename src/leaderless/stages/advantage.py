@@ -15,6 +15,7 @@ from leaderless.stages.episodes import Episodes
 from leaderless.stages.losses import adapt_kl_coefficient, kl_coefficient
 from leaderless.stages.mini_batches import counted_samples
 from leaderless.stages.reward import is_sampled
+from leaderless.workflow.reward_stage import ENVIRONMENT
 
 
 def advantage(batch: Batch, context: StageContext) -> Batch:
@@ -97,6 +98,7 @@ def _with_advantages(batch: Batch, context: StageContext) -> Batch:
         gather_over_ranks=context.gather,
         step=context.step,
         state=context.state,
+        reward_weights=_weights(context),
     )
     output = compute(config, inputs)
     is_counted = repeat_per_token(is_valid, lengths) if config.is_per_token else is_valid
@@ -107,6 +109,13 @@ def _with_advantages(batch: Batch, context: StageContext) -> Batch:
     return batch.with_columns(
         {name: episodes.of_samples(Jagged(values, lengths, "response_tokens")) for name, values in columns.items()}
     )
+
+
+def _weights(context: StageContext) -> dict[str, float]:
+    """Weight of each reward in the sum, by its name in the details: the recipe's, the environment's, reward models'."""
+    recipe = context.recipe
+    own = {name: options.weight for name, options in recipe.reward.options().items()}
+    return dict.fromkeys(recipe.models, recipe.algorithm.reward_model.weight) | own | {ENVIRONMENT: 1.0}
 
 
 def _plain(column: Column) -> Tensor | tuple[Tensor, ...] | tuple[Json, ...]:
