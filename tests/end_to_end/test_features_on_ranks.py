@@ -62,6 +62,14 @@ FEATURES: dict[str, dict[str, object]] = {
             "format": {"pattern": r".*\d.*", "sources": ["second"]},
         },
     },
+    "rewards judged one by one": {
+        "algorithm.advantage": {"type": "gdpo"},
+        "reward": {
+            "tests.end_to_end.own_reward:own_reward": 1.0,
+            "format-digit": {"pattern": r".*\d.*", "weight": 0.5},
+            "format-letter": {"pattern": r".*[a-m].*", "weight": -0.5},
+        },
+    },
 }
 """Settings besides the algorithms that change how a step is computed."""
 CLOCKS = ("time", "seconds/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")

@@ -15,9 +15,11 @@ from rich.console import Console
 from tests.unit.recipes import begin, end, make_recipe, plan_of, write_model
 
 from leaderless.observability.run_directory import RunDirectory
+from leaderless.planner.judges import judge_lines
 from leaderless.planner.layering import Link, place
 from leaderless.planner.picture import NUM_COLORS, clip, draw_plan, text_width
 from leaderless.planner.show import print_plan
+from leaderless.rewards.judges.pairwise import pairs_of
 from leaderless.worker.description import write_description
 from leaderless.workflow import BUILTIN_STAGES, StageSpec, Workflow, resolve_workflow
 
@@ -305,3 +307,33 @@ def test_a_run_without_the_drawing_library_says_so_and_goes_on(tmp_path, monkeyp
     assert said == ["the plan is not drawn: grandalf.graphs is not installed"]
     assert directory.plan.exists()
     assert not directory.picture.exists()
+
+
+@pytest.mark.parametrize(("siblings", "opponents"), [(2, 2), (3, 1), (3, 2), (8, 2), (8, 7)])
+def test_the_print_shows_what_judges_are_asked_at_most(siblings: int, opponents: int) -> None:
+    address = {"url": "http://127.0.0.1:8000/v1", "max_requests": 5}
+    sections = {
+        "reward": {
+            "judge": address | {"model": "wise"},
+            "judge-pairs": address | {"model": "fair", "pairwise": {"opponents": opponents}},
+        },
+        "batch": {"prompts_per_step": 4, "responses_per_prompt": siblings},
+    }
+    plan, recipe = plan_of("grpo", 2, **sections), make_recipe(**sections)
+    pairs = pairs_of([str(number) for number in range(siblings)], range(siblings), opponents)
+    lines = judge_lines(recipe, plan)
+    most = "questions a step, at most 10 requests at a time"
+    assert dict(lines) == {
+        "judge": f"wise at {address['url']}: {4 * siblings} {most}",
+        "judge-pairs": f"fair at {address['url']}: {4 * 2 * len(pairs)} {most}",
+    }
+    console = Console(file=io.StringIO(), width=200)
+    print_plan(plan, console, judges=lines)
+    assert all(squeezed(line) in squeezed(console.file.getvalue()) for _, line in lines)
+
+
+def test_a_judge_that_compares_needs_whole_groups() -> None:
+    judge = {"url": "http://127.0.0.1:8000/v1", "model": "fair"}
+    for options, is_needed in (({}, False), ({"pairwise": {}}, True)):
+        plan = plan_of("grpo", reward={"judge": judge | options})
+        assert plan["reward"].needs_whole_groups is is_needed

@@ -55,10 +55,12 @@ def plan(
         print_json(planned.to_json() | chosen)
     else:
         from leaderless.planner.doors import door_lines
+        from leaderless.planner.judges import judge_lines
         from leaderless.planner.show import print_plan
 
         lowered = read_limits(run.directory) if planned.batch.adapts_to_memory else {}
-        print_plan(planned, console, lowered, door_lines(whole.recipe, planned))
+        recipe = whole.recipe
+        print_plan(planned, console, lowered, door_lines(recipe, planned), judge_lines(recipe, planned))
         if whole.choice is not None:
             print_choice(whole.choice, console)
     if picture is not None and not as_json:

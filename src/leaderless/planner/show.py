@@ -36,6 +36,7 @@ def print_plan(
     console: Console,
     lowered: Mapping[str, int] | None = None,
     doors: Sequence[tuple[str, str]] = (),
+    judges: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Print what runs where, what is sent, and what it takes.
 
@@ -44,6 +45,7 @@ def print_plan(
         console: Terminal or file.
         lowered: Bounds of a pass that earlier starts have lowered, by role.
         doors: Ranks that clients ask, with their addresses.
+        judges: Judges by name, with what they are asked.
     """
     title = Text.assemble((plan.recipe_name, "bold"), f"  workflow {plan.workflow}, {_count(plan.world_size, 'rank')}")
     _print(console, title.append(f", plan {plan.hash()[:12]}", "dim"))
@@ -65,6 +67,8 @@ def print_plan(
     _section(console, f"What each rank does in {each}", _chains(plan))
     if doors:
         _section(console, "Where clients ask", _table("", "", rows=doors))
+    if judges:
+        _section(console, "Judges", _table("", "", rows=judges))
     _section(console, "Models", _instances(plan))
     if plan.memory is None:
         _section(console, "Memory of the fullest rank", _table("", rows=[(UNKNOWN_MEMORY,)]))
