@@ -55,6 +55,17 @@ def test_a_table_follows_a_run_that_grows_and_continues(tmp_path: Path) -> None:
     check(table, tmp_path)
 
 
+def test_a_run_that_does_its_only_step_again_has_it_once(tmp_path: Path) -> None:
+    path, replacement = tmp_path / "metrics.jsonl", tmp_path / "new"
+    table = StepTable(tmp_path)
+    lines(path, [{"step": 1, "own": 1.0}])
+    check(table, tmp_path)
+    lines(replacement, [{"step": 1, "own": 2.0}])
+    replacement.rename(path)
+    check(table, tmp_path)
+    assert (list(table.steps), table.generation) == ([1], 1)
+
+
 def test_numbers_of_other_loops_belong_to_their_steps(tmp_path: Path) -> None:
     table = StepTable(tmp_path)
     lines(tmp_path / "metrics-evaluation.jsonl", [{"step": 0, "evaluation/mean@1": 0.25}])
