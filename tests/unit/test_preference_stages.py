@@ -24,7 +24,7 @@ from tests.unit.recipes import make_recipe
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from leaderless.algorithms.preference_loss import PreferenceLoss
+from leaderless.algorithms.preference_loss import PreferenceInputs, PreferenceLoss, PreferenceOutput
 from leaderless.checkpoint.export import padding_of
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.config.data import TrainingSetConfig
@@ -39,8 +39,8 @@ from leaderless.observability.metrics import Mean, Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import Grader, StageContext
-from leaderless.stages.preferences import evaluate_preferences, score_sides
-from leaderless.stages.reward_model import model_reward
+from leaderless.stages.preferences import evaluate_preferences, rewards_of, score_sides
+from leaderless.stages.reward_model import model_reward, shares_of
 from leaderless.training.engine import ValueEngine
 from leaderless.workflow import resolve_workflow
 
@@ -73,6 +73,45 @@ def test_only_desirable_responses_are_imitated_and_their_tokens_counted() -> Non
             total, count = total - sum(float(scores[place - 1, tokens[place]]) for place in own), count + len(own)
     added = loss_and_gradient(loss_of("kto", sft_coefficient=0.5))[0] - loss_and_gradient(loss_of("kto"))[0]
     assert added == pytest.approx(0.5 * total / count, abs=1e-5)
+
+
+def reported(kind: str, first: list[float], second: list[float], is_desirable: list[bool]) -> dict[str, float]:
+    """What is reported of rows with some rewards, whose log-probabilities are ten times as large."""
+    rewards, others = torch.tensor(first), torch.tensor(second)
+    ones, zeros = torch.ones(len(first), dtype=torch.int64), torch.zeros(len(first))
+    inputs = PreferenceInputs(
+        10 * rewards, 10 * others, zeros, zeros, ones, ones, torch.tensor(is_desirable), torch.zeros(())
+    )
+    shares = rewards_of(loss_of(kind), inputs, PreferenceOutput(rewards, rewards, others))
+    return {name: float(one.total) / float(one.count) for name, one in shares.items() if isinstance(one, Mean)}
+
+
+def test_equal_rewards_of_a_pair_are_in_no_order() -> None:
+    expected = {
+        "accuracy": 1 / 4,
+        "margin": (0 + 2 - 2 - 1) / 4,
+        "reward_chosen": 7 / 4,
+        "reward_rejected": 8 / 4,
+        "log_prob_chosen": 70 / 4,
+        "log_prob_rejected": 80 / 4,
+    }
+    found = reported("sigmoid", [1.0, 2.0, 3.0, 1.0], [1.0, 0.0, 5.0, 2.0], [True] * 4)
+    assert found == pytest.approx(expected)
+    scores = shares_of(torch.tensor([[1.0, 1.0], [2.0, 0.0], [3.0, 5.0], [1.0, 2.0]]))
+    assert {name: float(one.total) / float(one.count) for name, one in scores.items()} == pytest.approx(  # type: ignore[union-attr]
+        {name: value for name, value in expected.items() if not name.startswith("log_prob")}
+    )
+
+
+def test_the_margin_of_single_responses_counts_undesirable_ones_the_other_way_round() -> None:
+    expected = {
+        "reward_chosen": (1 - 3) / 2,
+        "reward_rejected": 2.0,
+        "margin": (1 - 2 - 3) / 3,
+        "log_prob_chosen": (10 - 30) / 2,
+        "log_prob_rejected": 20.0,
+    }
+    assert reported("kto", [1.0, 2.0, -3.0], [0.0] * 3, [True, False, True]) == pytest.approx(expected)
 
 
 def test_a_single_response_stands_next_to_that_of_the_usable_row_before(tmp_path: Path) -> None:
