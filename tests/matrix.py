@@ -120,7 +120,7 @@ def value_loss(values: Tensor, micro_batch: MicroBatch) -> Tensor:
 
 def cell(ranks: RankPool, feature: Feature, sizes: dict[str, int], expected: Numbers | None) -> str:
     """The largest difference of a feature on a layout from what one rank does; a dash where it is refused."""
-    if expected is None or ("lora" in feature.changes and "pp" in sizes):
+    if expected is None or (("lora" in feature.changes or feature.num_replayed) and "pp" in sizes):
         return "–"  # the planner refuses it
     size = prod(count for axis, count in sizes.items() if axis != "ep")
     try:
