@@ -109,6 +109,13 @@ def test_a_loss_is_its_formula(kind: str) -> None:
     torch.testing.assert_close(found, torch.tensor(naive(kind, inputs), dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
+def test_a_divergence_below_0_counts_as_none() -> None:
+    below, none = (replace(inputs_of(), divergence=torch.tensor(one, dtype=torch.float64)) for one in (-0.3, 0.0))
+    loss = loss_of("kto", **NAIVE["kto"][0])
+    assert torch.equal(compute_preferences(loss, below).loss, compute_preferences(loss, none).loss)
+    assert compute_preferences(loss, below).loss.tolist() == pytest.approx(naive("kto", below), rel=1e-12)
+
+
 @pytest.mark.parametrize("kind", PREFERENCE_LOSSES)
 def test_the_gradient_is_that_of_the_formula(kind: str) -> None:
     loss = loss_of(kind, **NAIVE[kind][0])
