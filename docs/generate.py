@@ -17,7 +17,7 @@ from generate_algorithms import formulas_page, results_page, with_combinations
 from generate_bodies import bodies_page
 from generate_convert import with_settings
 from generate_families import families_page
-from generate_gallery import gallery_pictures, with_evidence, with_gallery
+from generate_gallery import gallery_pictures, with_counting, with_evidence, with_gallery
 from generate_generation import with_generation
 from generate_gpu import with_gpu
 from generate_hosts import with_hosts
@@ -130,6 +130,8 @@ def render() -> dict[Path, str]:
         files[guide] = with_settings(guide.read_text(encoding="utf-8"), framework)
     gallery = DOCS / "gallery.md"
     files[gallery] = with_gallery(gallery.read_text(encoding="utf-8"))
+    images = DOCS / "guides/images.md"
+    files[images] = with_counting(images.read_text(encoding="utf-8"))
     reasons = DOCS / "why-no-controller.md"
     files[reasons] = with_evidence(reasons.read_text(encoding="utf-8"))
     scaling = DOCS / "scaling.md"

@@ -17,6 +17,8 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 190, 16, 40
 COLORS = ("#4053d3", "#ddb310", "#b51d14", "#00beff", "#fb49b0", "#00b25d", "#9a9a9a")
 """Colors that people with any vision can tell apart."""
 Curve = Sequence[tuple[float, float]]
+SHOWN = (0, 50, 100, 200)
+"""Steps of counting that its table shows."""
 
 
 class Chart(NamedTuple):
@@ -40,6 +42,7 @@ def gallery_pictures() -> dict[str, str]:
         "gallery-srpo": _srpo(),
         "gallery-staleness": _staleness(),
         "gallery-lora": _lora(),
+        "gallery-counting": _counting(),
     }
     return {name: draw_chart(chart) for name, chart in charts.items()}
 
@@ -145,6 +148,33 @@ def _staleness() -> Chart:
 def _lora() -> Chart:
     runs = _by(_read("performance/lora.json"), "way")
     return Chart("evaluation", {name: [list(enumerate(run["curve"])) for run in some] for name, some in runs.items()})
+
+
+def _counting() -> Chart:
+    runs = _read("performance/counting.json")
+    return Chart(
+        "step", {f"seed {run['seed']}": [[(int(step), y) for step, y in run["curve"].items()]] for run in runs}
+    )
+
+
+def with_counting(page: str) -> str:
+    """The page about images with what `benchmarks/counting.py` has measured between its marks."""
+    runs = _read("performance/counting.json")
+    shown = {
+        f"{step} steps of GRPO" if step else "imitation": [run["curve"][str(step)] for run in runs] for step in SHOWN
+    }
+    shown[f"{SHOWN[-1]} steps, pictures of other questions"] = [run["shuffled"] for run in runs]
+    seeds = [f"seed {run['seed']}" for run in runs]
+    rows = [(name, *(f"{share:.1%}" for share in shares)) for name, shares in shown.items()]
+    seconds = {name: median(run[name] for run in runs) for name in ("imitation_s", "reinforcement_s")}
+    return _between(
+        page,
+        "counting",
+        f"With one worker and one thread, imitation took {seconds['imitation_s']:.0f} seconds and reinforcement "
+        f"{seconds['reinforcement_s']:.0f} (medians, start and evaluations included, next to other programs). Right "
+        "answers to 512 held-out questions; a guess is right once in six, which is 16.7%:\n\n"
+        + table_of(("after", *seeds), rows),
+    )
 
 
 def with_gallery(page: str) -> str:
