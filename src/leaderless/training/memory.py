@@ -111,7 +111,8 @@ class Memory:
 
         Half of them are demonstrations, if there are any, those last.
         """
-        chance = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, update])))
+        # As many words as the learner's own streams have, which count from 1: a missing one would be taken for 0.
+        chance = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 0, update])))
         half = size // 2 if self.num_demonstrations else 0
         lived = self._table[chance.integers(len(self._table), size=size - half)]
         slots, rows = self._own(lived)

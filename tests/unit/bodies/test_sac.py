@@ -30,7 +30,7 @@ from leaderless.rollout.worlds import OwnWorlds
 from leaderless.stages.bodies import BodyRows
 from leaderless.stages.sac import lived, no_transitions, num_due, shown
 from leaderless.training.memory import Drawn, Memory
-from leaderless.training.sac import CRITICS, POLICY, SacLearner, observed_of
+from leaderless.training.sac import CRITICS, POLICY, WEIGHTS, SacLearner, observed_of
 
 SPACES = Spaces({}, 2, Continuous((-2.0,), (4.0,)), 8)
 SEEN = Spaces({"top": (8, 8)}, 0, Continuous((-2.0,), (4.0,)), 8)
@@ -255,6 +255,24 @@ def test_gradients_are_clipped(tmp_path: Path, most: float, monkeypatch: pytest.
     monkeypatch.setattr(learner._optimizers["critics"], "step", note)
     learner.update(memory_of(tmp_path, decisions(0)).draw)
     assert (max(norms) <= 0.01 * (1 + 1e-5)) == (most == 0.01)
+
+
+def test_draws_weights_and_noise_have_random_numbers_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, learner = memory_of(tmp_path, decisions(0)), learner_of()
+    make, found = np.random.SeedSequence, list[tuple[int, ...]]()
+
+    def note(words: list[int]) -> np.random.SeedSequence:
+        found.append(tuple(make(words).generate_state(4).tolist()))
+        return make(words)
+
+    monkeypatch.setattr(np.random, "SeedSequence", note)
+    for number in range(6):
+        memory.draw(4, 3, number)
+        for stream in (WEIGHTS, CRITICS, POLICY):
+            learner._chance(stream, number)
+    assert len(found) == len(set(found)) == 24
 
 
 def test_episodes_become_transitions_as_in_a_loop() -> None:
