@@ -152,7 +152,7 @@ def as_loggers(theirs: str, names: Collection[str], project: str) -> Row:
 
     Args:
         theirs: Key of the other framework.
-        names: Names that stand for nothing that is not written anyway.
+        names: Trackers that are left out, since what they write is written anyway.
         project: Key of the other framework that names the project.
     """
 

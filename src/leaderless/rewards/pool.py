@@ -49,7 +49,7 @@ class RewardPool:
         num_processes: Number of processes. With 0, rewards are computed in this process: for debuggers and notebooks.
             Then no time limit is enforced, and a reward that crashes ends this process.
         on_news: Function to call whenever some responses have been graded.
-        answers: Where the answers of judges are kept.
+        answers: File of the answers of judges.
 
     Raises:
         RecipeError: A judge cannot be made.

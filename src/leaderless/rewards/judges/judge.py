@@ -92,7 +92,7 @@ class Judge:
 
         Args:
             options: Settings.
-            asker: Who asks the model.
+            asker: Client that asks the model.
             key: Setting that has them, for errors.
 
         Raises:
@@ -266,7 +266,7 @@ def make_judges(judges: Mapping[str, JudgeOptions], answers: AnswerFile) -> dict
 
     Args:
         judges: Settings by name.
-        answers: Where answers are kept.
+        answers: File of the answers that are kept.
 
     Raises:
         RecipeError: A function that finds verdicts cannot be loaded.
