@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from leaderless.config import LoadedRecipe
 from leaderless.data.batch import Batch, Jagged
@@ -61,6 +61,29 @@ def untied_model(path: str) -> str:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder.name)
+    return folder.name
+
+
+@functools.cache
+def mixture_model(path: str, num_experts: int = 4) -> str:
+    """The folder of a model like another one of Qwen3, but with experts, two for a token."""
+    folder = tempfile.TemporaryDirectory(prefix="tiny-model-")
+    _KEPT.append(folder)
+    shutil.copytree(path, folder.name, dirs_exist_ok=True)
+    dense = AutoConfig.from_pretrained(path)
+    same = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+    more = "max_position_embeddings tie_word_embeddings bos_token_id eos_token_id pad_token_id"
+    config = Qwen3MoeConfig(
+        **{name: getattr(dense, name) for name in f"{same} {more}".split()},
+        num_experts=num_experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=dense.hidden_size // 2,
+        norm_topk_prob=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder.name)
+    scatter_vectors(Path(folder.name))
     return folder.name
 
 

@@ -140,7 +140,7 @@ ENGINES = ("native", OWN, "sglang", "vllm", "vllm-in-process")
 """Engines to test; `sglang` talks to a fake server."""
 VLLM_PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")
 """Python of an environment with vLLM."""
-untied_model = tests.tiny.untied_model
+untied_model, mixture_model = tests.tiny.untied_model, tests.tiny.mixture_model
 tiny_model = partial(tests.tiny.tiny_model, head_dim=32)
 """A tiny model with heads as wide as vLLM requires on the CPU."""
 
@@ -304,10 +304,22 @@ def take(engine: RolloutEngine, numbers: dict[int, int], completions: list[list[
         completions[numbers[delta.request]][delta.sibling].add(delta)
 
 
-@pytest.mark.parametrize(("name", "is_tied"), [*((name, True) for name in ENGINES), ("vllm", False)])
-def test_new_weights_are_used_from_the_next_token_on(engines: Engines, name: str, is_tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "tied") for name in ENGINES),
+        ("vllm", "untied"),
+        *((name, "experts") for name in ("native", "vllm", "vllm-in-process")),
+    ],
+)
+def test_new_weights_are_used_from_the_next_token_on(engines: Engines, name: str, kind: str) -> None:
     engines.stack.close()
-    path = tiny_model() if is_tied else untied_model(tiny_model())
+    paths = {
+        "tied": tiny_model,
+        "untied": lambda: untied_model(tiny_model()),
+        "experts": lambda: mixture_model(tiny_model("qwen3")),
+    }
+    path = paths[kind]()
     trainer = make_trainer(path)
     is_native = name == "native"
     engine = (

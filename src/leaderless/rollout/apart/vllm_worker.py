@@ -317,9 +317,22 @@ def _load(worker: Worker, weights: Sequence[tuple[str, Tensor]], is_first: bool)
 
     with set_current_vllm_config(worker.vllm_config):
         if is_first:
+            _forget_packed_experts(worker)
             initialize_layerwise_reload(worker.get_model())
         with torch.device(worker.device):
             return set(worker.get_model().load_weights(iter(weights)))
+
+
+def _forget_packed_experts(worker: Worker) -> None:
+    """Let vLLM pack experts anew on the CPU, where it computes with packed ones.
+
+    It packs them when it makes the kernel of a layer, and when it has one it takes weights for packed that are not.
+    """
+    if worker.device.type == "cpu":
+        for module in worker.get_model().modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None and hasattr(method, "moe_kernel"):
+                method.moe_kernel = None
 
 
 def _finish_loading(worker: Worker) -> set[str]:
