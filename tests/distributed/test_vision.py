@@ -69,7 +69,11 @@ def test_ranks_learn_like_one(ranks: RankPool, size: int, changes: dict[str, obj
     assert largest_difference(ranks.run(size, train, model, samples, {"dp": size}, changes), expected) < 1e-5
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 1, "cp": 2}, {"dp": 1, "cp": 3}, {"dp": 2, "cp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"dp": 1, "cp": 2}, marks=pytest.mark.thorough), {"dp": 1, "cp": 3}, {"dp": 2, "cp": 2}],
+    ids=str,
+)
 def test_ranks_that_divide_the_tokens_of_images_learn_like_one(ranks: RankPool, sizes: dict[str, int]) -> None:
     model, samples = vision_model(), samples_with()
     (expected,) = ranks.run(1, train, model, samples, {"dp": 1}, {})
@@ -89,10 +93,11 @@ def with_even_words(folder: Path, family: Family) -> str:
 @pytest.mark.parametrize(
     ("family", "sizes", "changes"),
     [
-        ("qwen3_vl", {"dp": 1, "tp": 2}, {}),
+        pytest.param("qwen3_vl", {"dp": 1, "tp": 2}, {}, marks=pytest.mark.thorough),
         ("qwen3_vl", {"dp": 2, "tp": 2}, {"gradient_checkpointing": True}),  # one rank has a prompt without images
         ("qwen3_vl", {"dp": 1, "cp": 2, "tp": 2}, {"freeze_vision": True}),
-        ("qwen2_5_vl", {"dp": 1, "tp": 2}, {}),  # the layers that see have the names of those for text
+        # The layers that see have the names of those for text.
+        pytest.param("qwen2_5_vl", {"dp": 1, "tp": 2}, {}, marks=pytest.mark.thorough),
         ("qwen2_5_vl", {"dp": 1, "tp": 2}, {"lora": {"rank": 4}}),
         ("llava", {"dp": 1, "tp": 2}, {}),
     ],
@@ -106,7 +111,11 @@ def test_ranks_that_divide_the_layers_for_text_learn_like_one(
     assert largest_difference(ranks.run(prod(sizes.values()), train, model, samples, sizes, changes), expected) < 1e-5
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 1, "cp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"dp": 2, "ep": 2}, pytest.param({"dp": 4, "ep": 4}, marks=pytest.mark.thorough), {"dp": 1, "cp": 2, "ep": 2}],
+    ids=str,
+)
 def test_ranks_that_send_tokens_of_images_to_experts_learn_like_one(ranks: RankPool, sizes: dict[str, int]) -> None:
     model, samples = vision_model("qwen3_vl_moe"), samples_with("qwen3_vl_moe")
     (expected,) = ranks.run(1, train, model, samples, {"dp": 1}, {})
@@ -175,7 +184,7 @@ def with_own_head(folder: Path, family: Family, num_layers: int = 3, num_added: 
 @pytest.mark.parametrize(
     ("family", "sizes", "changes"),
     [
-        ("qwen3_vl", {"dp": 1, "pp": 2}, {}),
+        pytest.param("qwen3_vl", {"dp": 1, "pp": 2}, {}, marks=pytest.mark.thorough),
         ("qwen3_vl", {"dp": 2, "pp": 2}, {"gradient_checkpointing": True}),  # one shard has no images in some passes
         ("qwen3_vl", {"dp": 1, "pp": 2, "tp": 2}, {"freeze_vision": True}),
         ("qwen3_vl", {"dp": 1, "cp": 2, "pp": 2}, {}),

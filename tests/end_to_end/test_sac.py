@@ -81,7 +81,7 @@ def test_ranks_whose_episodes_all_fail_learn_from_those_of_others(ranks: RankPoo
 
     broken(tmp_path / "stopped", [0])
     outcome = run(ranks, tmp_path / "stopped", "train", "recipe.yaml")
-    assert "node 'act': guards.reward_failures_limit=0.5: 1 is above it" in " ".join(outcome.errors.split())
+    assert "node 'reward': guards.reward_failures_limit=0.5: 1 is above it" in " ".join(outcome.errors.split())
     assert "the arm has no power" in outcome.errors
     broken(tmp_path / "all", [0], **NOT_STOPPED)
     succeed(ranks, tmp_path / "all", "train", "recipe.yaml")

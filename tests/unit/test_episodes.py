@@ -22,6 +22,7 @@ from tests.unit.test_rows_that_do_not_count import (
     GROUP,
     IN_REWARD,
     OF_BODIES,
+    OF_PARTS,
     OF_TEAMS,
     PER_TOKEN,
     context_of,
@@ -144,6 +145,7 @@ def test_every_advantage_is_cut() -> None:
         "remax",
         *OF_TEAMS,
         *OF_BODIES,
+        *OF_PARTS,
     }
 
 

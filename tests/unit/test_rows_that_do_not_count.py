@@ -209,8 +209,12 @@ OF_TEAMS = {"chained_gae", "dr_mas", "magrpo", "rae"}
 """Advantages that read which agent said what; tests/contracts/test_advantages.py has failed rewards for them, too."""
 
 
+OF_PARTS = {"gdpo"}
+"""Advantages that read each reward on its own; tests/unit/algorithms/test_gdpo.py has failed rewards for them, too."""
+
+
 def test_every_advantage_is_tried():
-    assert {*BUILT_IN, "custom"} == {*ADVANTAGES, *OF_TEAMS, *OF_BODIES, "remax"}
+    assert {*BUILT_IN, "custom"} == {*ADVANTAGES, *OF_TEAMS, *OF_BODIES, *OF_PARTS, "remax"}
 
 
 def test_a_filtered_response_is_left_out_of_the_denominator_of_rejection():

@@ -96,7 +96,8 @@ def _measured(model_text: str, key: str, body_text: str, is_critic: bool) -> Bod
     config, body = ModelConfig.model_validate_json(model_text), BodyConfig.model_validate_json(body_text)
     spaces = spaces_of(body)
     with META:
-        model = model_for(config, key, spaces, is_critic=is_critic).to(getattr(torch, config.compute_dtype))
+        model = model_for(config, key, spaces, is_critic=is_critic)
+    model = model.to(META, getattr(torch, config.compute_dtype))  # buffers may have been computed elsewhere
     ids = model.instruction_ids(TYPICAL_INSTRUCTION)
     units, size = (model.chunk * model.score_dim, model.choice_size) if isinstance(model, BodyPolicy) else (0, 0)
 
