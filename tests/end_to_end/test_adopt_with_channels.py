@@ -16,6 +16,12 @@ SWITCHES = {2: "other", 3: "other", 4: "layout", 5: "layout"}
 """Names of layouts, by step: a run that is killed in a switch continues behind it, and switches in the next step."""
 
 
+def in_short_form(chosen: int) -> list[object]:
+    """All kills, of which all but one are for the thorough form."""
+    marks = pytest.mark.thorough
+    return [kill if n == chosen else pytest.param(kill, marks=marks) for n, kill in enumerate(KILLS)]
+
+
 @pytest.fixture(scope="module")
 def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Trains in one folder for all tests."""
@@ -69,7 +75,7 @@ def undisturbed(runs: Runs) -> Seen:
     return runs(2, 1, 1, "undisturbed", steps=STEPS)
 
 
-@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize("kill", in_short_form(0))
 def test_a_run_with_a_fixed_lag_that_is_killed_around_a_switch_is_resumed_exactly(
     runs: Runs, undisturbed: Seen, kill: Kill
 ) -> None:
@@ -88,7 +94,7 @@ def test_a_run_with_a_fixed_lag_that_is_killed_around_a_switch_is_resumed_exactl
     assert [line["iteration"] for line in lines] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize("kill", in_short_form(1))
 def test_a_continuous_run_that_is_killed_around_a_switch_loses_nothing(runs: Runs, kill: Kill) -> None:
     name, schedule = kill[0], {"replan_every_steps": 1, "layouts": {"other": beside(1, 2)}}
     scheduled = {"schedule": schedule, **EVERY_STEP}
