@@ -56,7 +56,7 @@ class Hosts:
 
         Args:
             num_hosts: 1 to 100.
-            mbit_per_s: What each interface sends, and what it receives, at most.
+            mbit_per_s: Highest rate of each interface, in each direction.
 
         Raises:
             ValueError: There are too many hosts, or none, or no rate.

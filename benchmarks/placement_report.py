@@ -15,7 +15,7 @@ class Workload(TypedDict):
     """What is run.
 
     Attributes:
-        work: What stages take, as in `placement_parts.Work`.
+        work: Seconds that stages take; see `placement_parts.Work`.
         critic: Whether a critic is trained next to the policy.
         max_lag: Most iterations that generation may be ahead.
     """

@@ -52,7 +52,7 @@ class Outcome:
         curve: Share of sampled plays that were won, step by step.
         greedy: Share of digits that the final policies get right, decoded greedily. An untrained planner's most likely
             message differs a little from digit to digit, so that a solver alone does better than with sampled ones.
-        permuted: The same if messages are exchanged for one another, mean over random permutations.
+        permuted: Share of digits that they get right with permuted messages, mean over random permutations.
         seconds: Duration of all steps.
     """
 

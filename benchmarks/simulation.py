@@ -71,7 +71,7 @@ def run(case: Case, recipe: Path = RECIPE, clusters: Path = ROOT / "recipes/clus
     """Simulate all points of a sweep.
 
     Args:
-        case: What varies.
+        case: Quantity that varies, and its values.
         recipe: Recipe of all points.
         clusters: Folder of the cluster file.
     """

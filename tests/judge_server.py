@@ -20,7 +20,7 @@ class Said:
         text: Words of the model.
         status: Status of the answer.
         headers: Further headers.
-        body: All that is sent in place of an answer with the text.
+        body: Bytes to send in place of an answer with the text.
         delay_s: Seconds before anything is sent.
         drips_s: Seconds between single bytes.
         is_cut: Whether the connection ends in the middle.

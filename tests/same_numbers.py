@@ -39,7 +39,7 @@ class Case(NamedTuple):
     Attributes:
         recipe: File of `recipes/quickstart`, without its ending.
         workers: Number of workers.
-        settings: What else is set.
+        settings: Further settings.
     """
 
     recipe: str

@@ -59,7 +59,7 @@ def charts_of(sweep: Sweep) -> tuple[Chart, ...]:
     """Throughput, efficiency where ranks vary, gain over controllers, seconds, bytes and memory of transitions.
 
     Args:
-        sweep: What was simulated.
+        sweep: Simulated steps.
     """
     is_scaled = sweep.axis == "world_size"
     throughput = (*_lines(sweep, lambda e: e.tokens_per_s), *_linear(sweep))
@@ -130,7 +130,7 @@ def draw_png(sweep: Sweep, path: Path) -> None:
     """Draw the charts as a picture.
 
     Args:
-        sweep: What was simulated.
+        sweep: Simulated steps.
         path: The file.
 
     Raises:
@@ -177,7 +177,7 @@ def write_page(sweep: Sweep, path: Path) -> None:
     """Write the charts as an interactive page, which loads nothing from elsewhere.
 
     Args:
-        sweep: What was simulated.
+        sweep: Simulated steps.
         path: The file.
     """
     from plotly import graph_objects

@@ -95,7 +95,7 @@ class Controller:
 
     Attributes:
         config: Its costs.
-        network: Between it and the ranks.
+        network: Network between it and the ranks.
     """
 
     config: ControllerConfig

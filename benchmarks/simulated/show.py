@@ -25,7 +25,7 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
     """Print what a step would take at every point, and what does not fit.
 
     Args:
-        sweep: What was simulated.
+        sweep: Simulated steps.
         console: Console to print to; lines are wrapped at its width.
     """
     head = Text.assemble((sweep.recipe, "bold"), f"  on {sweep.cluster.name}: a model, not a measurement\n")

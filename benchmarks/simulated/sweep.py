@@ -87,7 +87,7 @@ class Sweep:
     Attributes:
         recipe: Name of the recipe.
         cluster: Constants of the cluster.
-        axis: What varies.
+        axis: Quantity that varies.
         points: Simulated steps in the requested order, at least one.
     """
 

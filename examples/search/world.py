@@ -30,9 +30,9 @@ class Search:
     """A search that helps to answer a question.
 
     Attributes:
-        word: What is looked for.
+        word: Word to search for.
         name: Name of what it is about.
-        found: What the page says.
+        found: Text of the page.
     """
 
     word: str

@@ -23,7 +23,7 @@ class Hidden(Environment):
         """Look at the digit.
 
         Args:
-            times: How often to repeat it.
+            times: Number of repetitions.
         """
         self.has_looked = True
         return str(self.digit) * times

@@ -45,7 +45,7 @@ class Crowd:
 
     Attributes:
         given: Names of replies and their texts.
-        failed: What went wrong before the end.
+        failed: Errors before the end.
     """
 
     def __init__(self, folder: Path, num_replicas: int = 1, num_choices: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint with their checksums, so that a half-written or damaged one is recognized."""
+"""The files of a checkpoint with their checksums, which reveal a half-written or damaged one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leaderless.observability.run_directory import MANIFEST, write_atomically
 
 
 class DamagedCheckpointError(RuntimeError):
-    """Files of a checkpoint are not what was written."""
+    """Files of a checkpoint differ from those written."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class FileEntry:
 
     @classmethod
     def of(cls, file: Path) -> Self:
-        """Read a file for its size and checksum."""
+        """Read a file and return its size and checksum."""
         with file.open("rb") as content:
             return cls(os.fstat(content.fileno()).st_size, hashlib.file_digest(content, "sha256").hexdigest())
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All files of a checkpoint but this one.
+    """All files of a checkpoint except the manifest.
 
     Attributes:
         step: Step after which the checkpoint was written.
@@ -48,7 +48,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
 
     def write(self, folder: Path) -> None:
-        """Write it to the folder of the checkpoint, through to the disk."""
+        """Write it to the folder of the checkpoint, synchronized to disk."""
         body = json.dumps(asdict(self), indent=1)
         checksum = hashlib.sha256(body.encode()).hexdigest()
         write_atomically(folder / MANIFEST, json.dumps({"sha256": checksum, "manifest": body}))
@@ -59,7 +59,7 @@ class Manifest:
         """Read the manifest in the folder of a checkpoint.
 
         Raises:
-            DamagedCheckpointError: The manifest cannot be read, or is not what was written.
+            DamagedCheckpointError: The manifest cannot be read, or is damaged.
         """
         try:
             envelope = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -74,10 +74,10 @@ class Manifest:
             raise DamagedCheckpointError(f"{folder / MANIFEST} cannot be read: {error}") from error
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
-        """Compare some of the files in the folder of the checkpoint with what was written.
+        """Compare some files in the folder of the checkpoint with their checksums.
 
         Raises:
-            DamagedCheckpointError: One is missing, or is not what was written.
+            DamagedCheckpointError: A file is missing or damaged.
         """
         for name in names:
             try:
@@ -93,7 +93,7 @@ class Manifest:
 
 
 def _inside(name: str) -> str:
-    """The path of a file; a ValueError if it leads out of the checkpoint."""
+    """The path of a file; a ValueError if it is outside the checkpoint."""
     path = PurePosixPath(name)
     if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
         raise ValueError(f"{name!r} is no file of a checkpoint")
@@ -101,7 +101,7 @@ def _inside(name: str) -> str:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Make the system write a file, or the names in a folder, to the disk now."""
+    """Make the system write a file, or a folder's names, to disk now."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

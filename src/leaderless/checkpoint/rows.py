@@ -1,4 +1,4 @@
-"""Rows in a checkpoint: those that a channel held when it was written."""
+"""Rows in a checkpoint: the rows that a channel held when it was written."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from leaderless.data.wire import DTYPES, Schema, schema_from_json, schema_of, sc
 from leaderless.workflow import COLUMNS
 
 GROUP_COLUMN = "<group id>"
-"""Rows are written with the id of their prompt in a column of this name, which no stage would take."""
+"""Column for the id of each row's prompt, with a name that no stage would use."""
 ALIGNMENT = 8
 
 
 def save_rows(batch: Batch, folder: Path, name: str, shard: int, num_shards: int) -> None:
-    """Write the rows of a shard into the folder of a checkpoint, as bytes and schemas, under a name for all shards."""
+    """Write the rows of a shard into a checkpoint's folder, as bytes and schemas, under a name shared by all shards."""
     parts = _parts(batch)
     save_file(
         {name: pack(part) for name, part in parts.items()},
@@ -52,7 +52,7 @@ def rows_to_bytes(batch: Batch) -> Tensor:
 
 
 def rows_from_bytes(message: Tensor) -> Batch:
-    """The batch that `rows_to_bytes` made a message of."""
+    """The batch of a message of `rows_to_bytes`."""
     begin = ALIGNMENT + int(message[:ALIGNMENT].view(torch.int64))
     parts: dict[str, Batch] = {}
     for name, (schema, num_bytes) in json.loads(bytes(message[ALIGNMENT:begin].numpy())).items():
@@ -62,19 +62,19 @@ def rows_from_bytes(message: Tensor) -> Batch:
 
 
 def share_of(groups: Tensor, shard: int, num_shards: int) -> Tensor:
-    """The share that a shard has of groups, [n] ascending ids, where the number of shards has changed."""
+    """A shard's share of groups, [n] ascending ids, after the number of shards has changed."""
     return groups[len(groups) * shard // num_shards : len(groups) * (shard + 1) // num_shards]
 
 
 def load_rows(folder: Path, name: str, shard: int, num_shards: int) -> Batch | None:
-    """Read one of `num_shards` shards from the folder of a checkpoint, written by as many shards or by others.
+    """Read one of `num_shards` shards from the folder of a checkpoint, written by any number of shards.
 
     Returns:
-        The very rows of the shard, in their order, where as many have written; else its share of whole groups,
-        ascending. None if there are no rows under this name.
+        The shard's own rows, in order, if the number of shards is the same; else its share of whole groups, ascending.
+        None if there are no rows under this name.
     """
     files = sorted(folder.glob(f"{name}-*-of-*.safetensors"))
-    if len(files) == num_shards:  # the very rows on the very shards: sums come out the same to the last bit
+    if len(files) == num_shards:  # the same rows on the same shards: sums are bitwise equal
         return _read(files[shard])
     if not files:
         return None
@@ -98,7 +98,7 @@ def _read(file: Path) -> Batch:
 
 
 def _joined(parts: Mapping[str, Batch]) -> Batch:
-    """The rows in some parts, pointing to their prompts."""
+    """The rows of some parts, pointing to their prompts."""
     rows, prompts = parts["rows"], parts.get("prompts")
     columns = {name: column for name, column in rows.columns.items() if name != GROUP_COLUMN}
     if prompts is None:
@@ -107,7 +107,7 @@ def _joined(parts: Mapping[str, Batch]) -> Batch:
 
 
 def pack(batch: Batch) -> Tensor:
-    """[num_bytes] uint8: number of rows, ids and own columns of a batch, one after the other; not its prompts."""
+    """[num_bytes] uint8: number of rows, ids and own columns of a batch, concatenated, without its prompts."""
     rows, everything = HeldRows(batch), np.arange(len(batch))
     parts = [np.array([len(batch)]), batch.ids.numpy()]
     for column in schema_of(batch):
@@ -120,7 +120,7 @@ def pack(batch: Batch) -> Tensor:
 
 
 def unpack(message: Tensor, schema: Schema) -> Batch:
-    """The batch that `pack` made bytes of. Tensors are views of the message: nothing is copied."""
+    """The batch packed by `pack`. Tensors are views of the message: nothing is copied."""
     offset = 0
 
     def take(count: int, dtype: torch.dtype, shape: Sequence[int] = ()) -> Tensor:

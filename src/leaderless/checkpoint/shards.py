@@ -1,9 +1,9 @@
 """Writes the parts of tensors that a rank holds to safetensors files, and reads them, block by block.
 
 The files are those of `HuggingFaceStorageWriter` in `torch.distributed.checkpoint`: ordinary safetensors, with the
-offsets of each part in its tensor as metadata, so that any number of ranks can read what another number has written.
-That writer lays out a whole file in memory, and its reader maps one; here at most `BLOCK_BYTES` are in memory besides
-the tensors. Each rank writes its own parts, and need not know those of others.
+offsets of each part in its tensor as metadata, so that any number of ranks can read them. That writer lays out a whole
+file in memory, and its reader maps one; here at most `BLOCK_BYTES` are in memory in addition to the tensors. Each rank
+writes its own parts, without knowing those of other ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shard:
 
     @classmethod
     def of(cls, value: Tensor) -> Shard:
-        """The part that this rank holds of a tensor, distributed or whole."""
+        """This rank's part of a tensor, distributed or whole."""
         if not isinstance(value, DTensor):
             return cls(value.detach(), (0,) * value.ndim)
         (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ class Shard:
 
 
 def copy_to_host(shards: Mapping[str, Shard], buffers: dict[str, Tensor]) -> dict[str, Shard]:
-    """Copy shards as they are now into buffers in memory of the host, which later copies use again."""
+    """Copy the current shards into buffers in host memory, which later copies reuse."""
     for name, shard in shards.items():
         if name not in buffers:
             buffers[name] = torch.empty_like(shard.local, device="cpu", pin_memory=not shard.local.is_cpu)
@@ -56,12 +56,12 @@ def copy_to_host(shards: Mapping[str, Shard], buffers: dict[str, Tensor]) -> dic
 
 
 def shard_file(part: int) -> str:
-    """The name of the file that a rank writes, by its index among those that hold the tensors."""
+    """The name of a rank's file, by the rank's index among the holders of the tensors."""
     return f"shard-{part + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def write_shards(file: Path, shards: Mapping[str, Shard]) -> FileEntry:
-    """Write shards, by the names of their tensors, through to the disk; returns size and checksum of the file."""
+    """Write shards, by the names of their tensors, synchronized to disk; returns size and checksum of the file."""
     # In this order each tensor begins at a multiple of the size of its elements.
     ordered = sorted(shards.items(), key=lambda item: (-item[1].local.element_size(), item[0]))
     checksum, num_bytes = hashlib.sha256(), 0
@@ -101,16 +101,16 @@ class _StoredPart:
 
 
 def read_tensors(folder: Path, state: Mapping[str, Tensor], part: int | None = None) -> None:
-    """Read tensors by name, or this rank's shards of them, in place; others that are in the folder are left out.
+    """Read tensors by name, or this rank's shards of them, in place; other tensors in the folder are ignored.
 
     Args:
         folder: Folder with the files.
-        state: Tensors to be written to, by name.
-        part: The index of a file that may have all of it, as that which this rank has written; see `shard_file`. The
-            headers of others are not read then, so that a thousand ranks do not read those of a thousand files each.
+        state: Tensors to fill, by name.
+        part: Index of a file that may hold everything, such as this rank's own; see `shard_file`. If it does, no other
+            headers are read: otherwise a thousand ranks would each read a thousand.
 
     Raises:
-        DamagedCheckpointError: The files cannot be read, or do not hold the tensors.
+        DamagedCheckpointError: The files cannot be read, or lack tensors.
     """
     shards = {name: Shard.of(value) for name, value in state.items()}
     try:
@@ -127,12 +127,12 @@ def read_tensors(folder: Path, state: Mapping[str, Tensor], part: int | None = N
 
 
 def _holds(part: _StoredPart, shard: Shard) -> bool:
-    """Whether a part is a shard, element for element."""
+    """Whether a part is exactly a shard."""
     return (part.offsets, part.stored.shape) == (shard.offsets, tuple(shard.local.shape))
 
 
 def _find_parts(files: Iterable[Path]) -> dict[str, list[_StoredPart]]:
-    """The parts in some files, by the name of the tensor."""
+    """The parts in some files, by the tensor's name."""
     parts: dict[str, list[_StoredPart]] = {}
     for file in files:
         header = read_header(file)
@@ -144,7 +144,7 @@ def _find_parts(files: Iterable[Path]) -> dict[str, list[_StoredPart]]:
 
 
 def _read_part(part: _StoredPart, shard: Shard) -> int:
-    """Read the elements that a part and a shard share; returns their number."""
+    """Read the elements common to a part and a shard; returns their number."""
     ranges = [
         (max(begin, wanted), min(begin + length, wanted + size))
         for begin, length, wanted, size in zip(

@@ -1,9 +1,9 @@
 """Writes checkpoints while training continues, and removes old ones.
 
-Every rank copies what it holds, and a thread writes the copy into a folder that no reader looks at. When a rank's files
+Every rank copies its part, and a thread writes the copy into a folder that readers ignore. When a rank's files
 are on the disk, it lists them there with their checksums. The first rank's thread waits for all lists, writes the
-manifest and gives the folder its name. Training waits for none of it, and a rank that is killed leaves no more than a
-folder without a name.
+manifest and gives the folder its name. Training does not wait for any of this, and a killed rank leaves only an unnamed
+folder.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from leaderless.observability.run_directory import list_checkpoints, step_of, wr
 from leaderless.training.engine import Trainable
 
 LEAVE_S = 10.0
-"""Longest wait for a checkpoint that is being written when a run ends with an error."""
+"""Longest wait for an unfinished checkpoint when a run ends with an error."""
 _LOOK_S = (0.02, 1.0)
-"""Time between two looks for the lists of other ranks, at first and in the end."""
+"""Time between two checks for the lists of other ranks, at first and in the end."""
 
 
 class CheckpointError(RuntimeError):
@@ -46,15 +46,15 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Content:
-    """Content of a checkpoint besides the tensors of models.
+    """Content of a checkpoint without the tensors of models.
 
     Attributes:
         state: Progress of the run.
-        metrics: Metrics of the step that this rank has; those of the first rank win.
+        metrics: This rank's metrics of the step; those of the first rank take precedence.
         nodes: States of the nodes whose first rank this is.
-        texts: Further texts that this rank writes, by the name of their file.
-        rows: Functions that write rows of this rank, as of channels, into a folder. A thread calls them later, so they
-            must hold on to the rows of now.
+        texts: Further texts for this rank to write, by file name.
+        rows: Functions that write rows of this rank, such as those of channels, into a folder. A thread calls them
+            later, so they must keep the current rows.
     """
 
     state: RunState
@@ -80,13 +80,13 @@ class CheckpointWriter:
     ) -> None:
         """Agree on where in `folder` to write. All ranks call it together.
 
-        The first rank waits for the files of others for at most `timeout_s`, and writes the state of the run.
+        The first rank waits at most `timeout_s` for the files of other ranks, and writes the state of the run.
         `descriptions` are further files that belong to each checkpoint, by name.
         """
         self._folder, self._engines, self._world, self._config = folder, engines, world, config
         self._timeout_s, self._descriptions = timeout_s, descriptions
         self._is_first = world.rank == first_rank
-        # Files that a killed start has left behind must not be taken for those of this one.
+        # Files left behind by a killed start must not be mistaken for those of this start.
         self._token = world.broadcast_text(
             uuid4().hex[:8] if self._is_first else "", first_rank, "the name of this start"
         )
@@ -98,18 +98,18 @@ class CheckpointWriter:
         self._last_s = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due on this rank after a step; all ranks write if it is on any."""
+        """Whether a checkpoint is due on this rank after a step; all ranks write if it is due on any."""
         every_steps, every_s = self._config.every_steps, self._config.every_minutes * 60
         is_late = self._is_first and every_s > 0 and time.monotonic() - self._last_s >= every_s
         return is_late or (every_steps > 0 and step % every_steps == 0)
 
     def begin(self, content: Content, *, from_copy: bool = True) -> None:
-        """Begin to write the state, after waiting for an earlier checkpoint. Take its error before: it is lost.
+        """Begin to write the state, after waiting for an earlier checkpoint. Take its error first, or it is lost.
 
         Args:
-            content: Everything but the tensors.
-            from_copy: Whether to copy the tensors, so that training can continue. Otherwise they must not change until
-                `finish` returns, and no memory is needed for a copy.
+            content: Everything except the tensors.
+            from_copy: Whether to copy the tensors, so that training can continue. Without a copy, which takes memory,
+                they must not change until `finish` returns.
         """
         self.wait()
         self._last_s = time.monotonic()
@@ -125,7 +125,7 @@ class CheckpointWriter:
         self._job.start()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is complete. All ranks call it together.
+        """Wait until the current checkpoint is complete. All ranks call it together.
 
         Raises:
             CheckpointError: Some rank could not write its part.
@@ -141,31 +141,31 @@ class CheckpointWriter:
             raise CheckpointError(f"rank {culprit} could not write its part of the checkpoint")
 
     def take_error(self) -> BaseException | None:
-        """The error of the last checkpoint, if it has become known since the last call."""
+        """The error of the last checkpoint, if new since the last call."""
         if self._job is None or self._job.is_alive():
             return None
         error, self._job.error = self._job.error, None
         return error
 
     def wait(self) -> None:
-        """Wait until this rank is done with the checkpoint that it writes, if there is one."""
+        """Wait until this rank has written its part of a checkpoint, if one is in progress."""
         if self._job is not None:
             self._job.join()
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, but not for long."""
+        """Wait a limited time for an unfinished checkpoint."""
         if self._job is not None:
             self._job.join(LEAVE_S)
 
     def _write(self, partial: Path, content: Content, roles: Mapping[str, _Role]) -> None:
-        """Write this rank's part; the thread does it."""
+        """Write this rank's part, in the thread."""
         own = partial / f"rank-{self._world.rank:05d}"
         try:
-            # Not its parents: where a mount has vanished, nothing may be written to what lies beneath.
+            # Not its parents: if a mount has vanished, nothing may be written to the folder beneath it.
             self._folder.mkdir(exist_ok=True)
             if self._is_first:
                 for path in self._folder.glob(".step-*"):
-                    if path != partial:  # other ranks may have begun with this one
+                    if path != partial:  # other ranks may already be writing there
                         shutil.rmtree(path, ignore_errors=True)
             partial.mkdir(exist_ok=True)
             files = self._write_files(partial, own.with_suffix(".parts"), content, roles)
@@ -177,11 +177,11 @@ class CheckpointWriter:
         except BaseException as error:
             error.add_note(f"while writing checkpoint {self._folder / f'step-{content.state.step:06d}'}")
             shutil.rmtree(own.with_suffix(".parts"), ignore_errors=True)
-            with suppress(OSError):  # a disk may be too full for a reason, but a name mostly fits
+            with suppress(OSError):  # a full disk may have no room for a reason, but a name mostly fits
                 own.with_suffix(".failed").touch()
             if self._is_first:
                 with suppress(OSError, CheckpointError):
-                    self._await_lists(partial)  # then nobody writes there any more
+                    self._await_lists(partial)  # after this no rank writes there
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
@@ -220,7 +220,7 @@ class CheckpointWriter:
         return files
 
     def _commit(self, partial: Path, content: Content) -> None:
-        """Give the checkpoint its name when the files of all ranks are there, and remove old ones."""
+        """Name the checkpoint when the files of all ranks are there, and remove old ones."""
         step, lists = content.state.step, self._await_lists(partial)
         files: dict[str, FileEntry] = {}
         metrics: dict[str, float] = {}
@@ -240,12 +240,12 @@ class CheckpointWriter:
         partial.rename(final)
         sync_to_disk(self._folder)
         for old in superseded(list_checkpoints(self._folder), self._config):
-            # It loses its name first: a checkpoint that is half removed is none.
+            # It loses its name first, so that a half-removed checkpoint is not taken for one.
             shutil.rmtree(old.rename(self._folder / f".{old.name}.removed"))
         shutil.rmtree(self._folder / f".{final.name}.replaced", ignore_errors=True)
 
     def _await_lists(self, partial: Path) -> list[Path]:
-        """Wait for each rank's list of its files; a CheckpointError if one could not write, or is too late."""
+        """Wait for each rank's list of files; a CheckpointError if a rank could not write or is too late."""
         end, pause = time.monotonic() + self._timeout_s, _LOOK_S[0]
         wanted = [f"rank-{rank:05d}" for rank in self._world.ranks]
         while True:
@@ -283,14 +283,14 @@ class _Job(threading.Thread):
 
 
 def superseded(checkpoints: list[Path], config: CheckpointConfig) -> list[Path]:
-    """The checkpoints that need not be kept, of all those of a run, oldest first."""
+    """The checkpoints of a run that need not be kept; the input has all, oldest first."""
     kept = {*checkpoints[-config.keep :], _best(checkpoints, config)}
     every = config.keep_every_steps
     return [path for path in checkpoints if path not in kept and not (every and step_of(path) % every == 0)]
 
 
 def _best(checkpoints: list[Path], config: CheckpointConfig) -> Path | None:
-    """The checkpoint of the step with the best value of a metric, the newest of several; None where no step had it."""
+    """The checkpoint of the step with the best value of a metric, the newest of equals; None if no step had it."""
     name, sign = config.best_metric, 1.0 if config.best_is == "highest" else -1.0
     values: dict[Path, float] = {}
     if name is None:
@@ -299,7 +299,7 @@ def _best(checkpoints: list[Path], config: CheckpointConfig) -> Path | None:
         try:
             metrics = Manifest.read(path).metrics
         except DamagedCheckpointError:
-            continue  # it is reported when a run would resume from it
+            continue  # it is reported when a run tries to resume from it
         if name in metrics:
             values[path] = sign * metrics[name]
     return max(reversed(values), key=lambda path: values[path], default=None)
@@ -311,7 +311,7 @@ def _place(process_group: ProcessGroup) -> int:
 
 
 def _own_shards(engine: Trainable) -> dict[str, Shard]:
-    """The shards that this rank writes, if it is no replica; of ranks that hold the same, the first one writes it."""
+    """The shards that this rank writes; of ranks with the same part, the first one writes it."""
     if engine.is_replica:
         return {}
     is_first = _place(engine.process_group) == 0
@@ -326,7 +326,7 @@ def _own_shards(engine: Trainable) -> dict[str, Shard]:
 
 
 def _describe(engine: Trainable, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files next to the weights, the same in each checkpoint."""
+    """The files next to the weights, equal in all checkpoints."""
     with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
         engine.write_description(Path(folder))
         tokenizer.save_pretrained(folder)

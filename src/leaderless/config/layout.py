@@ -27,8 +27,9 @@ class LayoutConfig(Section):
     cp: int = Field(default=1, ge=1)
     """Context-parallel size."""
     ep: int = Field(default=1, ge=1)
-    """Expert-parallel size: 1, or the number of ranks, each of which then has some experts of every layer, and gets the
-    tokens for them; with 1, experts are gathered like other weights."""
+    """Expert-parallel size: neighboring ranks that divide the experts of every layer, and send each other tokens for
+    them. It divides the number of ranks, with `pp` that of each stage; ranks with the same experts divide their
+    weights. With 1, experts are gathered like other weights."""
     groups: Literal["auto", "whole"] = "auto"
     """`whole` keeps all responses to a prompt on one rank when rows are resharded, `auto` only if the node needs it."""
 

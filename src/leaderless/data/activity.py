@@ -16,7 +16,7 @@ class Activity:
         step: Step of the run.
         place: Position of the chain's entry in the whole schedule, which shows the rank that is furthest behind.
         doing: Name of that entry.
-        waiting_for: What other ranks are waited for with; empty when they are not.
+        waiting_for: Name of the operation for which this rank waits for others; empty if it does not wait.
         moved_at: Time of the last sign of life, in seconds of the monotonic clock.
     """
 
@@ -27,17 +27,17 @@ class Activity:
     moved_at: float = field(default_factory=time.monotonic)
 
     def begin(self, step: int, doing: str, place: int) -> None:
-        """Continue with an entry of the chain, by its name and its position in the schedule."""
+        """Start an entry of the chain, by its name and its position in the schedule."""
         self.step, self.doing, self.place = step, doing, place
         self.beat()
 
     def beat(self) -> None:
-        """Note that something has been done: a micro-batch, a token of each response, a reward."""
+        """Record progress: a micro-batch, a token of each response, a reward."""
         self.moved_at = time.monotonic()
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Note that other ranks are waited for, with what is named."""
+        """Record a wait for other ranks in the named operation."""
         before, self.waiting_for = self.waiting_for, what
         try:
             yield

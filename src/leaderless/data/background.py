@@ -10,15 +10,15 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 CLOSE_S = 2.0
-"""Longest wait for the thread to end: a process does not stay for a step that takes minutes to read."""
+"""Longest wait for the thread to end: a process does not wait for a step that takes minutes to read."""
 
 T = TypeVar("T")
 
 
 class Background:
-    """A thread that runs tasks in the order in which they were given. After a failure it runs no more.
+    """A thread that runs tasks in the order they were given. After a failure it runs no more tasks.
 
-    The thread begins with the first task. When a worker fails, its process ends whatever the thread waits for.
+    The thread starts with the first task. When a worker fails, its process ends no matter what the thread waits for.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,14 +42,14 @@ class Background:
         return future.result()
 
     def close(self) -> None:
-        """End the thread after the tasks that it has been given."""
+        """End the thread after the tasks it was given."""
         if self._thread.ident is not None:
             self._tasks.put(None)
             self._thread.join(CLOSE_S)
 
     def _work(self) -> None:
         while self._has_run(self._tasks.get()):
-            pass  # and nothing of the task is held while the next is waited for
+            pass  # the task is freed during the wait for the next one
 
     def _has_run(self, given: tuple[Callable[[], Any], Future[Any]] | None) -> bool:
         if given is None:
@@ -69,17 +69,17 @@ class Background:
 
 
 class ReadAhead(Generic[T]):
-    """Calls a function again and again in a thread, and hands out what it returns in order."""
+    """Calls a function repeatedly in a thread, and hands out its results in order."""
 
     def __init__(self, make: Callable[[], T], num_ahead: int, name: str, timeout_s: float) -> None:
-        """Take a function; with 0 results made ahead, `next` calls it itself, without a thread."""
+        """Wrap a function; with 0 results made ahead, `next` calls it directly, without a thread."""
         self._make, self._num_ahead, self._timeout_s = make, num_ahead, timeout_s
         self._background = Background(name)
         self._coming: deque[Future[T]] = deque()
         self._is_closed = False
 
     def next(self) -> T:
-        """The next result, within the time limit; an error is raised in its turn, and again at every later call."""
+        """The next result, within the time limit; an error is raised in its turn, and again by every later call."""
         assert not self._is_closed, f"{self._background.name} is closed"
         if not self._num_ahead:
             return self._background.run_here(self._make)
@@ -95,7 +95,7 @@ class ReadAhead(Generic[T]):
         return made
 
     def close(self) -> None:
-        """End the thread when it has made what it is making; what it has made ahead is dropped."""
+        """End the thread after its current call; results made ahead are dropped."""
         self._is_closed = True
         for future in self._coming:
             future.cancel()

@@ -22,32 +22,32 @@ def sequence_cost(tokens: Int, quadratic_tokens: int, shared: Int | None = None)
         shared: [n] tokens at the beginning of each that are computed with another sequence; none when None.
 
     Returns:
-        [n] costs, integers, so that all ranks agree.
+        [n] integer costs, so that all ranks agree.
     """
     cost = tokens + tokens * tokens // quadratic_tokens
     return cost if shared is None else cost - sequence_cost(shared, quadratic_tokens)
 
 
 def is_repeated(units: Int) -> NDArray[np.bool_]:
-    """[n] whether each row is not the first with its number."""
+    """[n] whether an earlier row has the same number."""
     repeated = np.ones(len(units), dtype=np.bool_)
     repeated[np.unique(units, return_index=True)[1]] = False
     return repeated
 
 
 def assign(costs: Int, units: Int, holders: Int, num_shards: int, before: Int | None = None) -> Int:
-    """Give every row to a shard. Every rank that calls it with the same arguments gets the same answer.
+    """Assign every row to a shard. Every rank that calls it with the same arguments gets the same result.
 
-    Rows stay with their holder up to an even share; the surplus goes, dearest first, to the shard with the least work.
-    Where that is not even enough, all rows are spread anew. The fullest shard gets at most the dearest unit, or 4/3 of
-    what the best assignment would give it (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+    Rows stay with their holder up to an even share; the surplus goes, most costly first, to the shard with the least
+    work. If that is too uneven, all rows are reassigned. The fullest shard gets at most the most costly unit, or 4/3 of
+    its work under the best assignment (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 
     Args:
         costs: [n] non-negative.
-        units: [n] rows with the same number stay together.
+        units: [n] unit of each row; rows of a unit stay together.
         holders: [n] shard that has the row already, or -1.
-        num_shards: Shards to give rows to.
-        before: [num_shards] work that shards have got already and that counts too; none when None.
+        num_shards: Number of shards.
+        before: [num_shards] work that shards already have, which counts too; none when None.
 
     Returns:
         [n] shard of each row.
@@ -78,7 +78,7 @@ def _fullest(costs: Int, owners: Int) -> int:
 
 
 def kept(costs: Int, holders: Int, share: int, loads: list[int]) -> Int:
-    """[n] holders of units, dearest first, which keep them up to an even share; -1 for the others.
+    """[n] holders of units, most costly first, that keep them up to an even share; -1 for other units.
 
     A holder with nothing else keeps a unit above an even share.
     """
@@ -91,9 +91,9 @@ def kept(costs: Int, holders: Int, share: int, loads: list[int]) -> Int:
 
 
 def _kept(costs: Int, holders: Int, share: int, loads: list[int]) -> Int:
-    """Owners of units, dearest first: the holder up to an even share, then the shard with least work.
+    """Owners of units, most costly first: the holder up to an even share, then the shard with the least work.
 
-    Units above an even share come first, each alone, so that none finds all shards filled by others.
+    Units above an even share come first, each on a shard of its own, before other units fill the shards.
     """
     owners = np.full(len(costs), -1, dtype=np.int64)
     num_dear = int((costs > share).sum())
@@ -111,7 +111,7 @@ def _kept(costs: Int, holders: Int, share: int, loads: list[int]) -> Int:
 
 
 def _place(units: list[int], costs: Int, owners: Int, loads: list[int]) -> list[int]:
-    """Give units to the shards with least work, and leave none."""
+    """Assign all units to the shards with the least work."""
     heap = [(load, shard) for shard, load in enumerate(loads)]
     heapq.heapify(heap)
     for unit in units:
@@ -123,7 +123,7 @@ def _place(units: list[int], costs: Int, owners: Int, loads: list[int]) -> list[
 
 
 def _spread(costs: Int, holders: Int, num_shards: int) -> Int:
-    """Owners of units, dearest first, each to the heap with least work; a heap goes to who holds most of it."""
+    """Owners of units, most costly first, each to the heap with least work; a heap goes to the holder of most of it."""
     heaps = np.empty(len(costs), dtype=np.int64)
     _place(list(range(len(costs))), costs, heaps, [0] * num_shards)
     held = np.flatnonzero(holders >= 0)

@@ -24,7 +24,8 @@ class Jagged:
     Attributes:
         values: [total, ...], of any dtype.
         lengths: [n] int64, non-negative, summing to `total`.
-        axis: Name of what the values lie along. Jagged columns of one batch on the same axis have the same lengths.
+        axis: Name of the dimension along which the values lie. Jagged columns of a batch with the same axis have the
+            same lengths.
     """
 
     values: Tensor
@@ -44,12 +45,12 @@ class Jagged:
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[float]], dtype: torch.dtype, axis: str) -> Jagged:
-        """A jagged column of a list for each row.
+        """A jagged column from one list per row.
 
         Args:
             rows: Values of each row.
             dtype: Type of the values.
-            axis: Name of what the values lie along.
+            axis: Name of the dimension along which the values lie.
         """
         values = torch.tensor([value for row in rows for value in row], dtype=dtype)
         return cls(values, torch.tensor([len(row) for row in rows], dtype=torch.int64), axis)
@@ -72,13 +73,13 @@ class Jagged:
         return [row.tolist() for row in self.rows()]
 
     def select(self, index: Tensor) -> Jagged:
-        """Some rows, in the order asked for, repeats allowed.
+        """The selected rows, in the order of the index; repeats are allowed.
 
         Args:
             index: [m] int64.
         """
         lengths = self.lengths[index]
-        if self.values.dtype == torch.uint8:  # bytes of files, of which an index takes eight times as many
+        if self.values.dtype == torch.uint8:  # bytes of files, for which an index takes eight times the memory
             rows = self.rows()
             return Jagged(torch.cat([self.values[:0], *(rows[row] for row in index.tolist())]), lengths, self.axis)
         return Jagged(self.values[ragged_index(self.offsets[:-1][index], lengths)], lengths, self.axis)
@@ -89,17 +90,17 @@ Column = Tensor | Jagged | tuple[Json, ...]
 
 
 def ragged_index(starts: Tensor, lengths: Tensor) -> Tensor:
-    """[sum(lengths)] indices of runs, one after the other, from the first index [m] and the length [m] of each."""
+    """[sum(lengths)] indices of consecutive runs, from the first index [m] and the length [m] of each."""
     ends = lengths.cumsum(0)
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - ends + lengths, lengths)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows with unique ids, and columns that belong to them or to their prompts.
+    """Rows with unique ids, and the columns of the rows and of their prompts.
 
     Before the rollout a row is a prompt and its id is the group id. Afterwards a row is a sample and points to its
-    prompt, whose columns are held once in `prompts` however many samples share it; looking one up repeats it for each
+    prompt. `prompts` holds a prompt's columns once, however many samples share it; looking one up repeats it for each
     sample.
 
     Attributes:
@@ -188,12 +189,12 @@ class Batch:
 
         Args:
             columns: New columns by name.
-            **more: More of them, as keywords.
+            **more: Further columns, as keywords.
         """
         return Batch(self.ids, {**self.columns, **(columns or {}), **more}, self.prompts, self.prompt_index)
 
     def only(self, names: Iterable[str]) -> Batch:
-        """The same rows with these columns only, the prompts' included.
+        """The same rows with only these columns, of rows and of prompts.
 
         Args:
             names: Columns that exist.
@@ -207,7 +208,7 @@ class Batch:
         return Batch(self.ids, own, prompts, self.prompt_index)
 
     def select(self, index: Tensor) -> Batch:
-        """Some rows in the order asked for, with the prompts that they point to.
+        """The selected rows in the order of the index, with the prompts that they point to.
 
         Args:
             index: [m] int64, or [n] bool.
@@ -222,7 +223,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """All rows of one or more batches with the same columns; a prompt that several point to is held once."""
+        """All rows of one or more batches with the same columns; a shared prompt is held once."""
         if len(batches) == 1:
             return batches[0]
         names = batches[0].columns.keys()
@@ -242,7 +243,7 @@ class Batch:
 
 
 def with_rows(batches: Sequence[Batch]) -> Sequence[Batch]:
-    """The batches that have rows, or the first: one without may not know the types of its columns."""
+    """The batches that have rows, or else the first: an empty batch may not know the types of its columns."""
     return [batch for batch in batches if len(batch)] or batches[:1]
 
 
@@ -258,7 +259,7 @@ def select_rows(column: Column, index: Tensor) -> Column:
 
 
 def concat_columns(columns: Sequence[Column]) -> Column:
-    """The rows of one or more columns of the same kind, one after the other."""
+    """The rows of one or more columns of the same kind, concatenated."""
     match columns[0]:
         case Tensor():
             return torch.cat([column for column in columns if isinstance(column, Tensor)])
@@ -273,12 +274,12 @@ def concat_columns(columns: Sequence[Column]) -> Column:
 def make_sample_ids(group_ids: Tensor, siblings: Tensor) -> Tensor:
     """Globally unique ids of samples; ascending ids follow the order of the data.
 
-    A group id is the place of a prompt in the order of the run: epoch and row follow from it, and a prompt that is
-    asked again, in a later epoch or after a failure, has another one.
+    A group id is the position of a prompt in the order of the run. It determines epoch and row; a prompt that is used
+    again, in a later epoch or after a failure, gets a new id.
 
     Args:
         group_ids: [n] int64.
-        siblings: [n] int64, which of the responses to its prompt a sample is, from 0.
+        siblings: [n] int64, index of each sample among the responses to its prompt, from 0.
 
     Returns:
         [n] int64.

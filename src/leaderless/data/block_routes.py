@@ -1,7 +1,8 @@
-"""Where every row goes, agreed in blocks: a rank hears of the rows of its block, and of groups that it has rows of.
+"""Where every row goes, agreed in blocks: a rank receives facts about the rows of its block, and about its own groups.
 
-The rows of a group meet on a rank that their group's number gives, its home. The home knows whether each is held once,
-gives the units to the blocks that divide them, and tells all ranks that send or receive rows of the group.
+Facts about the rows of a group meet on the group's home, a rank that follows from its number. The home checks that each
+row is held once, gives the units to the blocks that divide them, and sends the result to all ranks that send or receive
+rows of the group.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from leaderless.data.selection import select_in_blocks
 from leaderless.planner import Reshard
 
 HELD, SPARE, WANTED = range(3)
-"""Kinds of facts: a row that a rank has, one that it has got before, one that it is to have."""
+"""Kinds of facts: a row that a rank has, a row that it received before, a row that it needs."""
 KIND, ID, GROUP, RANK, SHARD, COST = range(6)
-"""What a fact says; the shard is one of the target, or -1."""
+"""Fields of a fact; the shard is one of the target, or -1."""
 NOTHING = np.empty((0, 6), dtype=np.int64)
 NO_ID = np.iinfo(np.int64).max
 
@@ -76,12 +77,12 @@ class Meeting:
 
 
 def agree(meeting: Meeting, rank: int, facts: Int, earlier: Earlier | None) -> Talk[Routes]:
-    """The routes of all groups of which a rank has rows, or gets some.
+    """The routes of all groups of which a rank has or receives rows.
 
     Args:
         meeting: All ranks of the reshard.
         rank: This one.
-        facts: [n, 6] what it says of rows.
+        facts: [n, 6] facts about its rows.
         earlier: Work of shards in earlier windows, of which only those of the rank's block count and grow.
     """
     action, place = meeting.action, meeting.place(rank)
@@ -105,7 +106,7 @@ def agree(meeting: Meeting, rank: int, facts: Int, earlier: Earlier | None) -> T
 
 
 def _check(action: Reshard, place: Place, rows: Int, claims: Int) -> Talk[tuple[int, bool]]:
-    """Find out whether each row is held once, and wanted once, if rows are wanted at all: the same answer everywhere.
+    """Check that each row is held once, and wanted once if rows are wanted at all: the same result on all ranks.
 
     Returns:
         The lowest rank that has rows, and whether rows are wanted.
@@ -127,12 +128,12 @@ def _check(action: Reshard, place: Place, rows: Int, claims: Int) -> Talk[tuple[
 
 
 def _joined(rows: Int) -> Int:
-    """The least of the first two columns, and the sums of the others."""
+    """The minima of the first two columns, and the sums of the other columns."""
     return np.concatenate([rows[:, :2].min(axis=0), rows[:, 2:].sum(axis=0)])
 
 
 def _with_spares(rows: Int, spares: Int) -> Int:
-    """Rows whose holder has no shard of the target are held by the lowest rank that has got them before."""
+    """Rows whose holder has no shard of the target are held by the lowest rank that received them before."""
     if not len(spares):
         return rows
     ids, first = np.unique(spares[:, ID], return_index=True)  # by rank before
@@ -144,7 +145,7 @@ def _with_spares(rows: Int, spares: Int) -> Int:
 
 
 def _parts(place: Place, groups: Int, num_parts: int) -> Talk[Int]:
-    """[n] part of the step that each row at its home is in, by its group."""
+    """[n] part of the step for each row at its home, by its group."""
     if num_parts == 1:
         return np.zeros_like(groups)
     _, borders = yield from select_in_blocks(place, np.unique(groups), partial(first_places, num_parts=num_parts))
@@ -154,7 +155,7 @@ def _parts(place: Place, groups: Int, num_parts: int) -> Talk[Int]:
 def _assigned(meeting: Meeting, place: Place, rows: Int, parts: Int, earlier: Earlier | None) -> Talk[Int]:
     """[n] shard of each row at its home: units go to blocks, between blocks, and the answers come back.
 
-    The units of each part, [n] of the rows, are divided for themselves.
+    The units of each part, [n] of the rows, are divided separately.
     """
     shards, here, num_parts = meeting.shards, place.block, meeting.action.num_updates
     names = rows[:, GROUP if meeting.action.keep_groups else ID]
@@ -203,7 +204,7 @@ def _units(rows: Int) -> Units:
 
 
 def _news(meeting: Meeting, rows: Int, owners: Int, spares: Int) -> tuple[Int, Int]:
-    """For each rank that has or gets rows of a group, [k] its place, and [k, 6] what it hears of all rows of that."""
+    """For each rank that has or receives rows of a group: [k] its place, and [k, 6] facts about all its rows."""
     facts = rows.copy()
     facts[:, SHARD] = owners
     facts = np.concatenate([facts, spares])
@@ -220,7 +221,7 @@ def _news(meeting: Meeting, rows: Int, owners: Int, spares: Int) -> tuple[Int, I
 
 
 def _routes(meeting: Meeting, news: Int, first: int) -> Routes:
-    """The routes that a rank has heard of, in the order of ids."""
+    """The routes that a rank has received, in the order of ids."""
     news = news[np.argsort(news[:, ID], kind="stable")]
     rows, spares = (news[news[:, KIND] == kind] for kind in (HELD, SPARE))
     ranks, begins = np.unique(np.sort(spares[:, RANK]), return_index=True)

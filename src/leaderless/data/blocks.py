@@ -1,8 +1,9 @@
-"""Rows and shards in blocks: where no rank may hear of every row, each block of ranks divides its own.
+"""Rows and shards in blocks: with too many rows for every rank to know them all, each block of ranks divides its own.
 
-A unit of rows begins in the block of the shard that has it, or of one that its number gives. The blocks compare the
-sums of their work, and the surplus of some goes to those that have too little. Then each divides what it has, as
-`assign` does where all ranks hear of all rows. All of this is arithmetic on facts that the ranks of a block share.
+A unit of rows begins in the block of the shard that has it, or else in a block that follows from its number. The blocks
+compare the sums of their work, and blocks with a surplus give it to blocks with too little. Then each block divides its
+units, as `assign` does where all ranks know all rows. All of this is arithmetic on facts that the ranks of a block
+share.
 """
 
 from __future__ import annotations
@@ -17,39 +18,39 @@ from numpy.typing import NDArray
 from leaderless.data.balance import Int, assign, kept
 
 HOME, SHARD = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
-"""Odd multipliers, by which numbers are spread over ranks and over shards, independently of each other."""
+"""Odd multipliers that spread numbers over ranks and over shards, independently of each other."""
 NUM_LEGS = 15
-"""Times that a rank sends to the others of its block, or to one of each block, until rows are agreed on."""
+"""Number of times a rank sends to the rest of its block, or to one rank of each block, until rows are agreed on."""
 LATE_LEGS = 6
 """The same where all rows are wanted, so that there is nothing to divide."""
 SELECTION_LEGS = 8
-"""Legs until the groups at certain places among all are known."""
+"""Legs until the groups at given positions among all groups are known."""
 ROUNDS_PER_LEG = 2
 """Sizes, then contents."""
 EVEN = 64
-"""Work above the mean, as one part of so many, at which a block's fullest shard is left as it is."""
+"""Divisor of the mean work: a block's fullest shard is left alone if its excess over the mean is at most this part."""
 MAX_EXCHANGES = 4
-"""Exchanges between a block's shards, for each of them, at most."""
+"""Most exchanges between a block's shards, per shard."""
 MOST = np.iinfo(np.int64).max
 HOPS_PER_RANK = 3
-"""Hops of one gather among all ranks, for each of them: a sum goes round the ring twice, the rows once."""
+"""Hops of one gather among all ranks, per rank: a sum goes round the ring twice, the rows once."""
 
 
 def is_in_blocks(num_ranks: int, num_legs: int = NUM_LEGS) -> bool:
-    """Whether some legs in blocks take fewer messages, one after the other, than one gather among all ranks."""
+    """Whether a number of legs in blocks takes fewer consecutive messages than one gather among all ranks."""
     return num_messages(num_ranks, num_legs) < HOPS_PER_RANK * (num_ranks - 1)
 
 
 def num_messages(num_ranks: int, num_legs: int = NUM_LEGS) -> int:
-    """Messages that a rank sends in some legs; as many as it takes until rows are agreed on in blocks."""
+    """Number of messages that a rank sends in some legs, by default those until rows are agreed on in blocks."""
     return num_legs * ROUNDS_PER_LEG * Mesh(num_ranks).width
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks, by their places from 0, in blocks of neighbors; as many blocks as ranks in one, or nearly.
+    """Ranks, by their places from 0, in blocks of neighbors; there are about as many blocks as ranks in a block.
 
-    Blocks differ by one rank at most. Where a block has one rank less, its first also has the last column.
+    Block sizes differ by at most one rank. Where a block has one rank less, its first rank also has the last column.
     """
 
     num_ranks: int
@@ -90,7 +91,7 @@ class Mesh:
         return found
 
     def below(self, place: int) -> Int:
-        """The places that this one sends to across blocks: those of its columns."""
+        """The places that this place sends to across blocks: those of its columns."""
         block = int(self.blocks(np.array([place]))[0])
         column, size = place - int(self.begins[block]), len(self.members(block))
         played = [column, self.width - 1] if column == 0 and size < self.width else [column]
@@ -99,7 +100,7 @@ class Mesh:
         return np.unique(np.concatenate(inside))
 
     def above(self, place: int) -> Int:
-        """The places that send to this one across blocks, one of each block, in their order."""
+        """The places that send to this place across blocks, one per block, in order."""
         return self.at(np.arange(self.num_blocks), int(self.columns(np.array([place]))[0]))
 
 
@@ -111,7 +112,7 @@ class Shards:
 
     @classmethod
     def of(cls, mesh: Mesh, first_places: Int) -> Shards:
-        """Divide shards, each in the block of its first rank; [dp] place of that rank, ascending."""
+        """Put each shard into the block of its first rank; [dp] place of that rank, ascending."""
         return cls(np.searchsorted(first_places, mesh.begins).astype(np.int64))
 
     @property
@@ -131,7 +132,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Units:
-    """Units of rows: [n] the name of each, its cost, and the shard that has it or -1."""
+    """Units of rows: [n] name and cost of each, and the shard that has it, or -1."""
 
     names: Int
     costs: Int
@@ -150,14 +151,14 @@ class Units:
         return Units(self.names[index], self.costs[index], self.holders[index])
 
     def seen_from(self, shards: Shards, block: int) -> Units:
-        """The same with the shards of a block counted from its first, and no other holders."""
+        """The same units with the shards of a block counted from its first, and no other holders."""
         begin, end = shards.of_block(block)
         is_here = (self.holders >= begin) & (self.holders < end)
         return Units(self.names, self.costs, np.where(is_here, self.holders - begin, -1))
 
 
 def spread(numbers: Int, factor: int, count: int) -> Int:
-    """[n] a place below `count` for each number, evenly, the same wherever it is asked."""
+    """[n] a place below `count` for each number, spread evenly, and the same on every rank."""
     mixed = numbers.astype(np.uint64) * np.uint64(factor)
     mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(factor)
     return ((mixed >> np.uint64(33)) % np.uint64(count)).astype(np.int64)
@@ -169,11 +170,11 @@ def first_blocks(names: Int, holders: Int, shards: Shards) -> Int:
 
 
 def flows(work: Int, shards: Shards, block: int) -> Int:
-    """[k, 2] what a block gives to others: the block, and about how much work.
+    """[k, 2] the blocks that a block gives work to, and about how much.
 
     Args:
         work: [num_blocks] work of each block.
-        shards: Shards of the blocks, which are to have even work.
+        shards: Shards of the blocks, which should have even work.
         block: Block that gives.
     """
     excess = work - int(work.sum()) * np.diff(shards.begins) // max(1, shards.count)
@@ -186,13 +187,13 @@ def flows(work: Int, shards: Shards, block: int) -> Int:
 
 
 def leaving(units: Units, given: Int, share: int, before: Int) -> Int:
-    """[n] block to which each unit of a block goes, or -1: as much as is given, of what no shard here keeps.
+    """[n] block to which each unit of a block goes, or -1: the given work, in units that no shard here keeps.
 
     Args:
         units: Units of the block, their holders counted from the first shard of the block.
         given: [k, 2] blocks and work, of `flows`.
         share: Even share of a shard, over all blocks.
-        before: [shards of the block] work that shards have got already.
+        before: [shards of the block] work that shards already have.
     """
     destinations = np.full(len(units.names), -1, dtype=np.int64)
     if not len(given):
@@ -215,7 +216,7 @@ def leaving(units: Units, given: Int, share: int, before: Int) -> Int:
 
 
 def divide(units: Units, shards: Shards, block: int, loads: Int | None) -> Int:
-    """[n] shard of each unit of a block; the loads of the block's shards grow by what they get."""
+    """[n] shard of each unit of a block; the loads of the block's shards grow by the units they get."""
     begin, end = shards.of_block(block)
     here = units.seen_from(shards, block)
     before = None if loads is None else loads[begin:end]
@@ -227,25 +228,25 @@ def divide(units: Units, shards: Shards, block: int, loads: Int | None) -> Int:
 
 
 def evened(units: Units, owners: Int, before: Int) -> Int:
-    """[n] owners after exchanges between the fullest shard and others, until its work is even enough or cannot shrink.
+    """[n] owners after exchanges of the fullest shard with other shards, until its work is even or cannot shrink.
 
-    A block has fewer cheap units than all ranks together, with which to make up for the differences of dear ones.
+    A block has fewer cheap units than all ranks together, so assignment alone evens out the costly ones less well.
     """
     order = np.argsort(units.names)
     costs, shards, num_shards = units.costs[order], owners[order], len(before)
     loads = before + np.bincount(shards, weights=costs, minlength=num_shards).astype(np.int64)
     enough = int(loads.sum()) // num_shards * (EVEN + 1) // EVEN
-    # A unit may also go without another in exchange: for nothing, which every shard has.
+    # A unit may also move without another in exchange.
     prices = np.concatenate([costs, np.zeros(num_shards, dtype=np.int64)])
     for _ in range(MAX_EXCHANGES * num_shards):
         fullest = int(loads.argmax())
         most, mine = int(loads[fullest]), np.flatnonzero(shards == fullest)
-        if most <= enough or not len(mine):  # what it has got before is not exchanged
+        if most <= enough or not len(mine):  # earlier work is not exchanged
             break
         places = np.concatenate([shards, np.arange(num_shards)])
         gains = costs[mine][:, None] - prices
         after = np.where(gains > 0, np.maximum(np.maximum(most - gains, loads[places] + gains), enough), most)
-        # Of exchanges that do as well, the one that moves least.
+        # Of equally good exchanges, the one that moves least.
         moved = np.where(after == after.min(), costs[mine][:, None] + prices, MOST)
         best, other = divmod(int(moved.argmin()), len(prices))
         if int(after[best, other]) >= most:
@@ -262,7 +263,7 @@ def evened(units: Units, owners: Int, before: Int) -> Int:
 
 
 def assign_in_blocks(units: Units, shards: Shards) -> Int:
-    """[n] shard of each of all units, as the ranks of all blocks find it together."""
+    """[n] shard of every unit, as the ranks of all blocks compute it together."""
     blocks = first_blocks(units.names, units.holders, shards)
     num_blocks = len(shards.begins) - 1
     work = np.bincount(blocks, weights=units.costs, minlength=num_blocks).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Numbers that ranks have found out about data together, kept on disk for the next start and for other runs."""
+"""Numbers that ranks have computed about data together, kept on disk for the next start and for other runs."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ Arrays = Mapping[str, NDArray[np.int64] | NDArray[np.float64]]
 
 
 class DataCache:
-    """Arrays of numbers in files that are named by their origin. All ranks of the group call the methods together."""
+    """Arrays of numbers in files named by their origin. All ranks of the group call the methods together."""
 
     def __init__(self, process_group: ProcessGroup | None = None, folder: Path | None = None) -> None:
-        """Take a folder, which is made when something is kept; without a process group this process is alone."""
+        """Take a folder, which is made when something is stored; without a process group this process is alone."""
         self.process_group = process_group or ProcessGroup((0,), 0)
         self.folder = folder
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes what all have found."""
+        """Whether this rank writes the common results."""
         return self.process_group.rank == self.process_group.ranks[0]
 
     def path(self, kind: str, origin: Json, suffix: str) -> Path | None:
-        """The file or folder for a kind of thing and its origin, as the first rank sees it; None if nothing is kept."""
+        """The path for a kind of data and its origin, as seen by the first rank; None if nothing is stored."""
         if self.folder is None:
             return None
         digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
-        # Times of files may differ between machines, and then the names would too.
+        # File times may differ between machines, and so would the names.
         return self.folder / self.process_group.broadcast_text(
             f"{kind}-{digest}{suffix}", self.process_group.ranks[0], kind
         )
 
     def kept(self, kind: str, origin: Json, find_out: Callable[[], Arrays]) -> Arrays:
-        """Arrays that an earlier start has kept, if all ranks can read them, or what all find out now.
+        """Arrays stored by an earlier start, if all ranks can read them, or else computed now by all.
 
-        The name of the file has the kind of the arrays, and a digest of their origin: of all that they follow from.
+        The file's name contains the kind of the arrays, and a digest of their origin: everything that determines them.
         """
         path = self.path(kind, origin, ".npz")
         if path is None:
@@ -60,24 +60,24 @@ class DataCache:
             return arrays
         arrays = find_out()
         if self.is_first:
-            # Where nothing can be written, the next start finds it out again.
+            # If nothing can be written, the next start computes it again.
             with suppress(OSError), whole_file(path) as temporary, temporary.open("wb") as file:
                 np.savez(file, **dict(arrays))  # type: ignore[arg-type]
         return arrays
 
     def all_agree(self, *, is_true: bool) -> bool:
-        """Whether something is true on all ranks, the same answer on each."""
+        """Whether something is true on all ranks, the same result on each."""
         return int(self.process_group.max(torch.tensor([int(not is_true)]), "what is known of the data")) == 0
 
     def share(self, count: int) -> range:
-        """This rank's part of a number of things that are divided among all ranks."""
+        """This rank's part of a number of items divided among all ranks."""
         place = self.process_group.ranks.index(self.process_group.rank)
         return range(count * place // self.process_group.size, count * (place + 1) // self.process_group.size)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes the file when all is written: the file is there whole or not at all."""
+    """A path to write to, which becomes the file when all is written: the file exists whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")  # several machines may write it
     try:

@@ -1,7 +1,7 @@
-"""The ends of a channel: what one loop has made for another, sent and received while the loops go on.
+"""The ends of a channel: one loop's output for another, sent and received while the loops continue.
 
-A rank posts what it has made in an iteration and continues. A thread of the channel, the lane, sends the posts in
-order: each when the ranks at the other end come for it. The lane and the receivers have process groups to themselves.
+A rank posts the output of an iteration and continues. A thread of the channel, the lane, sends the posts in order, each
+when the ranks at the other end receive it. The lane and the receivers have process groups to themselves.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Note:
-    """What goes with each iteration through a channel: a few bytes from every rank to every other.
+    """The note that goes with each iteration through a channel: a few bytes from every rank to every other.
 
     Attributes:
         iteration: Iteration of the source.
         is_asked_to_stop: A signal has asked some rank of either end to stop.
         is_stopping: The run stops after the training iteration of this number.
         is_checkpoint_due: A checkpoint is due after the training iteration of this number.
-        is_abandoned: Some rank has not made what it was to send, since the run stops.
+        is_abandoned: Some rank has not made its output, since the run stops.
     """
 
     iteration: int
@@ -40,7 +40,7 @@ class Note:
     is_abandoned: bool = False
 
     def exchange(self, process_group: ProcessGroup, channel: str) -> Note:
-        """Combine the notes of all ranks; what one says holds for all. All ranks of both ends call it together.
+        """Combine the notes of all ranks; a flag of one rank holds for all. All ranks of both ends call it together.
 
         Raises:
             RuntimeError: The ranks are not at the same iteration.
@@ -56,21 +56,21 @@ class Note:
 
 
 class Outbox:
-    """What a rank has posted to a channel and its lane has not sent yet; at most `capacity` iterations.
+    """Posts of a rank to a channel that its lane has not sent yet; at most `capacity` iterations.
 
     Attributes:
         name: Name of the channel.
     """
 
     def __init__(self, name: str, capacity: int, timeout_s: float, activity: Activity) -> None:
-        """Nothing is posted yet; `timeout_s` is the longest wait for the other end, with `activity` as its record."""
+        """Start without posts; `timeout_s` is the longest wait for the other end, recorded in `activity`."""
         self.name = name
         self._capacity, self._timeout_s, self._activity = capacity, timeout_s, activity
         self._lane = Background(f"channel {name}")
         self._under_way: deque[tuple[int, Future[None]]] = deque()
 
     def make_room(self) -> None:
-        """Wait until another iteration may be begun, as one more may be in flight.
+        """Wait until there is room for another iteration in flight.
 
         Raises:
             RuntimeError: The other end has not come in time.
@@ -78,21 +78,21 @@ class Outbox:
         self._wait(self._capacity - 1)
 
     def post(self, iteration: int, send: Callable[[], None]) -> None:
-        """Let the lane send an iteration, after those before it. What the lane failed at is raised here, too."""
+        """Let the lane send an iteration, after earlier ones. An error of the lane is raised here, too."""
         self._under_way.append((iteration, self._lane.run(send)))
         self.check()
 
     def check(self) -> None:
-        """Raise what the lane has failed at, if it has."""
+        """Raise the lane's error, if it has failed."""
         while self._under_way and self._under_way[0][1].done():
             self._under_way.popleft()[1].result()
 
     def finish(self) -> None:
-        """Wait until all is sent."""
+        """Wait until all posts are sent."""
         self._wait(0)
 
     def close(self) -> None:
-        """End the lane, where it waits for nobody."""
+        """End the lane while it waits for no rank."""
         self._lane.close()
 
     def _wait(self, num_left: int) -> None:
@@ -109,10 +109,10 @@ class Outbox:
 
 
 class Inbox(Generic[T]):
-    """What a thread receives for a rank that goes on meanwhile: one iteration at a time."""
+    """Receives in a thread while its rank continues: one iteration at a time."""
 
     def __init__(self, name: str, fetch: Callable[[int], T], timeout_s: float, activity: Activity) -> None:
-        """Receive nothing yet.
+        """Start without receiving.
 
         Args:
             name: Name of what is received.
@@ -135,7 +135,7 @@ class Inbox(Generic[T]):
         return self._coming is not None and self._coming[1].done()
 
     def take(self) -> T:
-        """What has been received, after waiting for it.
+        """The received value, after waiting for it.
 
         Raises:
             RuntimeError: It has not come in time.
@@ -152,5 +152,5 @@ class Inbox(Generic[T]):
         return coming.result()
 
     def close(self) -> None:
-        """End the thread, where it waits for nobody."""
+        """End the thread while it waits for no rank."""
         self._thread.close()

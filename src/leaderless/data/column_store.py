@@ -24,7 +24,7 @@ COPY_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class ByteColumn:
-    """A column's memory, and where in it each row lies.
+    """A column's memory, and where each row lies in it.
 
     Attributes:
         data: [num_bytes], all values.
@@ -38,7 +38,7 @@ class ByteColumn:
 
     @classmethod
     def of(cls, values: Tensor, lengths: Int) -> ByteColumn:
-        """The memory itself, not a copy, of contiguous values [total, ...]; `lengths` has the values of each row."""
+        """The memory itself, not a copy, of contiguous values [total, ...]; each row has `lengths` of them."""
         if not values.numel():
             return cls(np.zeros(0, dtype=np.uint8), np.zeros_like(lengths), np.zeros_like(lengths))
         sizes = lengths * (values.element_size() * values[0].numel())
@@ -46,14 +46,14 @@ class ByteColumn:
 
 
 class ByteRuns:
-    """A sequence of bytes made of runs of memory; what lies next to each other in memory is one run.
+    """A sequence of bytes made of runs of memory; neighbors in memory form one run.
 
     Attributes:
         size: Bytes of the sequence.
     """
 
     def __init__(self, columns: Sequence[tuple[ByteColumn, Int]]) -> None:
-        """Put rows together, column after column; each column comes with its rows in the sequence, in order."""
+        """Join rows, column after column; each column comes with its rows in the sequence, in order."""
         self._data = [column.data for column, _ in columns]
         runs = [_merge(column.starts[rows], column.sizes[rows]) for column, rows in columns]
         empty = np.zeros(0, dtype=np.int64)
@@ -80,7 +80,7 @@ class ByteRuns:
 
 
 def write(parts: Sequence[Bytes], content: Bytes) -> None:
-    """Copy bytes into parts of memory, which have as many bytes together."""
+    """Copy bytes into parts of memory of the same total size."""
     begin = 0
     for part in parts:
         part[:] = content[begin : begin + len(part)]
@@ -104,12 +104,12 @@ def _merge(starts: Int, sizes: Int) -> tuple[Int, Int]:
 
 
 def ragged_keys(schema: Schema) -> tuple[str, ...]:
-    """What rows of a schema have lengths along: the axes of jagged columns, and the text of each object column."""
+    """Keys of a schema's ragged lengths: the axes of jagged columns, and the text of each object column."""
     return tuple(dict.fromkeys(ragged_key(column) for column in schema if column.kind != "dense"))
 
 
 def ragged_key(column: ColumnSchema) -> str:
-    """What rows have lengths along in a column that is not dense."""
+    """The key of a ragged column's lengths."""
     return f"axis {column.axis}" if column.kind == "jagged" else f"text {column.name}"
 
 
@@ -123,7 +123,7 @@ class _Texts:
 
 
 class HeldRows:
-    """Rows that a rank has, ascending, as bytes to send. Prompts are rows of their own; texts are made on demand."""
+    """A rank's rows, ascending, as bytes to send. Prompts are separate rows; texts are made on demand."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -132,7 +132,7 @@ class HeldRows:
         self._columns: dict[str, ByteColumn] = {}
 
     def places(self, ids: Int) -> Int:
-        """[m] where rows with these ids are; -1 for those that are not here."""
+        """[m] places of the rows with these ids; -1 for rows that are not here."""
         if not len(self._ids):
             return np.full(len(ids), -1, dtype=np.int64)
         found = np.searchsorted(self._ids, ids).clip(max=len(self._ids) - 1)
@@ -140,7 +140,7 @@ class HeldRows:
         return places
 
     def lengths(self, key: str, places: Int) -> Int:
-        """[m] values, or bytes of text, of the rows at some places along one of the schema's `ragged_keys`."""
+        """[m] number of values, or bytes of text, in rows at some places, along one of the schema's `ragged_keys`."""
         kind, name = key.split(" ", 1)
         if kind == "axis":
             jagged = (column for column in self.batch.columns.values() if isinstance(column, Jagged))
@@ -170,10 +170,10 @@ class HeldRows:
 
 
 class ArrivingRows:
-    """Rows that a rank gets: their memory, allocated once and filled in place."""
+    """Rows that a rank receives: their memory, allocated once and filled in place."""
 
     def __init__(self, schema: Schema, ids: Int, lengths: Mapping[str, Int]) -> None:
-        """Allocate the columns; `lengths` of objects that are here already are 0."""
+        """Allocate the columns; `lengths` of objects that are already here are 0."""
         self.schema, self.ids, self._lengths = schema, ids, lengths
         self._objects: dict[str, dict[int, Json]] = {column.name: {} for column in schema if column.kind == "object"}
         self._values: dict[str, Tensor] = {}
@@ -189,7 +189,7 @@ class ArrivingRows:
         return self._columns[name]
 
     def take(self, held: HeldRows, at: Int, places: Int) -> None:
-        """Copy rows that this rank has already from their `places` there to the places `at` here."""
+        """Copy rows that this rank already has from their `places` there to the places `at` here."""
         for column in self.schema if len(at) else ():
             if column.kind == "object":
                 values = held.batch.objects(column.name)
@@ -200,7 +200,7 @@ class ArrivingRows:
                 copy(ByteRuns([(held.column(column.name), places)]), ByteRuns([(self.column(column.name), at)]))
 
     def batch(self) -> Batch:
-        """The rows, when all bytes are there."""
+        """The rows, once all bytes have arrived."""
         return Batch(torch.from_numpy(self.ids), {column.name: self._column(column) for column in self.schema})
 
     def _column(self, column: ColumnSchema) -> Column:

@@ -1,4 +1,4 @@
-"""What ranks are about to send, compared: each shard has one set of rows, and columns have one type on all ranks."""
+"""Compares rows before ranks send them: each shard has one set of rows, and columns have one type on all ranks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ TYPES, NUM_ROWS, ROWS = range(3)
 
 @dataclass(frozen=True)
 class Unlike:
-    """What differs, or None: the lowest rank with other rows than its peers, and two ranks with other types."""
+    """The difference, or None: the lowest rank whose rows differ from its peers', and two ranks whose types differ."""
 
     rows: int | None
     types: tuple[int, int] | None
 
 
 def find_unlike(process_group: ProcessGroup, layout: Layout, facts: Int, what: str) -> Unlike:
-    """Compare facts, [3], of all ranks of a layout, which call it together: the same answer on each."""
+    """Compare facts, [3], of all ranks of a layout, which call it together: the same result on each."""
     if is_in_blocks(process_group.size):
         return hold(process_group, unlike_in_blocks(layout, process_group.rank, facts), what)
     return unlike_of(layout, torch.cat(process_group.gather(torch.from_numpy(facts[None]), what)).numpy())
 
 
 def unlike_of(layout: Layout, facts: Int) -> Unlike:
-    """The answer to a rank that has the facts of all, [ranks, 3]."""
+    """The result on a rank that has the facts of all, [ranks, 3]."""
     ranks, places = np.array(layout.ranks), np.arange(len(layout.ranks))
     others = ranks[facts[:, ROWS] != facts[places - places % layout.ranks_per_shard, ROWS]]
     # A rank without rows may not know the types of its columns.
@@ -43,7 +43,7 @@ def unlike_of(layout: Layout, facts: Int) -> Unlike:
 
 
 def unlike_in_blocks(layout: Layout, rank: int, facts: Int) -> Talk[Unlike]:
-    """The answer where a rank hears of the others with its rows, of its block, and in sum of other blocks."""
+    """The result where a rank knows the facts of its peers and of its block, and summaries of other blocks."""
     place = Place(Mesh(len(layout.ranks)), layout.place(rank))
     other = NOBODY
     if layout.ranks_per_shard > 1:
@@ -62,14 +62,14 @@ def _joined(rows: Int) -> Int:
     """[4] of some ranks, from those of parts of them: the lowest with other rows, and as `_two_types` puts out."""
     firsts, types, seconds = rows[:, 1], rows[:, 2], rows[:, 3]
     joined = _two_types(firsts[firsts < NOBODY], types[firsts < NOBODY])
-    # A part whose first is like the first of all may have another that is not.
+    # A part whose first rank has the first types of all may have another rank that differs.
     is_like = (types == joined[1]) & (firsts < NOBODY)
     joined[2] = min(int(joined[2]), int(seconds[is_like].min(initial=NOBODY)))
     return np.array([rows[:, 0].min(), *joined])
 
 
 def _two_types(ranks: Int, types: Int) -> Int:
-    """[3] the lowest of some ranks, its types, and the lowest rank with others."""
+    """[3] the lowest of some ranks, its types, and the lowest rank with other types."""
     if not len(ranks):
         return np.array([NOBODY, 0, NOBODY])
     first = int(ranks.argmin())

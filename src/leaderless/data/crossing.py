@@ -1,7 +1,7 @@
-"""Conversations of many ranks in which each sends to few: to those of its block, and to one or two of every block.
+"""Conversations of many ranks in which each sends to few: to its own block, and to one or two ranks of every block.
 
-A conversation is a generator that yields what a rank sends, and is given what has come. What carries the numbers is up
-to its caller: a process group, or a test in which one process plays all ranks.
+A conversation is a generator that yields the messages of a rank and is sent the messages that arrived. Its caller
+carries them: a process group, or a test in which one process plays all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Leg:
-    """What a place sends to other places, [k] numbers each, and from which it receives."""
+    """Messages of a place to other places, [k] numbers each, and the places from which it receives."""
 
     sent: Mapping[int, Int]
     senders: Sequence[int]
@@ -60,23 +60,23 @@ class Place:
         return below
 
     def at(self, blocks: Int) -> Int:
-        """The place of each block that has this one's column, or stands in for it."""
+        """The place in each block that has this place's column, or stands in for it."""
         return self.mesh.at(blocks, self.column)
 
     def to_block(self, rows: Int) -> Talk[list[Int]]:
-        """Give rows to all of the block; returns those of each of them, in the order of their places."""
+        """Send rows to the whole block; returns the rows of each of its places, in order."""
         members = self.mesh.members(self.block)
         width = rows.shape[1]
         received = yield from self._leg(dict.fromkeys(members, rows.reshape(-1)), members)
         return [received[member].reshape(-1, width) for member in members]
 
     def across(self, row: Int) -> Talk[Int]:
-        """The rows of all blocks, [num_blocks, width]; those of one block give the same row."""
+        """The rows of all blocks, [num_blocks, width]; all places of a block give the same row."""
         received = yield from self._leg(dict.fromkeys(self._below, row), self._above)
         return np.stack([received[place] for place in self._above])
 
     def route(self, destinations: Int, rows: Int) -> Talk[Int]:
-        """Send each row to a place, first to one of the block that is in its column; returns what has come here."""
+        """Send each row to a place, through this block's place in its column; returns the rows that arrive here."""
         members, width = self.mesh.members(self.block), rows.shape[1]
         via = self.mesh.at(self.block, self.mesh.columns(destinations))
         parcels = _parcels(via, np.concatenate([destinations[:, None], rows], axis=1), members)
@@ -87,7 +87,7 @@ class Place:
         return np.concatenate([received[place] for place in self._above]).reshape(-1, width)
 
     def _leg(self, sent: Mapping[int, Int], senders: Sequence[int]) -> Talk[dict[int, Int]]:
-        """Send and receive; what is for this place itself stays."""
+        """Send and receive; messages for this place itself stay."""
         received = yield Leg(
             {place: numbers for place, numbers in sent.items() if place != self.number},
             [place for place in senders if place != self.number],

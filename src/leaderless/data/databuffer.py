@@ -1,6 +1,6 @@
 """The databuffer gives every node the columns that it reads.
 
-Nodes on one layout share a table of rows; for another layout the ranks concerned exchange bytes, as `reshard` does.
+Nodes on one layout share a table of rows; between layouts the ranks concerned exchange bytes, as `reshard` does.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ TableKey = tuple[str, tuple[int, ...], int]
 
 
 class Databuffer:
-    """What one rank holds of a step's rows.
+    """One rank's rows of a step.
 
     Attributes:
         surplus: Groups that repeated nodes have chosen for a later step, where the last of them runs.
     """
 
     def __init__(self, plan: Plan, transport: Transport) -> None:
-        """Prepare for the chain of this rank; the transport has the process groups of all its reshards."""
+        """Prepare for this rank's chain; the transport has the process groups of all its reshards."""
         self.plan = plan
         self.transport = transport
         self.rank = transport.rank
@@ -76,7 +76,7 @@ class Databuffer:
         self._released_after = _last_readers(plan, self.rank)
 
     def load(self, action: Load, batch: Batch) -> None:
-        """Put in the prompts of this rank's dataloader, with all columns that the entry of the chain names."""
+        """Insert the prompts of this rank's dataloader, with all columns that the entry of the chain names."""
         self._tables[_key("data", action.layout)] = Table.of(batch.only(action.columns), "data")
 
     def get(self, name: str, window: int | None = None) -> Batch:
@@ -85,9 +85,9 @@ class Databuffer:
         return self._tables_of(window)[_key(node.row_set, node.layout)].batch(node.reads)
 
     def put(self, name: str, batch: object, window: int | None = None) -> None:
-        """Take what a node has put out, of one window or of all rows. Columns that no node reads are left out.
+        """Store a node's output, for one window or for all rows. Columns that no node reads are left out.
 
-        Refused are rows that the stage may not put out, and columns that are missing or cannot be sent.
+        Rows that the stage must not return are refused, as are columns that are missing or cannot be sent.
         """
         node = self.plan[name]
         if not isinstance(batch, Batch):
@@ -122,13 +122,13 @@ class Databuffer:
             self.compare(name, batch, self.transport.process_group(node.layout.ranks))
 
     def compare(self, name: str, batch: Batch, process_group: ProcessGroup) -> None:
-        """Make sure that columns to be sent have one type on all ranks of a node, and each shard one set of rows.
+        """Check that columns to be sent have one type on all ranks of a node, and each shard one set of rows.
 
         Where ranks generate continuously, they meet when the columns are sent.
 
         Args:
             name: Node.
-            batch: What this rank sends.
+            batch: Rows that this rank sends.
             process_group: Ranks of the node.
         """
         if process_group.size == 1:
@@ -159,7 +159,7 @@ class Databuffer:
         self._reshard(action, self._tables, self.transport.process_group(action.ranks), agreeing=agreeing)
 
     def outgoing(self, channel: Channel) -> dict[Reshard, Batch]:
-        """What this rank has for the reshards of a channel that it is a source of; nothing is copied."""
+        """This rank's rows for the reshards of a channel of which it is a source; nothing is copied."""
         return {
             action: self._tables[_key(action.row_set, action.source_layout)].batch(
                 dict.fromkeys(action.columns, action.source)
@@ -169,7 +169,7 @@ class Databuffer:
         }
 
     def incoming(self, channel: Channel) -> None:
-        """Take an iteration out of a channel, from another loop. All ranks of both ends take part."""
+        """Take an iteration of another loop out of a channel. All ranks of both ends take part."""
         for action in channel.reshards:
             if self.rank in action.target_layout:
                 self._reshard(action, self._tables, self.transport.lane(channel.name, action.ranks))
@@ -261,7 +261,7 @@ class Databuffer:
         return self._tables if window is None else self._windows[window]
 
     def end_round(self, repeat: Repeat) -> None:
-        """Keep the groups that a round of repeated nodes has chosen, and forget the rest of the round."""
+        """Keep the groups chosen by a round of repeated nodes, and forget the rest of the round."""
         if self.rank in repeat.layout:
             chosen = self._tables.pop(_key(repeat.last, repeat.layout))
             self.surplus.add(chosen.batch(dict.fromkeys(self._readers.get(repeat.last, ()), repeat.last)))
@@ -269,14 +269,14 @@ class Databuffer:
         self._tables = {key: table for key, table in self._tables.items() if key[0] not in row_sets}
 
     def leave(self, repeat: Repeat) -> None:
-        """Give the step the groups that it is to have. All ranks of the last node call it together."""
+        """Give the step its groups. All ranks of the last node call it together."""
         taken = self.surplus.take(repeat.num_groups, self.transport.process_group(repeat.layout.ranks))
         self._tables[_key(repeat.last, repeat.layout)] = Table.of(taken, repeat.last)
 
     def release(self, action: Action, window: int | None = None) -> None:
         """Free the columns whose last reader on this rank, an entry of the chain, has run.
 
-        Those of a window are freed in the background, after the reshards that may still read them.
+        Columns of a window are freed in the background, after the reshards that may still read them.
         """
         if window is None:
             self._release(action, self._tables)
@@ -312,13 +312,13 @@ def _difference(mine: str, other: str) -> str:
 
 
 def _spare_layouts(action: Reshard, rank: int) -> list[Layout]:
-    """The layout, if any, in which a rank has got columns that it is to have in another layout too."""
+    """The layout, if any, in which a rank already has columns that it needs in another layout too."""
     spare = action.spare_layout
     return [spare] if spare is not None and rank in spare and rank in action.target_layout else []
 
 
 def _check_rows(node: PlannedNode, batch: Batch, given: Table) -> None:
-    """Samples point to the prompts that they answer, and what a filter leaves was there."""
+    """Check that samples point to the prompts that they answer, and that a filter adds no rows."""
     if node.spec.rows == "expand":
         if batch.prompts is None:
             raise ValueError(f"{_place(node)} put out samples that point to no prompts: give Batch its prompts")
@@ -350,7 +350,7 @@ def _check_column(node: PlannedNode, name: str, batch: Batch) -> None:
 
 
 def _readers(plan: Plan) -> dict[str, dict[str, str]]:
-    """For each node, the columns that others read from it, and the first node that does."""
+    """For each node, the columns that other nodes read from it, and the first such reader."""
     readers: dict[str, dict[str, str]] = {}
     for node in plan.nodes:
         for column, source in node.reads.items():

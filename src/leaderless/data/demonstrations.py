@@ -30,7 +30,7 @@ IMAGES, STATE, ACTION = "observation.images.", "observation.state", "action"
 REWARD, DONE = "next.reward", "next.done"
 EPISODES_PER_CHUNK = 1000
 KEPT_BYTES = 1 << 28
-"""Decoded episodes that stay in memory; once it is full, others are decoded each time."""
+"""Number of decoded episodes kept in memory; once it is reached, other episodes are decoded each time."""
 EPISODES_FILE = Path("meta", "episodes.jsonl")
 """File with a line for each episode, which a recipe names as its dataset."""
 
@@ -45,7 +45,7 @@ class Demonstration:
         actions: [T, dim] float32, or [T] int64 choices.
         instruction: Instruction.
         rewards: [T] float32, reward of each step; None if they are not known.
-        is_terminated: Whether the task came to its end with the last step; else the episode was cut.
+        is_terminated: Whether the task ended with the last step; otherwise the episode was cut.
     """
 
     images: Mapping[str, NDArray[np.uint8]]
@@ -75,7 +75,7 @@ class Demonstrations:
         """Open a folder.
 
         Raises:
-            ValueError: It is none of demonstrations, or of a version that is not read.
+            ValueError: It does not hold demonstrations, or its version is not supported.
         """
         self.folder, about = folder, folder / "meta" / "info.json"
         if not about.is_file():
@@ -142,7 +142,7 @@ class Demonstrations:
         """One episode.
 
         Raises:
-            ValueError: There is none with this number, or it is damaged.
+            ValueError: No episode has this number, or it is damaged.
         """
         if number in self._kept:
             return self._kept[number]
@@ -188,7 +188,7 @@ class Demonstrations:
 
 
 class Recorder:
-    """Writes demonstrations into a new folder, episode by episode; what is written stays readable at any time."""
+    """Writes demonstrations into a new folder, episode by episode; the folder is readable at any time."""
 
     def __init__(self, folder: Path, *, steps_per_s: float = 10.0, robot: str = "") -> None:
         """Begin a folder, or continue one.
@@ -265,7 +265,7 @@ class Recorder:
         self._note(number, length, episode.instruction)
 
     def _note(self, number: int, length: int, instruction: str) -> None:
-        """Add the line of an episode, whose file is complete."""
+        """Add the line of an episode once its file is complete."""
         meta = self.folder / "meta"
         meta.mkdir(exist_ok=True)
         line: dict[str, Json] = {"episode_index": number, "tasks": [instruction], "length": length}
@@ -326,7 +326,7 @@ def _features_of(episode: Demonstration) -> dict[str, Json]:
 
 
 def _outcome(episode: Demonstration) -> dict[str, object]:
-    """The columns of rewards, and of whether the task came to its end."""
+    """The columns of rewards, and of whether the task ended."""
     import pyarrow as pa
 
     if episode.rewards is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "cublas_status_alloc_failed")
-"""Words of allocators, as torch passes them on in errors that have no type of their own."""
+"""Messages of allocators, as torch forwards them in errors without a separate type."""
 
 
 class CollectiveError(RuntimeError):
@@ -19,7 +19,7 @@ class MemoryExhausted(RuntimeError):  # noqa: N818
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, torch or the system means that host or device memory has run out."""
+    """Whether an error of Python, torch or the system means that host or device memory ran out."""
     if isinstance(error, MemoryError | MemoryExhausted) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):

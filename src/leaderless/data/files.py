@@ -9,11 +9,11 @@ from leaderless.config.data import COMPRESSED, DatasetConfig
 from leaderless.config.packaged import how_to_make
 
 SUFFIXES = (".jsonl", ".parquet", COMPRESSED)
-"""Ends of the names of files that are read."""
+"""Suffixes of files that are read."""
 
 
 def find_files(config: DatasetConfig, key: str) -> list[Path] | None:
-    """The files that the name of a file, folder or pattern stands for; None when it must be on the hub."""
+    """The files that match the name of a file, folder or pattern; None if it must be on the hub."""
     path = Path(config.path)
     is_pattern = any(character in config.path for character in "*?[") and not path.exists()
     if path.is_dir() or is_pattern:

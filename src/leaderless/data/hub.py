@@ -26,10 +26,9 @@ PROBE_TIMEOUT_S = 5.0
 
 
 def unreachable_hub(name: str) -> str:
-    """Ask the hub once whether it is there, with a short time limit, before anything but a local path is looked for.
+    """Check once, with a short time limit, that the hub responds, before looking for anything except a local path.
 
-    The libraries would try again and again, for a minute and more; if there is no answer, they only look at what has
-    been downloaded before.
+    The libraries would retry for a minute or more; if there is no answer, they use only earlier downloads.
 
     Returns:
         Empty text, or why the hub cannot be used and what to do, to be added to the error when `name` is not found.
@@ -50,7 +49,7 @@ def _unreachable() -> str:
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, ssl.SSLError):  # the libraries may know other certificates
             return ""
-        # The libraries look only at what has been downloaded before, in child processes too.
+        # The libraries use only earlier downloads, in child processes too.
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
         if "datasets" in sys.modules:  # it has copied the setting
@@ -60,7 +59,7 @@ def _unreachable() -> str:
 
 
 class HubRows:
-    """What readers of a dataset on the hub share."""
+    """Base of the readers of a dataset on the hub."""
 
     def __init__(self, config: DatasetConfig, **options: bool) -> None:
         """Find a dataset; the options are those of `datasets.load_dataset`."""
@@ -88,7 +87,7 @@ class HubSource(HubRows, RowSource):
 
     def __init__(self, config: DatasetConfig) -> None:
         super().__init__(config)
-        if self.columns is not None:  # others are not even decoded
+        if self.columns is not None:  # other columns are not even decoded
             kept = [name for name in self._dataset.column_names if name in self.columns]
             self._dataset = self._dataset.select_columns(kept)
 

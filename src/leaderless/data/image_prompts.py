@@ -25,7 +25,7 @@ class ImagePrompts:
     """What makes images of rows parts of their prompts.
 
     Attributes:
-        reader: What the model says of images.
+        reader: Facts about how the model reads images.
     """
 
     def __init__(self, reader: ImageReader, column: str, folder: Path, key: str) -> None:

@@ -246,7 +246,7 @@ def expanded(tokens: Sequence[int], reader: ImageReader, pictures: Sequence[Size
 
     Args:
         tokens: Tokens of the prompt.
-        reader: What the model says of images.
+        reader: Facts about how the model reads images.
         pictures: Rows and columns of tokens, and the file, of each image.
 
     Raises:

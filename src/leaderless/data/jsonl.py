@@ -19,7 +19,7 @@ from leaderless.data.cache import Arrays, DataCache
 from leaderless.data.rows import FileSource, Row, parse_line
 
 SCAN_BYTES = 1 << 26
-"""Bytes of a file that are looked at together for line breaks."""
+"""Bytes of a file that are searched together for line breaks."""
 _WHITE_SPACE = np.frombuffer(b" \t\n\r\v\f", dtype=np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Parts of messages that are no text. No torch."""
+"""Parts of messages other than text. No torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from leaderless.config import Json
 
 _MEDIA = {"image": "an image", "video": "a video", "audio": "audio", "file": "a file"}
 MARK = "<image>"
-"""What stands for an image in a text."""
+"""Mark of an image in a text."""
 _PLACE: dict[str, Json] = {"type": "image"}
-"""What stands for an image among the parts of a message, as chat templates read it."""
+"""Mark of an image among the parts of a message, as chat templates read it."""
 
 
 def other_than_text(message: Mapping[str, Json], *, has_images: bool = False) -> str | None:
     """Find the first part of a message that the model does not read.
 
     The chat templates of text models leave such parts out, or write them as if they were text, without an error: a
-    model would be trained on answers to what it has not seen.
+    model would be trained on answers to content that it has not seen.
 
     Args:
         message: Message of a chat, whose content may be a list of parts.

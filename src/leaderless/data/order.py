@@ -21,7 +21,7 @@ def generator(seed: int, *keys: int) -> np.random.Generator:
 
 
 class RowOrder:
-    """An endless sequence of rows, epoch after epoch, each in another order."""
+    """An endless sequence of rows, epoch after epoch, each in a different order."""
 
     def __init__(self, rows: Int, seed: int, dataset: int = 0, levels: Float | None = None, *, shuffle: bool) -> None:
         """Take the numbers [n] of the rows that may be used, ascending; `dataset` is its number in a mixture.

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from leaderless.data.balance import Int
 
 NO_GROUP = np.iinfo(np.int64).max
-"""Stands for the group at a place behind the last one."""
+"""Stands for the group at a place after the last one."""
 
 
 class Earlier(NamedTuple):
-    """What shards have got in earlier windows of a step, of whose other groups nothing is known.
+    """Work of shards in earlier windows of a step whose other groups are unknown.
 
     Attributes:
         loads: [parts, shards] work of each part; what shards get in this window is added.

@@ -19,7 +19,7 @@ ABOUT_FILE, RECORDS_FILE = "about.json", "transitions.bin"
 VERSION = 2
 FLAGS = ("terminated", "truncated")
 PLACES = ("step", "episode")
-"""What is kept with a transition besides it: the step of a run, and the number of the episode."""
+"""Values stored with a transition: the step of a run, and the number of the episode."""
 
 
 class ReplayBuffer:
@@ -30,7 +30,7 @@ class ReplayBuffer:
     """
 
     def __init__(self, folder: Path, spaces: Spaces, chunk: int, *, is_reader: bool = False) -> None:
-        """Open the transitions of a folder, which is made if there is none.
+        """Open the transitions of a folder, which is made if it does not exist.
 
         Args:
             folder: Folder of the transitions.
@@ -88,7 +88,7 @@ class ReplayBuffer:
         return self._num
 
     def append(self, transitions: Transitions, step: int = 0, episodes: NDArray[np.int64] | int = 0) -> None:
-        """Keep transitions. Killing the process loses none of those for which this has returned; see `sync`.
+        """Store transitions. Once this returns, killing the process does not lose them; see `sync`.
 
         Args:
             transitions: Transitions.
@@ -109,11 +109,11 @@ class ReplayBuffer:
         self._num += len(records)
 
     def sync(self) -> None:
-        """Wait until all transitions are on the disk, where a loss of power does not harm them either."""
+        """Wait until all transitions are on disk, where they survive a loss of power too."""
         os.fsync(self._file.fileno())
 
     def truncate(self, num: int) -> None:
-        """Drop all but the `num` oldest, to continue from a checkpoint that was written when there were as many.
+        """Drop all but the `num` oldest, to continue from a checkpoint written when there were that many.
 
         Raises:
             ValueError: There are fewer.
@@ -160,7 +160,7 @@ class ReplayBuffer:
         return bisect_left(range(len(records)), step, key=lambda row: int(records["step"][row]))
 
     def refresh(self) -> None:
-        """See what another process has appended since."""
+        """Include transitions that another process has appended since."""
         self._num = self._path.stat().st_size // self._dtype.itemsize
 
     def _mapped(self) -> NDArray[np.void]:
@@ -175,7 +175,7 @@ class ReplayBuffer:
 
 
 def record_type(spaces: Spaces, chunk: int) -> np.dtype[np.void]:
-    """What is kept of a transition; see `Transitions`.
+    """The record of a transition; see `Transitions`.
 
     Raises:
         ValueError: Actions are choices.
@@ -194,5 +194,5 @@ def record_type(spaces: Spaces, chunk: int) -> np.dtype[np.void]:
 
 
 def _checksum(record: bytes) -> int:
-    """Checksum of a record but for its first field; never that of zeros, which a loss of power may leave."""
+    """Checksum of a record without its first field; never that of zeros, which a loss of power may leave."""
     return zlib.crc32(record[4:]) ^ 0xFFFFFFFF

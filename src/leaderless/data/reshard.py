@@ -1,4 +1,4 @@
-"""One reshard: all its ranks agree on who has and who gets which rows, then send the bytes to their new owners."""
+"""One reshard: all its ranks agree on the holders and new owners of rows, then send the bytes to the owners."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reshard(
     """Reshard rows. All ranks of both layouts call it together.
 
     They agree on the assignment: few ranks gather the id, group and cost of every row, 24 bytes a row; many agree in
-    blocks, so that no rank hears of every row. The lengths of ragged rows are sent first, then all bytes in pieces,
+    blocks, so that no rank has to know every row. The lengths of ragged rows are sent first, then all bytes in pieces,
     straight from the columns of a row's holder to those of its owner. Ranks that hold the same rows share the sending,
     a prompt is sent once to each owner of some of its samples, and peers on one host get one copy from another host.
 
@@ -50,8 +50,8 @@ def reshard(
             decided that already.
         spare: Rows with the same columns that this rank has from an earlier reshard, ascending; they are not sent to
             it again. Only where `action.spare_layout` names that layout.
-        earlier: Work that shards of the target have got in earlier windows of the step; what they get now is added to
-            it. The same on all ranks that agree on the work of a shard.
+        earlier: Work of the target's shards in earlier windows of the step, to which this reshard adds. The same on all
+            ranks that agree on the work of a shard.
         agreeing: Context that is entered until all ranks have come, and know which rows go where.
 
     Returns:
@@ -169,14 +169,14 @@ def agree_in_blocks(
     spare: Batch | None,
     earlier: Earlier | None,
 ) -> Routes:
-    """Where the rows of those groups go of which this rank has or gets some; most others are never heard of here."""
+    """Where the rows go of groups of which this rank has or gets rows; it does not know most other groups."""
     meeting = Meeting(action, process_group.ranks, process_group.hosts)
     facts = facts_of(action, process_group.rank, held, wanted, spare)
     return hold(process_group, agree(meeting, process_group.rank, facts, earlier), _rows_of(action))
 
 
 def facts_of(action: Reshard, rank: int, held: Batch | None, wanted: Batch | None, spare: Batch | None) -> Int:
-    """[n, 6] what a rank says of rows that it has, wants, and has got before."""
+    """[n, 6] facts about rows that a rank has, wants, or received before."""
     source, target = action.source_layout, action.target_layout
     own = rank, target.shard_of(rank) if rank in target else -1
     parts = [NOTHING]

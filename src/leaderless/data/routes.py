@@ -1,4 +1,4 @@
-"""Where every row of a reshard is and where it goes: computed by all its ranks, the same on each."""
+"""Where every row of a reshard is and where it goes; all its ranks compute the same result."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from leaderless.data.balance import Int
 from leaderless.planner import Layout
 
 Parcel = tuple[Int, Int]
-"""What one rank sends to another: places among the receiver's rows, and among its prompts, each ascending."""
+"""Rows and prompts that one rank sends to another: places among the receiver's rows and prompts, each ascending."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """What one rank of the target layout gets, and from which ranks.
+    """Rows that one rank of the target layout gets, and their senders.
 
     Attributes:
         ids: [n] ids of its rows, ascending.
@@ -130,7 +130,7 @@ class Routes:
         return self.target.ranks[shard * size : (shard + 1) * size]
 
     def relay(self, sender: int, receiver: int) -> int:
-        """The rank from which a parcel comes: its sender, or a peer of the receiver that gets the same from afar.
+        """The rank from which a parcel comes: its sender, or a peer of the receiver that forwards the same bytes.
 
         Of peers on one host, to which the sender on another host would send the same bytes, one passes them on to the
         others; which one depends on the sender, so that all peers share that work. Where each rank of the target has a

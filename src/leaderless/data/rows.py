@@ -1,4 +1,4 @@
-"""Rows of tables: of sources, which give any row, or of streams, which give one after the other."""
+"""Rows of tables: of sources, which give any row, or of streams, which give rows in sequence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RowSource(Protocol):
     """A dataset whose rows can be read in any order."""
 
     def prepare(self, cache: DataCache) -> None:
-        """Find where rows are, before any is read. All ranks call it together, and each looks at a share."""
+        """Locate rows before any is read. All ranks call it together, and each searches a share."""
 
     def __len__(self) -> int:
         """Number of rows."""

@@ -1,7 +1,7 @@
-"""The groups at certain places among those of all ranks, in the order of their ids.
+"""The groups at given positions among those of all ranks, in the order of their ids.
 
-Few ranks gather the ids of all groups. Of many ranks, each gets the ids of a range, and hears how many there are in
-the others.
+Few ranks gather the ids of all groups. With many ranks, each gets the ids of a range, and the number of ids in other
+ranges.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which groups a rank that generates continuously may begin, and which of them it hands over in an iteration.
+"""The groups that a rank with continuous generation may begin, and those that it hands over in an iteration.
 
 A group is trained in the iteration into whose share it comes. Iteration k trains weights that iteration k - 1 has left,
 so that a group whose oldest token was sampled with the weights of iteration v is k - 1 - v iterations old then. Nothing
@@ -38,7 +38,7 @@ class Shares:
             last: Last iteration of the run; there are `size` groups for each.
             depth: Iterations that the rank may be ahead.
             bound: Largest age of a group when it is trained, in iterations; at least `depth`.
-            stragglers: What happens to groups that are not finished when training needs rows.
+            stragglers: Treatment of groups that are not finished when training needs rows.
             num_made: Shares that were handed over before.
         """
         assert bound >= depth, "a bound below the depth cannot be kept"
@@ -61,7 +61,7 @@ class Shares:
         self._groups |= {group: _Group() for group in groups}
 
     def forget(self) -> list[int]:
-        """Forget all groups that are in no share; returns them, ascending."""
+        """Forget and return all groups that are in no share, ascending."""
         forgotten = self.open
         self._groups.clear()
         return forgotten
@@ -76,9 +76,9 @@ class Shares:
         self._groups[group].is_finished = True
 
     def overdue(self, trained: int) -> list[int]:
-        """Give up groups that would become too old, if training waits and others can take their places.
+        """Give up groups that would become too old, if training waits and other groups can take their places.
 
-        They are to be begun again, when all others have been.
+        They must be begun again, after all other groups.
         """
         if self._stragglers != "cancel" or trained < self.num_made:
             return []

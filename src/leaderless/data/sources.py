@@ -73,7 +73,7 @@ def open_stream(config: DatasetConfig, key: str, cache: DataCache | None = None)
 
 
 def _check_same(dataset: RowSource | RowStream, config: DatasetConfig, key: str, cache: DataCache) -> None:
-    """Stop on all ranks when some have opened other rows: each row is read by whoever needs it."""
+    """Stop on all ranks if some opened different rows: each rank reads the rows that it needs."""
     process_group = cache.process_group
     others = process_group.unlike_first(dataset.fingerprint(), f"the datasets of all workers for {key}")
     if others:

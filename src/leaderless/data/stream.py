@@ -23,14 +23,14 @@ StreamRow = tuple[str, Row, Encoded | None]
 
 
 class StreamedDataset(TrainingSet):
-    """A stream of rows, and what makes tokens of them.
+    """A stream of rows, and their encoder.
 
-    Nobody knows how many rows there are before the stream has ended once. So each rank reads the whole stream, and
-    tokenizes every row that could be overlong, to know which row has which place.
+    The number of rows is unknown until the stream has ended once. So each rank reads the whole stream, and tokenizes
+    every row that could be overlong, to know the place of each row.
     """
 
     def __init__(self, stream: RowStream, encoder: RowEncoder, config: TrainingSetConfig, data: DataConfig) -> None:
-        """Take a stream; there has to be a row, and the first must have the columns."""
+        """Take a stream; it must have a row, and the first row must have the columns."""
         self.stream, self.encoder, self.config, self.data = stream, encoder, config, data
         first = next(iter(stream.rows()), None)
         if first is None:

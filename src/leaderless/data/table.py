@@ -65,7 +65,7 @@ class Table:
         return Batch(self.ids, own, Batch(self.prompt_ids, others), self.prompt_index)
 
     def drop(self, keys: Iterable[ColumnKey]) -> None:
-        """Free columns that nobody will read any more."""
+        """Free columns that have no further reader."""
         for key in keys:
             self.columns.pop(key, None)
             self.prompt_columns.pop(key, None)

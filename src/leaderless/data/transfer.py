@@ -66,7 +66,7 @@ class Transfer:
         spare: Batch | None,
         what: str,
     ) -> None:
-        """Find out what this rank sends, receives and passes on; arguments as of `reshard`."""
+        """Determine what this rank sends, receives and forwards; arguments as of `reshard`."""
         self.process_group, self.routes, self.schemas, self.held, self.what = process_group, routes, schemas, held, what
         self.rank = process_group.rank
         self.keys = [(table, key) for table, schema in enumerate(schemas) for key in ragged_keys(schema)]
@@ -90,7 +90,7 @@ class Transfer:
         return sorted(links, key=lambda link: (link.leg, link.holder))
 
     def _sent(self) -> Iterator[_Link]:
-        """Parcels that leave from here, except where a peer of the receiver passes the rows on."""
+        """Parcels that leave from here, except those that a peer of the receiver forwards."""
         for receiver in self.routes.receivers(self.rank):
             parcel = self.routes.delivery(receiver).from_rank(self.rank)
             if any(map(len, parcel)) and self.routes.relay(self.rank, receiver) == self.rank:

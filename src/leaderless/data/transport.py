@@ -31,11 +31,11 @@ from leaderless.planner import Layout, format_ranks
 from leaderless.planner.layout import BACK
 
 ROLL_CALL_S = 1.0
-"""Time that ranks that give up waiting have to report it, so that the missing ones can be named."""
+"""Time for ranks that stop waiting to report it, so that the missing ones can be named."""
 ROUNDS_AHEAD = 2
 """Rounds of an exchange that are in progress at a time: one is filled while another is sent."""
 POLL_S = 0.0002
-"""Pause between two looks at whether an accelerator has finished an exchange."""
+"""Pause between two checks whether an accelerator has finished an exchange."""
 DEADLINE_SHARE = 0.9
 """Part of the timeout after which a rank gives up waiting for an accelerator: before the backend ends the process."""
 
@@ -194,7 +194,7 @@ class ProcessGroup:
             values: Rows for the first rank, then those for the next, and so on.
             sent: Number of rows for each rank.
             received: Number of rows that come from each.
-            what: What the rows are, for errors.
+            what: Name of the rows, for errors.
         """
         arrived = values.new_empty(sum(received), *values.shape[1:])
         with self._waiting(what):
@@ -296,7 +296,7 @@ class ProcessGroup:
                 self._poll(works)
 
     def _poll(self, works: Sequence[dist.Work]) -> None:
-        """Wait for an accelerator: its `wait` only queues, and a rank that is missing would never be named."""
+        """Wait for an accelerator: its `wait` only queues, and would never name a missing rank."""
         end = time.monotonic() + DEADLINE_SHARE * self.timeout_s
         for work in works:
             while not work.is_completed():
@@ -329,14 +329,14 @@ def _combined(parts: Sequence[Tensor], operation: dist.ReduceOp.RedOpType) -> Te
 
 
 def digest(content: bytes) -> int:
-    """A number by which a content is recognized; it fits int64."""
+    """A number that identifies some content; it fits into int64."""
     return int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
 
 
 def _silent(rank: int, others: Sequence[int]) -> tuple[int, ...]:
-    """Of some ranks those that have not given up waiting too, so that they are late or gone.
+    """The ranks that have not stopped waiting too, so that they are late or gone.
 
-    A rank that gives up reports it in the rendezvous store, which nobody reads while all is well.
+    A rank that stops waiting reports it in the rendezvous store, which is not read while all is well.
     """
     end = time.monotonic() + ROLL_CALL_S
     try:
@@ -392,7 +392,7 @@ class Transport:
         self._lanes: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
 
     def store(self) -> Store:
-        """A connection of its own to the rendezvous store, for another thread than the main one."""
+        """A separate connection to the rendezvous store, for a thread other than the main one."""
         return _get_default_store().clone()  # type: ignore[attr-defined, no-any-return]
 
     def add_axes(self, layouts: Iterable[Layout]) -> None:
@@ -419,7 +419,7 @@ class Transport:
                 self._keep(self._back, ranks, self._make_alone(ranks))
 
     def _make_alone(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Make a process group without the help of other ranks than its own."""
+        """Make a process group without the help of ranks outside it."""
         handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
         return handle
 

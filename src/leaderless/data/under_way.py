@@ -1,4 +1,4 @@
-"""Messages that are under way: what to wait for, where they arrive, and what must not be freed before."""
+"""Messages under way: their operations, where they arrive, and memory that must not be freed before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PendingGather:
-    """A gather under way: what it fills, and what must not be freed before."""
+    """A gather under way: memory that it fills, and memory that must not be freed before."""
 
     process_group: ProcessGroup
     gathered: Tensor
@@ -65,7 +65,7 @@ class Sending:
 
 @dataclass
 class RoundUnderWay:
-    """A round under way: what to wait for, where bytes arrive, and what must not be freed before."""
+    """A round under way: its operations, where bytes arrive, and memory that must not be freed before."""
 
     works: Sequence[dist.Work]
     received: Sequence[tuple[Tensor, Tensor]]

@@ -30,7 +30,7 @@ class ChatWriter:
         is_chat: Whether messages are written by the chat template; else their texts are put together.
         system: System message of all conversations that have none; None for none.
         tools: Schemas of the tools that the template offers.
-        reader: What the model says of images; None if it reads text alone.
+        reader: Facts about how the model reads images; None if it reads text alone.
     """
 
     tokenizer: Tokenizer

@@ -23,7 +23,7 @@ class Difference:
     Attributes:
         place: Turn and value.
         expected: Beginning of the value in the journal, from shortly before the difference.
-        found: The same of the value that was found.
+        found: Beginning of the value that was found, from the same place.
     """
 
     place: str

@@ -40,7 +40,7 @@ class Place:
         writer: Writer of its messages.
         params: Distribution from which the policy samples, and the limits of one message.
         agents: Agents that the policy plays; the episode ends when another one is to act. None if it plays all.
-        history: What others have said before, in the order of the turns.
+        history: Messages of other agents so far, in the order of the turns.
     """
 
     number: int
@@ -60,15 +60,15 @@ class Episode:
         trace: Everything that was said.
         agents: Names of the environment's agents.
         cause: Word by which a failed episode is counted; empty if it did not fail.
-        error: Why it failed, for people.
+        error: Reason why it failed, for people.
         is_cut: Whether it ended at a limit.
         is_led: Whether a program led it.
         attempts: Number of times that it was tried.
         seconds: Seconds in the model, in the environment and in tools, by these names.
         calls: Results of all calls of tools.
         info: Facts that the environment has noted.
-        place: What was to be played; None if it was not played here.
-        answers: What the environment has answered.
+        place: Place that was to be played; None if it was not played here.
+        answers: Answers of the environment.
     """
 
     trace: Trace = field(default_factory=Trace)

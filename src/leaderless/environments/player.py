@@ -36,7 +36,7 @@ class Player:
             config: The recipe's `environment` section.
             open_world: Function that makes the environment of an episode.
             max_tokens: Most tokens of a conversation, from its beginning.
-            pump: What samples what the policy says.
+            pump: Source of the policy's responses.
             tools: Tools that the policy may call; None for none.
         """
         self._config, self._open_world, self._max_tokens, self._pump = config, open_world, max_tokens, pump

@@ -29,7 +29,7 @@ class Turn:
     """What an environment answers to an agent.
 
     Attributes:
-        observation: What the agent that acts next is told; nothing when the episode is over.
+        observation: Observation for the agent that acts next; empty when the episode is over.
         reward: Reward of what was just said, for the agent that said it, or rewards by the names of agents.
         done: Whether the episode is over.
         agent: Agent that acts next, in environments with several; by default, the one that has just acted.

@@ -51,7 +51,7 @@ class Outcome:
     """How an episode went.
 
     Attributes:
-        end: Why it is over: `done`, `max_turns` or `left`.
+        end: Reason why it is over: `done`, `max_turns` or `left`.
         num_turns: Number of messages of the policy.
         rewards: Sum of the rewards of each agent.
     """

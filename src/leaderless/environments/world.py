@@ -177,7 +177,7 @@ def messages_of(observation: Observation, *, sees_images: bool = False) -> list[
     """An observation as messages; a text is one of the user.
 
     Args:
-        observation: What an environment shows, from `World`.
+        observation: Observation of an environment; see `World`.
         sees_images: Whether messages may have images.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Starts the workers of one machine, watches over them, and starts them again. Imports no torch on one machine.
+"""Starts, watches and restarts the workers of one machine. Imports no torch unless there are several machines.
 
-Torch elastic's own agent knows neither why workers have ended nor whether the run made progress, and can be taught so
-only by its private methods. Only its rendezvous is used, by its public interface, for several machines.
+Torch elastic's own agent knows neither why workers ended nor whether the run made progress, and could learn it only
+through private methods. Only its rendezvous is used, through its public interface, for several machines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from leaderless.worker.place import STORE_VARIABLE
 
 POLL_S = 0.1
 OVERDUE_S = 5.0
-"""Workers that have not ended by themselves this long after their time of grace are killed."""
+"""Time after the grace period before workers that have not ended by themselves are killed."""
 TERMINATE_S = 30.0
 """After SIGTERM, time for workers to end before they are killed."""
 
@@ -44,8 +44,8 @@ class Launch:
         logs: Folder for the output of all workers of this machine but one, which writes to the terminal.
         grace_s: Time for workers to finish their step when they are asked to stop.
         name: Name of the run, the same on all machines.
-        nodes: Machines that train together; None for this one alone.
-        shown_rank: Worker that writes to the terminal, if it is on this machine; else the first one here does.
+        nodes: Machines that train together; None for this machine alone.
+        shown_rank: Worker that writes to the terminal, if it is on this machine; else the first worker here does.
     """
 
     module: str
@@ -59,7 +59,7 @@ class Launch:
 
 
 class Agent:
-    """Runs workers on this machine, each time with a new folder to meet and to write failures in."""
+    """Runs workers on this machine; each start has a new folder for their meeting and their failures."""
 
     def __init__(self, launch: Launch, restarts: Restarts) -> None:
         self._launch, self._restarts = launch, restarts
@@ -70,11 +70,11 @@ class Agent:
         self._num_starts = 0
 
     def run(self) -> None:
-        """Start workers, and start them again, until they are done.
+        """Start and restart workers until they are done.
 
         Raises:
-            WorkersFailed: A worker has failed, and the others have been ended; or the machines do not come together.
-            Interrupted: A signal has stopped them.
+            WorkersFailed: A worker failed, and the rest were ended; or the machines did not meet.
+            Interrupted: A signal stopped them.
         """
         launch, is_leaving = self._launch, False
         launch.logs.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ class Agent:
         return self._folder / str(self._num_starts)
 
     def _run_once(self) -> bool:
-        """One start; whether another one has to follow."""
+        """One start; returns whether another must follow."""
         self._num_starts += 1
         self._round.mkdir()
         self._start()
@@ -172,7 +172,7 @@ class Agent:
         return True
 
     def _make_room(self, *, has_begun: bool) -> None:
-        """When machines come or go, let workers finish their step first; the others' launchers do the same."""
+        """When machines come or go, let workers finish their step first; launchers on other machines do the same."""
         if has_begun:
             self._restarts.say("a machine joins or has been lost: starting anew with those that are there")
             self._signal(signal.SIGINT)
@@ -201,10 +201,10 @@ class Agent:
 
     @contextmanager
     def _signals_forwarded(self) -> Iterator[None]:
-        """Pass what asks to stop on to the workers, which run in sessions of their own and finish their step first.
+        """Forward requests to stop to the workers, which run in sessions of their own and finish their step first.
 
-        It reaches them as Ctrl-C does. Before the first step there is nothing to finish, and SIGTERM ends them without
-        the traceback that Ctrl-C would cause while they start.
+        Workers get them as Ctrl-C. Before the first step there is nothing to finish, and SIGTERM ends them without the
+        traceback that Ctrl-C would cause during their start.
         """
         before = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
         try:

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 LOOPBACK = ("localhost", "127.0.0.1")
 KEEP_ALIVE_S = 2
 LOST_AFTER = 3
-"""Signs of life that a machine may miss before the others continue without it."""
+"""Signs of life that a machine may miss before the run continues without it."""
 LAST_CALL_S = 5
-"""Time that machines wait for more of them once there are enough; one that comes later joins all the same."""
+"""Time that machines wait for more machines once there are enough; later ones can still join."""
 JOIN_S = 600
 """Longest wait until there are enough."""
 FINISH_S = 300.0
-"""Longest time that a machine whose workers are done waits for the others."""
+"""Longest time that a machine whose workers are done waits for the other machines."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Nodes:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether all of them are this machine."""
+        """Whether this machine is the only one."""
         return self.rendezvous.rpartition(":")[0] in LOOPBACK
 
     @property
@@ -58,7 +58,7 @@ class Nodes:
         own = {address.address.partition("%")[0] for all_of in psutil.net_if_addrs().values() for address in all_of}
         try:
             found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-        except OSError:  # the error comes when it is connected to
+        except OSError:  # connecting raises the error
             return False
         return bool(found & own) and not any(ip_address(one).is_loopback for one in found)
 
@@ -98,10 +98,10 @@ class Seats:
 
 
 class ManyMachines:
-    """Machines that come together through torch elastic's rendezvous, and may join and be lost meanwhile."""
+    """Machines that meet through torch elastic's rendezvous; they may join or be lost during the run."""
 
     def __init__(self, nodes: Nodes, name: str, num_workers: int) -> None:
-        """Connect to the store; the machine that it is named after opens it. The run's name is the same on all.
+        """Connect to the store, which the machine of its name opens. The run's name is the same on all machines.
 
         Raises:
             WorkersFailed: The store cannot be reached.
@@ -110,7 +110,7 @@ class ManyMachines:
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        # Workers meet at a store that is new after each restart; the launchers' own would remember the last one.
+        # Workers meet at a new store after each restart; the launchers' store would remember the last start.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._nodes, self._num_workers = nodes, num_workers
         parameters = partial(
@@ -140,7 +140,7 @@ class ManyMachines:
         self._num_machines = 0
 
     def next(self) -> Seats:
-        """Wait for the machines of the next start; the ranks of this one in it."""
+        """Wait for the machines of the next start; returns this machine's ranks."""
         with self._explained():
             info = self._handler.next_rendezvous()
         self._store, self._num_machines = info.store, info.world_size

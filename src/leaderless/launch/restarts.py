@@ -1,4 +1,4 @@
-"""Decides whether workers that have failed are started again, and reports why."""
+"""Decides whether failed workers are restarted, and reports why."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.supervision.failure import FINAL, STEPS_BEGUN, Failure, first_failure, read_place
 
 SAME_FAILURES = 3
-"""Failures of one kind at one step after which a run ends: another start would only repeat them."""
+"""Number of failures of one kind at one step that ends a run: another start would only repeat them."""
 SAME_ERRORS = 2
-"""The same for Python's exceptions, which come from the program: each start computes the same."""
+"""The same for Python exceptions, which come from the program: each start computes the same."""
 
 
 class Restarts:
-    """Counts the failures of a run since it last made progress, which is a new checkpoint.
+    """Counts the failures of a run since its last progress: a new checkpoint.
 
     Attributes:
-        failure: Failure that ended the run; None while there is none.
+        failure: Failure that ended the run; None if there is none.
         say: Function that prints a line for people.
     """
 
@@ -37,17 +37,17 @@ class Restarts:
         self._failed_at: float | None = None
 
     def failed(self, codes: Mapping[int, int], folder: Path, *, is_stopping: bool) -> bool:
-        """Record a failure, and decide whether the workers are started again.
+        """Record a failure, and decide whether the workers are restarted.
 
         Args:
-            codes: Exit codes, by rank, of those that ended first; negative where a signal ended it.
-            folder: Folder in which workers have written why.
-            is_stopping: Whether somebody has asked the workers to stop.
+            codes: Exit codes, by rank, of the workers that ended first; negative after a signal.
+            folder: Folder of the workers' failures.
+            is_stopping: Whether the workers were asked to stop.
         """
         written = first_failure(folder)
         failure = _first_cause(codes, written, folder, self._directory.logs)
         if is_stopping:
-            # Then a rank is interrupted, or loses others that are: that is no failure.
+            # Then a rank is interrupted, or loses interrupted peers: that is no failure.
             is_news = written is not None and written.kind not in {"interrupt", "lost_peers"}
             self.failure = failure if is_news else None
             return False
@@ -58,14 +58,14 @@ class Restarts:
         return False
 
     def begun(self) -> None:
-        """Workers have reached their first step, perhaps again."""
+        """Record that workers reached their first step, perhaps again."""
         if self._failed_at is not None:
             seconds, self._failed_at = time.monotonic() - self._failed_at, None
             self._directory.append_event("resumed", {"from_step": self._saved, "seconds": round(seconds, 3)})
             self.say(f"back at work {seconds:.1f} s after the failure")
 
     def _why_not(self, failure: Failure, *, has_begun: bool) -> str | None:
-        """Why workers must not be started again, empty if there is nothing to explain; None when they may."""
+        """Why workers must not be restarted, empty if there is nothing to explain; None if they may be."""
         saved, reached = self._directory.last_step(), self._reached()
         if saved > self._saved:
             self._saved, self._num = saved, 0
@@ -100,7 +100,7 @@ class Restarts:
 
 
 def _first_cause(codes: Mapping[int, int], failure: Failure | None, folder: Path, logs: Path) -> Failure:
-    """Why workers failed: what one of them wrote down, or how it ended."""
+    """Why workers failed: the report of one of them, or how it ended."""
     if failure is not None and failure.kind in {"recipe", "stall"}:
         return failure
     others = f"; the output of all ranks but the first is in {logs}" if any(logs.glob("*")) else ""

@@ -1,4 +1,4 @@
-"""Loggers: what sends the numbers of a run to a tracker, in a process of its own that follows the folder of the run.
+"""Loggers send the numbers of a run to trackers, each in a separate process that follows the folder of the run.
 
-Training writes its numbers to files and knows of no tracker. So a tracker that fails, hangs or is slow costs nothing.
+Training only writes its numbers to files, so a tracker that fails, hangs or is slow does not affect it.
 """

@@ -1,4 +1,4 @@
-"""Gives a logger what a run writes, in order and once."""
+"""Gives a logger the output of a run, in order and once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from leaderless.loggers.tables import tables_of
 from leaderless.observability.growing_file import GrowingFile, Line
 
 EVALUATION = "evaluation"
-"""Log of evaluations on ranks that run ahead, which is written at few steps."""
+"""Log of evaluations on ranks that run ahead, written at few steps."""
 BATCH_STEPS = 500
 """Largest number of steps that a logger gets at a time."""
 
 
 class Follower:
-    """Follows the folder of a run for one logger. Nothing is kept in memory but checksums and one batch."""
+    """Follows the folder of a run for one logger. Only checksums and one batch are kept in memory."""
 
     def __init__(self, run: LoggedRun, logger: Logger, sent: Sent, tables_every_steps: int) -> None:
-        """Send nothing yet.
+        """Prepare to send.
 
         Args:
             run: Run that is followed.
             logger: Logger, which is open.
-            sent: Journal of what it has sent.
+            sent: Journal of its sent data.
             tables_every_steps: Steps between tables; 0 for none.
         """
         self._run, self._logger, self._sent, self._every = run, logger, sent, tables_every_steps
@@ -35,10 +35,10 @@ class Follower:
         self._due: list[tuple[str, int]] = []
 
     def follow(self, *, is_over: bool = False) -> None:
-        """Send what is new. Where the logger raises, the next call continues with what it was given.
+        """Send new data. If the logger raises, the next call continues with the same data.
 
         Args:
-            is_over: Whether the run has ended, so that everything that is in the folder is complete.
+            is_over: Whether the run has ended, so that all files in the folder are complete.
         """
         self._flush()
         for path in sorted(self._run.directory.glob("metrics*.jsonl")):
@@ -52,7 +52,7 @@ class Follower:
         self._send_tables(is_over=is_over)
 
     def finish(self, *files: Path) -> None:
-        """Send files of the run at its end, those that are there."""
+        """Send the files of the run that exist at its end."""
         for path in files:
             if path.exists():
                 self._logger.write_file(path)
@@ -70,7 +70,7 @@ class Follower:
                 yield Numbers(log, step, values), line.text
 
     def _is_new(self, log: str, step: int, line: Line) -> bool:
-        """Whether a step is to be sent: it is the next one, or was done again and the tracker can forget it."""
+        """Whether to send a step: it is the next one, or was repeated and the tracker can forget the earlier values."""
         if self._batch and step <= self._batch[-1][0].step:
             self._flush()
         if step > self._sent.last(log):
@@ -93,7 +93,7 @@ class Follower:
             self._batch.clear()
 
     def _send_tables(self, *, is_over: bool) -> None:
-        """Send tables of steps after which every loop has ended another one: all ranks have written their samples then.
+        """Send tables of steps after which every loop has ended another: by then all ranks have written their samples.
 
         A loop that runs ahead says nothing about the samples of one that is behind it.
         """

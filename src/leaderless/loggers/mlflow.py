@@ -24,7 +24,7 @@ class MlflowLogger:
     """Sends a run to an MLflow server, or to the files or the database of `uri`."""
 
     def __init__(self, uri: str | None = None, experiment: str = "leaderless") -> None:
-        """Send nothing yet.
+        """Prepare to send.
 
         Args:
             uri: Address, such as `http://tracking:5000`; by default that of MLFLOW_TRACKING_URI.
@@ -56,7 +56,7 @@ class MlflowLogger:
         return False
 
     def write(self, numbers: Sequence[Numbers]) -> None:
-        """See `Logger`. Values that the server has, of an attempt whose answer was lost, are not sent again."""
+        """See `Logger`. Values that the server has from an attempt whose reply was lost are not sent again."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -105,7 +105,7 @@ def key_of(name: str) -> str:
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:
-    """Settings by dotted key, without those that have no value."""
+    """Settings by dotted key, without empty ones."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves(f"{path}.{key}" if path else str(key), inner)

@@ -1,6 +1,6 @@
 """The process of one logger: `python -m leaderless.loggers.process NAME`, with its job on standard input.
 
-It follows the folder of the run until the line `end` arrives, or until the run is gone, and then sends what is left.
+It follows the folder of the run until the line `end` arrives, or until the run is gone, and then sends the rest.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class LoggerProcess:
-    """Opens a logger, lets it follow a run, and tries again what fails."""
+    """Opens a logger, lets it follow a run, and retries failures."""
 
     def __init__(self, name: str, config: LoggerConfig, directory: RunDirectory, say: Callable[[str], None]) -> None:
-        """Nothing is sent yet; `say` shows a line to the user."""
+        """Prepare to send; `say` shows a line to the user."""
         self._name, self._config, self._directory, self._say = name, config, directory, say
         self._over = threading.Event()
         self._failures = 0
@@ -45,11 +45,11 @@ class LoggerProcess:
         self._logger: Logger | None = None
 
     def end(self) -> None:
-        """Note, from another thread, that the run has ended."""
+        """Record, from another thread, that the run has ended."""
         self._over.set()
 
     def run(self) -> None:
-        """Follow the run to its end; then send what is left, unless that fails again and again."""
+        """Follow the run to its end; then send the rest, unless that fails repeatedly."""
         while not self._over.is_set():
             self._attempt(is_over=False)
             self._over.wait(self._pause_s())
@@ -83,7 +83,7 @@ class LoggerProcess:
         self._logger, self._follower = logger, Follower(run, logger, sent, config.tables_every_steps)
 
     def _attempt(self, *, is_over: bool) -> bool:
-        """Send what is new, and report the first failure of each kind; return whether there was none."""
+        """Send new data, and report the first failure of each kind; return whether there was none."""
         try:
             self._step(is_over=is_over)
         except Exception as error:  # noqa: BLE001 - the border to a tracker, which may raise anything; it is reported

@@ -1,4 +1,4 @@
-"""What a logger does."""
+"""The interface of loggers."""
 
 from __future__ import annotations
 
@@ -59,27 +59,27 @@ class Table(NamedTuple):
 
 
 class Logger(Protocol):
-    """Sends what it is given to a tracker. All methods are called by one thread, in a process of their own.
+    """Sends data to a tracker. One thread of a separate process calls all methods.
 
     Its constructor takes the `options` of its entry in the recipe. A method that raises is called again later with the
-    same arguments, so an error costs nothing but time.
+    same arguments, so an error costs only time.
     """
 
     def open(self, run: LoggedRun, identity: str) -> str:
-        """Begin a run of the tracker, or continue the one that an earlier call has begun.
+        """Begin a run of the tracker, or continue the run of an earlier call.
 
         Args:
             run: Run that is logged.
-            identity: Identity that the call that began it has returned; empty at first.
+            identity: Identity returned by the call that began it; empty at first.
 
         Returns:
             Identity of the tracker's run, kept for the next start.
         """
 
     def rewind(self, log: str, step: int) -> bool:
-        """Forget the numbers of a log from a step on, which is done again; return whether the tracker can.
+        """Forget the numbers of a log from a repeated step on; return whether the tracker can.
 
-        Where it cannot, the steps that it has are not sent again.
+        If it cannot, its existing steps are not sent again.
         """
 
     def write(self, numbers: Sequence[Numbers]) -> None:
@@ -92,4 +92,4 @@ class Logger(Protocol):
         """Send a file of the run at its end: its report."""
 
     def close(self) -> None:
-        """Send what is left, and end the tracker's run."""
+        """Send the rest, and end the tracker's run."""

@@ -23,7 +23,7 @@ _METHODS = ("open", "rewind", "write", "write_table", "write_file", "close")
 
 
 def names_of(configs: Sequence[LoggerConfig]) -> list[str]:
-    """A name for each logger of a recipe, which files are named after: its type, and a number where that repeats."""
+    """A name for each logger of a recipe, used in file names: its type, with a number if the type repeats."""
     names: list[str] = []
     for config in configs:
         name = config.type.rpartition(":")[2].lower()
@@ -40,7 +40,7 @@ def find_logger(config: LoggerConfig, key: str) -> Callable[..., Logger]:
         key: Setting that holds it, for errors.
 
     Raises:
-        RecipeError: There is no such logger, its package is missing, or its constructor does not take the options.
+        RecipeError: There is no such logger, its package is missing, or its constructor refuses the options.
     """
     name = config.type
     if name not in BUILT_IN and not is_function_name(name):

@@ -15,14 +15,14 @@ from leaderless.config.loggers import LoggerConfig
 from leaderless.loggers.registry import names_of
 
 GRACE_S = 2.0
-"""Time of a logger, on top of its own, to notice that its time is over."""
+"""Time for a logger to notice that its own time is over."""
 
 
 @contextmanager
 def loggers_running(
     configs: Sequence[LoggerConfig], directory: Path, say: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Let loggers follow a run as long as the context lasts; one that hangs is ended. Nothing here raises.
+    """Let loggers follow a run while the context lasts; one that hangs is ended. Nothing here raises.
 
     Args:
         configs: Loggers of the recipe.
@@ -42,7 +42,7 @@ def loggers_running(
     def end() -> None:
         for _, _, process in running:
             with suppress(OSError):  # it has ended
-                # Said in words, as a process that was forked meanwhile may keep the pipe open.
+                # An explicit line, as a process forked in the meantime may keep the pipe open.
                 _stdin(process).write(b"end\n")
                 _stdin(process).close()
         began = time.monotonic()

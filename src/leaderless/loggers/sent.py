@@ -1,4 +1,4 @@
-"""What a logger has sent, written down so that a run that continues sends nothing twice."""
+"""The journal of a logger, which keeps a run that continues from sending anything twice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sent:
                 kind, *rest = json.loads(line)
                 self._take(kind, *rest)
             except (ValueError, TypeError):
-                continue  # a crash has cut it off
+                continue  # cut off by a crash
 
     def last(self, log: str) -> int:
         """The last step of a log that was sent; -1 if there is none."""
@@ -43,16 +43,16 @@ class Sent:
         return self._sums.get(log, {}).get(step) == zlib.crc32(line)
 
     def begin(self, identity: str) -> None:
-        """Write down the identity of the tracker's run."""
+        """Record the identity of the tracker's run."""
         if identity != self.identity:
             self._add([(IDENTITY, identity)])
 
     def add_numbers(self, log: str, lines: Iterable[tuple[int, bytes]]) -> None:
-        """Write down steps of a log, each with its line."""
+        """Record steps of a log, each with its line."""
         self._add([(NUMBERS, log, step, zlib.crc32(line)) for step, line in lines])
 
     def add_table(self, name: str, step: int) -> None:
-        """Write down a table."""
+        """Record a table."""
         self._add([(TABLE, name, step)])
 
     def _add(self, entries: Iterable[tuple[object, ...]]) -> None:
@@ -62,7 +62,7 @@ class Sent:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             if self._is_cut_off:
-                file.write("\n")  # else the next entry would be a part of the one that a crash has cut off
+                file.write("\n")  # else the next entry would join one cut off by a crash
                 self._is_cut_off = False
             file.write("".join(json.dumps(entry) + "\n" for entry in entries))
 

@@ -21,7 +21,7 @@ PREFIXES = {"step": "", "evaluation": "evaluation/"}
 
 
 def tables_of(directory: Path, kind: str, step: int) -> Iterator[Table]:
-    """The tables of a step, or of the evaluation after it, as far as the run has recorded something."""
+    """The tables of a step, or of the evaluation after it, as far as the run has recorded them."""
     for name, rows in (("samples", _samples(directory, kind, step)), ("episodes", _episodes(directory, kind, step))):
         found = list(rows)
         if found:
@@ -85,7 +85,7 @@ def _episodes(directory: Path, kind: str, step: int) -> Iterator[Mapping[str, Ce
 
 
 def _lines(path: Path) -> Sequence[Mapping[str, object]]:
-    """The lines of a file of episodes; none of one that is damaged, or that a run is about to remove."""
+    """The lines of a file of episodes; none if it is damaged, or about to be removed by a run."""
     try:
         return list(read_episode_file(path))
     except ValueError:

@@ -17,7 +17,7 @@ class TrackioLogger:
     """Writes a run to Trackio's store on this machine, where `trackio show` reads it, or to a server or a Space."""
 
     def __init__(self, project: str = "leaderless", space: str | None = None, server: str | None = None) -> None:
-        """Write nothing yet.
+        """Prepare to write.
 
         Args:
             project: Name of the project.
@@ -28,7 +28,7 @@ class TrackioLogger:
         self._run: trackio.Run | None = None
 
     def open(self, run: LoggedRun, identity: str) -> str:
-        """See `Logger`. Runs are found by name, so the name has an ending that no other run has."""
+        """See `Logger`. Runs are found by name, so the name gets a unique ending."""
         import trackio
 
         name = identity or f"{run.name}-{secrets.token_hex(3)}"

@@ -27,12 +27,12 @@ class WandbLogger:
         tags: Sequence[str] = (),
         mode: Literal["online", "offline"] = "online",
     ) -> None:
-        """Send nothing yet.
+        """Prepare to send.
 
         Args:
             project: Name of the project.
             entity: User or team; the user's own by default.
-            group: Name that runs share which belong together.
+            group: Name shared by runs that belong together.
             tags: Tags of the run.
             mode: `offline` writes to the folder of the run, for `wandb sync`.
         """

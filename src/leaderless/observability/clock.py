@@ -1,4 +1,4 @@
-"""Where the time of a rank goes: every second of its main thread belongs to one state. Imports no torch."""
+"""Accounts for the time of a rank: every second of its main thread belongs to one state. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ State = Literal[
     "log",
     "other",
 ]
-"""What a rank may be doing. What no code has named is `other`."""
+"""States of a rank. Time without a named state is `other`."""
 STATES: tuple[State, ...] = get_args(State)
 
 
@@ -41,12 +41,12 @@ class Clock:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """Begin now, with the thread that makes the clock."""
+        """Start now, with the thread that makes the clock."""
         self._now = now
         self.start()
 
     def start(self) -> None:
-        """Begin anew, with the thread that calls this; it must be in no state."""
+        """Restart with the calling thread, which must be in no state."""
         self.thread = get_ident()
         self._state: State = "other"
         self._seconds = dict.fromkeys(STATES, 0.0)
@@ -63,7 +63,7 @@ class Clock:
         return seconds
 
     def switch(self, state: State) -> State:
-        """Let time belong to another state from now on; returns the one before. Only the clock's thread may call it."""
+        """Switch to another state; returns the previous one. Only the clock's thread may call it."""
         now = self._now()
         before = self._state
         self._seconds[before] += now - self._since

@@ -1,4 +1,4 @@
-"""What the user sees in the terminal during a run."""
+"""The output of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 console = Console(emoji=False)
-"""Standard output, for what the user asked for. Names such as `:key:` are not taken for emoji."""
+"""Standard output, for requested results. Names such as `:key:` are not taken for emoji."""
 errors = Console(stderr=True, emoji=False)
-"""Standard error, for what the user should know as well."""
+"""Standard error, for further notices."""
 
 HEADLINES = (
     ("evaluation/mean@", "accuracy", "{:.3f}"),
@@ -118,7 +118,7 @@ class Display:
             yield report
 
     def start(self, num_steps: int, done: int) -> None:
-        """Begin to show the steps of a run, of which some may have been done by an earlier start."""
+        """Begin to show the steps of a run, some of which an earlier start may have done."""
         self._begin, self._done = time.monotonic(), done
         if not self.is_shown or not self.console.is_terminal:
             return
@@ -145,7 +145,7 @@ class Display:
             self._progress.update(self._task, activity=Text(f"{name}{share}", "dim"))
 
     def step(self, step: int, num_steps: int, numbers: Mapping[str, float], reward_error: str = "") -> None:
-        """Show the metrics of a step that is done.
+        """Show the metrics of a finished step.
 
         The first error of a reward in this run is shown next to the share of failed rewards.
         """
@@ -190,7 +190,7 @@ class Display:
         self.console.print(table)
 
     def _headlines(self) -> list[tuple[str, str, str]]:
-        """Those headlines that have been reported: name, label and format."""
+        """The reported headline metrics: name, label and format."""
         return [
             (name, label, layout)
             for beginning, label, layout in HEADLINES

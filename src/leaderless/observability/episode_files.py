@@ -18,8 +18,7 @@ from leaderless.observability.run_directory import RunDirectory
 Kind = Literal["step", "evaluation"]
 """Episodes of a training step, or of the evaluation after it."""
 What = Literal["asked", "played", "graded"]
-"""What episodes have asked of an engine that generates continuously; what is known after the rollout, or after the
-rewards."""
+"""Kinds of lines: requests to an engine with continuous generation, results of the rollout, and rewards."""
 _FOLDER = re.compile(r"(step|evaluation)-(\d+)")
 _FILE = re.compile(r"(asked|played|graded)\.rank-(\d+)\.jsonl\.gz")
 
@@ -35,16 +34,16 @@ class EpisodeFile(NamedTuple):
 
 
 class EpisodeJournal:
-    """Writes the episodes of a rank, next to what the rank does meanwhile."""
+    """Writes the episodes of a rank in the background."""
 
     def __init__(self, directory: RunDirectory, rank: int, kept_steps: int) -> None:
-        """Nothing is written yet; see `kept` for the steps whose files are kept, 0 for no journal at all."""
+        """Prepare to write; see `kept` for the steps whose files are kept, 0 for no journal."""
         self._directory, self._rank, self._kept_steps = directory, rank, kept_steps
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
 
     def write(self, kind: Kind, step: int, what: What, make: Callable[[], Iterable[str]]) -> None:
-        """Add lines to the rank's file of a step. What was given before is written first.
+        """Add lines to the rank's file of a step, after earlier lines.
 
         Args:
             kind: Whether the step trains or evaluates.
@@ -53,7 +52,7 @@ class EpisodeJournal:
             make: Function that makes the lines, called in the thread.
 
         Raises:
-            Exception: What was given before could not be made into lines.
+            Exception: Earlier lines could not be made.
         """
         if not self._kept_steps:
             return
@@ -72,13 +71,13 @@ class EpisodeJournal:
                 _remove(file.path.parent)
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Write the remaining lines."""
         self.flush()
         if self._thread is not None:
             self._thread.shutdown()
 
     def flush(self) -> None:
-        """Wait until what was given is in the files."""
+        """Wait until all lines are in the files."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
@@ -116,7 +115,7 @@ def kept(kind: Kind, steps: Iterable[int], num_newest: int, last: int) -> set[in
 
 
 def episode_files(folder: Path) -> list[EpisodeFile]:
-    """The files of a journal, by kind, step and rank; those of the rewards before those of what was played."""
+    """The files of a journal, by kind, step and rank; files of rewards come before those of episodes."""
     found: list[EpisodeFile] = []
     for kind, step, path in _folders(folder):
         for file in path.iterdir():
@@ -148,7 +147,7 @@ def _folders(folder: Path) -> Iterator[tuple[str, int, Path]]:
 
 
 def _append(path: Path, content: bytes) -> None:
-    """Add to a file all of some bytes, or nothing."""
+    """Append all bytes to a file, or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         end, left = file.tell(), memoryview(content)

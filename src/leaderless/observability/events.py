@@ -37,7 +37,7 @@ LOWER_BOUNDS = ("entropy_limit",)
 
 @dataclass(frozen=True)
 class GuardEvent:
-    """What one of the `GUARDS` saw in a step, and what the run does about it.
+    """A finding of one of the `GUARDS` in a step, and the run's response.
 
     The value may be NaN or infinite. The limit is None if the value only has to be finite. The role is empty for a node
     without one. Roll-backs are counted from the beginning of the run to this event.
@@ -53,7 +53,7 @@ class GuardEvent:
     num_roll_backs: int
 
     def __str__(self) -> str:
-        """What was seen, where, and what the run does now."""
+        """The finding, its place, and the run's response."""
         place = f"step {self.step}, node '{self.node}'" + (f" of role '{self.role}'" if self.role else "")
         if self.limit is None:
             seen = f"guards.{self.guard}: the value is {self.value}"
@@ -64,7 +64,7 @@ class GuardEvent:
 
     @property
     def remedy(self) -> str:
-        """What the user can do about it."""
+        """The remedy for the user."""
         return _REMEDIES[self.guard]
 
     def to_json(self) -> dict[str, Json]:
@@ -80,7 +80,7 @@ class GuardEvent:
 
 
 class GuardStop(RuntimeError):  # noqa: N818
-    """A guard has stopped the run. What has been saved stays."""
+    """A guard stopped the run. Saved files stay."""
 
 
 def strongest(actions: Iterable[GuardAction]) -> GuardAction | None:

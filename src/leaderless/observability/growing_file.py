@@ -1,4 +1,4 @@
-"""Reads the files of a run that grow, and gives each line once. Imports no torch."""
+"""Reads growing files of a run, and gives each line once. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK_BYTES = 4 << 20
 
 
 class Line(NamedTuple):
-    """A JSON object of a file, and the bytes that it was read from."""
+    """A JSON object of a file, and its bytes in the file."""
 
     record: dict[str, object]
     text: bytes
@@ -23,14 +23,14 @@ class GrowingFile:
     """A file of JSON objects, one a line, that a run appends to, and replaces where it continues from a checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        """Nothing is read yet; the file need not exist."""
+        """Prepare to read; the file need not exist."""
         self.path = path
         self._inode, self._offset = -1, 0
 
     def new_lines(self) -> Iterator[Line]:
-        """The objects that have been added; a line that is not complete, or is no object, is left out.
+        """The added objects; a line that is incomplete, or not an object, is left out.
 
-        Where the file was replaced, all of its lines come again. A line whose consumer raises comes again, too.
+        If the file was replaced, all of its lines come again. A line whose consumer raises comes again, too.
         """
         try:
             file = self.path.open("rb")

@@ -17,7 +17,7 @@ class LineFile:
     """A file that one process appends to, and any may read; each line is numbered, as by `step`."""
 
     def __init__(self, path: Path, number: str, may_fail: MayFail = nullcontext) -> None:
-        """Nothing is written yet. `number` names the integer of a line; writing happens in the context `may_fail`."""
+        """Prepare to write. `number` names the integer of a line; writing happens in the context `may_fail`."""
         self.path, self._number, self._may_fail = path, number, may_fail
         self._unwritten = ""
 
@@ -36,7 +36,7 @@ class LineFile:
             self._unwritten = ""
 
     def cut_after(self, last: int) -> None:
-        """Drop the lines with a higher number: what they are about is done again."""
+        """Drop the lines with a higher number: their steps are repeated."""
         if not self.path.exists():
             return
         kept = [record for record in read_lines(self.path, self._number) if int(str(record[self._number])) <= last]

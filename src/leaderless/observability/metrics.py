@@ -40,7 +40,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Largest:
-    """A value of which the largest over all ranks is reported.
+    """A value whose maximum over all ranks is reported.
 
     Attributes:
         value: Value of this rank.
@@ -55,7 +55,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Weights:
-    """A share of an effective sample size: how many equal weights some weights are worth, as a share of their number.
+    """A share of an effective sample size: the equivalent number of equal weights, as a share of the number of weights.
 
     Attributes:
         total: Sum of some weights.
@@ -79,7 +79,7 @@ class Weights:
 
 
 Share = Mean | Largest | Weights
-"""What a rank adds to a metric."""
+"""A rank's contribution to a metric."""
 
 
 def _detached(value: float | Tensor) -> float | Tensor:
@@ -99,7 +99,7 @@ class _Measure:
 
 @dataclass
 class Metrics:
-    """What one rank reports of a step. All ranks of a pool report the same names in the same order."""
+    """One rank's metrics of a step. All ranks of a pool report the same names in the same order."""
 
     _measures: dict[str, _Measure] = field(default_factory=dict)
     _name: Callable[[str], str] = field(default=str)
@@ -168,7 +168,7 @@ class Metrics:
         measure.square = measure.square + weights.square
 
     def add(self, shares: Mapping[str, Share]) -> None:
-        """Add what a function has returned for its caller to report, by name."""
+        """Add metrics returned by a function for its caller to report, by name."""
         for name, share in shares.items():
             match share:
                 case Mean():

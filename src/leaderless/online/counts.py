@@ -21,8 +21,8 @@ class Counts:
         without_feedback: Responses that were dropped because no feedback came.
         stale: Responses that were dropped because they were too old.
         interrupted: Responses that weights of several versions have sampled.
-        latencies_s: Seconds from request to reply, where all of it was sampled while the rank did nothing else.
-        latencies_training_s: The same for requests that came, or were under way, while the rank did something else.
+        latencies_s: Seconds from request to reply, where the rank did nothing but sample.
+        latencies_training_s: Seconds from request to reply, where the rank did something else meanwhile.
     """
 
     requests: int = 0

@@ -26,10 +26,10 @@ class Choice:
     """A response.
 
     Attributes:
-        trace: What was asked and answered.
+        trace: Messages of the request and the response.
         model_s: Seconds that the answer took.
         feedback: Word or number that a client has sent last; None before that.
-        reward: What that is worth.
+        reward: Reward that follows from the feedback; None before that.
     """
 
     trace: Trace
@@ -59,7 +59,7 @@ class Reply:
         arrived_s: Time at which the request came.
         given_s: Time at which the client was given the responses.
         choices: Those of them that have not been dropped, by their numbers.
-        dropped: Why others have been, by their numbers.
+        dropped: Reasons why others were dropped, by their numbers.
     """
 
     id: str
@@ -78,7 +78,7 @@ class Ledger:
     """Replies from when they are given until a step takes them. Several threads may use it at the same time.
 
     Attributes:
-        counts: What has happened since it was last reported.
+        counts: Numbers of events since the last report.
     """
 
     def __init__(self, config: OnlineConfig, group_size: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -23,8 +23,8 @@ class Order:
         prompt: Token ids.
         sample_id: Number that decides, with the seed, what is sampled.
         params: Distribution and limits.
-        answer: What its client waits for.
-        completion: What has been sampled, by weights of one version or several.
+        answer: Future for which the client waits.
+        completion: Tokens sampled so far, by weights of one version or several.
         is_dropped: Whether nobody wants it any more.
         images: Images of the prompt.
     """
@@ -43,10 +43,10 @@ class DeskPump:
 
     Attributes:
         is_serving: Whether an engine is at work.
-        num_leavings: How often engines have left.
-        known_tokens: Tokens that engines had read before, which are none: each response is a conversation of its own.
-        cached_tokens: Those that they still had.
-        busy_s: Seconds that engines have worked since `serve` was last called.
+        num_leavings: Number of times that an engine has left.
+        known_tokens: Tokens that engines had read before; always 0, since no conversation has a second response.
+        cached_tokens: Tokens that engines still had in their caches.
+        busy_s: Seconds of work of engines since the last call of `serve`.
     """
 
     def __init__(self) -> None:

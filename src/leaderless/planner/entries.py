@@ -22,7 +22,7 @@ class Load:
         layout: Ranks that load.
         columns: Columns of the prompts.
         is_continuous: Whether the loop generates continuously.
-        portions: How the ranks divide the prompts of a step, in proportion; empty where all have the same.
+        portions: Relative shares of the prompts of a step of each rank; empty if all are equal.
         in_turns: Whether the ranks take prompts in turns, instead of a part of the step each.
     """
 
@@ -147,7 +147,7 @@ class Windowed:
 
 @dataclass(frozen=True)
 class Push:
-    """Chain entry: put what this iteration has made into a channel, and go on while it is sent."""
+    """Chain entry: put what this iteration has made into a channel, and continue while it is sent."""
 
     channel: str
 

@@ -114,7 +114,7 @@ class BodyPolicy(BodyModel, ABC):
         Args:
             observed: Observations.
             noise: [n, noise_size] float64, at least 0 and below 1; None to choose what is likeliest.
-            temperature: Divides logits, or multiplies the spread.
+            temperature: Divisor of logits, or factor of the spread.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""One text for all ways of writing an answer, so that answers can be counted. Imports no torch."""
+"""Gives equal answers the same text, so that they can be counted. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TypeAlias
 import sympy
 
 Extracted: TypeAlias = sympy.Basic | sympy.MatrixBase | str
-"""An answer found in a text: parsed, or as it was written where it could not be parsed."""
+"""An answer found in a text: parsed, or as written if it cannot be parsed."""
 
 _NUM_DIGITS = 6
 """Numbers that agree to this many decimals count as equal, as they do for `math_verify.verify`."""
 _MAX_EXACT_DIGITS = 1000
 _UNBOUNDED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
-"""Formulas that may take forever to evaluate."""
+"""Formulas whose evaluation may never end."""
 _MAX_OPERATIONS = 100
 _MAX_EXPONENT = 8
 
@@ -31,7 +31,7 @@ def canonical(found: Sequence[Extracted]) -> str:
         try:
             return _text(answer)
         except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError):
-            pass  # the grade is known already, and must not depend on how a formula is written
+            pass  # the grade is already known, and must not depend on the form of a formula
     written = found[-1]
     return written.strip() if isinstance(written, str) else str(written)
 

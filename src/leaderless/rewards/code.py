@@ -70,7 +70,7 @@ class CodeReward:
         return RewardResult(share if self._options.score == "share" else float(share == 1))
 
     def _run_examples(self, program: str, examples: Sequence[tuple[str, str]], deadline: float) -> Sequence[bool]:
-        """Whether each example passed, as long as it matters and there is time."""
+        """Whether each example passed, while it matters and there is time."""
         passed: list[bool] = []
         with Script(self._sandbox, program, self._limits) as script:
             for given, expected in examples:
@@ -102,7 +102,7 @@ def _plain_lines(text: str) -> list[str]:
 
 
 def _parse_tests(answer: Json) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """What a row's answer column holds: either examples of input and output, or statements, each with its kind."""
+    """The content of a row's answer column: either examples of input and output, or statements, each with its kind."""
     tests = answer
     if isinstance(answer, str):
         try:
@@ -120,7 +120,7 @@ def _parse_tests(answer: Json) -> tuple[list[tuple[str, str]], list[tuple[str, s
 
 
 def _texts(value: Json) -> list[str]:
-    """The items of a list of texts; none where it is anything else."""
+    """The items of a list of texts; none for anything else."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return []
     texts = [item for item in value if isinstance(item, str)]

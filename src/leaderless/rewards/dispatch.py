@@ -1,4 +1,4 @@
-"""Reward processes grade chunks of responses and lose no outcome, whatever the rewards do. Imports no torch."""
+"""Grades chunks of responses in reward processes without losing outcomes, whatever the rewards do. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _CHUNKS_PER_PROCESS = 4
 """Enough that one process can take over chunks for which another has no time."""
 _MAX_FAILED_STARTS = 3
 _LEEWAY_S = SHARE_S + 0.25
-"""Seconds beyond the time limit of a response: others come before it, and its process reports by itself that it took
-too long."""
+"""Seconds beyond the time limit of a response: others come before it, and its process itself reports that it took too
+long."""
 _END_TIMEOUT_S = 10.0
 """Seconds that a killed process may take to disappear."""
 _NOTICE_S = 1.0
-"""Longest time between two looks at whether the processes are still there."""
+"""Longest time between two checks whether the processes are still alive."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Job:
     outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)
 
     def add(self, chunk: Chunk, *outcomes: Outcome) -> None:
-        """Keep outcomes of the first responses of a chunk."""
+        """Store outcomes of the first responses of a chunk."""
         for outcome in outcomes:
             self.outcomes[chunk.reward, chunk.indices.popleft()] = outcome
         self.num_left -= len(outcomes)
@@ -71,7 +71,7 @@ class _Job:
 
 
 class _Grader:
-    """A reward process as its worker sees it; a new one takes its place when it ends."""
+    """The worker's view of a reward process, which is replaced when it ends."""
 
     def __init__(self, config: RewardsConfig) -> None:
         self._config = config
@@ -98,15 +98,15 @@ class _Grader:
         return self.is_ready and self.chunk is None
 
     def has_ended(self) -> bool:
-        """Whether the process has ended, and all that it sent was received."""
+        """Whether the process has ended, and all its messages were received."""
         return self._is_closed or not (self._process.is_alive() or self.connection.poll())
 
     def is_late(self) -> bool:
-        """Whether the process takes longer than it may."""
+        """Whether the process exceeds its time."""
         return not self.is_idle and time.monotonic() > self.deadline and not self.connection.poll()
 
     def stop(self) -> str:
-        """End the process, whatever it is doing; how it ended: its exit code, or the name of a signal."""
+        """End the process, whatever it is doing; returns its exit code, or the name of a signal."""
         # A process that has closed its connection is about to end, with an exit code of its own.
         self._process.join(_NOTICE_S if self._is_closed else 0.0)
         self._process.kill()
@@ -115,7 +115,7 @@ class _Grader:
         return exit_in_words(self._process.exitcode or 0)
 
     def replace(self) -> tuple[str, list[Outcome], bool]:
-        """Begin again with a new process; how the old one ended, its outcomes, and whether it was grading a response.
+        """Start a new process; returns how the old one ended, its outcomes, and whether it was grading a response.
 
         Raises:
             RuntimeError: Several in a row ended before they could grade a response.

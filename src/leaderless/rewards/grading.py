@@ -16,7 +16,7 @@ MAX_ERROR_LENGTH = 500
 
 
 class Outcome(NamedTuple):
-    """What one reward found one response to be worth, as plain values that JSON can hold.
+    """The outcome of one reward for one response, as plain JSON values.
 
     Attributes:
         value: Finite number; 0 where there is an error.
@@ -91,5 +91,5 @@ def _place(error: BaseException) -> str:
 
 
 def _writable(text: str) -> str:
-    """Text that UTF-8 can hold, for it goes into files."""
+    """Text that UTF-8 can encode, as it is written to files."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

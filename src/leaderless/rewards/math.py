@@ -99,7 +99,7 @@ def _plain(text: str) -> str:
 
 
 def _parse_answer(text: str) -> tuple[Extracted, ...]:
-    """Parse a text that is nothing but an answer, or in which the answer is marked."""
+    """Parse a text that is only an answer, or in which the answer is marked."""
     text = _plain(text)
     if not text:
         return ()

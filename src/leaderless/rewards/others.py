@@ -12,19 +12,19 @@ AnyFunction = Callable[..., object]
 _TRL_MARK = "completions"
 _VERL_MARKS = {"solution_str", "ground_truth"}
 _NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL passes too, and a process that grades texts does not have."""
+"""Arguments that TRL also passes, but a process that grades texts does not have."""
 _ANY = (inspect.Parameter.VAR_KEYWORD,)
 
 
 def adapt(function: AnyFunction, key: str) -> Reward | None:
-    """The reward that a function of TRL or verl stands for; None if it is neither.
+    """The reward for a function of TRL or verl; None if it is neither.
 
     Args:
         function: Function of the user.
         key: Setting that names it, for errors.
 
     Raises:
-        RecipeError: It is one, but asks for something that there is not.
+        RecipeError: It is one, but takes an argument that is not available.
     """
     try:
         parameters = inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""A reward process: small, undisturbed, and gone when its worker is. Imports no torch."""
+"""A reward process: small, undisturbed, and ended with its worker. Imports no torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def serve(config: RewardsConfig, worker: Connection, outcomes: Connection) -> No
 
 
 def _settle_in() -> None:
-    """Let this process end together with its worker, and at once.
+    """End this process together with its worker, at once.
 
     Rewards print to standard error, line by line: standard output belongs to the worker.
     """

@@ -160,7 +160,7 @@ class Station:
         max_steps: Number of steps after which an episode is cut.
         max_chunk: Largest number of steps in one command.
         success_steps: Number of steps in a row for which the judge must see success.
-        instruction: What the policy is told to do; empty if it is told nothing.
+        instruction: Instruction for the policy; empty if there is none.
     """
 
     arm: Arm

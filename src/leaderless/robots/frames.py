@@ -39,7 +39,7 @@ class Frame:
     """A message.
 
     Attributes:
-        header: What is asked for, or answered.
+        header: Content of the request or the answer, without the arrays.
         arrays: Arrays by their names.
     """
 

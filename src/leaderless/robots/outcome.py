@@ -70,7 +70,7 @@ class Record:
     """The steps of a command so far.
 
     Args:
-        actions: What the policy asks for, finite, [chunk, axes].
+        actions: Actions that the policy wants, finite, [chunk, axes].
         num_idle: Number of periods without a command before it.
     """
 

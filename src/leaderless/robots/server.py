@@ -50,7 +50,7 @@ class Ledger:
         Args:
             number: Id of the command, one more than that of the command before.
             digest: Digest of its content.
-            begin: What begins it.
+            begin: Function that begins the command.
 
         Raises:
             Refused: The id is out of order, or the command before is still being executed.

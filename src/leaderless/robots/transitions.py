@@ -69,10 +69,10 @@ def transitions_of(before: Observations, actions: NDArray[np.float32], steps: St
     """The transitions of one `VectorEnvironment.step`; those of failed episodes are left out.
 
     Args:
-        before: What was seen before.
+        before: Observations before the step.
         actions: Actions of the policy, [n, chunk, dim].
-        steps: What the environment returned. If its infos have `actions` and `intervened`, as those of
-            `RobotEnvironment`, these tell what was done in place of what the policy wanted.
+        steps: Results from the environment. If its infos have `actions` and `intervened`, as those of
+            `RobotEnvironment` do, these are the executed actions, which may differ from the policy's.
     """
     taken = np.array(actions, np.float32)
     intervened = np.zeros(taken.shape[:2], bool)

@@ -30,7 +30,7 @@ class Description:
         arm: The arm.
         max_steps: Number of steps after which an episode is cut.
         max_chunk: Largest number of steps in one command.
-        instruction: What the policy is told to do.
+        instruction: Instruction for the policy.
     """
 
     arm: ArmSpec

@@ -62,7 +62,7 @@ class BodyEpisode:
         intervened: Steps of each decision in which a person acted, bool [chunk].
         is_terminated: Whether the environment ended it.
         is_success: Whether the task was done.
-        failure: Why it cannot be judged; None if it can.
+        failure: Reason why it cannot be judged; None if it can.
     """
 
     frames: list[NDArray[np.uint8]] = field(default_factory=list)

@@ -51,12 +51,12 @@ def check_probe(name: str, found: Tensor, probe: Probe, policy_version: int, tol
     """Compare an engine's log-probabilities of a probe with the trainer's.
 
     Args:
-        name: What computes, for the error.
+        name: Name of the engine, for the error.
         found: [tokens - 1] log-probabilities of the engine.
         probe: Text with the trainer's log-probabilities.
         policy_version: Version of the weights that the engine was given.
         tolerance: Largest mean difference that rounding explains.
-        remedy: What the user can do about it.
+        remedy: Advice to the user, for the error.
 
     Raises:
         RuntimeError: The difference is larger, or no number.

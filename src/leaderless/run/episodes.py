@@ -1,4 +1,4 @@
-"""The episodes of a run, from its journal: played again, or graded again."""
+"""The episodes of a run, from its journal, to replay or regrade."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from leaderless.workflow import load_recipe, resolve_workflow
 from leaderless.workflow.stages import spec_of
 
 Grade = Mapping[str, Json]
-"""A line about what a part of an episode was worth."""
+"""A line about the rewards of a part of an episode."""
 
 
 class Comparison(NamedTuple):
@@ -40,7 +40,7 @@ class Comparison(NamedTuple):
 
     @property
     def before(self) -> float | None:
-        """The reward in the run; None if it failed or is not known."""
+        """The reward in the run; None if it failed or is unknown."""
         return float(str(self.old["reward"])) if self.old is not None and self.old["is_valid"] else None
 
     @property
@@ -66,7 +66,7 @@ class RunEpisodes:
         """The journal of a run's folder, or the file of a rank and step in it.
 
         Raises:
-            RecipeError: There is none, or the run's recipe cannot be read or has no environment.
+            RecipeError: There is no journal, or the run's recipe cannot be read or has no environment.
         """
         folder = target if target.is_dir() else target.parent.parent.parent
         files = episode_files(folder / "episodes")
@@ -102,7 +102,7 @@ class RunEpisodes:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model that speaks."""
+        """The tokenizer of the model that plays."""
         nodes = resolve_workflow(self.recipe.workflow).nodes
         role = next((node.role for node in nodes if "generate" in spec_of(node).roles.values() and node.role), "policy")
         config = self.recipe.model_of(role)
@@ -111,11 +111,11 @@ class RunEpisodes:
         return load_tokenizer(config, role)
 
     def steps(self, kind: Kind) -> list[int]:
-        """The steps of which there are episodes."""
+        """The steps with episodes."""
         return sorted({file.step for file in self.files if file.kind == kind})
 
     def played(self, kind: Kind, step: int) -> list[Line]:
-        """The episodes of a step, by their numbers. Of an episode that several nodes played, it is the last line.
+        """The episodes of a step, by their numbers. If several nodes played an episode, its last line counts.
 
         Raises:
             ValueError: A file is damaged.
@@ -124,7 +124,7 @@ class RunEpisodes:
         return [lines[number] for number in sorted(lines)]
 
     def graded(self, kind: Kind, step: int) -> dict[tuple[int, int], Grade]:
-        """What the parts of a step's episodes were worth, by the numbers of episode and agent; errors as above."""
+        """The rewards of the parts of a step's episodes, by the numbers of episode and agent; errors as above."""
         lines = self._lines(kind, step, "graded")
         return {(int(str(line["id"])), int(str(line["actor"]))): line for line in lines}
 
@@ -184,7 +184,7 @@ class RunEpisodes:
 
 
 def _progress(line: Line) -> tuple[bool, int]:
-    """How far the episode of a line has come. Nobody continues a failed one, which may have failed early on."""
+    """How far the episode of a line has come. A failed episode, which may have failed early, is never continued."""
     return bool(line["cause"]), len(cast("list[Json]", line["nodes"]))
 
 

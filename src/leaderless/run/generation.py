@@ -1,4 +1,4 @@
-"""Responses of a run's model to prompts that a program gives."""
+"""Responses of a run's model to a program's prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures the seconds of a recipe's stages: some short runs, or what an earlier run has traced."""
+"""Measures the seconds of a recipe's stages, in short runs or from the trace of an earlier run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from leaderless.run.run import Run
 ACCELERATORS = ("nvidia[0-9]*", "davinci[0-9]*", "kfd")
 """Devices in `/dev` of machines that have accelerators."""
 NUM_STEPS = 4
-"""Steps of each run that measures; the first of them is not counted."""
+"""Steps of each measuring run; the first is not counted."""
 MAX_LENGTHS = 4096
 """Number of responses whose lengths are kept."""
 
 
 @dataclass
 class Spans:
-    """What the ranks of some runs have traced, apart from first steps, in which much happens once.
+    """Traces of the ranks of some runs, without first steps, in which much happens only once.
 
     Attributes:
         points: Work of the shards of each node, and how long it took.
@@ -39,7 +39,7 @@ class Spans:
         syncs: Seconds of each transfer of weights.
         overheads: Seconds of each step outside of its nodes.
         lengths: Tokens of responses.
-        waits: Seconds for which the episodes of the same responses have waited for their environments.
+        waits: Seconds that the episodes of the same responses waited for their environments.
     """
 
     points: dict[str, list[Point]] = field(default_factory=lambda: defaultdict(list))
@@ -50,7 +50,7 @@ class Spans:
     waits: list[float] = field(default_factory=list)
 
     def add(self, directory: RunDirectory, plan: Plan) -> None:
-        """Add what a run has traced."""
+        """Add the trace of a run."""
         spans: dict[tuple[str, int], list[_Span]] = defaultdict(list)
         for path in sorted(directory.traces.glob("rank-*.json")):
             for span in _spans_of(path):
@@ -59,7 +59,7 @@ class Spans:
         nodes = {node.name: node for node in plan.nodes}
         spent: dict[int, float] = defaultdict(float)
         for (name, step), found in sorted(spans.items()):
-            # Ranks that wait for each other end together: the last to come was there for the work alone.
+            # Ranks that wait for each other end together: the time of the last to arrive is work alone.
             least = min(span.point.seconds for span in found)
             if name.startswith("weights("):
                 self.syncs.append(least)
@@ -135,7 +135,7 @@ def measure(recipe: Recipe, source: Path, overrides: Sequence[str], workers: int
 
 
 def _ways(recipe: Recipe, prompts: int, workers: int) -> list[tuple[str, dict[str, Setting]]]:
-    """Names and settings of the runs that measure."""
+    """Names and settings of the measuring runs."""
     ways: list[tuple[str, dict[str, Setting]]] = [
         ("small", {"batch.prompts_per_step": max(workers, prompts // 2)}),
         ("large", {"batch.prompts_per_step": 2 * prompts}),
@@ -159,7 +159,7 @@ def _ways(recipe: Recipe, prompts: int, workers: int) -> list[tuple[str, dict[st
 
 
 def profile_of(spans: Spans, recipe: Recipe, workers: int) -> Profile:
-    """The laws that explain what was traced.
+    """The laws that explain the traces.
 
     Raises:
         RecipeError: There is nothing to explain.
@@ -191,7 +191,7 @@ def has_accelerator() -> bool:
 
 
 def this_machine(workers: int) -> MachineIdentity:
-    """What this machine is, and the memory of each of its workers."""
+    """The type of this machine, and the memory of each of its workers."""
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
     processor = models[0] if models else os.uname().machine
@@ -205,7 +205,7 @@ def this_machine(workers: int) -> MachineIdentity:
 
 
 def check_machine(profile: Profile) -> None:
-    """Refuse a profile of other machines than this one.
+    """Refuse a profile of machines that differ from this one.
 
     Raises:
         RecipeError: The processor, or the accelerator, is another one.

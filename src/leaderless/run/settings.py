@@ -1,4 +1,4 @@
-"""Makes a recipe of what a Python program gives: functions become names, datasets and models become files."""
+"""Makes a recipe from the objects of a Python program: functions become names, datasets and models become files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAIN = "__main__"
-"""Module of what a script or notebook defines; other processes cannot import it."""
+"""Module of a script or notebook, which other processes cannot import."""
 _FOLDER = ".inputs"
 """Folder under `run.directory`."""
 _Leaf = tuple[tuple[str, ...], Setting]

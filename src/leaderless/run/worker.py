@@ -98,7 +98,7 @@ def _work(job: Job, place: Place) -> None:
 
 
 def main() -> None:
-    """Do the job that the command line names."""
+    """Run the job that the command line names."""
     path = Path(sys.argv[1])
     follow_launcher(path.parent)
     place = Place.from_environment()

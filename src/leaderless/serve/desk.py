@@ -45,8 +45,8 @@ class Desk(Asking):
     """Talks to clients in a thread of its own, from the start of a worker to its end.
 
     Attributes:
-        pump: Brings what they ask to the engine.
-        ledger: What they were given, and what they have said about it.
+        pump: Queue through which requests reach the engine.
+        ledger: Responses to clients, and their feedback.
         params: Distribution from which the policy samples, and the limits of a response.
         group_size: Most responses to a request.
     """

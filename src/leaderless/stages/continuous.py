@@ -41,9 +41,9 @@ class Events:
 
     Attributes:
         steps: Steps that the engine has taken.
-        happened: What has happened in this line of the journal: the steps before, the kind, and what it is about.
-        facts: What else has to be known of some of these, to do it again without those who wanted it, in order.
-        expected: The same of the line that is followed; None without one.
+        happened: Events in this line of the journal, each with the steps before it, its kind and its subject.
+        facts: Further facts about some of the events, in order, which replay needs.
+        expected: Events in the line that is followed; None without one.
     """
 
     steps: int = 0
@@ -100,7 +100,7 @@ class ResponseField:
     """Responses to prompts of several iterations, each sampled on its own.
 
     Attributes:
-        tally: What has been generated since it was last set.
+        tally: Numbers of responses and tokens since it was last set.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ResponseField:
             engine: View of an engine that is awake and has weights.
             recipe: The recipe, as seen by the role that samples.
             distributions: Distribution of each response to a prompt.
-            events: What happens between the steps of the engine, which are counted there.
+            events: Record of events between the steps of the engine, which it counts.
         """
         self._engine, self._recipe, self._distributions, self._events = engine, recipe, distributions, events
         self._groups: dict[int, _Group] = {}

@@ -111,7 +111,7 @@ class EpisodeField:
     """Episodes of tasks of several iterations; see `ResponseField`.
 
     Attributes:
-        tally: What has been generated since it was last set.
+        tally: Numbers of responses and tokens since it was last set.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class EpisodeField:
             play: Episodes of each task.
             tokenizer: Tokenizer of the policy.
             role: Role that samples; None if it plays all agents.
-            events: What happens between the steps of the engine, which are counted there.
+            events: Record of events between the steps of the engine, which it counts.
             clock: Clock of the rank.
             data: Dataset of all tasks; None for those of training.
         """

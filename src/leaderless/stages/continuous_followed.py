@@ -87,7 +87,7 @@ class FollowedField:
     """See `EpisodeField`. What episodes want comes from the journal, and so does what was played.
 
     Attributes:
-        tally: What has been generated since it was last set.
+        tally: Numbers of responses and tokens since it was last set.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class FollowedField:
             play: Episodes of each task.
             tokenizer: Tokenizer of the policy.
             role: Role that samples; None if it plays all agents.
-            events: What happens between the steps of the engine, and what has to happen.
+            events: Record of events between the steps of the engine, and the events that must follow.
             past: Episodes of the run that is followed.
             data: Dataset of all tasks; None for those of training.
         """

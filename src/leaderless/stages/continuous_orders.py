@@ -34,7 +34,7 @@ class Wish:
         params: Distribution and limits.
         known_tokens: Tokens at the beginning of the prompt that were read or sampled before in the conversation.
         give: Function that gets the response.
-        completion: What has been sampled.
+        completion: Tokens sampled so far.
     """
 
     request: Request
@@ -48,7 +48,7 @@ class Orders:
     """Responses that are under way in an engine.
 
     Attributes:
-        work: What the engine has done since the last share.
+        work: Work of the engine since the last share.
     """
 
     def __init__(self, engine: SharedEngine, events: Events, distributions: Sequence[SamplingConfig]) -> None:
@@ -56,7 +56,7 @@ class Orders:
 
         Args:
             engine: View of an engine that is awake and has weights.
-            events: What happens between the steps of the engine, which are counted there.
+            events: Record of events between the steps of the engine, which it counts.
             distributions: Distributions from which the policy samples.
         """
         self._engine, self._events, self._distributions = engine, events, distributions

@@ -26,7 +26,7 @@ class Earlier:
 
     Attributes:
         seat: Place that it belongs to.
-        history: What they have said, in the order of the turns.
+        history: Messages of the other agents, in the order of the turns.
         failure: Cause and error, if it has failed.
     """
 

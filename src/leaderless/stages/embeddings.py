@@ -44,7 +44,7 @@ def film_of(pixels: Tensor, spaces: Spaces, num_frames: int) -> Tensor | None:
 
     Args:
         pixels: [t, bytes] uint8, of all cameras.
-        spaces: What the environment shows.
+        spaces: Observations and actions of the environment.
         num_frames: Number of frames, spread evenly; short episodes repeat some.
     """
     if not len(pixels):

@@ -65,7 +65,7 @@ class Played:
     """Episodes of some tasks, those of a task next to each other.
 
     Attributes:
-        play: What was to be played.
+        play: Episodes that were to be played.
         tasks: The tasks.
         episodes: The episodes.
         seats: Place that each episode belongs to.
@@ -271,7 +271,7 @@ class _Row:
         sample: Tokens; None if the episode has failed.
         reward: Sum of the agent's rewards in the episode.
         is_cut: Whether the episode or the sample ended at a limit.
-        failure: Why the episode has failed; None if it has not.
+        failure: Reason why the episode has failed; None if it has not.
     """
 
     sibling: int

@@ -27,7 +27,7 @@ class Part:
         is_sampled: Whether it counts in metrics; a greedy episode is only a baseline.
         asked: Input of the rewards; None if the episode has failed.
         value: Sum of the environment's rewards.
-        failure: Why the episode has failed; None if it has not.
+        failure: Reason why the episode has failed; None if it has not.
     """
 
     number: int

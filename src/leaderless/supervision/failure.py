@@ -1,4 +1,4 @@
-"""Writes down why a worker failed, where the launcher finds it: people should read the first cause, not its echoes."""
+"""Writes for the launcher why a worker failed: people should see the first cause, not its consequences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Kind = Literal[
     "recipe", "storage", "out_of_memory", "guard", "lost_peers", "killed", "interrupt", "stall", "outside", "error"
 ]
 FINAL: frozenset[Kind] = frozenset({"recipe", "guard", "interrupt"})
-"""Failures that another start would only repeat, or that somebody asked for."""
+"""Failures that another start would only repeat, or that the user asked for."""
 _FRAME = re.compile(r'  File ".*", line \d+')
 _WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -49,12 +49,12 @@ class Failure:
         rank: Rank that failed.
         kind: `recipe`: the user has to correct it; `storage`: a file could not be written; `out_of_memory`: memory has
             run out, and the next start may do with less; `guard`: numbers have gone bad, and would again; `lost_peers`:
-            it waited in vain for others, whose failure is the cause; `killed`: a signal ended the process;
-            `interrupt`: Ctrl-C; `stall`: nothing moved any more, because of this rank; `outside`: an error of the
-            system, the network or a device, which may pass; `error`: any other exception, which would come up again.
+            it waited in vain for other ranks, whose failure is the cause; `killed`: a signal ended the process;
+            `interrupt`: Ctrl-C; `stall`: no rank made progress, because of this rank; `outside`: an error of the
+            system, the network or a device, which may pass; `error`: any other exception, which would occur again.
         message: Text for people.
         trace: Traceback; empty where there is none.
-        time_ns: Time of the failure; when one rank fails, the others lose it and fail soon after.
+        time_ns: Time of the failure; when one rank fails, its peers fail soon after.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class Failure:
         return next((line for line in reversed(self.trace.splitlines()) if _FRAME.match(line)), self.message)
 
     def write(self) -> bool:
-        """Write it for the launcher; whether there is one."""
+        """Write it for the launcher; returns whether there is one."""
         folder = os.environ.get(FOLDER_VARIABLE)
         if folder is not None:
             write_atomically(Path(folder) / f"rank-{self.rank}.json", json.dumps(asdict(self)))
@@ -93,7 +93,7 @@ class WorkersFailed(RuntimeError):  # noqa: N818
 
 @contextmanager
 def reported_failures(rank: int) -> Iterator[None]:
-    """Write down an error that ends this worker and raise SystemExit; without a launcher, let the error pass."""
+    """Record an error that ends this worker and raise SystemExit; without a launcher, let the error pass."""
     try:
         yield
     except BaseException as error:
@@ -122,7 +122,7 @@ def _place_file(folder: str, rank: int) -> int:
 
 
 def read_place(folder: Path, rank: int) -> tuple[int, str] | None:
-    """Step and name of what a rank did last, from the folder of its start; None when it has not begun."""
+    """Last step of a rank and the name of its last work, from the folder of its start; None if it has not begun."""
     file = folder / f"place-{rank}"
     step, _, doing = file.read_text(encoding="utf-8").partition("\n") if file.exists() else ("", "", "")
     return (int(step), doing.strip()) if step else None
@@ -137,7 +137,7 @@ def _kind(error: BaseException) -> Kind:
         return "guard"
     if is_out_of_memory(error):
         return "out_of_memory"
-    # What waits inside torch, as its sharding does, raises errors of the backend; gloo has no type of its own for them.
+    # Waits inside torch, as in its sharding, raise errors of the backend; gloo has no separate type for them.
     is_backend = type(error).__name__.startswith("Dist") or "/gloo/transport/" in str(error)
     if isinstance(error, CollectiveError) or (isinstance(error, RuntimeError) and is_backend):
         return "lost_peers"
@@ -161,7 +161,7 @@ def _message(error: BaseException) -> str:
 
 
 def _own_trace(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the machinery that called the command."""
+    """A traceback without the frames that called the command."""
     own = trace
     while own is not None:
         module = own.tb_frame.f_globals.get("__name__", "")

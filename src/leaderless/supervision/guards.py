@@ -1,4 +1,4 @@
-"""Decides what a run does when its guards report something, the same on all ranks."""
+"""Decides how a run responds to its guards' reports, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from leaderless.worker.agreement import StepEnd
 from leaderless.workflow.metrics import tagged
 
 FAILED_BODIES = "body/failed"
-"""Share of the episodes of bodies that failed."""
+"""Share of failed episodes of bodies."""
 
 
 @dataclass(frozen=True)
 class RollBack:
-    """A return to a checkpoint; the data do not return, so that the same prompts do not lead to it again.
+    """A return to a checkpoint. The data position does not return, so that the same prompts do not cause it again.
 
     Attributes:
         from_step: Step that went wrong.
         to_step: Step of the checkpoint.
-        data_position: Number of prompts that were taken from the data; training continues behind them.
+        data_position: Number of prompts taken from the data; training continues after them.
     """
 
     from_step: int
@@ -44,7 +44,7 @@ def plays(node: PlannedNode) -> bool:
 class Guards:
     """Records what guards report, and decides whether the run continues, rolls back or stops.
 
-    `roll_backs.json` in the run's folder lists the roll-backs so far: it outlives both a roll-back and a kill.
+    `roll_backs.json` in the run's folder lists the roll-backs so far: it survives both a roll-back and a kill.
     """
 
     def __init__(self, config: GuardsConfig, directory: RunDirectory, display: Display, *, is_first: bool) -> None:
@@ -61,9 +61,9 @@ class Guards:
         return len(self._roll_backs)
 
     def judge_rewards(self, step: int, numbers: Mapping[str, float], nodes: Iterable[PlannedNode]) -> list[GuardEvent]:
-        """Report too many failed rewards, given the metrics of all ranks of a pool and the nodes that run on these.
+        """Report too many failed rewards, given the metrics of all ranks of a pool and the nodes that run on them.
 
-        Where no node computes rewards, as in SAC, they are episodes of bodies that failed.
+        Where no node computes rewards, as in SAC, failed episodes of bodies count.
         """
         limit, action = self._config.reward_failures_limit, self._config.reward_failures_action
         events: list[GuardEvent] = []
@@ -77,7 +77,7 @@ class Guards:
         return events
 
     def must_roll_back(self, step: int, end: StepEnd, newest: Callable[[], Path | None]) -> bool:
-        """Record what guards have reported of a step, and decide whether the run rolls back.
+        """Record the guards' reports on a step, and decide whether the run rolls back.
 
         All ranks call it together, and `newest` finds the same checkpoint on all of them.
 
@@ -108,19 +108,19 @@ class Guards:
         return True
 
     def resumed(self, step: int) -> RollBack | None:
-        """Note that the run resumes from the checkpoint of a step.
+        """Record that the run resumes from the checkpoint of a step.
 
         Returns:
-            The last roll-back to this very checkpoint; None when the run continues with the checkpoint's own data.
+            The last roll-back to this checkpoint; None when the run continues at the checkpoint's own data position.
         """
         kept = [one for one in self._roll_backs if one.to_step <= step]
-        if len(kept) < len(self._roll_backs):  # those belong to steps that are about to be done again
+        if len(kept) < len(self._roll_backs):  # the rest belong to steps that will be repeated
             self._roll_backs = kept
             self._write()
         return kept[-1] if kept and kept[-1].to_step == step else None
 
     def _first_error(self, event: GuardEvent) -> str:
-        """The first error of a reward or an episode in this run, for an event that is about these."""
+        """The first error of a reward or an episode in this run, for an event about failed rewards."""
         error = self._directory.first_reward_error() if event.guard == "reward_failures_limit" else ""
         return f" (the first was {error})" if error else ""
 

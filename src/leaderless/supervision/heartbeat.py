@@ -1,4 +1,4 @@
-"""A thread in each worker that notices when no rank moves any more, writes where all are, and names the culprit."""
+"""A thread in each worker that notices when no rank makes progress, writes all stacks, and names the culprit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.supervision.failure import Failure
 
 TICKS_PER_TIMEOUT = 30
-"""Looks of the thread per timeout; so few that a thousand ranks are no load for the store that they meet at."""
+"""Checks of the thread per timeout; few enough that a thousand ranks do not load the rendezvous store."""
 ANSWER_S = 3.0
 """Time to answer a roll call, in addition to two ticks."""
 LAST_WORDS_S = 1.0
-"""Time for others to write their reports, before the first process ends and takes them along."""
+"""Time for other ranks to write their reports before the first process ends, which ends them too."""
 POLL_S = 0.1
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGE = str(Path(__file__).parents[1])
@@ -40,8 +40,8 @@ class Status:
     """The answer of one rank.
 
     Attributes:
-        place: Index in the plan's schedule of the entry that it is doing.
-        waiting_for: Exchange in which it waits for others; empty when it does not wait.
+        place: Index of its current entry in the plan's schedule.
+        waiting_for: Exchange in which it waits for other ranks; empty when it does not wait.
         function: Innermost function that belongs neither to Python, nor to a library, nor to this package.
     """
 
@@ -63,7 +63,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Stall:
-    """No rank moves any more, because all wait for `rank`; `cause` is what that one was doing."""
+    """No rank makes progress, because all wait for `rank`; `cause` describes what it was doing."""
 
     rank: int
     cause: str
@@ -71,7 +71,7 @@ class Stall:
 
 
 def find_culprit(statuses: Sequence[Status], silent: Sequence[int]) -> Stall:
-    """Find the rank that others wait for: one that is silent, else one that does not wait, else the furthest behind."""
+    """Find the rank that all wait for: a silent one, else one that does not wait, else the furthest behind."""
     if silent:
         cause = f"rank {silent[0]} does not answer: it is gone, or native code keeps its interpreter from running"
         return Stall(silent[0], cause, max(status.step for status in statuses))
@@ -80,10 +80,10 @@ def find_culprit(statuses: Sequence[Status], silent: Sequence[int]) -> Stall:
 
 
 class Watchdog:
-    """Watches over the activity of all ranks, each in its own process.
+    """Watches the activity of all ranks, each in its own process.
 
-    A rank that has not moved for too long calls the roll in the rendezvous store, and all answer when they last moved.
-    It is a stall only if none has moved in time: a rank may well wait long for one that is busy.
+    A rank without progress for too long calls the roll in the rendezvous store; all answer with the time of their last
+    progress. It is a stall only if no rank made progress in time: a rank may wait long for a busy one.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Watchdog:
         stacks: Path,
         on_stall: Callable[[Stall, bool], None],
     ) -> None:
-        """Nothing is watched yet. The main thread makes this object, and the activity is its own.
+        """Prepare to watch. The main thread makes this object; `activity` is that thread's.
 
         When no rank has moved for `timeout_s`, each one that answers writes its stacks to the file `stacks`, and calls
         `on_stall` in its watching thread with whether this rank reports for all. The call need not return.
@@ -124,7 +124,7 @@ class Watchdog:
         self._file.close()
         if not self._path.stat().st_size:
             self._path.unlink()
-            with suppress(OSError):  # others may still write there
+            with suppress(OSError):  # other ranks may still write there
                 self._path.parent.rmdir()
 
     def status(self) -> Status:
@@ -143,7 +143,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._tick_s):
-            # While native code holds the interpreter, this thread cannot run either; a timer of the system still does.
+            # While native code holds the interpreter, this thread cannot run either; a system timer can.
             faulthandler.dump_traceback_later(self._timeout_s, file=self._file)
             try:
                 self._look()
@@ -151,7 +151,7 @@ class Watchdog:
                 return  # the store is gone with the rank that held it, and so is the run
 
     def _look(self) -> None:
-        """Call the roll where this rank has not moved for too long, and answer that of another."""
+        """Call the roll if this rank made no progress for too long, and answer the roll call of another rank."""
         call, now = f"stall/{self._num_calls}", time.monotonic()
         is_idle = self.status().idle_s >= self._timeout_s and now >= self._not_before
         if not is_idle and not self._store.check([f"{call}/called"]):
@@ -172,7 +172,7 @@ class Watchdog:
             self._on_stall(Stall(**verdict["stall"]), is_caller)
 
     def _judge(self, call: str) -> str:
-        """Decide which rank is to blame if none moves, else how long to wait before the next call; as JSON."""
+        """Name the rank to blame if none makes progress, else the wait before the next call; as JSON."""
         keys = {rank: f"{call}/{rank}" for rank in self._transport.world.ranks}
         self._have_come(list(keys.values()))
         answers = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
@@ -184,7 +184,7 @@ class Watchdog:
         return json.dumps({"wait_s": self._timeout_s, "stall": asdict(stall)})
 
     def _have_come(self, keys: list[str]) -> bool:
-        """Wait until keys are in the store; whether they came in time."""
+        """Wait until keys are in the store; returns whether they came in time."""
         end = time.monotonic() + 2 * self._tick_s + ANSWER_S
         while not self._store.check(keys):
             if time.monotonic() > end:
@@ -194,19 +194,19 @@ class Watchdog:
 
 
 def end_stalled(stall: Stall, is_reporter: bool, *, directory: RunDirectory, rank: int) -> None:
-    """End a process that waits in vain; the launcher starts all of them anew. One rank reports it for all."""
+    """End a process that waits in vain; the launcher restarts all of them. One rank reports it for all."""
     message = f"{stall.cause}; the stacks of all ranks are in {directory.errors}"
     if is_reporter:
         directory.append_event("stall", {"rank": stall.rank, "cause": stall.cause, "step": stall.step})
     failure = Failure(stall.rank, "stall", message) if is_reporter else Failure(rank, "lost_peers", message)
     if not failure.write() and is_reporter:
-        print(f"error {message}", file=sys.stderr, flush=True)  # noqa: T201 - nobody else will say it
+        print(f"error {message}", file=sys.stderr, flush=True)  # noqa: T201 - nothing else reports it
     time.sleep(LAST_WORDS_S)
     os._exit(1)
 
 
 def _users_name(frame: FrameType) -> str:
-    """The function of a frame if a user has written it."""
+    """The function of a frame, if it is the user's code."""
     code = frame.f_code
     is_own = code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<"))
     return "" if is_own or code.co_name == "<module>" else f"{frame.f_globals.get('__name__', '')}:{code.co_qualname}"

@@ -1,4 +1,4 @@
-"""Ends processes that a reward or an environment has started and not ended. Imports no torch."""
+"""Ends processes that a reward or an environment started and did not end. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from contextlib import contextmanager, suppress
 import psutil
 
 LAST_S = 1.0
-"""Time for processes that workers have left behind to end by themselves."""
+"""Time for processes left behind by workers to end by themselves."""
 END_S = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 _HELPER = "multiprocessing.resource_tracker"
-"""Python's own helper, which removes shared memory when those who used it are gone."""
+"""Python's own helper, which removes shared memory after its users have ended."""
 
 
 @contextmanager
 def leftovers_ended() -> Iterator[Callable[[], None]]:
-    """End what a worker or one of its helpers leaves behind; processes that are there already are left alone.
+    """End processes that a worker or one of its helpers leaves behind; processes that exist already are left alone.
 
-    This process becomes the parent of all whose own parent ends without them. Yields a function that ends those that
-    there are so far.
+    This process becomes the parent of processes whose own parent ends first. Yields a function that ends all leftovers
+    so far.
     """
     _adopt(1)
     before = set(psutil.Process().children(recursive=True))

@@ -1,4 +1,4 @@
-"""A thread in each worker that writes what its rank is doing to the run's folder, and looks whether it shall stop."""
+"""A thread in each worker that writes its rank's activity to the run's folder, and checks for requests to stop."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ RANKS_PER_S = 64
 
 
 class Presence:
-    """Writes `live/rank-N.json` every few seconds, as long as the rank is there; pages read it.
+    """Writes `live/rank-N.json` every few seconds while the rank runs; pages read it.
 
-    The run depends on nobody reading it, and on no file that could not be written.
+    The run does not depend on a reader, nor on whether the file can be written.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Presence:
         device_use: Callable[[], DeviceUse | None],
         on_stop: Callable[[], None],
     ) -> None:
-        """Nothing is written yet.
+        """Prepare to write.
 
         Args:
             directory: Folder of the run.
             place: Rank and number of ranks.
             activity: Activity of the main thread.
-            every_s: Seconds between two looks; 0 for none. With many ranks they are longer.
+            every_s: Seconds between two writes; 0 for none. With many ranks the interval is longer.
             device_use: Function that measures the use of the accelerator; None without one.
-            on_stop: Function to call, once, when the file `stop` is there.
+            on_stop: Function to call, once, when the file `stop` exists.
         """
         self._directory, (self._rank, self._world_size) = directory, place
         self._activity, self._device_use, self._on_stop = activity, device_use, on_stop
@@ -73,7 +73,7 @@ class Presence:
     def _run(self) -> None:
         has_stopped = False
         while not self._ended.is_set():
-            # A full disk or a slow share is no reason for a run to fail, nor to miss that it shall stop.
+            # A full disk or a slow share is no reason for a run to fail, nor to miss a request to stop.
             with suppress(OSError):
                 write_atomically(self._path, json.dumps(self.status()))
             with suppress(OSError):
@@ -83,7 +83,7 @@ class Presence:
             self._ended.wait(self._every_s)
 
     def status(self) -> Mapping[str, Json]:
-        """What the rank is doing, and what it uses."""
+        """The rank's activity, and the resources it uses."""
         seen, use = self._activity, self._device_use()
         return {
             "rank": self._rank,

@@ -20,20 +20,20 @@ from typing import Literal, Self
 from leaderless.supervision.failure import FAILED, FOLDER_VARIABLE, STEPS_BEGUN, leave_mark
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that ask to stop; Slurm sends the last two before the end of a job, where it is asked to."""
+"""Signals that ask to stop; Slurm sends the last two before the end of a job, if configured to."""
 LAUNCHER_VARIABLE = "LEADERLESS_LAUNCHER"
 """Process id of the launcher."""
 INTERRUPT_GRACE_S = 3.0
-"""After a second Ctrl-C, time to end in an orderly way before the process just ends."""
+"""After a second Ctrl-C, time for an orderly end before the process is ended."""
 FAILED_GRACE_S = 3.0
-"""Time for a rank to end, and to report why, after its launcher has ended it because others failed."""
+"""Time for a rank to end and to report why, after its launcher ended it because other ranks failed."""
 ONE_PRESS_S = 0.3
 """Signals this close to each other count as one: some tools send them to a process and to its process group."""
 _PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(Exception):  # noqa: N818
-    """A command was stopped by a signal before it was done."""
+    """A signal stopped a command before it was done."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -41,14 +41,14 @@ class Interrupted(Exception):  # noqa: N818
 
 
 class Presses:
-    """Tells the first signal that asks to stop from a second one, which insists."""
+    """Distinguishes the first signal that asks to stop from a second, which insists."""
 
     def __init__(self) -> None:
         self.first: int | None = None
         self._time_s = 0.0
 
     def add(self, number: int) -> Literal["first", "same", "second"]:
-        """Count a signal; one that comes too soon after the first is the same."""
+        """Count a signal; one that comes too soon after the first counts as the same."""
         if self.first is None:
             self.first, self._time_s = number, time.monotonic()
             return "first"
@@ -58,18 +58,18 @@ class Presses:
 class StopRequest:
     """Receives the signals that ask this rank to stop; the ranks agree at the end of each step.
 
-    Python runs a handler between two of its own instructions, and a wait for a peer that is gone may never get there.
-    So a thread receives the signals as well, and ends a process that does not end by itself.
+    Python runs a handler only between two of its own instructions, which a wait for a lost peer may never reach. So a
+    thread also receives the signals, and ends a process that does not end by itself.
     """
 
     def __init__(
         self, grace_s: float, announce: Callable[[], None], abandon: Callable[[], None], *, is_guest: bool = False
     ) -> None:
-        """Nothing is taken over yet.
+        """Prepare to take over the signals.
 
         Args:
             grace_s: Time to finish the step and to write a checkpoint.
-            announce: Function that explains to the person who pressed Ctrl-C what happens now.
+            announce: Function that explains the next steps to the person who pressed Ctrl-C.
             abandon: Function that reports, in another thread, that the step was not finished in time; then the process
                 ends.
             is_guest: Whether the process belongs to a program that continues after the run: only Ctrl-C asks the run to
@@ -97,7 +97,7 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Give them back; a process that ends because of an error still has to end in time."""
+        """Restore the handlers; a process that ends because of an error still has to end in time."""
         self._restore.close()
         for timer in self._timers:
             if error is None or timer.function == self._give_up:
@@ -109,7 +109,7 @@ class StopRequest:
         return self._presses.first
 
     def ask(self) -> None:
-        """Ask to stop as a first SIGTERM does, from another thread."""
+        """Ask to stop from another thread, as a first SIGTERM does."""
         if self._presses.add(signal.SIGTERM) == "first":
             self._announce()
             if not self._is_guest:
@@ -148,7 +148,7 @@ class StopRequest:
 def follow_launcher(folder: Path) -> None:
     """Let a worker that has nothing to save yet end at once on Ctrl-C, and stop when its launcher is killed.
 
-    A launcher that was killed has not removed its folder, so the worker does.
+    A killed launcher has not removed its folder, so the worker does.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, lambda number, _: sys.exit(128 + number))
@@ -164,5 +164,5 @@ def _is_launcher_gone() -> bool:
 
 
 def _have_others_failed() -> bool:
-    """Whether SIGTERM comes from a launcher that ends the ranks that are left."""
+    """Whether SIGTERM comes from a launcher that ends the remaining ranks."""
     return FOLDER_VARIABLE in os.environ and (Path(os.environ[FOLDER_VARIABLE]) / FAILED).exists()

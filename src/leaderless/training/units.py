@@ -19,7 +19,7 @@ class Units:
     Steps that were not executed have no units: the end of an episode cuts its last decision.
 
     Attributes:
-        grain: What a unit is.
+        grain: Kind of unit: a number, an action or a chunk.
         lengths: [episodes] int64, number of units of each.
         decisions: [R] int64, the decision of each unit, counted over all episodes.
         turns: [R] int64, the same, counted in its episode.
@@ -41,7 +41,7 @@ class Units:
         """Lay out units.
 
         Args:
-            grain: What a unit is.
+            grain: Kind of unit: a number, an action or a chunk.
             executed: Executed steps of each decision of each episode.
             numbers: Log-probabilities of an action.
         """
@@ -83,7 +83,7 @@ def grained(scores: Tensor, grain: Grain, decisions: Tensor, places: Tensor) -> 
 
     Args:
         scores: [n, chunk, numbers] float32 of decisions.
-        grain: What a unit is.
+        grain: Kind of unit: a number, an action or a chunk.
         decisions: [R] int64, the decision of each unit.
         places: [R] int64, see `Units`.
 

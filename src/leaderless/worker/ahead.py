@@ -27,10 +27,10 @@ class Line(TypedDict):
 
     Attributes:
         iteration: Iteration of the share.
-        start: How often the run had been started before.
+        start: Number of earlier starts of the run.
         trained: Iteration whose weights the engine had when work on the share began.
         steps: Steps that the engine had taken since the start when the share was complete.
-        events: What happened meanwhile: the steps of the engine before, a kind, and what it is about; see `Events`.
+        events: Events meanwhile, each with the steps of the engine before it, its kind and its subject; see `Events`.
         groups: Groups of the share, ascending.
         canceled: Groups that were given up, and begun again later.
     """
@@ -52,7 +52,7 @@ class Ahead:
         iteration: Shares that it has handed over.
         loaded: Iterations whose prompts it has loaded.
         shard: Its place among the ranks that generate.
-        portions: How they divide the prompts of an iteration, in proportion.
+        portions: Relative shares of the prompts of an iteration of these ranks.
         open: Groups that are in no share yet.
         shares: Groups of the shares that have not been trained, by iteration.
     """
@@ -91,7 +91,7 @@ class Owed:
         until: Last iteration of which some prompts may have been trained.
         groups: Those up to that iteration, of this rank's shard.
         num_left: Number of groups that the rank begins until the end of the run.
-        start: How often the run had been started before.
+        start: Number of earlier starts of the run.
         prompts_per_step: Prompts of an iteration, over all ranks.
     """
 
@@ -149,8 +149,8 @@ def read_ahead(
         checkpoint: Folder of the checkpoint.
         loop: Name of the loop.
         ranks: Its ranks.
-        division: How they divide the prompts.
-        start: How often the run had been started before.
+        division: Division of the prompts among them.
+        start: Number of earlier starts of the run.
         logged: Last iteration that this rank has logged, if it does; what is behind it is made again.
 
     Returns:
@@ -178,11 +178,11 @@ def owed_after(
     """Share out what is to be begun again. All of some ranks call it together.
 
     Args:
-        known: What ranks had done before, each known to one of these ranks.
+        known: Earlier work of ranks, each known to one of these ranks.
         ranks: These ranks, with all that generate from now on.
-        shard: Place of this rank among the latter; None if it is none of them.
-        division: How the latter divide the prompts.
-        start: How often the run had been started before.
+        shard: Place of this rank among those that generate; None if it does not generate.
+        division: Division of the prompts among the generating ranks.
+        start: Number of earlier starts of the run.
         logged: Last iteration that this rank has logged, if it does; what is behind it is made again.
 
     Returns:

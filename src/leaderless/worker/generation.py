@@ -73,10 +73,10 @@ class Generation:
     """The groups of a rank from when their prompts are loaded until they are handed over.
 
     Attributes:
-        line: What the journal says about the last share.
-        facts: What else has to be known of some of its events.
+        line: Line of the journal about the last share.
+        facts: Further facts about some of its events.
         seconds: Time between the last two shares.
-        grading: What grades groups when they are finished; None to leave that to the nodes that come after.
+        grading: Grader of finished groups; None if later nodes grade them.
     """
 
     line: Line
@@ -97,11 +97,11 @@ class Generation:
 
         Args:
             loader: Loader of this rank's prompts.
-            field: What works on groups.
-            shares: What decides which groups are begun and handed over.
+            field: Groups in progress in the engine.
+            shares: Rule that decides which groups are begun and handed over.
             arrivals: Weights that arrive.
             owed: Prompts that this rank has yet to begin.
-            events: What happens between the steps of the engine; the field knows them, too.
+            events: Record of events between the steps of the engine, shared with the field.
             beat: Function that is called as a sign of life.
             script: Lines of the journal that is followed; without one, time decides when weights are taken.
         """

@@ -51,7 +51,7 @@ class Keeper:
             parts.transport.world,
             parts.tokenizer,
             recipe.checkpoint,
-            # A loop that is ahead comes to the place of the checkpoint so many iterations later.
+            # A loop that is ahead reaches the place of the checkpoint `lag` iterations later.
             recipe.run.timeout_s * (1 + max(loop.lag for loop in parts.plan.loops)),
             {"recipe.yaml": dump_recipe(recipe), "plan.json": json.dumps(parts.plan.to_json(), indent=1)},
             parts.plan.leading.ranks[0],
@@ -73,7 +73,7 @@ class Keeper:
         return newest_good(parts.directory.checkpoints, parts.transport.world, parts.display.say, self._why_not)
 
     def _why_not(self, checkpoint: Path) -> str:
-        """Why a run of so many steps cannot continue from a checkpoint; an empty text if it can."""
+        """Why a run with this number of steps cannot continue from a checkpoint; an empty text if it can."""
         steps = self._parts.recipe.steps
         for loop in self._parts.plan.loops:
             if not loop.lag or loop.is_continuous:
@@ -149,8 +149,8 @@ class Keeper:
         """Write a checkpoint where one is due, and always at the end. All ranks call it together.
 
         Args:
-            numbers: What the first rank of each loop knows of the step, to be listed in the checkpoint.
-            end: How the step has ended.
+            numbers: Metrics of the step from the first rank of each loop, to be listed in the checkpoint.
+            end: Outcome of the step, the same on all ranks of the loop.
         """
         is_last = self._progress.trained == self._parts.recipe.steps
         must_succeed = end.is_stopping or is_last
@@ -192,7 +192,7 @@ class Keeper:
         self._writer.close()
 
     def _content(self, numbers: dict[str, float]) -> Content:
-        """Everything that a checkpoint written now holds besides tensors."""
+        """Everything but tensors that a checkpoint written now holds."""
         plan, progress, rank = self._parts.plan, self._progress, self._parts.transport.rank
         repeat, surplus = plan.repeat, self._chain.buffer.surplus.batch
         rows: list[Callable[[Path], None]] = []

@@ -1,4 +1,4 @@
-"""Looks at measured seconds while a run goes on, and finds a layout that takes fewer."""
+"""Looks at measured seconds during a run, and finds a layout that takes fewer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Replanner:
 
     Attributes:
         plans: Plans to choose from, by name.
-        choice: What has been chosen after the last step, if layouts were compared then.
+        choice: Layout chosen after the last step, if layouts were compared then.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -113,7 +113,7 @@ class Replanner:
         return self.plans[self.choice.name] if self.choice.is_worth_it else None
 
     def _agree(self) -> bool:
-        """Measure nodes by their slowest rank, and what a step takes besides; False if a rank has seen too little."""
+        """Measure nodes by their slowest rank, and what else a step takes; False if a rank has seen too little."""
         plan = self.plans[self._current]
         names = [*self._nodes, *map(_key, plan.loops)]
         mine = [median(step.get(name, 0.0) for step in self._steps) if self._steps else 0.0 for name in names]

@@ -1,4 +1,4 @@
-"""How much a node worked on, for the trace: what a profile needs to tell the costs of rows from those of tokens."""
+"""How much a node worked on, for the trace: what a profile needs to separate the costs of rows from those of tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sizes_of(*batches: Batch, are_lengths_shown: bool) -> Mapping[str, int | lis
     """Rows, sampled tokens and the most of a row, of the first batch that has tokens; else rows alone.
 
     Args:
-        batches: What a node has made and what it was given, in this order.
+        batches: Output and input of a node, in this order.
         are_lengths_shown: Whether to add the tokens of each row.
     """
     for batch in batches:
@@ -30,7 +30,7 @@ def sizes_of(*batches: Batch, are_lengths_shown: bool) -> Mapping[str, int | lis
 
 
 def _sampled_tokens(batch: Batch) -> Tensor | None:
-    """[n] sampled tokens of each row, if the batch has a column that tells."""
+    """[n] sampled tokens of each row, if the batch has a column that shows them."""
     if "response_mask" in batch:
         return response_lengths(batch.jagged("response_mask"))
     columns = batch.columns.values()

@@ -1,4 +1,4 @@
-"""What to compute: workflows, nodes, and the contract between stages. Pure Python."""
+"""The computation: workflows, nodes, and the contract between stages. Pure Python."""
 
 from leaderless.workflow.columns import COLUMNS as COLUMNS
 from leaderless.workflow.columns import DATA_COLUMNS as DATA_COLUMNS

@@ -1,4 +1,4 @@
-"""How old samples may be when they are trained, and the ranges of ages by which this is reported. No torch."""
+"""Ages of samples at training, and the ranges of ages in reports. No torch."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ AGES: Mapping[str, tuple[float, float]] = {
 
 
 def may_be_stale(recipe: Recipe) -> bool:
-    """Whether samples of a recipe may be trained by later weights than those that sampled them."""
+    """Whether samples of a recipe may be trained with later weights than those that sampled them."""
     return bool(recipe.open_channels) or recipe.online is not None

@@ -58,9 +58,9 @@ PLAY_COLUMNS = (
     "environment_rewards",
     "environment_failed",
 )
-"""Columns that rollouts write in an environment, besides those that they always write."""
+"""Further columns that rollouts write in an environment."""
 SEEN_COLUMNS = ("frames", "states")
-"""Columns of what a body sees before each decision, and at the end of its episode."""
+"""Columns of a body's observations before each decision, and at the end of its episode."""
 BODY_COLUMNS = (
     "prompt_tokens",
     *SEEN_COLUMNS,
@@ -73,13 +73,13 @@ BODY_COLUMNS = (
     "environment_failed",
     "success",
 )
-"""Columns that rollouts of a body write, besides those that they always write."""
+"""Further columns that rollouts of a body write."""
 TAKEN_COLUMNS = ("taken", "step_rewards", "num_steps", "intervened")
-"""Columns of what was done in each decision, for workflows that keep transitions."""
+"""Columns of each decision's actions and results, for workflows that keep transitions."""
 IS_GREEDY = "is_greedy"
 """Column that says which samples are baselines, decoded greedily."""
 EPISODE_IDS = "episode_ids"
-"""Column of samples that share an episode with others; `Batch.episode_ids` knows what holds without it."""
+"""Column of samples that share an episode with others; `Batch.episode_ids` gives the default without it."""
 COLUMNS: dict[str, Column] = {
     "prompt_tokens": Column("jagged", "int64", "token ids of the prompt", "prompt_tokens", is_prompt=True),
     "images": Column(
@@ -153,7 +153,7 @@ COLUMNS: dict[str, Column] = {
 }
 
 CUSTOM_COLUMN = Column("dense", "int64", "column of a custom stage")
-"""What estimates assume of a column of a custom stage."""
+"""Estimated form of a column of a custom stage."""
 DATA_COLUMNS = ("prompt_tokens", "rows")
 """Columns that the dataloader provides for every prompt."""
 IMAGES = "images"
@@ -161,12 +161,12 @@ IMAGES = "images"
 LATER_IMAGES = "later_images"
 """Column of the images that environments show later; who reads `prompt_tokens` reads it, too."""
 IMAGE_BYTES_PER_TOKEN = 256
-"""What estimates assume of a prompt with images: a photograph takes a quarter of a byte per pixel as a file, and a
-token stands for 32 x 32 pixels."""
+"""Estimate for a prompt with images: a photograph file takes a quarter of a byte per pixel, and a token stands for 32 x
+32 pixels."""
 EXPERTS = "experts"
 """Column that rollouts write where experts are replayed."""
 EXPERTS_PER_TOKEN = 384
-"""What estimates assume of it: 8 experts in each of 48 layers."""
+"""Estimate of its size: 8 experts in each of 48 layers."""
 DATA_RESPONSE_COLUMNS = ("tokens", "response_mask")
 """Columns that it also provides if `data.train.response` names a column to imitate."""
 DATA_PREFERENCE_COLUMNS = ("first_tokens", "second_tokens", "desirable", "margins", "reference_scores")

@@ -274,7 +274,7 @@ METRICS: dict[str, Metric] = {
 def tagged(name: str, node: Node) -> str:
     """The name of a node's metric, with the role it is of where several roles sample: `rollout/staleness/solver`.
 
-    Names that hold a role anyway stay as they are, and so does what is counted for all roles together.
+    Names that already hold a role stay as they are, and so do metrics of all roles together.
     """
     parts = name.split("/")
     return name if not node.tag or {*parts} & {node.tag, node.role, "throughput"} else f"{name}/{node.tag}"
@@ -339,7 +339,7 @@ def check_best_metric(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow)
 
 
 def _check_evaluated_steps(recipe: Recipe, name: str) -> None:
-    """The step with the best evaluation needs a checkpoint, and so does every step that is evaluated."""
+    """The step with the best evaluation needs a checkpoint, so every evaluated step does."""
     evaluated, written = recipe.evaluation.every_steps, recipe.checkpoint.every_steps
     if name in _evaluation_metrics(recipe) and (written == 0 or evaluated % written):
         raise RecipeError.at(

@@ -1,4 +1,4 @@
-"""The contracts of the built-in stages that train, and what scoring has in common with them."""
+"""The contracts of the built-in stages that train, and the parts that scoring shares with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SEQUENCE = ("prompt_tokens", "tokens", "response_mask")
 """Columns that make up a training sequence."""
 TURN_COLUMNS = ("agent", "joint_ids", "actor", "turns")
-"""Columns that say who has sampled a token, in which play and turn."""
+"""Columns for the role that sampled a token, the play and the turn."""
 OWNERS_OF_LOG_PROBS = {
     "rollout": "the engine that sampled",
     "old": "the trained role before this step's updates",
@@ -41,7 +41,7 @@ def _update_reads(recipe: Recipe, node: Node) -> list[str]:
 
 
 def _update_in_turn_reads(recipe: Recipe, node: Node) -> list[str]:
-    """It computes the log-probabilities before its update itself, as it has to compare them with those after it."""
+    """It computes the log-probabilities before its update itself, to compare them with those after it."""
     columns = dict.fromkeys([*_update_reads(recipe, node), *TURN_COLUMNS])
     return [column for column in columns if column != "old_log_probs"]
 
@@ -52,7 +52,7 @@ def replayed(recipe: Recipe, node: Node) -> list[str]:
 
 
 def refuse_replay(recipe: Recipe, node: Node) -> None:
-    """Refuse to replay experts in a node whose rows are those of several models."""
+    """Refuse to replay experts in a node with rows of several models."""
     if recipe.algorithm.replay_experts:
         raise RecipeError.at(
             "algorithm.replay_experts",
@@ -61,7 +61,7 @@ def refuse_replay(recipe: Recipe, node: Node) -> None:
 
 
 def filter_reads(recipe: Recipe) -> list[str]:
-    """Columns that say which samples are left out of training."""
+    """Columns that exclude samples from training."""
     return ["truncated"] if recipe.algorithm.overlong.filter else []
 
 
@@ -85,7 +85,7 @@ def _common_update_metrics(recipe: Recipe, node: Node) -> list[str]:
 
 
 def adapted_metrics(recipe: Recipe) -> list[str]:
-    """Metrics of a coefficient of the KL penalty that adapts itself."""
+    """Metrics of an adaptive coefficient of the KL penalty."""
     return [] if recipe.algorithm.kl.target is None else ["policy/kl_coefficient"]
 
 
@@ -126,7 +126,7 @@ def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> N
 
 
 def check_pass_fits(recipe: Recipe, longest: int, reason: str) -> None:
-    """Check that a pass can take the most tokens that are not divided; `reason` says of what, for the error."""
+    """Check that a pass can take the longest indivisible sequence; `reason` names it in the error."""
     bound = recipe.batch.first_micro_batch_tokens(longest)
     num_parts = max((layout.cp for layout in recipe.layout.values()), default=1)
     if bound * num_parts < longest:
@@ -134,7 +134,7 @@ def check_pass_fits(recipe: Recipe, longest: int, reason: str) -> None:
 
 
 def check_log_probs(recipe: Recipe, node: Node) -> None:
-    """Check that samples fit into memory, and that the column of a role's log-probabilities has a name of its own."""
+    """Check that samples fit into memory, and that the column of a role's log-probabilities has a unique name."""
     _check_sample_fits(recipe, "rollout")
     if node.role in OWNERS_OF_LOG_PROBS:
         raise RecipeError.at(
@@ -221,7 +221,7 @@ def _check_update_critic(recipe: Recipe, node: Node) -> None:
 
 
 def _check_sac(recipe: Recipe, node: Node) -> None:
-    """Check what transitions are made of, and what SAC would not look at."""
+    """Check the parts of transitions, and refuse settings that SAC would ignore."""
     if recipe.body is None:
         raise RecipeError.at("body", f"must name an environment: node '{node.name}' works with transitions of a body")
     if recipe.algorithm.sac is None:

@@ -106,7 +106,7 @@ def chained_gae(
         token_rewards: [total], reward of each token.
         values: [total], the critic's value before each token.
         plays: Causal order of the tokens.
-        level: What a step of the chain is.
+        level: Unit that is one step of the chain: a token or an action.
         turn_discount: Discount from turn to turn.
         token_discount: Discount from token to token within a turn; only at the level of tokens.
         decay: Lambda.

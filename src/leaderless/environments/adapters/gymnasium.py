@@ -53,7 +53,7 @@ class GymnasiumEnvironment(Environment):
         Args:
             id: Name with its version, such as `FrozenLake-v1`.
             actions: Names of the actions in their order; by default those of the toy texts, else their numbers.
-            instructions: What the policy is told before the first state; by default how to read that of a toy text.
+            instructions: Text before the first state; by default, an explanation of the states of a toy text.
             options: Arguments of the environment, such as `is_slippery`.
 
         Raises:

@@ -94,7 +94,7 @@ class _Answers:
     """Who waits for which answer. A thread reads them, which does not keep the worker alive.
 
     Attributes:
-        end: Why there are no more; None while there are.
+        end: Reason why there are no more; None while there are.
     """
 
     def __init__(self) -> None:

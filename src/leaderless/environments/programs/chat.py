@@ -32,7 +32,7 @@ class Answer:
     Attributes:
         content: Its text, without calls of tools.
         tool_calls: Its calls of tools in the format of OpenAI's API.
-        finish_reason: Why it ended: `stop`, `length` or `tool_calls`.
+        finish_reason: Reason why it ended: `stop`, `length` or `tool_calls`.
         tokens: Token ids as they were sampled, with the end token.
         log_probs: Log-probability of each token.
         prompt_tokens: Token ids of the context.
@@ -90,12 +90,12 @@ class Chat:
 
     Attributes:
         rng: Source of random numbers; the same in all episodes of a prompt's group.
-        trace: What was said.
+        trace: Messages of the episode.
         base_url: Address at which programs reach the policy in the format of OpenAI's API.
         api_key: Key that they have to send there.
         overflow: The first question that was refused because a limit of the episode was reached; None if none was.
         seconds: Seconds in which the policy was asked.
-        reward: What a program has posted as its reward; None if nothing.
+        reward: Reward that a program has posted; None if it has posted none.
     """
 
     def __init__(self, rules: Rules, writer: ChatWriter, trace: Trace, pump: Pump, doorway: Doorway) -> None:

@@ -39,7 +39,7 @@ class Conversations:
     were sampled; what follows is added. Any other context is a conversation of its own.
 
     Attributes:
-        trace: What was said; nodes are added to it.
+        trace: Messages of the episode; nodes are added to it.
         writer: Writer of messages without tools.
     """
 

@@ -74,7 +74,7 @@ class SearchR1(Environment):
             pages: File of pages to search in this process; either this or `address`.
             address: Address of a server to ask, such as `http://127.0.0.1:8000/retrieve`.
             question: Column of the dataset that holds the question.
-            prompt: What the policy is told first; `{question}` stands for the question.
+            prompt: First message to the policy; `{question}` stands for the question.
             search_turns: Messages in which the policy may search, 0 or more.
             topk: Most pages that a search finds, at least 1.
             max_information_tokens: Tokens at which what a search has found is cut, without its tags.

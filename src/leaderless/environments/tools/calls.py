@@ -26,7 +26,7 @@ class Call:
     Attributes:
         name: Name of the tool; empty if it cannot be read.
         arguments: Arguments by name.
-        problem: What is wrong with the way it is written; empty if it can be read.
+        problem: Reason why it cannot be read; empty if it can.
         is_text: Whether all arguments are texts, from which the types that the tool wants are still to be read.
     """
 
@@ -72,7 +72,7 @@ class CallResult:
         arguments: Arguments, as the policy wrote them.
         text: Text for the policy.
         seconds: Seconds that the tool took.
-        refusal: Why the call has no result; None if it has one.
+        refusal: Reason why the call has no result; None if it has one.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Tool(ABC):
 
     Attributes:
         name: Name by which it is called.
-        description: What it does, for the policy.
+        description: Description of its effect, for the policy.
         parameters: JSON schema of its arguments, which are an object.
     """
 

@@ -32,12 +32,12 @@ class Candidate:
     Attributes:
         pools: Ranks of each node; empty if all nodes run on all ranks.
         lag: Iterations that generation is ahead.
-        leader: Node that generates, if that is ahead.
+        leader: Node that generates; empty if it is not ahead.
         windows: Parts in which rows pass through the pools.
-        cache: What becomes of responses in progress when new weights come, if `leader` generates continuously; empty if
-            it does not.
+        cache: Treatment of the caches of responses in progress when new weights arrive; empty if `leader` does not
+            generate continuously.
         helpers: Ranks that also generate, each on the device of one that trains, and the latter.
-        portions: How the ranks that generate divide prompts, in proportion; empty where all have the same.
+        portions: Relative shares of the prompts of the ranks that generate; empty if all are equal.
     """
 
     pools: Mapping[str, Pool]
@@ -98,7 +98,7 @@ class Allowed:
         max_windows: Most parts in which rows pass through pools in lockstep.
         alone: Nodes without a model that may have ranks of their own.
         max_ahead: Most iterations that continuous generation may be ahead; 0 if there must be none.
-        cache: What the engine makes of responses in progress when new weights come.
+        cache: Treatment of the caches of responses in progress when new weights arrive.
         helpers: Workers, the last ones, that have no device of their own, and generate on those of ranks that train.
     """
 

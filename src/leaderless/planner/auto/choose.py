@@ -48,7 +48,7 @@ class Choice:
     Attributes:
         best: The choice.
         others: The next best, in order of their seconds; the first may be a little faster, but is less simple.
-        refused: What would have been worth a try, each with the reason why it cannot run.
+        refused: Layouts that looked promising but cannot run, each with the reason.
         num_candidates: Number of layouts that were compared.
         profile: Seconds by which they were compared.
         without: Best layout of the workers that have a device of their own; None if all of them do.

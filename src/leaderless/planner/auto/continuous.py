@@ -47,8 +47,8 @@ class Pools(NamedTuple):
     """The two pools of a plan that generates continuously.
 
     Attributes:
-        rates: What the shares of the ranks that generate take.
-        besides: [draws] seconds of an iteration in which a rank that generates does something else.
+        rates: Seconds that the share of each generating rank takes.
+        besides: [draws] seconds per iteration in which a generating rank does something else.
         grading: [draws] seconds in which other processes compute the rewards of a share; zeros if the rank does it.
         training: [draws] seconds of a step of the ranks that train.
         capacity: Iterations that generation may be ahead.

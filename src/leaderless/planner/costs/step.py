@@ -61,7 +61,7 @@ class Worked:
 
 @dataclass(frozen=True)
 class Moved:
-    """Rows sent to another layout; through a channel, while the ranks that send them go on."""
+    """Rows sent to another layout; through a channel, while the ranks that send them continue."""
 
     action: Reshard
     routes: Routes
@@ -70,7 +70,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Synced:
-    """Weights sent to another layout; through a channel, while the ranks that send them go on."""
+    """Weights sent to another layout; through a channel, while the ranks that send them continue."""
 
     action: SyncWeights
     num_bytes: int
@@ -105,7 +105,7 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
                 events += [Moved(move, placement.reshard(move), through_channel=True) for move in channel.reshards]
                 if channel.sync is not None:
                     events.append(replace(_synced(plan, recipe, models, channel.sync), through_channel=True))
-            case Push():  # sent while the ranks go on, and counted where it is pulled
+            case Push():  # sent while the ranks continue, and counted where it is pulled
                 continue
             case Windowed():  # overlap is not modeled: its entries follow each other
                 continue
@@ -174,7 +174,7 @@ class Estimate:
         transition_seconds: Sum over all reshards, including those that run at the same time.
         interface_bytes: Bytes through the busiest interface in the busiest reshard, in and out together.
         process_bytes: Rows and messages in main memory of the busiest process.
-        host_bytes: The same for all processes of a host.
+        host_bytes: Rows and messages in main memory of all processes of the busiest host.
         fits_host: Whether they fit the host's main memory.
         transitions: Cost of each reshard, and of comparing rows at `put`, by name.
         weights: Cost of sending new weights, by name.

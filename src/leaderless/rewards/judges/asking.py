@@ -47,7 +47,7 @@ class Reply:
     """What has come of a question.
 
     Attributes:
-        verdict: What was read; None if the question failed.
+        verdict: Verdict as parsed; None if the question failed.
         said: Last words of the judge; empty if there are none.
         error: Reason why there is no verdict; None if there is one.
         seconds: Time that it took.
