@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
+from benchmarks.bodies import CASES as MEASURED
 
 from leaderless.config.body import BodyConfig
 from leaderless.environments.bodies.adapters import ADAPTERS
 from leaderless.environments.bodies.conformance import CHECKS
 from leaderless.environments.bodies.registry import find_body
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))  # as when it is run
+from generate_simulators import SPACES as DECLARED
+from generate_simulators import described
 
 CASES = {
     "table": ("table", "numpy", {}),
@@ -59,6 +67,23 @@ def test_adapters_keep_the_rules(case, check):
         except OSError as error:
             pytest.skip(f"{error}")
     check(make)  # all of them can be saved
+
+
+@pytest.mark.parametrize("case", json.loads(DECLARED.read_text(encoding="utf-8")))
+def test_pages_show_what_environments_declare(case, tmp_path):
+    kind, options, package = ("libero", {"root": str(tmp_path)}, "numpy") if case == "LIBERO" else MEASURED[case]
+    module = {"leaderless": "numpy", "gymnasium-robotics": "gymnasium_robotics", "gym-pusht": "gym_pusht"}.get(
+        package, package.replace("-", "_")
+    )
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"package {package} is not installed; `make test-bodies` tries it")
+    if case == "LIBERO":  # files of these names are all that it takes to declare
+        for folder in ("assets", "bddl_files/libero_spatial"):
+            (tmp_path / "libero/libero" / folder).mkdir(parents=True)
+        (tmp_path / "libero/libero/bddl_files/libero_spatial/task.bddl").touch()
+    one = find_body(BodyConfig(type=kind, options=options))(1, **options)
+    assert described(kind, one.spaces) == json.loads(DECLARED.read_text(encoding="utf-8"))[case]
+    one.close()
 
 
 def test_all_adapters_have_a_case():

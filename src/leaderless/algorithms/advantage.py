@@ -135,6 +135,11 @@ class Advantage(Algorithm):
     judges: ClassVar[str] = ""
 
     @property
+    def row_columns(self) -> Mapping[str, str]:
+        """Columns that every row to train on must have, by the setting of the class that names each."""
+        return {}
+
+    @property
     def values_steps(self) -> bool:
         """Whether it needs a critic that has a value for each step of a body's decision, not one for all of them."""
         return False

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, DynamicCache
 from leaderless.environments.bodies.protocol import Spaces
 from leaderless.policies.base_folder import needs_weights
 from leaderless.policies.bins import Bins
+from leaderless.policies.cache import with_cache
 from leaderless.policies.prismatic import Prefix, Prismatic, VlaConfig, load_prismatic
 from leaderless.policies.protocol import Acted, BodyModel, BodyPolicy, BodyValue, Observed, Scores
 from leaderless.policies.seen import chosen_cameras
@@ -104,8 +105,8 @@ class _Vla(BodyModel):
             inputs_embeds=embeddings,
             attention_mask=mask[:, None],
             position_ids=places,
-            past_key_values=cache,
             use_cache=cache is not None,
+            **with_cache(cache),
         ).last_hidden_state
         return hidden
 

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, DynamicCache, PI0Config, PI0ForCondition
 
 from leaderless.environments.bodies.protocol import Spaces
 from leaderless.policies.base_folder import needs_weights
+from leaderless.policies.cache import with_cache
 from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
 from leaderless.policies.pali import Prefix, embedded, mean_features, read_prefix
 from leaderless.policies.protocol import BodyModel, BodyValue, Observed
@@ -164,7 +165,7 @@ class Pi0(_Pi0, FlowPolicy):
             noise=x.to(self.pi0.action_out_proj.weight.dtype),
             timestep=times,
             attention_mask=here.is_real.long(),
-            past_key_values=cache,
+            **with_cache(cache),
         ).logits
         return self.with_deviations(found.float(), here.state, times)
 

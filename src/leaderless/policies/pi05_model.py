@@ -23,6 +23,7 @@ from transformers import GemmaConfig, PaliGemmaConfig, PaliGemmaModel
 from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRotaryEmbedding
 
 from leaderless.policies.base_folder import needs_weights
+from leaderless.policies.cache import with_cache
 from leaderless.policies.pali import Prefix
 
 WEIGHTS = "model.safetensors"
@@ -177,7 +178,7 @@ class _After:
     def __init__(self, prefix: Prefix) -> None:
         self._layers = prefix.layers
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, **_: object) -> tuple[Tensor, Tensor]:
         """Those of the prefix with those of what follows."""
         before = self._layers[layer]
         return torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
@@ -201,7 +202,7 @@ class Expert(nn.Module):
         mask = is_seen[:, None, None].expand(n, 1, steps, is_seen.shape[1])
         angles, after = self.rotary_emb(x, position_ids=places), _After(prefix)
         for layer in self.layers:
-            x = layer(x, condition, attention_mask=mask, position_embeddings=angles, past_key_values=after)
+            x = layer(x, condition, attention_mask=mask, position_embeddings=angles, **with_cache(after))
         found: Tensor = self.norm(x, condition)[0]
         return found
 

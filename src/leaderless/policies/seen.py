@@ -31,9 +31,9 @@ def images_of(pixels: Tensor, spaces: Spaces) -> dict[str, Tensor]:
 def padded(ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Instructions as ids [n, longest] int64, padded with 0, and their lengths [n] int64."""
     lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64)
-    table = torch.zeros(len(ids), max(1, int(lengths.max()) if len(ids) else 1), dtype=torch.int64)
-    for row, values in enumerate(ids):
-        table[row, : len(values)] = torch.tensor(values, dtype=torch.int64)
+    table = torch.zeros(len(ids), max([1, *map(len, ids)]), dtype=torch.int64)
+    if values := [value for row in ids for value in row]:  # at once: a tensor for each row takes longer than a network
+        table[torch.arange(table.shape[1]) < lengths[:, None]] = torch.tensor(values, dtype=torch.int64)
     return table.to(device), lengths.to(device)
 
 

@@ -139,7 +139,7 @@ class RobotClient:
 
     def _exchange(self, frame: Frame, wait_s: float, *, is_sent: bool = True) -> Frame:
         """Wait for the answer to a frame, and send it again over a new connection if the old one is lost."""
-        until_s = time.monotonic() + self._reconnect_s
+        until_s: float | None = None  # from the first loss, as a command may take longer than a server is looked for
         while True:
             try:
                 if not is_sent:
@@ -148,6 +148,7 @@ class RobotClient:
             except (OSError, EOFError) as error:
                 self.close()
                 lost = error
+                until_s = until_s or time.monotonic() + self._reconnect_s
             while self._socket is None:
                 if time.monotonic() > until_s:
                     remedy = "look at its server, and check the network"

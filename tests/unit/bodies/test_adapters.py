@@ -18,7 +18,8 @@ from leaderless.environments.bodies.adapters.babyai import VIEW, BabyAI
 from leaderless.environments.bodies.adapters.gymnasium import GymnasiumBody, Panda
 from leaderless.environments.bodies.adapters.metaworld import MT10, MetaWorld
 from leaderless.environments.bodies.adapters.packing import is_plain, pack, unpack
-from leaderless.environments.bodies.protocol import Continuous, Discrete
+from leaderless.environments.bodies.adapters.singles import Outcome, Seen, Single, Singles
+from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
 from leaderless.environments.bodies.registry import open_body
 
 
@@ -141,6 +142,38 @@ def test_a_panda_has_its_goal_in_the_state():
     environment = Panda(1)
     assert environment.spaces.state_size == 6 + 3 + 3
     environment.close()
+
+
+class Point(Single):
+    """A point on a line that remembers what it was told."""
+
+    def __init__(self):
+        self.spaces, self.told = Spaces({}, 1, Continuous((-1.0, -2.0), (1.0, 0.5)), 9), []
+
+    def reset(self, task, seed):  # noqa: ARG002
+        return Seen({}, np.zeros(1, np.float32))
+
+    def step(self, action):
+        self.told.append(action.tolist())
+        action[:] = 7  # some simulators write into what they are given
+        return Outcome(Seen({}, np.zeros(1, np.float32)), 0.0, False, False, False)
+
+    def close(self):
+        pass
+
+
+def test_actions_are_cut_to_their_limits_and_kept_as_they_were_given():
+    environment = Singles(2, Point)
+    environment.reset([0, 1], [{}, {}], [0, 0])
+    actions = np.array([[[3, 3], [-0.25, -3]], [[0, 0], [9, -9]]])
+    wanted = [[[1, 0.5], [-0.25, -2]], [[0, 0], [1, -2]]]
+    environment.step([1, 0], actions)
+    assert [one.told for one in environment._singles] == wanted[::-1]
+    assert actions.tolist() == [[[3, 3], [-0.25, -3]], [[0, 0], [9, -9]]], "as the policy decided"
+    again = Singles(1, Point)
+    for state, told in zip(environment.save([1, 0]), wanted, strict=True):
+        again.restore([0], [state])
+        assert again._singles[0].told[-2:] == told
 
 
 def refusal(type_, **options):

@@ -13,10 +13,12 @@ from tests.small_bodies import WORLD, Bins
 from tests.small_worlds import Line
 
 from leaderless.config.body import BodyConfig
+from leaderless.data.batch import Batch
 from leaderless.environments.bodies.faults import Faulty
 from leaderless.observability.clock import Clock
 from leaderless.rollout.bodies import BodyEngine, BodyEpisode, BodyTask
 from leaderless.rollout.worlds import Worlds, open_worlds
+from leaderless.stages.bodies import BodyRows
 
 NUM, CHUNK = 7, 2
 
@@ -83,6 +85,33 @@ def test_a_fault_costs_the_episodes_of_its_process(opened: list[Worlds], fault: 
         assert_same(one, other)
 
 
+def test_an_episode_does_not_continue_in_a_process_in_which_it_has_not_begun(opened: list[Worlds]) -> None:
+    worlds = open_worlds(config_of(processes=1), CHUNK)
+    opened.append(worlds)
+    tasks, seeds, actions = [{}, {}], [0, 1], np.zeros((2, CHUNK, 1), np.float32)
+    worlds.reset([0, 1], tasks, seeds)
+    worlds._processes[0]._process.kill()  # type: ignore[attr-defined]
+    worlds._processes[0]._process.join()  # type: ignore[attr-defined]
+    assert worlds.reset([0], tasks[:1], seeds[:1])[0] == {}, "in another process"
+    worlds.begin_step([0, 1], actions)
+    assert set(worlds.finish_step([0, 1])[0]) == {0, 1}
+    worlds.reset([0, 1], tasks, seeds)
+    worlds.begin_step([0, 1], actions)
+    assert worlds.finish_step([0, 1])[0] == {}
+
+
+def test_siblings_of_an_episode_that_did_not_begin_keep_their_instruction(opened: list[Worlds]) -> None:
+    whole = played(config_of(), opened, 1)[0]
+    policy = Bins(Line(1).spaces)
+    tasks = Batch(torch.arange(2) << 16, {"rows": ({}, {})})
+    broken = BodyEpisode(failure="it is broken")
+    episodes = [broken, whole, broken, broken]
+    prompts = BodyRows(policy, config_of(), 1.0, 0).samples(tasks, torch.arange(4), episodes).prompts
+    assert prompts is not None
+    assert prompts.jagged("prompt_tokens").to_lists() == [policy.instruction_ids(whole.instruction), [0]]
+    assert whole.instruction
+
+
 def test_nothing_is_left_behind(opened: list[Worlds]) -> None:
     def left() -> set[str]:
         return {file.name for file in Path("/dev/shm").glob("leaderless-*")}
@@ -95,6 +124,14 @@ def test_nothing_is_left_behind(opened: list[Worlds]) -> None:
     opened.pop().close()
     gc.collect()
     assert not any(process.is_alive() for process in processes)
+
+
+def test_processes_begin_episodes_at_the_same_time(tmp_path: Path) -> None:
+    options = {"folder": str(tmp_path), "num_processes": 2}
+    worlds = open_worlds(BodyConfig(type=f"{WORLD}:Meeting", options=options, num_environments=2, processes=2), CHUNK)
+    failures, seen = worlds.reset([0, 1], [{}, {}], [0, 1])
+    worlds.close()
+    assert (failures, len(seen.state)) == ({}, 2)
 
 
 def test_more_processes_than_episodes_are_not_started() -> None:

@@ -97,6 +97,23 @@ def test_an_arm_that_is_pushed_into_a_corner_stays_there():
     assert_limits_hold(arm)
 
 
+def test_a_link_that_is_lost_late_in_a_long_command_is_looked_for():
+    with serving(station_of(SpyArm())) as served:
+        client = served.client(reconnect_s=0.1)
+        receive, lost = client._receive, []
+
+        def receive_late(tag, timeout_s):
+            if not lost:
+                lost.append(tag)
+                time.sleep(0.2)
+                raise ConnectionError("the link is lost")
+            return receive(tag, timeout_s)
+
+        client._receive = receive_late
+        assert client.reset(0).reading.position.shape == (2,)
+        assert lost
+
+
 def test_what_was_changed_or_refused_is_said():
     with serving(station_of(SpyArm(), max_chunk=4)) as served:
         client = served.client()

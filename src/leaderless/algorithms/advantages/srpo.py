@@ -8,12 +8,12 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
 from leaderless.algorithms.advantages.grpo import grpo_advantages
 from leaderless.algorithms.clusters import dbscan
 from leaderless.algorithms.lazy import torch
-from leaderless.config.errors import RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +56,11 @@ class SrpoAdvantage(Advantage):
     reads: ClassVar[tuple[str, ...]] = ("embeddings", "success", "rows")
     metrics: ClassVar[Mapping[str, str]] = {"srpo/reward": "worth of an episode: 1 for success, less for failure"}
 
+    @property
+    @override
+    def row_columns(self) -> Mapping[str, str]:
+        return {} if self.task is None else {"task": self.task}
+
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """Compute the advantages of this rank's episodes."""
         rewards = self_referential_rewards(
@@ -75,19 +80,10 @@ class SrpoAdvantage(Advantage):
 
 
 def task_numbers(rows: Sequence[Tensor] | Sequence[Json] | Tensor, column: str) -> Tensor:
-    """[n] int64: a number for each row, the same for those with the same value in a column.
-
-    Raises:
-        RecipeError: A row lacks the column.
-    """
+    """[n] int64: a number for each row, the same for those with the same value in a column."""
     numbers: list[int] = []
     for row in rows:
-        if not isinstance(row, Mapping) or column not in row:
-            known = ", ".join(map(str, row)) if isinstance(row, Mapping) else ""
-            raise RecipeError.at(
-                "algorithm.advantage.task",
-                f"is '{column}', but a row of the dataset has only the columns {known}: name one of these",
-            )
+        assert isinstance(row, Mapping), "rows without the column are refused when the dataset is opened"
         text = json.dumps(row[column], sort_keys=True, ensure_ascii=False)
         numbers.append(int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little"))
     return torch.tensor(numbers, dtype=torch.int64)

@@ -90,12 +90,15 @@ class SharedNumbers:
         for name, image in observations.images.items():
             self.images[name][rows] = image
 
-    def seen(self, which: Sequence[int], instructions: Sequence[str]) -> Observations:
-        """Read it, as copies."""
-        rows = list(which)
-        return Observations(
-            {name: image[rows] for name, image in self.images.items()}, self.state[rows], tuple(instructions)
-        )
+    def read_seen(self, which: Sequence[int], into: Observations, rows: Sequence[int]) -> None:
+        """Copy it into rows of arrays; that of an episode stays until it is stepped again.
+
+        Pixels are most of it, so they are copied image by image, which takes no memory in between.
+        """
+        into.state[rows] = self.state[which]
+        for name, images in self.images.items():
+            for row, number in zip(rows, which, strict=True):
+                into.images[name][row] = images[number]
 
     def did(self, which: Sequence[int], steps: Steps) -> None:
         """Write what steps have done."""
@@ -104,13 +107,28 @@ class SharedNumbers:
         self.rewards[rows], self.num_steps[rows] = steps.rewards, steps.num_steps
         self.ends[rows] = np.stack([steps.terminated, steps.truncated, steps.success], axis=1)
 
-    def done(self, which: Sequence[int], instructions: Sequence[str], infos: Sequence[Mapping[str, Json]]) -> Steps:
-        """Read it, as copies."""
-        rows = list(which)
-        ends = self.ends[rows]
-        terminated, truncated, success = ends.T.copy()
-        seen = self.seen(which, instructions)
-        return Steps(seen, self.rewards[rows], self.num_steps[rows], terminated, truncated, success, infos)
+    def read_done(self, which: Sequence[int], into: Steps, rows: Sequence[int]) -> None:
+        """Copy it into rows of arrays, likewise."""
+        self.read_seen(which, into.observations, rows)
+        into.rewards[rows], into.num_steps[rows] = self.rewards[which], self.num_steps[which]
+        into.terminated[rows], into.truncated[rows], into.success[rows] = self.ends[which].T
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a process has answered about some episodes; numbers are read before these are stepped again.
+
+    Attributes:
+        which: Numbers of the episodes in the process.
+        numbers: Memory with their numbers.
+        instructions: Instruction of each.
+        infos: Further facts of each, if the environment has any.
+    """
+
+    which: Sequence[int]
+    numbers: SharedNumbers
+    instructions: Sequence[str]
+    infos: Sequence[Mapping[str, Json]] = ()
 
 
 class EnvironmentProcess:
@@ -130,43 +148,49 @@ class EnvironmentProcess:
         self._connection: Connection | None = None
         self._numbers: SharedNumbers | None = None
         self._num_asked = 0
+        self._file: Path | None = None
         self._answers: dict[int, dict[str, Json]] = {}
-        self._stepping: dict[tuple[int, ...], int] = {}
+        self._asked: dict[tuple[int, ...], int] = {}
+        self._begun: set[int] = set()
 
-    def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:
-        """See `VectorEnvironment`.
+    def begin_reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> None:
+        """Let some episodes begin, in a process that is started if there is none; `finish_reset` waits for them."""
+        self._start()
+        self._begun.update(which)
+        self._asked[tuple(which)] = self._send(["reset", list(which), [dict(task) for task in tasks], list(seeds)])
+
+    def finish_reset(self, which: Sequence[int]) -> Answer:
+        """What episodes that have begun show.
 
         Raises:
             EnvironmentLost: See there.
             RecipeError: What it shows is not as declared.
         """
-        self._start()
-        asked = self._send(["reset", list(which), [dict(task) for task in tasks], list(seeds)])
-        answer = self._receive("reset", asked)
+        if self._file is not None:
+            self._receive("start", 0, START_S)
+            self._forget_file()
+        answer = self._answer_about("reset", which)
         assert self._numbers is not None
-        return self._numbers.seen(which, cast("list[str]", answer["instructions"]))
+        return Answer(which, self._numbers, cast("list[str]", answer["instructions"]))
 
     def begin_step(self, which: Sequence[int], actions: NDArray[np.generic]) -> None:
         """Let some episodes step; `finish_step` waits for them."""
-        if self._numbers is None:
-            return  # it has been lost, which `finish_step` says
+        if self._numbers is None or not self._begun.issuperset(which):
+            return  # the process in which they began has been lost, which `finish_step` says
         self._numbers.actions[list(which)] = actions
-        self._stepping[tuple(which)] = self._send(["step", list(which)])
+        self._asked[tuple(which)] = self._send(["step", list(which)])
 
-    def finish_step(self, which: Sequence[int]) -> Steps:
+    def finish_step(self, which: Sequence[int]) -> Answer:
         """What has happened in episodes that have begun to step.
 
         Raises:
             EnvironmentLost: See there.
             RecipeError: What it shows or does is not as declared.
         """
-        asked = self._stepping.pop(tuple(which), None)
-        if asked is None:
-            raise EnvironmentLost("its process was lost while other episodes were asked for")
-        answer = self._receive("step", asked)
+        answer = self._answer_about("step", which)
         assert self._numbers is not None
         instructions, infos = cast("list[str]", answer["instructions"]), answer["infos"]
-        return self._numbers.done(which, instructions, cast("list[Mapping[str, Json]]", infos))
+        return Answer(which, self._numbers, instructions, cast("list[Mapping[str, Json]]", infos))
 
     def close(self) -> None:
         """End the process."""
@@ -179,6 +203,13 @@ class EnvironmentProcess:
         with suppress(OSError):  # the answer, which does not come, says why
             self._connection.send_bytes(json.dumps([self._num_asked, *message]).encode())
         return self._num_asked
+
+    def _answer_about(self, what: str, which: Sequence[int]) -> dict[str, Json]:
+        """The answer to what was asked about some episodes last."""
+        asked = self._asked.pop(tuple(which), None)
+        if asked is None:
+            raise EnvironmentLost("its process was lost while other episodes were asked for")
+        return self._receive(what, asked)
 
     def _receive(self, what: str, asked: int, limit_s: float | None = None) -> dict[str, Json]:
         """The answer to a question; those to earlier ones are kept."""
@@ -209,20 +240,28 @@ class EnvironmentProcess:
         return number, answer
 
     def _start(self) -> None:
+        """Start a process if there is none, without waiting until it answers."""
         if self._process is not None and self._process.is_alive():
             return
         self._end()
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: PTH112, S108 - memory, and no folder of ours
         handle, name = tempfile.mkstemp(prefix="leaderless-", dir=folder)
         os.close(handle)
+        self._file = Path(name)
         try:
-            self._numbers = SharedNumbers.over(Path(name), self._spaces, self._num, self._chunk)
+            self._numbers = SharedNumbers.over(self._file, self._spaces, self._num, self._chunk)
             self._connection, there = Pipe()
             self._process = _start(self._config, name, self._num, self._chunk, there)
             there.close()
-            self._receive("start", 0, START_S)
-        finally:
-            Path(name).unlink()
+        except BaseException:
+            self._forget_file()
+            raise
+
+    def _forget_file(self) -> None:
+        """Remove the name of the file: both processes have mapped it, or one of them has ended."""
+        if self._file is not None:
+            self._file.unlink()
+            self._file = None
 
     def _end(self, notice_s: float = 0.0) -> str:
         """End the process and all that it has started, after some seconds to end by itself; how it ended."""
@@ -231,7 +270,9 @@ class EnvironmentProcess:
             self._connection.close()
         self._connection = self._numbers = None
         self._answers.clear()
-        self._stepping.clear()
+        self._asked.clear()
+        self._begun.clear()
+        self._forget_file()
         if process is None:
             return "has ended"
         process.join(notice_s)
@@ -300,7 +341,7 @@ def serve(config: str, file: str, num: int, chunk: int, connection: Connection, 
                 numbers.show(which, observations)
                 _answer(connection, asked, {"instructions": list(observations.instructions)})
                 continue
-            steps = environment.step(which, numbers.actions[which].copy())
+            steps = environment.step(which, numbers.actions[which])
             check_steps(environment.spaces, steps, len(which), chunk)
             numbers.did(which, steps)
             infos = [dict(info) for info in steps.infos]

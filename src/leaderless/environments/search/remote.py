@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 from leaderless.config import Json, RecipeError, is_finite_number
+from leaderless.config.errors import without_credentials
 from leaderless.environments.search.retriever import Hit, Page, RetrieverError
 
 MAX_ANSWER_BYTES = 1 << 24
@@ -74,7 +75,7 @@ class RemoteRetriever:
         return self._error(f"no answer within {self._timeout_s:g} s; raise timeout_s, or look at its load")
 
     def _error(self, what: str) -> RetrieverError:
-        return RetrieverError(f"the retriever at {self._address}: {what}")
+        return RetrieverError(without_credentials(f"the retriever at {self._address}: {what}"))
 
 
 def hits_in(answer: Json, num_queries: int) -> list[list[Hit]]:

@@ -128,12 +128,15 @@ class Singles(VectorEnvironment):
             raise ValueError(f"there must be room for at least one episode, not {num}")
         self._singles: list[Single] = []
         self._past: list[_Past | None] = [None] * num
+        self._limits: NDArray[np.float32] | None = None
         try:
             self._singles.extend(make() for _ in range(num))
         except BaseException:
             self.close()
             raise
         self.spaces = self._singles[0].spaces
+        if isinstance(self.spaces.actions, Continuous):
+            self._limits = np.array([self.spaces.actions.low, self.spaces.actions.high], np.float32)
 
     @override
     def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:
@@ -146,6 +149,8 @@ class Singles(VectorEnvironment):
     @override
     def step(self, which: Sequence[int], actions: NDArray[np.generic]) -> Steps:
         num, chunk = actions.shape[:2]
+        if self._limits is not None:
+            actions = np.clip(actions.astype(np.float32), *self._limits)
         rewards, num_steps = np.zeros((num, chunk), np.float32), np.zeros(num, np.int64)
         last = []
         for row, one in enumerate(which):
@@ -170,9 +175,6 @@ class Singles(VectorEnvironment):
         past = self._past[one]
         if past is None:
             raise ValueError(f"episode {one} has not begun: reset it first")
-        if isinstance(self.spaces.actions, Continuous):
-            low, high = (np.array(one, np.float32) for one in (self.spaces.actions.low, self.spaces.actions.high))
-            action = np.clip(action.astype(np.float32), low, high)
         past.actions.append(action.copy())
         return self._singles[one].step(action)
 
