@@ -5,6 +5,7 @@ They are committed, so that they can be read without building anything; a test f
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import sys
@@ -15,7 +16,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 import typer
 from generate_algorithms import formulas_page, results_page, with_combinations
 from generate_bodies import bodies_page
-from generate_convert import with_settings
+from generate_convert import FRAMEWORKS, with_settings
+from generate_embodied import with_rlpd, with_srpo
 from generate_families import families_page
 from generate_gallery import gallery_pictures, with_counting, with_evidence, with_gallery
 from generate_generation import with_generation
@@ -33,6 +35,7 @@ from generate_performance import (
     with_training_step,
 )
 from generate_search import with_search
+from generate_simulators import simulator_pages
 from generate_submit import submit_page
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -45,7 +48,6 @@ from leaderless.config import Recipe
 from leaderless.config.base import ShorthandSection
 from leaderless.config.reward_options import RewardOptions
 from leaderless.config.roles import RoleConfig
-from leaderless.convert.convert import TABLES
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.picture import draw_plan
@@ -121,12 +123,14 @@ def render() -> dict[Path, str]:
         "algorithms": formulas_page(),
         "bodies": bodies_page(),
         "families": families_page(),
+        **{f"simulators/{name}": page for name, page in simulator_pages().items()},
     }
     files = {DOCS / "reference" / f"{name}.md": f"{NOTE}\n\n{text.rstrip()}\n" for name, text in pages.items()}
     files[DOCS / "algorithms/results.md"] = f"{NOTE}\n\n{results_page()}\n"
     index = DOCS / "algorithms/index.md"
     files[index] = with_combinations(index.read_text(encoding="utf-8"))
-    for framework, guide in {name: DOCS / f"guides/from-{name}.md" for name in TABLES}.items():
+    for framework in FRAMEWORKS:
+        guide = DOCS / f"guides/from-{framework}.md"
         files[guide] = with_settings(guide.read_text(encoding="utf-8"), framework)
     gallery = DOCS / "gallery.md"
     files[gallery] = with_gallery(gallery.read_text(encoding="utf-8"))
@@ -134,6 +138,10 @@ def render() -> dict[Path, str]:
     files[images] = with_counting(images.read_text(encoding="utf-8"))
     reasons = DOCS / "why-no-controller.md"
     files[reasons] = with_evidence(reasons.read_text(encoding="utf-8"))
+    srpo = DOCS / "algorithms/srpo.md"
+    files[srpo] = with_srpo(srpo.read_text(encoding="utf-8"))
+    robots = DOCS / "guides/robots.md"
+    files[robots] = with_rlpd(robots.read_text(encoding="utf-8"))
     scaling = DOCS / "scaling.md"
     files[scaling] = with_hosts(scaling.read_text(encoding="utf-8"))
     search = DOCS / "guides/search.md"
@@ -466,6 +474,7 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
         yield "runs", "if another node reads what it writes"
 
 
+@functools.cache
 def _recipe_with(*overrides: str) -> Recipe:
     """A recipe without a penalty, plus some overrides."""
     return load_recipe(ROOT / "recipes/quickstart/grpo.yaml", ["algorithm.kl.coefficient=0", *overrides]).recipe

@@ -32,7 +32,7 @@ settings.register_profile(
     "quick",
     settings(),
     derandomize=True,
-    max_examples=50,
+    max_examples=20,
     deadline=None,  # other processes may use the same cores, so the time of an example means nothing
     suppress_health_check=[HealthCheck.too_slow],
 )

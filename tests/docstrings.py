@@ -1,8 +1,8 @@
 """Checks how docstrings and `help=` describe arguments: `python -m tests.docstrings`, a part of `make lint`.
 
 The line of an argument is a noun phrase that stands alone, as in "rank: Rank that failed." Lines that begin with
-"That", "Of" or a verb only make sense together with the name, and often not even then. They are recognized by their
-first word; whether a sentence is a good one is for the reader to judge.
+"That", "Of", "What", "How", "The same" or a verb only make sense together with the name, and often not even then. They
+are recognized by their first words; whether a sentence is a good one is for the reader to judge.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FRAGMENT = re.compile(
     r"(That|Of|Whose|Whom?|Told|Called|Which|By|For|From|To|In|On|At|As|With|Where|When|Because|Says|Names(?! of)|"
     r"Holds|Has|Have|Takes|Makes|Gives|Gets|Knows|Tells|Identifies|Computes|Decides|Describes|Keeps|Reads|Writes|Shows|"
     r"Means|Counts|Is|Are|Was|Were|Must|May|Can|Not|Behind|Beside|Before|After|Reported|Given|Asked|Needed|Wanted|Made|"
-    r"Used|Written|Stands)\b"
+    r"Used|Written|Stands|Divides|Between|What|How|Why|Who|The same)\b"
 )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.planner import Layout
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
 from leaderless.rollout.child_server import ChildServer, EngineError
-from leaderless.rollout.engine import Completion, Request, RolloutEngine
+from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from leaderless.rollout.external import Driver, ExternalEngine
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.probe import make_probe
@@ -127,6 +128,7 @@ class CopyDriver:
 
     def step(self) -> list[Gain]:
         self._called("step")
+        assert self._open, "nothing is in progress, so that the answer would be awaited for ever"
         return self.grow(list(self._open.values())[: self.max_sequences])
 
     def grow(self, asks: Sequence[Ask]) -> list[Gain]:
@@ -186,6 +188,24 @@ def change_weights(trainer: FsdpEngine, seed: int = 0) -> None:
         for parameter in trainer.model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     trainer.policy_version += 1
+
+
+def sampled_together(
+    servings: Mapping[str, Colocated], requests: Sequence[Request], params: SamplingParams
+) -> dict[str, list[list[Completion]]]:
+    """Responses of several roles, which are in progress at the same time."""
+    found = {role: [request.begin() for request in requests] for role in servings}
+    with ExitStack() as stack:
+        engines = {role: stack.enter_context(serving.phase()) for role, serving in servings.items()}
+        places = {
+            role: {engine.submit(request, params): place for place, request in enumerate(requests)}
+            for role, engine in engines.items()
+        }
+        while waiting := [role for role in found if not all(one.finish_reason for some in found[role] for one in some)]:
+            for role in waiting:
+                for delta in engines[role].step():
+                    found[role][places[role][delta.request]][delta.sibling].add(delta)
+    return found
 
 
 def expected_log_probs(trainer: FsdpEngine, request: Request, completion: Completion) -> list[float]:

@@ -27,9 +27,9 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import ProcessGroup
 from leaderless.models import decoder
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
-from leaderless.models.decoder import load_value_model
 from leaderless.models.products import _can_write_float32
 from leaderless.models.shared_prompts import VarlenAttention
+from leaderless.models.value_model import load_value_model
 from leaderless.rollout import kv_cache, native
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
@@ -163,7 +163,7 @@ def decode(accelerator: Accelerator) -> dict[str, float]:
     for way in [*ways, SamplingConfig(min_p=0.1)]:
         engine, is_first = NativeEngine(model, None, frozenset(), 7, DEVICE), way == ways[0]
         prompts = [[5] * 3, [6] * 70, [7] * 20, [8] * 150] if is_first else [[5] * 3, [6] * 70]
-        requests = [Request(prompt, [10 * i + j for j in range(4)]) for i, prompt in enumerate(prompts)]
+        requests = [Request(prompt, [10 * i + j for j in range(2)]) for i, prompt in enumerate(prompts)]
         requests.append(Request([9] * 30, [99]))
         groups = generate(engine, requests, SamplingParams(way, 4 if is_first else 2, (), seed=1))
         num_tokens += sum(len(completion.tokens) for group in groups for completion in group)

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 from tests.engines import CopyDriver
 
+from leaderless.models.routers import Routers
 from leaderless.rollout.apart.messages import Ask
 
 LOG_VARIABLE = "FAKE_SGLANG_LOG"
@@ -31,16 +32,16 @@ VALUES = {"model-path", "host", "port", "dtype", "context-length", "max-running-
 VALUES |= {"mem-fraction-static", "sampling-defaults", "device", "base-gpu-id", "revision"}
 FLAGS = {"skip-tokenizer-init", "enable-memory-saver", "enable-weights-cpu-backup", "trust-remote-code"}
 VALUES |= {"max-lora-rank", "max-loras-per-batch", "max-loaded-loras"}
-FLAGS |= {"disable-cuda-graph", "enable-lora"}
+FLAGS |= {"disable-cuda-graph", "enable-lora", "enable-return-routed-experts"}
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop_token_ids", "ignore_eos", "sampling_seed"}
 FIELDS: Mapping[str, set[str]] = {
-    "/generate": {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream", "lora_path"},
+    "/generate": {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream", "lora_path"}
+    | {"return_routed_experts"},
     "/abort_request": {"rid", "abort_all"},
     "/update_weights_from_tensor": {"serialized_named_tensors", "load_format", "flush_cache", "weight_version"},
     "/flush_cache": set(),
     "/load_lora_adapter": {"lora_name", "lora_path", "pinned"},
     "/unload_lora_adapter": {"lora_name"},
-    "/update_weight_version": {"new_version", "abort_all_requests"},
     "/release_memory_occupation": {"tags"},
     "/resume_memory_occupation": {"tags"},
 }
@@ -57,21 +58,49 @@ class Server:
             self.driver.load_from_folder()
         self.weights = dict(self.driver._model.named_parameters())
         self.base = {name: weight.detach().clone() for name, weight in self.weights.items()}
-        self.adapter: str | None = None
+        self.adapters: dict[str, dict[str, torch.Tensor]] = {}  # weights with each merged into them
+        self.most_adapters = int(arguments.get("max-loaded-loras", 0))
+        self.records_experts = "enable-return-routed-experts" in arguments
         self.token, self.version = arguments["api-key"], "default"
         self.max_running = int(arguments["max-running-requests"])
         self.lock, self.aborted, self.running = threading.Lock(), set[str](), set[str]()
 
     @torch.no_grad()
-    def add(self, folder: Path) -> None:
-        """Merge adapters into the weights of the folder from which they were read."""
+    def merged(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Merge adapters into copies of the weights of the folder from which they were read."""
+        merged = {name: base.clone() for name, base in self.base.items()}
         said = json.loads((folder / "adapter_config.json").read_text())
         matrices = load_file(folder / "adapter_model.safetensors")
-        for name, base in self.base.items():
+        for name in self.base:
             found = [matrices.pop(f"base_model.model.{name.removesuffix('weight')}lora_{x}.weight", None) for x in "AB"]
             if found[0] is not None and found[1] is not None:
-                self.weights[name].copy_(base + found[1] @ found[0] * (said["lora_alpha"] / said["r"]))
+                merged[name] += found[1] @ found[0] * (said["lora_alpha"] / said["r"])
         assert not matrices, f"adapters of nothing: {list(matrices)}"
+        return merged
+
+    @torch.no_grad()
+    def choose(self, adapter: str | None) -> None:
+        """Compute with some adapters from now on."""
+        for name, weight in self.adapters[adapter].items() if adapter is not None else ():
+            self.weights[name].copy_(weight)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The memory of a weight, which may be a part of that of all experts."""
+        before, _, after = name.partition(".experts.")
+        if not after[:1].isdigit():
+            return self.weights[name].detach()
+        number, kind, _ = after.split(".")
+        packed = self.weights[f"{before}.experts.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}"].detach()
+        halves = packed[int(number)].chunk(2) if kind != "down_proj" else (packed[int(number)],)
+        return halves[kind == "up_proj"]
+
+    @torch.no_grad()
+    def experts(self, tokens: list[int]) -> str:
+        """What each layer chooses for each token: int32 in base64."""
+        routers = Routers.required(self.driver._model, "model")
+        routers.begin()
+        self.driver._model(torch.tensor([tokens]))
+        return base64.b64encode(routers.now.choices().int().numpy().tobytes()).decode()
 
     def answer(self, path: str, body: dict[str, Any]) -> object:
         """Handle all calls but streams."""
@@ -80,25 +109,22 @@ class Server:
                 (payload,) = body["serialized_named_tensors"]
                 with torch.no_grad():
                     for name, tensor in pickle.loads(base64.b64decode(payload)):
-                        self.weights[name].copy_(tensor)
+                        self.weight(name).copy_(tensor)
                 self.version = body["weight_version"]
                 return {"success": True, "message": "Succeeded to update parameter online from tensors."}
             case "/load_lora_adapter":
-                assert self.adapter is None, "--max-loaded-loras is 1"
-                self.adapter = body["lora_name"]
-                self.add(Path(body["lora_path"]))
-                return {"success": True, "error_message": "", "loaded_adapters": {self.adapter: body["lora_path"]}}
+                assert len(self.adapters) < self.most_adapters, "--max-loaded-loras"
+                self.adapters[body["lora_name"]] = self.merged(Path(body["lora_path"]))
+                return {"success": True, "error_message": "", "loaded_adapters": dict.fromkeys(self.adapters, "")}
             case "/unload_lora_adapter":
-                assert self.adapter == body["lora_name"]
-                self.adapter = None
+                del self.adapters[body["lora_name"]]
                 return {"success": True, "error_message": "", "loaded_adapters": {}}
-            case "/update_weight_version":
-                self.version = body["new_version"]
-                return {"success": True, "message": "", "new_version": self.version}
             case "/abort_request":
                 every = body.get("abort_all")
                 self.aborted |= {rid for rid in self.running if every or rid.startswith(body["rid"])}
                 return None
+            case "/flush_cache":
+                assert not self.running, "flush_cache with requests under way"
             case "/release_memory_occupation":
                 assert not self.running, "release_memory_occupation with requests under way"
                 self.driver.sleep(keep_weights=True)
@@ -108,8 +134,9 @@ class Server:
                 self.driver.wake()
                 return None
             case "/generate":
-                assert body.get("lora_path") == self.adapter
-                scores = self.driver.prompt_log_probs(body["input_ids"])
+                with self.lock:
+                    self.choose(body.get("lora_path"))
+                    scores = self.driver.prompt_log_probs(body["input_ids"])
                 entries = [[None, body["input_ids"][0], None]]
                 entries += [[score, token, None] for score, token in zip(scores, body["input_ids"][1:], strict=True)]
                 return {"output_ids": [0], "meta_info": {"id": "x", "input_token_logprobs": entries}}
@@ -133,8 +160,10 @@ class Server:
                 zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
             )
         }
-        assert {*body.get("lora_path", [None])} == {self.adapter}
+        adapters = dict(zip(asks, body.get("lora_path", [None] * len(asks)), strict=True))
+        assert len(self.adapters) == self.most_adapters or None in adapters.values()
         grown: dict[str, list[list[float | None]]] = {rid: [] for rid in asks}
+        assert self.records_experts >= body.get("return_routed_experts", False)
         self.running |= set(asks)
         try:
             while asks:
@@ -143,7 +172,11 @@ class Server:
                     for rid in now:
                         self.driver._grown[asks[rid].id] = [int(entry[1] or 0) for entry in grown[rid]]
                         self.driver._open[asks[rid].id] = asks[rid]
-                    gains = dict(zip(now, self.driver.grow([asks[rid] for rid in now]), strict=True))
+                    gains = {}
+                    for adapter in {adapters[rid]: None for rid in now}:
+                        self.choose(adapter)
+                        some = [rid for rid in now if adapters[rid] == adapter]
+                        gains |= zip(some, self.driver.grow([asks[rid] for rid in some]), strict=True)
                 for rid in [*gains, *(rid for rid in list(asks) if rid in self.aborted)]:
                     finish: dict[str, object] | None = {"type": "abort", "message": "Abort before prefill"}
                     if rid in gains:
@@ -155,10 +188,13 @@ class Server:
                         grown[rid].append([log_prob, token, None])
                         ends = {"stop": {"type": "stop", "matched": token}, "length": {"type": "length", "length": 1}}
                         finish = ends[reason] if reason else None
+                    info = {"id": rid, "finish_reason": finish, "weight_version": self.version, "cached_tokens": 1}
                     if finish:
+                        if body.get("return_routed_experts") and rid in gains:
+                            sampled = [int(entry[1] or 0) for entry in grown[rid]]
+                            info["routed_experts"] = self.experts([*asks[rid].prompt, *sampled][:-1])
                         del asks[rid]
                         self.running.discard(rid)
-                    info = {"id": rid, "finish_reason": finish, "weight_version": self.version, "cached_tokens": 1}
                     yield {
                         "output_ids": [int(entry[1] or 0) for entry in grown[rid]],
                         "meta_info": info | {"output_token_logprobs": grown[rid]},

@@ -38,6 +38,9 @@ from typing import NoReturn
 ROOT = Path(__file__).parents[1]
 MODULES = (
     "leaderless.worker.process",
+    "leaderless.cli.main",
+    "leaderless.observability.report.page",
+    "leaderless.planner.picture",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
@@ -144,6 +147,7 @@ def live() -> None:
     for name in given.split() or MODULES:
         import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked"
+    _name_events_cheaply()
     gc.collect()
     gc.freeze()  # shared objects are not inspected, and so not copied, by each collection
     connection = socket.socket(fileno=os.dup(0))
@@ -155,6 +159,15 @@ def live() -> None:
         request, descriptors = born
         _settle(request, descriptors)
         _run(request.arguments[0])
+
+
+def _name_events_cheaply() -> None:
+    """Keep torch elastic from inspecting its whole stack for each event.
+
+    The frames of `runpy`, which have no file, make it search thousands of modules: .1 s an event.
+    """
+    if (rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous")) is not None:
+        rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def _serve(connection: socket.socket) -> tuple[_Request, Sequence[int]] | None:
@@ -224,6 +237,7 @@ def _settle(request: _Request, descriptors: Sequence[int]) -> None:
 def _run(module: str) -> NoReturn:
     """Run a program, and end this process like the interpreter, as far as a program can tell."""
     code: object = 0
+    sys.modules.pop(module, None)  # what is run is no module that was imported: `runpy` warns of both at once
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -43,9 +43,15 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "`dp` 2, `tp` 2": {"dp": 2, "tp": 2},
     "`cp` 2, `tp` 2": {"dp": 1, "cp": 2, "tp": 2},
     "`ep` 2": {"dp": 2, "ep": 2},
+    "`dp` 4, `ep` 2": {"dp": 4, "ep": 2},
     "`cp` 2, `ep` 2": {"dp": 1, "cp": 2, "ep": 2},
+    "`tp` 2, `ep` 2": {"dp": 1, "tp": 2, "ep": 2},
     "`pp` 2": {"dp": 1, "pp": 2},
     "`dp` 2, `pp` 2": {"dp": 2, "pp": 2},
+    "`dp` 2, `pp` 2, `ep` 2": {"dp": 2, "pp": 2, "ep": 2},
+    "`cp` 2, `pp` 2": {"dp": 1, "cp": 2, "pp": 2},
+    "`tp` 2, `pp` 2": {"dp": 1, "tp": 2, "pp": 2},
+    "`tp` 2, `pp` 2, `ep` 2": {"dp": 1, "tp": 2, "pp": 2, "ep": 2},
 }
 
 
@@ -70,19 +76,25 @@ def features(folder: Path) -> dict[str, Feature]:
     """The features by name."""
     images = with_own_head(folder, "qwen3_vl")
     text, experts = untied_model(tiny_model("qwen3")), experts_model(folder, "qwen3_moe")
+    image_experts = with_own_head(folder, "qwen3_vl_moe")
     return {
         "all weights": Feature(text),
         "recomputed activations": Feature(text, {"gradient_checkpointing": True}),
         "critic": Feature(text, is_critic=True),
         "critic of experts": Feature(experts, is_critic=True),
+        "head is the embedding": Feature(tiny_model("qwen3")),
         "LoRA": Feature(text, {"lora": {"rank": 4}}),
+        "LoRA, dropout": Feature(text, {"lora": {"rank": 4, "dropout": 0.1}}),
         "LoRA, experts": Feature(experts, {"lora": {"rank": 4}}),
+        "LoRA, adapters of experts": Feature(experts, {"lora": {"rank": 4, "expert_rank": "auto"}}),
         "LoRA, images": Feature(images, {"lora": {"rank": 4}}),
         "experts": Feature(experts),
         "experts, replayed choices": Feature(experts, num_replayed=6),
         "images": Feature(images),
+        "images, critic": Feature(images, is_critic=True),
         "images, frozen vision": Feature(images, {"freeze_vision": True}),
-        "images, experts": Feature(with_own_head(folder, "qwen3_vl_moe")),
+        "images, experts": Feature(image_experts),
+        "images, critic of experts": Feature(image_experts, is_critic=True),
     }
 
 
@@ -118,18 +130,34 @@ def value_loss(values: Tensor, micro_batch: MicroBatch) -> Tensor:
     return ((values[: len(micro_batch.targets)] - micro_batch.targets % 7) ** 2).sum()
 
 
-def cell(ranks: RankPool, feature: Feature, sizes: dict[str, int], expected: Numbers | None) -> str:
-    """The largest difference of a feature on a layout from what one rank does; a dash where it is refused."""
-    if expected is None or (("lora" in feature.changes or feature.num_replayed) and "pp" in sizes):
-        return "–"  # the planner refuses it
+def rows(ranks: RankPool, folder: Path, named: Sequence[str] = ()) -> Iterator[tuple[str, list[float | str | None]]]:
+    """The cells of each feature, or of those that are named; models are written into a folder.
+
+    A cell is the largest difference from what one rank does; None where the layout is refused, a text where it fails.
+    """
+    for name, feature in features(folder).items():
+        if not named or name in named:
+            (expected,) = learned(ranks, feature, 1, {"dp": 1})
+            assert not isinstance(expected, str), expected
+            yield name, [cell(ranks, feature, sizes, expected) for sizes in LAYOUTS.values()]
+
+
+def cell(ranks: RankPool, feature: Feature, sizes: dict[str, int], expected: Numbers) -> float | str | None:
+    """See `rows`."""
     size = prod(count for axis, count in sizes.items() if axis != "ep")
     try:
         results = learned(ranks, feature, size, sizes)
     except RankError as error:
         return f"FAILED: {str(error).splitlines()[-1][:80]}"
-    if any(isinstance(one, str) for one in results):
+    found = [one for one in results if not isinstance(one, str)]
+    return largest_difference(found, expected) if len(found) == size else None
+
+
+def shown(value: float | str | None) -> str:
+    """A cell as the page has it."""
+    if value is None:
         return "–"
-    return f"{largest_difference([one for one in results if not isinstance(one, str)], expected):.0e}"
+    return value if isinstance(value, str) else f"{value:.0e}" if value else "0"
 
 
 def learned(ranks: RankPool, feature: Feature, size: int, sizes: dict[str, int]) -> list[Numbers | str]:
@@ -154,16 +182,12 @@ def critic(model: str, samples: Batch, sizes: dict[str, int], changes: dict[str,
 
 def main() -> None:
     """Print the table, or the rows that are named."""
-    ranks, named = RankPool(), sys.argv[1:]
+    ranks = RankPool()
+    print("| | " + " | ".join(LAYOUTS) + " |")
+    print("| --- |" + " --- |" * len(LAYOUTS))
     with tempfile.TemporaryDirectory() as folder:
-        rows = {name: one for name, one in features(Path(folder)).items() if not named or name in named}
-        print("| |" + " | ".join(LAYOUTS) + " |")
-        print("| --- |" + " --- |" * len(LAYOUTS))
-        for name, feature in rows.items():
-            (expected,) = learned(ranks, feature, 1, {"dp": 1})
-            known = None if isinstance(expected, str) else expected
-            cells = [cell(ranks, feature, sizes, known) for sizes in LAYOUTS.values()]
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        for name, cells in rows(ranks, Path(folder), sys.argv[1:]):
+            print(f"| {name} | {' | '.join(map(shown, cells))} |", flush=True)
     ranks.close()
 
 

@@ -6,6 +6,7 @@ import base64
 import functools
 import io
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.tiny import scatter_vectors
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
     CLIPVisionConfig,
     GemmaConfig,
     LlamaConfig,
@@ -30,6 +32,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.images import PromptImage, expanded, open_image, pack_images, placed
+from leaderless.models.classifiers import register_classifiers
 from leaderless.models.image_readers import Reader, open_reader
 from leaderless.models.tiny import write_vision_model
 from leaderless.models.tokenizer import load_tokenizer
@@ -53,6 +56,23 @@ def vision_model(family: Family = "qwen3_vl") -> str:
     else:
         write_vision_model(path, WORDS, family=family, hidden_size=32)
     scatter_vectors(path, AutoModelForImageTextToText)
+    return str(path)
+
+
+@functools.cache
+def vision_critic(family: Family = "qwen3_vl") -> str:
+    """The folder of a value model of the same weights, with a head that is not zero."""
+    folder = tempfile.TemporaryDirectory(prefix="tiny-vision-")
+    _KEPT.append(folder)
+    source = vision_model(family)
+    path = shutil.copytree(source, Path(folder.name) / f"{family}_critic")
+    register_classifiers(AutoConfig.from_pretrained(source))
+    model = AutoModelForTokenClassification.from_pretrained(source, num_labels=1)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.score.parameters():
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+    model.save_pretrained(path)
     return str(path)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tests.tiny import tiny_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from leaderless.algorithms.preference_loss import PreferenceLoss
 from leaderless.config.data import DatasetConfig
@@ -22,14 +22,18 @@ from leaderless.data.dataset import Prompt, make_batch
 from leaderless.data.preferences import make_encoder
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.stages.preferences import loss_of_rows, samples_for, score_sides, totals_of
-from leaderless.training.fsdp import FsdpEngine
+from leaderless.models.value_model import load_value_model
+from leaderless.stages.preferences import loss_of_rows, samples_for, score_sides, side_by_side, totals_of
+from leaderless.stages.reward_model import pair_losses, with_ends
+from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 
 PAIRS: list[dict[str, str]] = [
     {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a * b + 1} or {a}" if a % 2 else str(a + b + 1)}
     for a, b in ((1, 2), (14, 7), (3, 30), (8, 8), (21, 5), (6, 60))
 ]
 """Pairs with sides of different lengths."""
+MARGINS: list[dict[str, object]] = [{**row, "margin": 0.25 * place} for place, row in enumerate(PAIRS)]
+"""The same with the margin by which the chosen response is to be better."""
 SINGLES: list[dict[str, object]] = [
     {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
     for row in PAIRS[:4]
@@ -52,6 +56,22 @@ def moved_model() -> str:
             parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder.name)
     AutoTokenizer.from_pretrained(tiny_model()).save_pretrained(folder.name)
+    return folder.name
+
+
+@functools.cache
+def scoring_model() -> str:
+    """The folder of a reward model, with a head that is not 0."""
+    folder = tempfile.TemporaryDirectory(prefix="scoring-model-")
+    _KEPT.append(folder)
+    tokenizer = AutoTokenizer.from_pretrained(moved_model())
+    tokenizer.pad_token = "$"  # `transformers` scores the last token that is no padding
+    model = AutoModelForSequenceClassification.from_pretrained(moved_model(), num_labels=1, dtype=torch.float32)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(7))
+    model.save_pretrained(folder.name)
+    tokenizer.save_pretrained(folder.name)
     return folder.name
 
 
@@ -92,6 +112,26 @@ def loss_and_gradient(loss: PreferenceLoss, micro_batch_tokens: int = 4096) -> t
         found = loss_of_rows(engine, loss, rows, totals, micro_batch)
         found.value.backward()  # type: ignore[no-untyped-call]
         value += float(found.value.detach())
+    return value, {name: weight.grad for name, weight in engine.named_weights() if weight.grad is not None}
+
+
+def reward_loss_and_gradient(centering: float, *, has_margins: bool) -> tuple[float, Mapping[str, Tensor]]:
+    """The loss of a reward model on all pairs, and the gradient of each weight, as training computes them."""
+    config, margin = ModelConfig(path=scoring_model()), {"margin": "margin"} if has_margins else {}
+    model = load_value_model(config, "reward_model")
+    model.become_reward_model("models.reward_model")
+    alone, device = ProcessGroup((0,), 0), torch.device("cpu")
+    engine = FsdpValueEngine(model, config, alone, device, 4096, optimizer=OptimizerConfig(), num_updates=1)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    encoder = make_encoder(tokenizer, DatasetConfig.model_validate(PAIR_DATA | margin), "data.train")
+    encoded = encoder.encode_all(MARGINS, [f"row {place}" for place in range(len(MARGINS))])  # type: ignore[arg-type]
+    prompts = [Prompt(row, one) for row, one in zip(MARGINS, encoded, strict=True)]  # type: ignore[arg-type]
+    rows = make_batch(list(range(len(MARGINS))), prompts, has_responses=False, has_preferences=True)
+    value = 0.0
+    for micro_batch in engine.micro_batches(with_ends(side_by_side(rows))):
+        loss = pair_losses(engine.forward(micro_batch), rows, micro_batch, centering)[0].sum() / len(rows)
+        loss.backward()  # type: ignore[no-untyped-call]
+        value += float(loss.detach())
     return value, {name: weight.grad for name, weight in engine.named_weights() if weight.grad is not None}
 
 

@@ -6,6 +6,7 @@ import os
 import struct
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,3 +143,20 @@ class Unsaved(Wrong):
     """The same, which cannot be saved."""
 
     save = VectorEnvironment.save
+
+
+class Meeting(Line):
+    """A line whose episodes begin only once environments in other processes begin theirs."""
+
+    def __init__(self, num: int, *, folder: str, num_processes: int) -> None:
+        super().__init__(num)
+        self._folder, self._num_processes = Path(folder), num_processes
+
+    def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:
+        (self._folder / str(os.getpid())).touch()
+        until_s = time.monotonic() + 20
+        while len(list(self._folder.iterdir())) < self._num_processes:
+            if time.monotonic() > until_s:
+                raise RuntimeError("no other environment has begun")
+            time.sleep(0.01)
+        return super().reset(which, tasks, seeds)

@@ -113,6 +113,19 @@ def at_temperature(batch: Batch, temperature: float | Tensor) -> Batch:
     return batch.with_columns(temperatures=Jagged(values, lengths, "response_tokens"))
 
 
+@functools.cache
+def judge_model() -> str:
+    """The folder of a model that is asked in a chat, with fewer tokens than the others; what it says depends on all."""
+    folder = tempfile.TemporaryDirectory(prefix="tiny-model-")
+    _KEPT.append(folder)
+    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    path = write_tiny_model(
+        Path(folder.name) / "judge", CHARACTERS[:40], family="qwen3", hidden_size=32, chat_template=template, seed=3
+    )
+    scatter_vectors(path)
+    return str(path)
+
+
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
 

@@ -60,11 +60,10 @@ _SIZES: Mapping[int | float, str] = {
     0: "pad_token_id",
     3: "image_token_id audio_token_id video_token_id image_token_index",
     0.7: "embedding_multiplier residual_multiplier attention_multiplier",
-    WIDE: "sliding_window window_size attention_window_size attention_chunk_size",
 }
+_WINDOWS = ["sliding_window", "window_size", "attention_window_size", "attention_chunk_size"]
+_SETTINGS = {name: value for value, names in _SIZES.items() for name in names.split()} | dict.fromkeys(_WINDOWS, WIDE)
 """Values of settings, by name; those of a kind that a family does not have are left out."""
-_WINDOWS = _SIZES[WIDE].split()
-_SETTINGS = {name: value for value, names in _SIZES.items() for name in names.split()}
 _MAY_BE_NONE = ("token_id", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _ALWAYS: Mapping[str, object] = {
     "is_decoder": True,
@@ -117,7 +116,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         is_right: Whether it is computed right; else it is refused.
-        reason: Why it is refused.
+        reason: Reason why it is refused.
     """
 
     is_right: bool

@@ -2,7 +2,7 @@
 
 A picture has 32 x 32 pixels, with squares on a grid of 4 x 4 places. The question names a color, and the answer is how
 many squares have it. Nothing in the text tells the answer, so that a model can be right more often than by guessing
-only if it looks.
+only if it looks. A wrong answer next to it makes a pair of which the right one is preferred.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def prepare(folder: Path, seed: int = 0, num_pictures: int = NUM_PICTURES) -> No
     )
     generator = random.Random(seed)
     rows = [make_row(generator) for _ in range(num_pictures + NUM_HELD_OUT)]
+    mistakes = random.Random(f"mistakes {seed}")  # of its own, so that pictures do not depend on wrong answers
+    for row in rows:
+        row["wrong"] = mistakes.choice([one for one in map(str, range(MOST + 1)) if one != row["answer"]])
     train, test = rows[:num_pictures], rows[num_pictures:]
     pictures = [row["image"] for row in test]
     generator.shuffle(pictures)

@@ -26,6 +26,9 @@ VISIBLE_DEVICES: dict[AcceleratorKind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "
 DEVICE_FILES: dict[AcceleratorKind, str] = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}
 """Files of devices in `DEVICE_FOLDER`, as a pattern."""
 DEVICE_FOLDER = Path("/dev")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - nothing is written there
+SMALL_SHARED_MEMORY = 1 << 30
+"""Bytes of shared memory below which ranks of a machine may be unable to exchange tensors; containers have 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def find_accelerator() -> AcceleratorKind | None:
     """
     for kind, pattern in DEVICE_FILES.items():
         is_hidden = os.environ.get(VISIBLE_DEVICES[kind], "0") in {"", "-1"}
-        if not is_hidden and _is_supported(kind) and any(DEVICE_FOLDER.glob(pattern)):
+        if not is_hidden and any(DEVICE_FOLDER.glob(pattern)) and _is_supported(kind):
             return kind
     return None
 

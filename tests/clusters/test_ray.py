@@ -123,8 +123,9 @@ def test_a_run_that_is_stopped_saves_its_step(cluster: Any, tmp_path: Path) -> N
 
 def test_too_small_a_cluster_is_named(cluster: Any, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"no room for 3 machines with .*'CPU': 1.0.*STRICT_SPREAD.*ray status"):
-        place(wish(tmp_path, 1, smallest=3, largest=3, placement_timeout_s=2))
-    group = place(wish(tmp_path, 1, smallest=1, largest=3, placement_timeout_s=2))
+        place(wish(tmp_path, 1, smallest=3, largest=3, placement_timeout_s=2), threading.Event())
+    group = place(wish(tmp_path, 1, smallest=1, largest=3, placement_timeout_s=2), threading.Event())
+    assert group is not None
     assert group.bundle_count == 2, "as many as there is room for"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.engines import ALONE, MAX_TOKENS, fake_sglang_python
+from tests.engines import ALONE, MAX_TOKENS, fake_sglang_python, sampled_together
 from tests.tiny import tiny_model
 
 from leaderless.config.models import LoraConfig, ModelConfig
@@ -23,10 +23,11 @@ from leaderless.models.tokenizer import load_tokenizer
 from leaderless.planner import Layout
 from leaderless.planner.engines import engine_for
 from leaderless.rollout.apart.adapters import AdapterFolder
-from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.make import RolloutSetup, make_engine
 from leaderless.rollout.probe import make_probe, probe_of
+from leaderless.rollout.seats import Host, Seat
 from leaderless.rollout.serving import Colocated
 from leaderless.rollout.sglang import SglangServer
 from leaderless.training.fsdp import FsdpEngine
@@ -37,11 +38,16 @@ VLLM_PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")
 """Python of an environment with vLLM."""
 LAYOUT = Layout((0,), 1)
 REQUESTS = [Request([5, 6, 7], [1, 2]), Request([9, 8, 7, 6], [3])]
+PARAMS = SamplingParams(SamplingConfig(), 6)
 
 
-def config_of(targets: object = "all-linear") -> ModelConfig:
-    lora = LoraConfig(rank=3, alpha=7.0, targets=targets)  # type: ignore[arg-type]
+def config_of(rank: int = 3, targets: object = "all-linear") -> ModelConfig:
+    lora = LoraConfig(rank=rank, alpha=7.0, targets=targets)  # type: ignore[arg-type]
     return ModelConfig(path=tiny_model(head_dim=32), lora=lora)
+
+
+CONFIGS = {"planner": config_of, "solver": lambda: config_of(2, ["q_proj", "up_proj"])}
+"""Two roles whose adapters differ in rank and in layers."""
 
 
 def trainer_of(config: ModelConfig) -> FsdpEngine:
@@ -51,14 +57,23 @@ def trainer_of(config: ModelConfig) -> FsdpEngine:
 def train(trainer: FsdpEngine) -> None:
     """Change the adapters, as an update does."""
     for number, (_, layer) in enumerate(adapted_layers(trainer.model)):
-        generator = torch.Generator().manual_seed(100 * trainer.policy_version + number)
+        generator = torch.Generator().manual_seed(100 * trainer.policy_version + number + 7 * layer.lora_A.shape[0])
         torch.nn.init.normal_(layer.lora_B, std=0.3, generator=generator)
     trainer.policy_version += 1
 
 
-def setup_of(config: ModelConfig, python: str | None, folder: Path, *, merges: bool) -> RolloutSetup:
+def setup_of(
+    config: ModelConfig,
+    python: str | None,
+    folder: Path,
+    *,
+    merges: bool = False,
+    role: str = "policy",
+    host: Host | None = None,
+) -> RolloutSetup:
     return RolloutSetup(
-        role="policy",
+        role=role,
+        host=host,
         rollout=RolloutConfig(max_sequences=4, external=ExternalConfig(python=python, merge_adapters=merges)),
         model=config,
         max_tokens=MAX_TOKENS,
@@ -74,34 +89,38 @@ def setup_of(config: ModelConfig, python: str | None, folder: Path, *, merges: b
     )
 
 
-@pytest.fixture(params=["sglang", "vllm", "vllm-in-process"])
-def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Colocated, FsdpEngine]]:
-    """An engine that is made for a recipe with adapters, next to their trainer."""
+Served = Mapping[str, tuple[Colocated, FsdpEngine]]
+
+
+@pytest.fixture(
+    params=["sglang", pytest.param("sglang of one role", marks=pytest.mark.thorough), "vllm", "vllm-in-process"]
+)
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+    """An engine that is made for a recipe with adapters of two roles, each next to their trainer."""
     name, folder = request.param, tmp_path
     if name == "vllm" and VLLM_PYTHON is None:
         pytest.skip("`make test-vllm` runs this with vLLM")
     if name == "vllm-in-process" and find_spec("vllm") is None:
         pytest.skip("`make test-vllm` runs this with vLLM")
+    is_alone, name = "one role" in name, name.partition(" ")[0]
     python = {"sglang": fake_sglang_python(folder), "vllm": VLLM_PYTHON}.get(name)
-    config, name = config_of(), name.partition("-")[0]
-    setup, trainer = setup_of(config, python, folder, merges=False), trainer_of(config)
-    engine = make_engine(name, setup)
-    serving = Colocated(
-        engine,
-        trainer,
-        Pool(LAYOUT, everything),
-        torch.float32,
-        probe=make_probe(trainer.vocab_size, 64),
-        may_restart=True,
-    )
-    yield serving, trainer
-    engine.close()
+    configs = {role: make() for role, make in CONFIGS.items() if not is_alone or role == "planner"}
+    host, made = None if is_alone else Host(configs), dict[str, tuple[Colocated, FsdpEngine]]()
+    for role, config in configs.items():
+        trainer = trainer_of(config)
+        trainer.policy_version = 10 * len(made)  # each role has its own
+        engine = make_engine(name.partition("-")[0], setup_of(config, python, folder, role=role, host=host))
+        pool, probe = Pool(LAYOUT, everything), make_probe(trainer.vocab_size, 64)
+        made[role] = Colocated(engine, trainer, pool, torch.float32, probe=probe, may_restart=True), trainer
+    yield made
+    for serving, _ in made.values():
+        serving.close()
 
 
 @pytest.mark.timeout(900)
-def test_each_version_is_sampled_with_its_adapters(served: tuple[Colocated, FsdpEngine]) -> None:
-    check_samples(*served)
-    check_faults(*served)
+def test_each_version_is_sampled_with_its_adapters(served: Served) -> None:
+    check_samples(served)
+    check_faults(served)
 
 
 def test_adapters_may_be_merged_for_an_engine(tmp_path: Path) -> None:
@@ -110,35 +129,49 @@ def test_adapters_may_be_merged_for_an_engine(tmp_path: Path) -> None:
         setup = setup_of(config_of(), fake_sglang_python(tmp_path), tmp_path, merges=merges)
         assert engine_for(setup.rollout, "sglang").takes_adapters != merges
         assert engine_for(setup.rollout, "native").takes_adapters
-        settings.append(cast("SglangServer", cast("ExternalEngine", make_engine("sglang", setup))._driver)._settings)
-    assert settings[0].adapters is not None
-    assert (settings[0].adapters["r"], settings[0].adapters["lora_alpha"]) == (3, 7.0)
-    assert "model.layers.0.mlp.up_proj.lora_A" in settings[0].matrices
-    assert replace(settings[0], adapters=None, matrices=()) == settings[1]
+        settings.append(driver_of(make_engine("sglang", setup))._settings)
+    said = settings[0].adapters["policy"]
+    assert (said["r"], said["lora_alpha"]) == (3, 7.0)
+    assert "model.layers.0.mlp.up_proj.lora_A" in settings[0].matrices["policy"]
+    assert replace(settings[0], adapters={}, matrices={}) == settings[1]
 
 
-def check_samples(serving: Colocated, trainer: FsdpEngine) -> None:
-    """The engine samples with the trainer's adapters, which it is sent once for each version."""
+def driver_of(engine: RolloutEngine) -> SglangServer:
+    """The server of an engine, which may be shared."""
+    driver = cast("ExternalEngine", engine)._driver
+    return cast("SglangServer", driver._host.driver if isinstance(driver, Seat) else driver)
+
+
+def check_samples(served: Served) -> None:
+    """Each role samples with its trainer's adapters, of which the engine is sent each version once."""
     seen = []
     for num_phases in (1, 2, 1):
         for _ in range(num_phases):
-            with serving.phase() as engine:
-                results = generate(engine, REQUESTS, SamplingParams(SamplingConfig(), 6))
-            for request, group in zip(REQUESTS, results, strict=True):
-                for completion in group:
-                    assert set(completion.policy_versions) == {trainer.policy_version}
-                    text = [*request.prompt, *completion.tokens]
-                    known = probe_of(trainer, text)
-                    assert known is not None
-                    expected = known.log_probs[len(request.prompt) - 1 :]
-                    torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-4, rtol=0)
-            seen.append([completion.tokens for group in results for completion in group])
-        train(trainer)
+            results = sampled_together({role: one for role, (one, _) in served.items()}, REQUESTS, PARAMS)
+            for role, (_, trainer) in served.items():
+                check(trainer, results[role])
+            seen.append([[one.tokens for group in groups for one in group] for groups in results.values()])
+        for _, trainer in served.values():
+            train(trainer)
     assert seen[0] != seen[1] == seen[2] != seen[3]
+    assert all(seen[-1].count(tokens) == 1 for tokens in seen[-1]), "each role has its own adapters"
 
 
-def check_faults(serving: Colocated, trainer: FsdpEngine) -> None:
-    """Adapters that stay as they were, and a matrix that is lost on its way to the engine, are errors."""
+def check(trainer: FsdpEngine, results: list[list[Completion]]) -> None:
+    """Compare responses with what a trainer makes of them."""
+    for request, group in zip(REQUESTS, results, strict=True):
+        for completion in group:
+            assert set(completion.policy_versions) == {trainer.policy_version}
+            text = [*request.prompt, *completion.tokens]
+            known = probe_of(trainer, text)
+            assert known is not None
+            expected = known.log_probs[len(request.prompt) - 1 :]
+            torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def check_faults(served: Served) -> None:
+    """Adapters that stay as they were, and a matrix that is lost on its way, are errors; other roles continue."""
+    serving, trainer = served["planner"]
     engine, load = cast("ExternalEngine", serving.engine), cast("ExternalEngine", serving.engine)._driver.load
     lost = "model.layers.1.mlp.up_proj.lora_B"
     for fault, message in (
@@ -156,6 +189,9 @@ def check_faults(serving: Colocated, trainer: FsdpEngine) -> None:
         wrong = pytest.raises(RuntimeError, match=message)
         with patch.object(engine._driver, "load", load_other), wrong, serving.phase():
             pass
+    for one, trainer in list(served.values())[1:]:
+        with one.phase() as other:
+            check(trainer, generate(other, REQUESTS, PARAMS))
 
 
 def test_a_folder_for_an_engine_is_refused_if_matrices_are_missing_or_unknown() -> None:

@@ -205,7 +205,9 @@ def test_a_stage_that_trains_and_one_that_uses_two_models_give_the_same_on_any_r
     assert any(not second[name].equal(weights) for name, weights in first.items()), "it learns"
 
 
-@pytest.mark.parametrize(("world_size", "pools"), [(2, ()), (2, ("0", "0", "1"))])
+@pytest.mark.parametrize(
+    ("world_size", "pools"), [pytest.param(2, (), marks=pytest.mark.thorough), (2, ("0", "0", "1"))]
+)
 def test_stages_score_with_a_critic_and_train_it_on_any_ranks(walk, world_size, pools) -> None:
     single, several = walk(1, has_critic=True), walk(world_size, pools, has_critic=True)
     for step in range(2):

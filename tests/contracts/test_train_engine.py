@@ -14,7 +14,7 @@ from tests.distributed.test_critic import write_critic
 from tests.distributed.test_training import LENGTHS, SHARES
 from tests.end_to_end.cli import ROOT
 from tests.end_to_end.test_many_ranks import merged, walk_steps
-from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model, write_recipe
+from tests.tiny import add_gradients, at_temperature, mixture_model, random_samples, tiny_model, write_recipe
 from tests.unit.recipes import plan_of, write_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -22,13 +22,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 from leaderless import EngineSetup, train_backend
 from leaderless.config import RecipeError
-from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.planner import Layout
 from leaderless.planner.backends import BUILTIN_BACKENDS
 from leaderless.training.engine import Trainable, TrainEngine, ValueEngine
+from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.registry import make_train_engine, make_value_engine
 
@@ -44,17 +45,25 @@ Numbers = dict[str, Tensor]
 
 
 def setup_of(
-    path: str, *, is_critic: bool = False, is_trained: bool = True, micro_batch_tokens: int = 40
+    path: str,
+    sizes: dict[str, int] | None = None,
+    lora: LoraConfig | None = None,
+    *,
+    is_critic: bool = False,
+    is_trained: bool = True,
+    micro_batch_tokens: int = 40,
 ) -> EngineSetup:
-    """The setup of a model on all ranks."""
+    """The setup of a model on all ranks, which divide samples alone unless sizes of axes are given."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
+    layout = Layout(transport.world.ranks, **sizes or {"dp": transport.world.size})
+    transport.add_axes([layout])
     return EngineSetup(
         role="critic" if is_critic else "policy",
-        model=ModelConfig(path=path),
+        model=ModelConfig(path=path, lora=lora),
         is_critic=is_critic,
-        layout=Layout(transport.world.ranks, transport.world.size),
+        layout=layout,
         process_group=transport.world,
-        axis_groups={"dp": transport.world},
+        axis_groups=transport.axis_groups(layout) if sizes else {"dp": transport.world},
         device=torch.device("cpu"),
         optimizer=OPTIMIZER if is_trained else None,
         num_updates=4,
@@ -62,18 +71,20 @@ def setup_of(
     )
 
 
-def own_rows(engine: Trainable) -> Batch:
-    """The samples of this rank; one of four ranks has none."""
-    shares, rank = SHARES[engine.process_group.size], engine.process_group.rank
-    first = sum(shares[:rank])
+def own_rows(engine: Trainable, sizes: dict[str, int] | None = None) -> Batch:
+    """The samples of this rank's shard; one of four shards has none."""
+    group = engine.process_group
+    layout = Layout(group.ranks, **sizes or {"dp": group.size})
+    shares, shard = SHARES[layout.dp], layout.shard_of(group.rank)
+    first = sum(shares[:shard])
     return at_temperature(random_samples(LENGTHS, siblings=3), TEMPERATURE).select(
-        torch.arange(first, first + shares[rank])
+        torch.arange(first, first + shares[shard])
     )
 
 
-def add_policy_gradient(engine: TrainEngine) -> None:
+def add_policy_gradient(engine: TrainEngine, sizes: dict[str, int] | None = None) -> None:
     """A loss that depends on sample and position, summed over micro-batches and ranks."""
-    batch = own_rows(engine)
+    batch = own_rows(engine, sizes)
     gain = torch.repeat_interleave(
         (batch.ids % 5 - 2).float() / 50,
         torch.tensor([len(r) for r in batch.jagged("tokens").rows()], dtype=torch.int64),
@@ -145,53 +156,85 @@ def test_scores_gradients_and_steps_are_those_of_a_plain_module(ranks: RankPool,
         torch.testing.assert_close(found[name], value, atol=2e-5, rtol=1e-4, msg=name)
 
 
-def refuse_and_discard(backend: str, path: str) -> None:
+def refuse_and_discard(
+    backend: str, path: str, sizes: dict[str, int] | None = None, lora: LoraConfig | None = None
+) -> None:
     """Every way in which an update is not made leaves weights and version alone, and no gradient behind."""
-    engine = make_train_engine(backend, setup_of(path))
+    engine = make_train_engine(backend, setup_of(path, sizes, lora))
     before = weights_of(engine)
     asked: list[float] = []
-    add_policy_gradient(engine)
+    add_policy_gradient(engine, sizes)
     info = engine.optimizer_step(lambda norm: bool(asked.append(norm)))
     assert asked == [info.grad_norm]
     assert not info.is_made
-    assert info.grad_norm > 0.1
-    add_policy_gradient(engine)
+    assert info.grad_norm > (0.1 if lora is None else 1e-3)
+    add_policy_gradient(engine, sizes)
     again = engine.optimizer_step(lambda _: False)
     assert again.grad_norm == pytest.approx(info.grad_norm), "a refused gradient is gone"
-    add_policy_gradient(engine)
+    add_policy_gradient(engine, sizes)
     engine.discard_gradient()
     assert same(weights_of(engine), before)
     assert engine.policy_version == 0
-    factor = float("nan") if engine.process_group.rank == 0 else 1.0
-    add_gradients(engine, own_rows(engine), lambda out, _: factor * out.log_probs.sum())
+    factor = float("nan") if sizes is None and engine.process_group.rank == 0 else 1.0
+    add_gradients(engine, own_rows(engine, sizes), lambda out, _: factor * out.log_probs.sum())
+    if sizes is not None and engine.process_group.rank == 1:
+        spoil(engine)
     with pytest.raises(RuntimeError, match="gradient norm of update 0 is nan"):
         engine.optimizer_step()
     assert same(weights_of(engine), before)
     engine.discard_gradient()
-    add_policy_gradient(engine)
+    add_policy_gradient(engine, sizes)
     assert engine.optimizer_step(lambda norm: abs(norm - info.grad_norm) < 1e-6).is_made, "nothing was left behind"
     assert not same(weights_of(engine), before)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+def spoil(engine: Trainable) -> None:
+    """Make a gradient NaN that only this rank has: of the words if it has them twice, else of the largest part."""
+    assert isinstance(engine, FsdpEngine)
+    words = engine.model.shared_words
+    weights = [weight for _, weight in engine.named_weights()] if words is None else [words]
+    found = [local(weight.grad) for weight in weights if weight.grad is not None]
+    max(found, key=Tensor.numel).fill_(float("nan"))
+
+
+DIVIDED: dict[str, tuple[dict[str, int], LoraConfig | None]] = {
+    "layers": ({"dp": 1, "tp": 2}, None),
+    "stages, words twice": ({"dp": 1, "pp": 2}, None),
+    "experts": ({"dp": 2, "ep": 2}, None),
+    "adapters": ({"dp": 1, "tp": 2}, LoraConfig(rank=3)),
+}
+"""What two ranks divide."""
+
+
+def divided_model(what: str) -> str:
+    return mixture_model(tiny_model("qwen3")) if what == "experts" else tiny_model("qwen3")
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.thorough), 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_update_that_is_not_made_leaves_nothing_behind(ranks: RankPool, backend: str, world_size: int) -> None:
     ranks.run(world_size, refuse_and_discard, backend, tiny_model())
 
 
-def save_and_load(backend: str, path: str) -> None:
+@pytest.mark.parametrize("what", DIVIDED)
+def test_an_update_that_one_rank_cannot_make_is_made_by_none(ranks: RankPool, what: str) -> None:
+    ranks.run(2, refuse_and_discard, BACKENDS[0], divided_model(what), *DIVIDED[what])
+
+
+def save_and_load(backend: str, path: str, sizes: dict[str, int] | None = None, lora: LoraConfig | None = None) -> None:
     """A new engine with the state of another one makes the same next update, bit for bit."""
-    engine, other = (make_train_engine(backend, setup_of(path)) for _ in range(2))
-    add_policy_gradient(engine)
+    engine, other = (make_train_engine(backend, setup_of(path, sizes, lora)) for _ in range(2))
+    add_policy_gradient(engine, sizes)
     engine.optimizer_step()
     saved = {name: local(value).clone() for name, value in engine.state().items()}
-    assert {f"weights.{name}" for name in engine.weight_shapes()} < saved.keys()
+    is_whole = {f"weights.{name}" for name in engine.weight_shapes()} < saved.keys()
+    assert is_whole != bool(sizes and "pp" in sizes), "a stage has the state of its own layers"
     for name, value in other.state().items():
         local(value).copy_(saved[name])
     other.state_loaded(engine.policy_version)
     assert other.policy_version == 1
     for trained in (engine, other):
-        add_policy_gradient(trained)
+        add_policy_gradient(trained, sizes)
         trained.optimizer_step()
     assert same(weights_of(engine), weights_of(other))
 
@@ -200,12 +243,17 @@ def local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.thorough), 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_continues_from_a_state_as_if_it_had_never_stopped(
     ranks: RankPool, backend: str, world_size: int
 ) -> None:
     ranks.run(world_size, save_and_load, backend, tiny_model())
+
+
+@pytest.mark.parametrize("what", DIVIDED)
+def test_what_ranks_divide_continues_from_a_state(ranks: RankPool, what: str) -> None:
+    ranks.run(2, save_and_load, BACKENDS[0], divided_model(what), *DIVIDED[what])
 
 
 def describe(backend: str, path: str) -> None:
@@ -351,6 +399,16 @@ def test_a_back_end_that_cannot_do_it_is_refused_by_the_plan(backend: str, workf
     with pytest.raises(Exception, match=re.escape(message)) as caught:
         plan_of(workflow, **sections)
     assert "training" in str(caught.value)
+
+
+def test_keeping_weights_whole_is_refused_where_nothing_is_gathered() -> None:
+    kept = {"training": {"backend": OWN, "keep_whole": "weights"}}
+    with pytest.raises(
+        RecipeError, match=r"^training.keep_whole: 'weights' has no effect on other back ends than fsdp"
+    ):
+        plan_of("grpo", **kept)
+    with pytest.raises(RecipeError, match=r"^roles.policy.training.keep_whole: 'weights' has no effect"):
+        plan_of("grpo", roles={"policy": kept})
 
 
 def test_a_role_may_have_a_back_end_of_its_own(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import os
 import pickle
 import random
@@ -344,6 +345,8 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
     # Its cache of sharded tensors keeps the groups of the task alive.
     debug._clear_sharding_prop_cache()
+    # So do cycles of references. Each group of gloo that stays polls with three threads.
+    gc.collect()
     for name in _environment(0, 1, 0):
         os.environ.pop(name, None)
 

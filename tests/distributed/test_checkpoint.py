@@ -105,7 +105,10 @@ def load_and_go_on(folder: str, model: str) -> tuple[Whole, Whole, int]:
     return loaded, whole(engine), engine.policy_version
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 2), (1, 4), (4, 2), *(pytest.param(*one, marks=pytest.mark.thorough) for one in ((1, 1), (2, 1)))],
+)
 def test_training_goes_on_as_if_nothing_had_happened_on_any_number_of_ranks(
     ranks: RankPool, tmp_path: Path, before: int, after: int
 ) -> None:

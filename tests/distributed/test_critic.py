@@ -18,7 +18,7 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch
 from leaderless.data.transport import Transport
-from leaderless.models.decoder import load_value_model
+from leaderless.models.value_model import load_value_model
 from leaderless.training.fsdp import FsdpValueEngine
 from leaderless.training.micro_batches import MicroBatch, response_lengths
 

@@ -16,7 +16,7 @@ from torch.utils import backend_registration
     [
         ("train", {"gradients": 26, "reads in torch.float32": 0, "reads in torch.bfloat16": 0}),
         ("values", {"gradients": 28}),
-        ("decode", {"tokens": 170, "copies to the host for each draw": 0.0}),  # besides `tolist` of what was drawn
+        ("decode", {"tokens": 114, "copies to the host for each draw": 0.0}),  # besides `tolist` of what was drawn
         ("mistakes", {"found": 3}),
     ],
 )

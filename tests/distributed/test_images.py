@@ -1,18 +1,32 @@
-"""Images as Qwen2.5-VL reads them are sent like any column of prompts: whole, and once for all samples of a prompt."""
+"""Images are sent like any column of prompts: whole, and once for all samples of a prompt.
+
+Both the files of the column `images`, and pixels as Qwen2.5-VL reads them, in columns of a custom stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from tests.counts import counting_traffic, held_bytes
 from tests.distributed.ranks import RankPool
 from tests.distributed.user_stages import Context, Loop, recipe_of
+from tests.pictures import SIZES, picture, vision_model, write_rows
+from tests.rows import open_path
 
-from leaderless.config import Json
+from leaderless.config import Json, Recipe
+from leaderless.config.data import TrainingSetConfig
+from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged, make_sample_ids
+from leaderless.data.cache import DataCache
+from leaderless.data.dataset import make_batch, open_dataset
+from leaderless.data.encode import RowEncoder
+from leaderless.data.images import unpack_images
+from leaderless.models.image_readers import open_reader
+from leaderless.models.tokenizer import load_tokenizer
 from leaderless.workflow import Workflow, stage
 
 HERE = "tests.distributed.test_images"
@@ -118,7 +132,7 @@ def step(layout: dict[str, Json], responses: int) -> Seen:
     return Seen(made, [int(str(row["prompt"])) for row in loop.context.collected], *astuple(traffic))
 
 
-@pytest.mark.parametrize("responses", [1, 8])
+@pytest.mark.parametrize("responses", [pytest.param(1, marks=pytest.mark.thorough), 8])
 @pytest.mark.parametrize(
     ("makers", "lookers"),
     [
@@ -140,3 +154,73 @@ def test_images_travel_once_per_prompt_and_consumer(
             2 * 4 + 4 * PATCH_VALUES * num_patches(prompt) + 8 * 3 * len(grids_of(prompt)) for prompt in missing
         )
     assert sum(rank.received for rank in seen) == sum(rank.sent for rank in seen) > 0
+
+
+@stage(reads=["prompt_tokens"], has_effect=True)
+def see(batch: Batch, context: Context) -> Batch:
+    """Note what is here of each prompt; who reads its tokens also gets the files of its images."""
+    assert batch.prompts is not None
+    assert not batch.columns
+    assert batch.prompts.columns.keys() == {"prompt_tokens", "images"}
+    tokens, images = (batch.prompts.jagged(name).to_lists() for name in ("prompt_tokens", "images"))
+    for prompt, *values in zip(batch.prompts.ids.tolist(), tokens, images, strict=True):
+        context.collected.append(dict(zip(("prompt", "tokens", "images"), (prompt, *values), strict=True)))
+    return batch
+
+
+def files_of(recipe: Recipe, model: str, made: list[int]) -> Callable[[int, int], Batch]:
+    """What reads prompts as training does, and notes which."""
+    train, config = recipe.data.train, ModelConfig(path=model)
+    assert isinstance(train, TrainingSetConfig)
+    tokenizer = load_tokenizer(config, "policy")
+    encoder = RowEncoder(tokenizer, train, "data.train", reader=lambda: open_reader(config, "policy", tokenizer))
+    dataset = open_dataset(open_path(Path(train.path)), encoder, recipe, DataCache())
+
+    def read(first: int, last: int) -> Batch:
+        made.extend(range(first, last))
+        return make_batch(made, dataset.read(made), has_responses=False, has_images=recipe.has_images)
+
+    return read
+
+
+def step_of_files(path: str, model: str, layout: dict[str, Json], responses: int) -> tuple[Seen, list[dict[str, Json]]]:
+    """Files of images are sent from where they are read to where they are needed."""
+    train: dict[str, Json] = {"path": path, "prompt": "question", "images": "images", "template": "plain"}
+    workflow = (
+        Workflow("files")
+        .node("sample", run="tests.distributed.user_stages:sample")
+        .node("see", run=f"{HERE}:see", after="sample")
+    )
+    loop = Loop(recipe_of(layout, NUM_PROMPTS, responses, train), workflow, 4)
+    made: list[int] = []
+    loop.read = files_of(loop.recipe, model, made)
+    with counting_traffic() as traffic:
+        loop.step()
+    assert held_bytes(loop.buffer) == 0
+    rows = loop.context.collected
+    return Seen(made, [int(str(row["prompt"])) for row in rows], *astuple(traffic)), rows
+
+
+@pytest.mark.parametrize("responses", [pytest.param(1, marks=pytest.mark.thorough), 8])
+def test_files_travel_as_they_are_once_per_prompt_from_pool_to_pool(
+    ranks: RankPool, tmp_path: Path, responses: int
+) -> None:
+    """The column `images` of training: bytes on the wire, and pixels only where they are needed."""
+    path = str(write_rows(tmp_path / "rows.jsonl", NUM_PROMPTS))
+    layout: dict[str, Json] = {"sample": {"ranks": "0-1"}, "see": {"ranks": "2-3"}}
+    results = ranks.run(4, step_of_files, path, vision_model(), layout, responses)
+    arrived = [int(str(row["prompt"])) for _, rows in results for row in rows]
+    if responses == 1:
+        assert sorted(arrived) == [*range(NUM_PROMPTS)]
+    assert {*arrived} == {*range(NUM_PROMPTS)}
+    for seen, rows in results:
+        expected = 0
+        for row in rows:
+            number, tokens, packed = (row[name] for name in ("prompt", "tokens", "images"))
+            sizes = SIZES[number % len(SIZES)]
+            files = [picture(*size, seed=10 * number + place) for place, size in enumerate(sizes)]
+            assert [image.data for image in unpack_images(bytes(packed))] == files
+            # Two lengths, the tokens, and the files with twelve bytes each: whatever the number of responses.
+            expected += 2 * 4 + 8 * len(tokens) + sum(12 + len(file) for file in files)
+        assert seen.received == expected
+    assert sum(seen.sent for seen, _ in results) == sum(seen.received for seen, _ in results)

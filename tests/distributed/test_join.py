@@ -101,3 +101,10 @@ def test_workers_that_see_other_folders_stop_together(ranks: RankPool, tmp_path:
     assert list((tmp_path / "shared").iterdir()) == []
     errors = ranks.run(3, look_for_folder, [shared, own, shared])
     assert all("ranks 1 do not see the folder" in error for error in errors)
+
+
+def test_a_folder_that_rank_0_cannot_make_stops_all_workers(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    errors = ranks.run(2, look_for_folder, [str(tmp_path / "file/run")] * 2)
+    assert all("rank 0 cannot write to the run's folder" in error and "Not a directory" in error for error in errors)
+    assert errors[0] == errors[1]

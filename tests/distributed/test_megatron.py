@@ -14,6 +14,7 @@ import torch
 from tests.contracts.test_train_engine import BACKENDS, MEGATRON, local, weights_of
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_experts import experts_model
+from tests.distributed.test_experts import num_ranks as num_ranks_of
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import LENGTHS
 from tests.fakes.in_process import ENVIRONMENT
@@ -67,11 +68,11 @@ def trained(backend: str, setup: EngineSetup) -> Numbers:
     return numbers | weights_of(engine)
 
 
-def compare_layouts(sizes: Mapping[str, int], path: str) -> None:
-    """The stand-in and the other back end, with the same rows on each rank."""
+def compare_layouts(sizes: Mapping[str, int], path: str, apart: ApartSetup | None = None) -> None:
+    """The stand-in, here or in processes of its own, and the other back end, with the same rows on each rank."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     layout = Layout(transport.world.ranks, **sizes)
-    found = trained(MEGATRON, setup_of(transport, layout, path))
+    found = trained("megatron" if apart else MEGATRON, replace(setup_of(transport, layout, path), apart=apart))
     expected = expected_of(transport, layout, path)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -111,16 +112,32 @@ def alone_group(transport: Transport) -> object:
     return ProcessGroup((transport.rank,), transport.rank)
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 1, "tp": 2}, {"dp": 1, "pp": 2}, {"dp": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp": 1, "tp": 2},
+        *(pytest.param(sizes, marks=pytest.mark.thorough) for sizes in ({"dp": 1, "pp": 2}, {"dp": 2})),
+    ],
+)
 def test_layouts_of_two_ranks_give_the_numbers_of_one(ranks: RankPool, sizes: dict[str, int]) -> None:
     ranks.run(2, compare_layouts, sizes, tiny_model("qwen3"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_experts_are_exchanged_under_the_names_of_folders(ranks: RankPool, tmp_path: Path, family: str) -> None:
-    path = experts_model(tmp_path, family)
-    ranks.run(2, compare_layouts, {"dp": 2, "ep": 2}, path)
-    ranks.run(2, keep_masters, {"dp": 2, "ep": 2}, path)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3_moe", {"dp": 2, "ep": 2}),
+        ("mixtral", {"dp": 2, "pp": 2, "ep": 2}),
+        ("qwen3_moe", {"dp": 1, "tp": 2, "ep": 2}),
+    ],
+    ids=str,
+)
+def test_experts_are_exchanged_under_the_names_of_folders(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict[str, int]
+) -> None:
+    path, num_ranks = experts_model(tmp_path, family), num_ranks_of(sizes)
+    ranks.run(num_ranks, compare_layouts, sizes, path)
+    ranks.run(num_ranks, keep_masters, sizes, path)
 
 
 def test_all_axes_at_once_give_the_numbers_of_one_rank(ranks: RankPool) -> None:
@@ -154,7 +171,7 @@ def keep_masters(sizes: Mapping[str, int], path: str) -> None:
     assert all(torch.equal(value, weights_of(other)[name]) for name, value in weights_of(engine).items())
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}])
+@pytest.mark.parametrize("sizes", [pytest.param({"dp": 2}, marks=pytest.mark.thorough), {"dp": 2, "tp": 2}])
 def test_float32_weights_are_saved_of_a_model_that_computes_in_bfloat16(ranks: RankPool, sizes: dict[str, int]) -> None:
     ranks.run(2 * sizes.get("tp", 1), keep_masters, sizes, tiny_model())
 
@@ -247,6 +264,16 @@ def test_processes_of_another_environment_train_as_the_ranks_would(ranks: RankPo
         "megatron-policy-rank-0.log",
         "megatron-policy-rank-1.log",
     ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [{"dp": 2, "pp": 2, "ep": 2}, {"dp": 1, "tp": 2, "ep": 2}], ids=str)
+def test_processes_that_divide_experts_give_the_numbers_of_one_rank(
+    ranks: RankPool, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    python = environment(tmp_path / "megatron", ENVIRONMENT, *site.getsitepackages())
+    path, apart = experts_model(tmp_path, "qwen3_moe"), ApartSetup(python, 240.0, 60.0, tmp_path / "logs")
+    ranks.run(num_ranks_of(sizes), compare_layouts, sizes, path, apart)
 
 
 def start_without(python: str, logs: str, path: str) -> None:

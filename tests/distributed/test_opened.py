@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from leaderless.config.models import ModelConfig
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.decoder import load_value_model
 from leaderless.models.opened import Opened, open_model
+from leaderless.models.value_model import load_value_model
 from leaderless.planner import Layout
 from leaderless.training import fsdp
 

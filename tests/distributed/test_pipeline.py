@@ -17,9 +17,9 @@ from tests.distributed.ranks import RankPool
 from tests.distributed.test_context_parallel import train
 from tests.distributed.test_critic import write_critic
 from tests.distributed.test_experts import experts_model
-from tests.distributed.test_mesh import setup_of
+from tests.distributed.test_mesh import OPTIMIZER, setup_of
 from tests.distributed.test_tensor_parallel import save_or_load
-from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
+from tests.distributed.test_training import LENGTHS, Numbers, largest_difference, whole
 from tests.tiny import add_gradients, random_samples, tiny_model
 from tests.unit.recipes import plan_of, write_model
 from torch import Tensor
@@ -43,7 +43,7 @@ from leaderless.planner import Layout, Plan
 from leaderless.planner.show import print_plan
 from leaderless.training.fsdp import FsdpEngine, make_engine
 
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "tied": Qwen3Config}
 SIZES = {"vocab_size": 84, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4} | {
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -52,14 +52,15 @@ SIZES = {"vocab_size": 84, "hidden_size": 32, "intermediate_size": 48, "num_atte
 
 
 def write(folder: Path, family: str, num_layers: int = 3) -> str:
-    """The folder of a model whose head is not its embedding."""
+    """The folder of a model whose head is not its embedding, unless it is `tied`."""
     if family == "critic":
         return write_critic(folder)
     if family == "qwen3_moe":
         return experts_model(folder, family)
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(FAMILIES[family](**SIZES, num_hidden_layers=num_layers))
+        sizes = SIZES | {"tie_word_embeddings": family == "tied"}
+        model = AutoModelForCausalLM.from_config(FAMILIES[family](**sizes, num_hidden_layers=num_layers))
         for weight in model.parameters():
             torch.nn.init.normal_(weight, std=0.2)
     shutil.copytree(tiny_model("qwen3"), folder, dirs_exist_ok=True)  # a tokenizer
@@ -78,6 +79,8 @@ def write(folder: Path, family: str, num_layers: int = 3) -> str:
         ({"dp": 1, "pp": 2, "cp": 2}, "qwen3", 9, {}),
         ({"dp": 1, "pp": 2}, "qwen3_moe", 31, {}),
         ({"dp": 1, "pp": 2}, "critic", 31, {"is_critic": True}),
+        ({"dp": 1, "pp": 3}, "tied", 31, {}),
+        ({"dp": 1, "pp": 2, "tp": 2}, "tied", 9, {}),
     ],
     ids=str,
 )
@@ -90,7 +93,8 @@ def test_stages_score_and_learn_like_one_rank(
     changes: dict[str, object],
 ) -> None:
     path = write(tmp_path, family)
-    changes = {**changes, "has_gradients": "tp" not in sizes}  # those of ranks along tp are no whole weights
+    # Those of ranks along tp are no whole weights, and those of words that two stages have are not added up yet.
+    changes = {**changes, "has_gradients": "tp" not in sizes and family != "tied"}
     (expected,) = ranks.run(1, train, path, {"dp": 1}, 64, {**changes})
     num_ranks = sizes["dp"] * sizes["pp"] * sizes.get("cp", 1) * sizes.get("tp", 1)
     found = ranks.run(num_ranks, train, path, sizes, micro_batch_tokens, {**changes})
@@ -117,8 +121,11 @@ def merged(results: list[Numbers]) -> Numbers:
     return numbers
 
 
-def test_a_checkpoint_is_read_with_another_size_and_exported_whole(ranks: RankPool, tmp_path: Path) -> None:
-    path = write(tmp_path / "model", "qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "tied"])
+def test_a_checkpoint_is_read_with_another_size_and_exported_whole(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
+    path = write(tmp_path / "model", family)
     (folder := tmp_path / "checkpoints").mkdir()
     [(expected, norm), *_] = ranks.run(4, save_or_load, str(folder), path, {"dp": 2, "pp": 2})
     for sizes in ({"dp": 1, "pp": 3}, {"dp": 1}, {"dp": 1, "tp": 2, "pp": 2}):
@@ -137,19 +144,6 @@ def test_a_checkpoint_is_read_with_another_size_and_exported_whole(ranks: RankPo
         assert found == pytest.approx(norm, rel=1e-5)
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, atol=1e-6, rtol=1e-5)
-
-
-def test_loads_of_experts_are_not_counted_in_stages(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(2, loads, experts_model(tmp_path, "qwen3_moe")) == [None, None]
-
-
-def loads(path: str) -> Tensor | None:
-    """Loads after a pass, which all ranks of the model ask for together."""
-    transport = Transport(torch.device("cpu"), timeout_s=60)
-    engine = make_engine(setup_of(transport, Layout((0, 1), dp=1, pp=2), path))
-    add_gradients(engine, random_samples(LENGTHS[:2]), lambda out, _: out.log_probs.sum())
-    engine.optimizer_step()
-    return engine.expert_loads()
 
 
 def order_of_passes(path: str, fails_at: int | None) -> list[str] | str:
@@ -221,13 +215,6 @@ def test_stages_that_cannot_be_are_refused(tmp_path: Path) -> None:
     untied = {"path": write_model(tmp_path / "untied", num_hidden_layers=3, tie_word_embeddings=False)}
     with pytest.raises(RecipeError, match=r"layout.policy.pp: pp=4: there are only 3 layers, .* it can be 1 to 3"):
         plan(untied, pp=4)
-    tied = {"path": write_model(tmp_path / "tied", tie_word_embeddings=True)}
-    with pytest.raises(RecipeError, match=r"layout.policy.pp: pp=2: .*tie_word_embeddings.* use dp, tp and cp instead"):
-        plan(tied, pp=2)
-    with pytest.raises(RecipeError, match=r"layout.policy.pp: a model with adapters .* leave out models.policy.lora"):
-        plan({**untied, "lora": {"rank": 2}}, pp=2)
-    with pytest.raises(RecipeError, match="not together with tp or pp"):
-        plan(untied, pp=2, ep=4)
     console = Console(file=io.StringIO(), width=200)
     print_plan(plan(untied, pp=2, tp=2), console)
     assert "is trained, has 2 stages of 2 and 1 layers" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -238,9 +225,6 @@ def test_families_whose_layers_are_elsewhere_are_refused() -> None:
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=88, tie_word_embeddings=False)
     with pytest.raises(RecipeError, match="gpt2 cannot be divided by pp: it is not known which stage"):
         check_stages(one := AutoModelForCausalLM.from_config(config), one, 2, "models.policy")
-    adapted = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, num_hidden_layers=2))
-    with pytest.raises(RecipeError, match=r"models.policy: a model with adapters cannot be divided into stages"):
-        check_stages(adapted, adapted, 2, "models.policy", has_adapters=True)
     gemma = GemmaConfig(**small, num_key_value_heads=2, head_dim=8, intermediate_size=48, vocab_size=88)
     model = AutoModelForCausalLM.from_config(gemma, attn_implementation="leaderless")
     check_stages(model, model, 2, "models.policy")
@@ -248,6 +232,50 @@ def test_families_whose_layers_are_elsewhere_are_refused() -> None:
     model = AutoModelForCausalLM.from_config(granite, attn_implementation="leaderless")
     with pytest.raises(RecipeError, match="granite cannot be divided by pp: stages give other hidden states, by "):
         check_stages(model, model, 2, "models.policy")
+
+
+def words_of_both_ends(path: str) -> tuple[Tensor, ...]:
+    """The embeddings, or the head, of this stage after some updates, and what the optimizer keeps of them."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    engine = make_engine(setup_of(transport, Layout(transport.world.ranks, dp=1, pp=3), path))
+    assert isinstance(engine, FsdpEngine)
+    assert engine._optimizer is not None
+    assert engine.line is not None
+
+    def update() -> float:
+        add_gradients(engine, random_samples(LENGTHS), lambda out, _: out.log_probs.sum())
+        return engine.optimizer_step().grad_norm
+
+    norms = [update() for _ in range(3)]
+    assert min(norms) > OPTIMIZER.max_grad_norm, "gradients are scaled down"
+    if (words := engine.model.shared_words) is not None:
+        moments = engine._optimizer.state[words]
+        kept = words.detach(), moments["exp_avg"], moments["exp_avg_sq"]
+        for one in kept if engine.line.stages.is_last else ():
+            one.fill_(9.0)  # a checkpoint has those of the first stage
+    engine.state_loaded(3)
+    update()
+    return () if words is None else tuple(whole(one) for one in kept)
+
+
+def test_a_head_that_is_the_embedding_is_the_same_on_both_stages_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
+    path = write(tmp_path, "tied")
+    first, between, last = ranks.run(3, words_of_both_ends, path)
+    assert between == ()
+    assert all(torch.equal(one, other) for one, other in zip(first, last, strict=True))
+    before = AutoModelForCausalLM.from_pretrained(path).get_output_embeddings().weight
+    assert (first[0] - before).abs().min() > 0
+
+
+def test_memory_counts_words_that_two_stages_have_on_both(tmp_path: Path) -> None:
+    found = []
+    for is_tied in (False, True):
+        sizes = {"vocab_size": 10_000, "num_hidden_layers": 4, "tie_word_embeddings": is_tied}
+        model = {"policy": write_model(tmp_path / str(is_tied), **sizes)}
+        memory = plan_of("grpo", 2, models=model, layout={"policy": {"pp": 2}}).memory
+        assert memory is not None
+        found.append((memory.cpu.resident["policy weights"], memory.cpu.resident["policy optimizer"]))
+    assert found[0] == found[1]
 
 
 def test_memory_counts_the_layers_and_micro_batches_of_a_stage(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.tiny import tiny_model, write_recipe
 from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
-from leaderless.rewards.pool import Graded, RewardPool
+from leaderless.rewards.pool import Askers, Graded, RewardPool
 from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import StageContext
 from leaderless.worker.place import Place
@@ -22,7 +22,7 @@ from leaderless.workflow import load_recipe, resolve_workflow
 
 
 def fail_for_even_answers(
-    _pool: RewardPool, inputs: Sequence[RewardInput], _sources: Sequence[str | None]
+    _pool: RewardPool, inputs: Sequence[RewardInput], _sources: Sequence[str | None], askers: Askers
 ) -> list[Graded]:
     """Grade all responses except those to half of the prompts."""
     valid = [int(str(sample.answer)) % 2 == 1 for sample in inputs]

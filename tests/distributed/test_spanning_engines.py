@@ -100,6 +100,7 @@ class Echo:
     """An engine that answers each request with one token."""
 
     token: int
+    experts: bytes
     policy_version: int = 0
     num_requests: int = 0
 
@@ -108,7 +109,8 @@ class Echo:
         return self.num_requests
 
     def step(self) -> list[Delta]:
-        return [Delta(n, 0, (self.token,), (0.0,), "length", 0) for n in range(1, self.num_requests + 1)]
+        said = (self.token,), (0.0,), "length", 0, 0, (self.experts,)
+        return [Delta(number, 0, *said) for number in range(1, self.num_requests + 1)]
 
     def forget(self, conversation: int) -> None: ...
 
@@ -120,7 +122,7 @@ def sample_differently(what: str) -> str:
     transport = Transport(torch.device("cpu"), 30)
     is_other = transport.rank == 1
     prompts = [[5], [6]][:: -1 if is_other and what == "requests" else 1]
-    engine = Echo(token=3 + (is_other and what == "tokens"))
+    engine = Echo(3 + (is_other and what == "tokens"), b"\1" if is_other and what == "experts" else b"\0")
     try:
         with compared(engine, transport.world) as witness:  # type: ignore[arg-type]
             generate(witness, [Request(prompt, [0]) for prompt in prompts], SamplingParams(SamplingConfig(), 1))
@@ -129,7 +131,7 @@ def sample_differently(what: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("what", ["nothing", "requests", "tokens"])
+@pytest.mark.parametrize("what", ["nothing", "requests", "tokens", "experts"])
 def test_ranks_of_one_engine_that_sample_differently_are_stopped(ranks: RankPool, what: str) -> None:
     errors = ranks.run(2, sample_differently, what)
     expected = "" if what == "nothing" else "ranks 0-1 make one engine, but those of rank 1 are other requests or other"
@@ -159,7 +161,9 @@ def test_a_part_that_breaks_ends_the_attempt_on_all_ranks_in_time(ranks: RankPoo
     assert waiting.startswith("CollectiveError: rank 0 waited for logits of other tokens with ranks [1]")
 
 
-@pytest.mark.parametrize("place", ["1 engine on 2 ranks", "1 engine on ranks of its own"])
+@pytest.mark.parametrize(
+    "place", ["1 engine on 2 ranks", pytest.param("1 engine on ranks of its own", marks=pytest.mark.thorough)]
+)
 def test_a_run_whose_engine_samples_differently_on_its_ranks_is_stopped(
     ranks: RankPool, tmp_path: Path, place: str
 ) -> None:

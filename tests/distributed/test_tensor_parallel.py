@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from leaderless.checkpoint.export import export_model
 from leaderless.checkpoint.reader import RunState, load_checkpoint
 from leaderless.checkpoint.writer import CheckpointWriter, Content
 from leaderless.config import RecipeError
-from leaderless.config.models import ModelConfig
+from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.config.run import CheckpointConfig
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.models.decoder import Decoder
@@ -107,7 +108,9 @@ def test_ranks_that_compute_in_bfloat16_differ_by_rounding_only(
         assert float(numbers["norm"] / exact["norm"]) == pytest.approx(1, abs=0.05)
 
 
-def save_or_load(folder: str, path: str, sizes: dict[str, int]) -> tuple[dict[str, Tensor], float]:
+def save_or_load(
+    folder: str, path: str, sizes: dict[str, int], lora: LoraConfig | None = None
+) -> tuple[dict[str, Tensor], float]:
     """State after an update, of the ranks that write a checkpoint or, where there is one, of others that read it.
 
     In both cases it is that after another update, which depends on what the optimizer keeps.
@@ -115,6 +118,7 @@ def save_or_load(folder: str, path: str, sizes: dict[str, int]) -> tuple[dict[st
     transport = Transport(torch.device("cpu"), timeout_s=60)
     layout = Layout(transport.world.ranks, **sizes)
     setup = setup_of(transport, layout, path)
+    setup = replace(setup, model=setup.model.model_copy(update={"lora": lora}))
     engine = make_engine(setup)
     samples = random_samples(LENGTHS)
     mine = samples.select(torch.arange(len(LENGTHS)) % layout.dp == layout.shard_of(transport.rank))
@@ -189,11 +193,13 @@ def test_families_that_are_divided_otherwise_are_refused() -> None:
     for config, what in (
         (Olmo2Config(**small), "self_attn.k_norm"),
         (Phi3Config(**small), "o_proj"),
-        (Qwen3MoeConfig(**small, moe_intermediate_size=16, num_experts=4, head_dim=8), "experts"),
         (GemmaConfig(**small, head_dim=8), "embeddings of type"),
     ):
         with pytest.raises(RecipeError, match=f"{config.model_type} cannot be divided by tp: .*{what}"):
             TensorParallel.divide(Decoder(AutoModelForCausalLM.from_config(config)), peers, "models.policy")
+    mixture = Qwen3MoeConfig(**small, moe_intermediate_size=16, num_experts=4, head_dim=8)
+    with pytest.raises(RecipeError, match=r"models.policy: ranks along tp=2 divide attention, .*: set ep, as to 2"):
+        TensorParallel.divide(Decoder(AutoModelForCausalLM.from_config(mixture)), peers, "models.policy")
 
 
 def test_a_family_that_does_not_name_its_inner_features_is_refused_for_its_layers(tmp_path: Path) -> None:

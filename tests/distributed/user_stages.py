@@ -117,15 +117,17 @@ def use_notes(batch: Batch, context: Context) -> Batch:
     return batch
 
 
-def recipe_of(layout: Mapping[str, Json], prompts: int = 12, responses: int = 4) -> Recipe:
-    """A recipe for the nodes of these stages; `layout` as in YAML."""
+def recipe_of(
+    layout: Mapping[str, Json], prompts: int = 12, responses: int = 4, train: Mapping[str, Json] | None = None
+) -> Recipe:
+    """A recipe for the nodes of these stages; `layout` and `train`, the data, as in YAML."""
     return Recipe.model_validate(
         {
             "name": "stages",
             "workflow": "stages",
             "models": {},
             "steps": 1,
-            "data": {"train": {"path": "none.jsonl"}},
+            "data": {"train": train or {"path": "none.jsonl"}},
             "batch": {"prompts_per_step": prompts, "responses_per_prompt": responses},
             "layout": layout,
         }
@@ -162,7 +164,13 @@ def prompts_of(first: int, last: int) -> Batch:
 
 
 class Loop:
-    """A rank's execution of its chain."""
+    """A rank's execution of its chain.
+
+    Attributes:
+        read: Function that gives the prompts at some positions.
+    """
+
+    read: Callable[[int, int], Batch] = staticmethod(prompts_of)
 
     def __init__(self, recipe: Recipe, workflow: Workflow, world_size: int, timeout_s: float = 20) -> None:
         self.recipe = recipe
@@ -182,7 +190,7 @@ class Loop:
             match action:
                 case Load(layout, _):
                     shard, total = layout.shard_of(self.transport.rank), self.recipe.batch.prompts_per_step
-                    self.buffer.load(action, prompts_of(total * shard // layout.dp, total * (shard + 1) // layout.dp))
+                    self.buffer.load(action, self.read(total * shard // layout.dp, total * (shard + 1) // layout.dp))
                 case RunNode(name):
                     if name == stop_before:
                         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -13,9 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import typer.main
 from tests.distributed.ranks import RankPool
 from tests.forking import Forked
 
+_get_command = functools.cache(typer.main.get_command)
+"""Makes the parsers of all commands, once for all commands of a process."""
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 """Longest time for a command: many times what it needs, because other processes may use the same cores."""
@@ -44,7 +48,12 @@ def command(folder: str, arguments: list[str]) -> Outcome:
     before, path = Path.cwd(), list(sys.path)
     os.chdir(folder)
     try:
-        with redirect_stdout(output), redirect_stderr(errors), patch.object(sys, "argv", ["leaderless", *arguments]):
+        with (
+            redirect_stdout(output),
+            redirect_stderr(errors),
+            patch.object(sys, "argv", ["leaderless", *arguments]),
+            patch.object(typer.main, "get_command", _get_command),
+        ):
             main()
             code = 0
     except SystemExit as end:

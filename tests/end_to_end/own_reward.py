@@ -19,3 +19,11 @@ def fail_on_small_letters(sample: RewardInput) -> float:
     if any(character in "abcdefghijklm" for character in sample.response):
         raise LookupError(f"cannot grade {sample.response!r}")
     return share_of_digits(sample).value
+
+
+def points_of(said: str) -> int:
+    """The verdict of a judge that says anything, from 0 to 8; there is none in some texts."""
+    points = sum(map(ord, said)) % 13
+    if points > 8:
+        raise ValueError("it has no opinion")
+    return points

@@ -66,7 +66,27 @@ SETTINGS: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OVER_RANKS = (
+    *("cpgd", "reinforce_pp", "remax", "distillation", "rejection", "custom"),
+    *("clip_cov loss", "kl_cov loss", "dppo loss", "gdpo advantage", "gpg advantage", "baseline"),
+    *("adaptive kl", "token mean with entropy", "masked correction"),
+)
+"""Algorithms that need numbers of all samples of a step, or columns of their own; the others add up what each sample
+or each group gives, and groups are whole on a rank."""
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in OVER_RANKS])
+def test_an_algorithm_trains_and_reports_what_it_declares(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    first, second = run(ranks, tmp_path, 1, case, micro_batch_tokens=48)[0]
+    for step in (first, second):
+        assert step["numbers"]["policy/grad_norm"] > 1e-4, "there is something to learn"  # type: ignore[index]
+    weights, after = first["weights"], second["weights"]
+    assert any(not value.equal(after[name]) for name, value in weights.items())  # type: ignore[attr-defined, index]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in OVER_RANKS else pytest.param(case, marks=pytest.mark.thorough) for case in CASES]
+)
 def test_two_ranks_train_as_one_does(ranks: RankPool, tmp_path: Path, case: str) -> None:
     single = run(ranks, tmp_path, 1, case, micro_batch_tokens=4096)
     several = run(ranks, tmp_path, 2, case, micro_batch_tokens=48)

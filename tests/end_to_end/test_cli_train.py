@@ -31,7 +31,7 @@ def weights(run_folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_run_leaves_all_that_it_promises(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
     changes = SIGNAL | held_out(tmp_path) | {"loggers": ["tensorboard"], "steps": 3, "run.trace_steps": 2}
     recipe = write_recipe(tmp_path, tiny_model(), changes | {"checkpoint": {"every_steps": 1, "keep": 2}})
@@ -111,7 +111,7 @@ def test_a_step_that_was_lost_is_logged_once(ranks: RankPool, tmp_path: Path) ->
     ]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_finished_run_says_so_and_changes_nothing(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
     recipe = write_recipe(tmp_path, tiny_model(), SIGNAL | {"steps": 1})
     succeed(ranks, tmp_path, "train", recipe, num_ranks=num_ranks)

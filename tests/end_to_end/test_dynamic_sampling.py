@@ -258,8 +258,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 @pytest.mark.parametrize(
     "layout",
-    [  # "every node elsewhere" has separate pools, too
-        pytest.param(layout, marks=pytest.mark.thorough if layout.startswith("rollout on") else ())
+    [  # "every node elsewhere" has separate pools and four ranks, too
+        pytest.param(layout, marks=pytest.mark.thorough if layout.startswith(("rollout on", "4 ranks")) else ())
         for layout in LAYOUTS
     ],
 )
@@ -277,7 +277,7 @@ def test_any_ranks_train_on_the_same_groups_and_account_for_every_prompt(run, si
                 assert result.numbers[name] == pytest.approx(value), name
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("world_size", [1, *(pytest.param(size, marks=pytest.mark.thorough) for size in (2, 4))])
 def test_no_prompt_is_left_out_or_used_twice_over_epochs(run, world_size: int) -> None:
     rows = 25  # not a multiple of a round's prompts
     steps = run(world_size, "long", 5, rows=rows)
@@ -315,7 +315,7 @@ def test_a_step_may_need_no_round(run) -> None:
     assert (step.asked, step.numbers["sampling/rounds"], step.carried) == ({}, 0, set())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(run, single: list[Step], world_size: int) -> None:
     whole = single if world_size == 1 else run(world_size, "whole", NUM_STEPS)
     first = run(world_size, "parts", 2)
@@ -327,7 +327,10 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(run, single: list[Ste
     check_accounting([*first, *second], mixed)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(1, 4, marks=pytest.mark.thorough), pytest.param(4, 1, marks=pytest.mark.thorough), (2, 3)],
+)
 def test_what_is_carried_over_moves_to_another_number_of_ranks(
     run, single: list[Step], before: int, after: int
 ) -> None:

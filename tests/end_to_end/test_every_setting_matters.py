@@ -168,7 +168,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("OnlineConfig", name) for name in OnlineConfig.model_fields}
     # SAC needs a body; tests/unit/bodies/test_sac.py and test_sac.py have them.
     elsewhere |= {("SacConfig", name) for name in SacConfig.model_fields}
-    # Judges need a server; tests/unit/rewards/test_judges.py tries each setting.
+    # Judges need a server, or another model; tests/unit/rewards/test_judges.py and test_judge_plan.py try each setting.
     judges = (JudgeOptions, CriterionConfig, ParseConfig, PairwiseConfig)
     elsewhere |= {(section.__name__, name) for section in judges for name in section.model_fields}
     # A reward model is not part of these runs; test_reward_model.py tries each setting.
@@ -195,4 +195,5 @@ def test_settings_that_only_reward_processes_read_are_read_there() -> None:
     texts = [path.read_text(encoding="utf-8") for room in rooms for path in room.rglob("*.py")]
     names = {node.attr for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
     wanted = {"ignore_case", "pattern", *CodeOptions.model_fields, *JudgeOptions.model_fields, "opponents", "text"}
-    assert wanted - {"prompt"} - RewardOptions.model_fields.keys() <= names
+    planned = {"max_question_tokens"}  # the planner reads it
+    assert wanted - {"prompt"} - planned - RewardOptions.model_fields.keys() <= names

@@ -172,7 +172,7 @@ def alone(folder: Path, recipe: Path, *arguments: object) -> tuple[Outcome, list
     return finish(process), list(started)
 
 
-@pytest.mark.parametrize("failure", ["", "killed@0@2"])
+@pytest.mark.parametrize("failure", [pytest.param("", marks=pytest.mark.thorough), "killed@0@2"])
 def test_a_single_worker_that_is_killed_is_reported_and_nothing_is_left_of_any(
     tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
@@ -208,7 +208,7 @@ def test_a_users_bug_ends_the_run_with_its_traceback_last(
     assert last.startswith(f'error rank 0 failed: KeyError: "the user\'s own mistake" (at step {step}, in fail')
 
 
-@pytest.mark.parametrize("how", ["interrupt", "terminate"])
+@pytest.mark.parametrize("how", ["interrupt", pytest.param("terminate", marks=pytest.mark.thorough)])
 def test_a_single_worker_is_stopped_with_a_checkpoint_and_goes_on(
     tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -272,7 +272,10 @@ def files_no_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(("size", "what"), [(40_000, "while writing checkpoint"), (2_000, "File too large")])
+@pytest.mark.parametrize(
+    ("size", "what"),
+    [(40_000, "while writing checkpoint"), pytest.param(2_000, "File too large", marks=pytest.mark.thorough)],
+)
 def test_a_disk_that_is_full_is_named_and_the_last_checkpoint_stays(
     tmp_path: Path, recipe: Path, size: int, what: str
 ) -> None:
@@ -296,7 +299,9 @@ def test_a_disk_that_is_full_is_named_and_the_last_checkpoint_stays(
     ("size", "settings", "what"),
     [
         (30_000, "checkpoint.asynchronous=true", "a checkpoint could not be written"),
-        (30_000, "checkpoint.asynchronous=false", "a checkpoint could not be written"),
+        pytest.param(
+            30_000, "checkpoint.asynchronous=false", "a checkpoint could not be written", marks=pytest.mark.thorough
+        ),
         (1, "checkpoint.every_steps=0", "metrics.jsonl cannot be written: File too large; training continues"),
     ],
 )

@@ -13,7 +13,7 @@ from tests.end_to_end.own_code import OWN_WORKFLOW
 from tests.end_to_end.test_algorithms_run import CASES as ALGORITHMS
 from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
 from tests.episodes import EPISODES_WORKFLOW
-from tests.tiny import tiny_model, write_additions, write_recipe
+from tests.tiny import judge_model, tiny_model, write_additions, write_recipe
 
 NUM_STEPS = 2
 PLACES: dict[str, tuple[int, str, str]] = {
@@ -37,6 +37,15 @@ FEATURES: dict[str, dict[str, object]] = {
         "reward": {},
         "optimizer.learning_rate": 3e-3,
     },
+    "dropped inputs of adapters": {
+        "workflow": "sft",
+        "models.policy": {"path": tiny_model("qwen3"), "lora": {"rank": 3, "dropout": 0.2}},
+        "seed": 7,
+        "data.train.response": "answer",
+        "data.max_response_tokens": 4,
+        "reward": {},
+        "optimizer.learning_rate": 3e-3,
+    },
     "dynamic sampling": {"workflow": "dapo", "algorithm.repeat": {"max_rounds": 4}},
     "critic": {
         "workflow": "ppo",
@@ -52,6 +61,7 @@ FEATURES: dict[str, dict[str, object]] = {
     "recomputed activations": {"models.policy": {"path": tiny_model(), "gradient_checkpointing": True}},
     "another family": {"models.policy": tiny_model("qwen3")},
     "replayed experts": {"algorithm.replay_experts": True, "algorithm.kl.coefficient": 0.1},
+    "adapters of experts": {"algorithm.replay_experts": True, "algorithm.kl.coefficient": 0.1},
     "falling rate": {"optimizer": {"schedule": "cosine", "warmup_updates": 1, "weight_decay": 0.1}},
     "skipped updates": {"guards.grad_norm_limit": 1e-3},
     "failed rewards": {"reward": {"tests.end_to_end.own_code:fail_on_small_letters": 1.0}}
@@ -61,6 +71,19 @@ FEATURES: dict[str, dict[str, object]] = {
             "tests.end_to_end.own_reward:own_reward": {"sources": ["first"]},
             "format": {"pattern": r".*\d.*", "sources": ["second"]},
         },
+    },
+    "a judge of the plan": {
+        "models.judge": judge_model(),
+        "reward.judge": {
+            "role": "judge",
+            "prompt": "{prompt} {response}",
+            "parse": {"function": "tests.end_to_end.own_reward:points_of"},
+            "temperature": 1.0,
+            "max_answer_tokens": 4,
+            "max_question_tokens": 320,
+            "retries": 1,
+        },
+        "guards.reward_failures_limit": None,
     },
     "rewards judged one by one": {
         "algorithm.advantage": {"type": "gdpo"},
@@ -72,7 +95,8 @@ FEATURES: dict[str, dict[str, object]] = {
     },
 }
 """Settings besides the algorithms that change how a step is computed."""
-CLOCKS = ("time", "seconds/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
+ONLY_TRAIN = {"supervised", "dropped inputs of adapters"}
+CLOCKS = ("time", "seconds/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/", "judge/")
 
 
 def first_half(text: str) -> bool:
@@ -84,14 +108,16 @@ def cases() -> Iterator[pytest.param]:
     """All features on all ranks; `make test` has each on two ranks, in one pool or in two, and some on four."""
     for feature in FEATURES:
         short = "2 ranks" if first_half(feature) else "pools of 1 and 1"
-        if feature == "supervised":
+        if feature in ONLY_TRAIN:
             short = "2 ranks"
-        elif feature == "replayed experts":
+        elif feature in {"replayed experts", "adapters of experts", "a judge of the plan"}:
             short = "pools of 1 and 1"
-        elif feature in {"dynamic sampling", "windows"}:
+        elif feature == "dynamic sampling":
             short = "pools of 2 and 2"
+        elif feature in {"windows", "reference", "another family"}:
+            short = ""  # tests/end_to_end/test_many_ranks.py has all three
         for place in PLACES:
-            if feature != "supervised" or place in IN_ONE_POOL:
+            if feature not in ONLY_TRAIN or place in IN_ONE_POOL:
                 yield pytest.param(feature, place, marks=[] if place == short else pytest.mark.thorough)
     for algorithm in ALGORITHMS:
         for place in ("4 ranks", "pools of 1 and 1", "pools of 2 and 2"):
@@ -111,10 +137,15 @@ def walk(
         changes = SETTINGS | {"batch.micro_batch_tokens": micro_batch_tokens} | (FEATURES | ALGORITHMS)[feature]
         if samplers:
             changes["layout"] = {"rollout": {"ranks": samplers}, "policy": {"ranks": trainers}}
+            if feature == "a judge of the plan":
+                changes["layout"]["reward"] = {"ranks": trainers}
         if feature == "distillation":
             changes["models.reference"] = tiny_model("qwen3")
         if feature == "replayed experts":
             changes["models.policy"] = experts_model(folder, "qwen3_moe")
+        if feature == "adapters of experts":
+            lora = {"rank": 3, "expert_rank": "auto"}
+            changes["models.policy"] = {"path": experts_model(folder, "qwen3_moe"), "lora": lora}
         if feature == "own workflow":
             changes["workflow"] = str(folder / "own.yaml")
         if feature == "episodes of several samples":

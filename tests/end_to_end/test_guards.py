@@ -147,7 +147,9 @@ def same(some: Mapping[str, Tensor], others: Mapping[str, Tensor], role: str = "
     return all(torch.equal(some[name], others[name]) for name in names)
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(1, {}), (2, {}), (2, POOLS)])
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [pytest.param(1, {}, marks=pytest.mark.thorough), (2, {}), (2, POOLS)]
+)
 def test_a_skipped_update_is_as_if_it_had_never_been_asked_for(start, folder, world_size: int, layout: dict) -> None:
     changes = {"layout": layout} if layout else {}
     results = start("skipped", ONE_BAD, world_size=world_size, **changes)

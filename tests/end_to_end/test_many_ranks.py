@@ -11,18 +11,19 @@ import pytest
 from rich.console import Console
 from tests.distributed.ranks import RankPool
 from tests.pictures import vision_model, write_rows
-from tests.tiny import tiny_model, untied_model, write_recipe
+from tests.tiny import mixture_model, tiny_model, untied_model, write_recipe
 
 from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import StageContext
+from leaderless.training.fsdp import FsdpEngine
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.workflow import load_recipe, resolve_workflow
 
 Step = dict[str, object]
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 def walk_steps(recipe_file: str, name: str, num_steps: int) -> list[Step]:
@@ -32,6 +33,8 @@ def walk_steps(recipe_file: str, name: str, num_steps: int) -> list[Step]:
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
     steps: list[Step] = []
     with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        engines = worker.parts.roles.engines.values()
+        assert all(engine.seed == loaded.recipe.seed for engine in engines if isinstance(engine, FsdpEngine))
         rollout = worker.chain.stages.get("rollout")
         sampled: dict[int, list[int]] = {}
 
@@ -125,6 +128,22 @@ LAYOUTS |= {
             }
         },
     ),
+    "2 ranks in a pipeline, adapters": (2, {"layout": {"policy": {"pp": 2}}, "optimizer.learning_rate": 0.01}),
+}
+LAYOUTS |= {
+    "1 rank, experts": (1, {}),
+    "rollout on 0, update on 1-2, in windows, experts": (
+        3,
+        {
+            "layout": {
+                "rollout": {"ranks": "0"},
+                "policy": {"ranks": "1-2", "ep": 2},
+                "reference": {"ranks": "1-2", "ep": 2},
+            },
+            "batch.windows_per_step": 3,
+        },
+    ),
+    "4 ranks, all for each pass of experts": (4, {"layout": {"policy": {"tp": 2, "ep": 2}}}),
 }
 SETTINGS = {
     "batch.updates_per_step": 2,
@@ -151,18 +170,34 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
             model = {"path": vision_model(), "lora": {"rank": 4}} if "adapters" in layout else vision_model()
             changes = changes | {"data.train": data, "models": {"policy": model}}
             changes["reward"] = {"format": {"pattern": ".*7.*"}}  # of its words, half are digits
+        if "experts" in layout:
+            changes = changes | {"algorithm.replay_experts": True}
         # Biases of keys have no gradient but rounding: the other family has none.
-        model = untied_model(tiny_model("qwen3")) if "stages" in layout else tiny_model()
+        make = untied_model if "stages" in layout else mixture_model if "experts" in layout else None
+        model = make(tiny_model("qwen3")) if make else tiny_model()
         recipe = write_recipe(folder, model, SETTINGS | changes)
         return ranks.run(world_size, walk_steps, str(recipe), "walk", NUM_STEPS, init_group=False)
 
     return walk
 
 
+IN_LONG_FORM = (
+    "2 ranks",  # four ranks divide more; tests/end_to_end/test_algorithms_run.py trains on two
+    "rollout on 0-1, update on 2-3",  # these pools also run in windows
+    "2 ranks, adapters",  # also merged
+    "rollout on 0-1, update on 2-3, in windows, adapters, merged",
+    "every node elsewhere, adapters",
+    "2 ranks, images",
+    "rollout on 0-1, update on 2-3, in windows, images",  # also with adapters
+    "2 ranks in a pipeline, adapters",  # tests/distributed/test_lora.py trains them on stages
+    "4 ranks, all for each pass of experts",
+)
+
+
 @pytest.mark.parametrize(
     "layout",
-    [  # the pools of "rollout on 0-1, update on 2-3" also run in windows
-        pytest.param(layout, marks=pytest.mark.thorough if layout.endswith("update on 2-3") else ())
+    [
+        pytest.param(layout, marks=pytest.mark.thorough if layout in IN_LONG_FORM else ())
         for layout in LAYOUTS
         if not layout.startswith("1 rank")
     ],
@@ -170,7 +205,8 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 def test_samples_gradients_and_weights_are_those_of_one_rank(
     walked: Callable[[str], list[list[Step]]], layout: str
 ) -> None:
-    kind = next((f", {kind}" for kind in ("images and adapters", "images", "adapters", "stages") if kind in layout), "")
+    kinds = ("images and adapters", "images", "adapters", "stages", "experts")
+    kind = next((f", {kind}" for kind in kinds if kind in layout), "")
     single, several = walked(f"1 rank{kind}"), walked(layout)
     for step in range(NUM_STEPS):
         expected, result = merged(single, step), merged(several, step)
@@ -179,7 +215,8 @@ def test_samples_gradients_and_weights_are_those_of_one_rank(
         for name, weights in expected["weights"].items():  # type: ignore[attr-defined]
             other = result["weights"][name]  # type: ignore[index]
             worst = max(worst, float((other - weights).norm() / weights.norm()))
-        for name in ("policy/grad_norm", "policy/kl", "policy/entropy", "reward/mean", "mismatch/kl"):
+        loads = ("policy/expert_entropy", "policy/expert_peak", "policy/expert_balance") if "experts" in kind else ()
+        for name in ("policy/grad_norm", "policy/kl", "policy/entropy", "reward/mean", "mismatch/kl", *loads):
             value = expected["numbers"][name]  # type: ignore[index]
             assert result["numbers"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name  # type: ignore[index]
         assert expected["numbers"]["policy/grad_norm"] > 0.1, "there is something to learn"  # type: ignore[index]
@@ -237,7 +274,7 @@ def test_the_diamond_gives_every_rank_every_input(walked: Callable[[str], list[l
     sources = dict(plan["policy"].reads)
     assert (sources["old_log_probs"], sources["ref_log_probs"]) == ("old", "reference")
     results = walked("4 ranks")
-    first, second, _ = (step["numbers"] for step in results[0])
+    first, second = (step["numbers"] for step in results[0])
     assert 0 < first["policy/kl"] < second["policy/kl"], "the reference stays where the policy began"  # type: ignore[index]
     assert first["mismatch/abs_max"] < 1e-4, "old log-probabilities are those of the weights that sampled"  # type: ignore[index]
     for result in results:

@@ -71,11 +71,20 @@ def gsm8k(tmp_path: Path) -> dict[str, Path]:
 SMALL = (
     *("data.max_prompt_tokens=400", "rollout.max_response_tokens=8", "rollout.max_sequences=16"),
     *("batch.prompts_per_step=4", "batch.responses_per_prompt=4", "batch.micro_batch_tokens=1024"),
-    *("steps=2", "evaluation.every_steps=2", "optimizer.learning_rate=1e-3", "optimizer.warmup_updates=0"),
+    *(
+        "loggers=[]",
+        "steps=2",
+        "evaluation.every_steps=2",
+        "optimizer.learning_rate=1e-3",
+        "optimizer.warmup_updates=0",
+    ),
 )
 
 
-@pytest.mark.parametrize(("family", "compute_dtype", "num_ranks"), [("qwen2", "bfloat16", 2), ("qwen3", "float32", 1)])
+@pytest.mark.parametrize(
+    ("family", "compute_dtype", "num_ranks"),
+    [("qwen2", "bfloat16", 2), pytest.param("qwen3", "float32", 1, marks=pytest.mark.thorough)],
+)
 def test_the_gsm8k_recipe_trains_a_qwen_model_on_the_published_format(
     ranks: RankPool, tmp_path: Path, gsm8k: dict[str, Path], family: str, compute_dtype: str, num_ranks: int
 ) -> None:
@@ -116,17 +125,16 @@ def test_prompts_are_what_the_chat_template_makes_of_question_and_system(gsm8k: 
     assert text.endswith(f"<|im_end|>\n<|im_start|>user\n{ROWS[1][0]}<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        ("So the final answer is \\boxed{ANSWER}.", 1.0),
-        ("Step by step, she gets there.\n#### ANSWER", 1.0),
-        ("It is $ANSWER$, I think.", 1.0),
-        ("The answer is 123456.", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_answers_of_gsm8k_are_graded_by_their_last_line(gsm8k: dict[str, Path], response: str, expected: float) -> None:
+RESPONSES = {
+    "So the final answer is \\boxed{ANSWER}.": 1.0,
+    "Step by step, she gets there.\n#### ANSWER": 1.0,
+    "It is $ANSWER$, I think.": 1.0,
+    "The answer is 123456.": 0.0,
+    "": 0.0,
+}
+
+
+def test_answers_of_gsm8k_are_graded_by_their_last_line(gsm8k: dict[str, Path]) -> None:
     recipe = load_recipe(ROOT / "recipes/gsm8k/grpo.yaml").recipe
     data = DatasetConfig(path=str(gsm8k["train"]), prompt="question", answer="answer")
     source = open_source(data, "data.train")
@@ -136,8 +144,10 @@ def test_answers_of_gsm8k_are_graded_by_their_last_line(gsm8k: dict[str, Path], 
             row["question"], response.replace("ANSWER", str(row["answer"]).rpartition("#### ")[2]), row["answer"], row,
             is_truncated=False,
         )
+        for response in RESPONSES
         for row in rows
     ]  # fmt: skip
     with RewardPool(recipe.reward, 1) as pool:
-        graded = pool.grade(inputs, [None] * 4)
-    assert [(g.value, g.is_valid) for g in graded] == [(expected, True)] * 4
+        graded = pool.grade(inputs, [None] * len(inputs))
+    wanted = [(expected, True) for expected in RESPONSES.values() for _ in rows]
+    assert [(g.value, g.is_valid) for g in graded] == wanted

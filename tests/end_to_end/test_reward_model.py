@@ -22,7 +22,7 @@ from leaderless.checkpoint.shards import read_tensors
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.models.decoder import load_value_model
+from leaderless.models.value_model import load_value_model
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.reward_model import with_ends
 from leaderless.workflow import load_recipe, resolve_workflow
@@ -101,8 +101,12 @@ def test_a_reward_model_with_adapters_is_exported_whole(ranks: RankPool, tmp_pat
 @pytest.mark.parametrize(
     ("workflow", "settings", "message"),
     [
-        ("reward_model", PAIR_DATA | {"images": "image"}, r"data\.train\.images: cannot be combined with node 'reward"),
-        ("rlhf", {"path": "a.jsonl", "images": "image"}, r"data\.train\.images: cannot be combined with node 'reward'"),
+        (
+            "reward_model",
+            PAIR_DATA | {"images": "image"},
+            r"models\.reward_model: models of type qwen2 read text alone",
+        ),
+        ("rlhf", {"path": "a.jsonl", "images": "image"}, r"models\.reward_model: models of type qwen2 read text alone"),
         ("reward_model", {"path": "a.jsonl"}, "the reward model of node 'reward_model' learns from pairs: name chosen"),
     ],
 )
@@ -112,6 +116,7 @@ def test_data_that_a_reward_model_cannot_use_are_refused(
     models = {name: tiny_model() for name in ("policy", "reward_model")}
     models = models if workflow == "rlhf" else {"reward_model": tiny_model()}
     changes = {"workflow": workflow, "models": models, "data.train": settings, "reward": {}}
+    changes |= {"batch.micro_batch_tokens": 8192}
     recipe = load_recipe(write_recipe(tmp_path, tiny_model(), changes)).recipe
     with pytest.raises(RecipeError, match=message):
         make_plan(recipe, resolve_workflow(workflow), Cluster(1))

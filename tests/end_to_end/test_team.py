@@ -101,8 +101,17 @@ def walk(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Walk:
     return walk
 
 
+IN_SHORT_FORM = (
+    *(("marft", True), ("actions", True), ("critics", True), ("happo-penalized", True)),
+    *(("rotated", True), ("magrpo", True), ("rae", False)),
+)
+"""Each workflow and each advantage on two pools or on two ranks that do all."""
+PLACES = [*((case, True) for case in CASES), ("marft", False), ("happo", False), ("rae", False)]
+
+
 @pytest.mark.parametrize(
-    ("case", "is_apart"), [*((case, True) for case in CASES), ("marft", False), ("happo", False), ("rae", False)]
+    ("case", "is_apart"),
+    [pytest.param(*place, marks=[] if place in IN_SHORT_FORM else pytest.mark.thorough) for place in PLACES],
 )
 def test_a_team_learns_the_same_on_two_ranks_and_on_two_pools(walk: Walk, case: str, is_apart: bool) -> None:
     single, several = walk(case, 1, False), walk(case, 2, is_apart)

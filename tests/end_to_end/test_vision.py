@@ -6,21 +6,33 @@ import json
 import shutil
 from base64 import b64encode
 from pathlib import Path
+from statistics import mean
 
 import pyarrow as pa
 import pytest
+import torch
 from examples.counting.prepare import prepare
 from pyarrow import parquet
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_vision import with_own_head
 from tests.end_to_end.cli import ROOT, metrics, succeed
 from tests.pictures import picture, vision_model
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from leaderless import Run
 from leaderless.config import RecipeError
+from leaderless.config.data import DatasetConfig
 from leaderless.config.models import ModelConfig
+from leaderless.data.preferences import make_encoder
+from leaderless.models.classifiers import register_classifiers
 from leaderless.models.image_readers import open_reader
+from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import RunDirectory
 
 CHAT = (
@@ -63,6 +75,80 @@ def test_counting_is_imitated_exported_and_reinforced(ranks: RankPool, tmp_path:
         run.generate([asked[0]["question"]])
     page = (tmp_path / "runs/counting/report.html").read_text()
     assert page.count("data:image/png;base64,iVBOR") >= 2, "the report shows pictures of training and of evaluation"
+
+
+def test_a_critic_that_sees_is_resumed_and_exported(ranks: RankPool, tmp_path: Path) -> None:
+    prepare(tmp_path, num_pictures=64)
+    common = (
+        f"models.policy={tmp_path}/model",
+        f"data.train.path={tmp_path}/train.jsonl",
+        f"data.evaluation.path={tmp_path}/test.jsonl",
+        f"run.directory={tmp_path}/runs",
+        *("evaluation.every_steps=0", "batch.prompts_per_step=6", "checkpoint.every_steps=1"),
+        *("algorithm.critic.warmup_steps=0", "optimizer.learning_rate=1e-2", "reward={format: {pattern: '.*[0-2].*'}}"),
+    )
+    recipe = ROOT / "recipes/vision/counting/ppo.yaml"
+    for name, steps in (("whole", [3]), ("parts", [2, 3])):
+        for count in steps:
+            succeed(ranks, tmp_path, "train", recipe, *common, f"name={name}", f"steps={count}", num_ranks=2)
+    whole, parts = (
+        [
+            {key: value for key, value in line.items() if key.startswith(("critic/", "policy/", "reward/"))}
+            for line in own
+        ]
+        for own in (metrics(tmp_path / f"runs/{name}") for name in ("whole", "parts"))
+    )
+    assert whole == parts
+    assert whole[0]["critic/value_mean"] == 0
+    assert whole[2]["critic/value_mean"] != 0
+    out = tmp_path / "critic"
+    succeed(ranks, tmp_path, "export", f"{tmp_path}/runs/whole", str(out), "--role", "critic")
+    register_classifiers(AutoConfig.from_pretrained(out))
+    model, problems = AutoModelForTokenClassification.from_pretrained(out, output_loading_info=True)
+    assert not any(problems.values()), problems
+    assert bool(model.score.weight.any())
+
+
+def test_a_reward_model_that_sees_learns_from_pairs_and_rewards_a_policy(ranks: RankPool, tmp_path: Path) -> None:
+    prepare(tmp_path, num_pictures=64)
+    common = (
+        *(f"data.{name}.path={tmp_path}/{file}.jsonl" for name, file in (("train", "train"), ("evaluation", "test"))),
+        *(f"run.directory={tmp_path}/runs", "batch.prompts_per_step=6", "optimizer.learning_rate=1e-2"),
+        *("optimizer.warmup_updates=0", "evaluation.max_prompts=5"),
+    )
+    recipes, out, model = ROOT / "recipes/vision/counting", tmp_path / "judge", f"={tmp_path}/model"
+    learned = ("steps=2", "evaluation.every_steps=2", f"models.reward_model{model}")
+    succeed(ranks, tmp_path, "train", recipes / "reward_model.yaml", *common, *learned, num_ranks=2)
+    found = metrics(tmp_path / "runs/counting-reward-model")[-1]
+    succeed(ranks, tmp_path, "export", f"{tmp_path}/runs/counting-reward-model", str(out), "--role", "reward_model")
+    judge, problems = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    assert not any(problems.values()), problems
+    described = ModelConfig(path=str(out))
+    tokenizer = load_tokenizer(described, "judge")
+    reader = open_reader(described, "judge", tokenizer)
+    columns = {"prompt": "question", "images": "image", "chosen": "answer", "rejected": "wrong", "template": "plain"}
+    data = DatasetConfig.model_validate({"path": f"{tmp_path}/test.jsonl", **columns})
+    encoder = make_encoder(tokenizer, data, "data.evaluation", reader=lambda: reader)
+    margins = []
+    for line in (tmp_path / "test.jsonl").read_text().splitlines()[:5]:
+        row = encoder.encode(json.loads(line), "a row")
+        pixels = reader.pixels(row.images)
+        scores = []
+        for response in (row.response, row.other):
+            tokens = torch.tensor([[*row.prompt, *response]])
+            seen = {"pixel_values": pixels.values, "image_grid_thw": pixels.grids}
+            with torch.no_grad():
+                kinds = (tokens == reader.token).int()
+                scores.append(float(judge(input_ids=tokens, mm_token_type_ids=kinds, **seen).logits))
+        margins.append(scores[0] - scores[1])
+    assert abs(mean(margins)) > 1e-3, "it has learned something"
+    assert found["evaluation/margin"] == pytest.approx(mean(margins), abs=1e-4)
+    assert found["evaluation/accuracy"] == mean(margin > 0 for margin in margins)
+    taught = ("steps=1", "evaluation.every_steps=0", f"models={{policy: {tmp_path}/model, reward_model: {out}}}")
+    succeed(ranks, tmp_path, "train", recipes / "rlhf.yaml", *common, *taught, num_ranks=2)
+    (line,) = metrics(tmp_path / "runs/counting-rlhf")
+    assert line["reward/failed"] == 0
+    assert line["reward/std"] > 1e-3, "other answers, and those to other pictures, have other scores"
 
 
 def test_a_prompt_read_in_both_directions_is_answered_and_learned(ranks: RankPool, tmp_path: Path) -> None:

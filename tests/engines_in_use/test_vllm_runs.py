@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from examples.signal_game.prepare import prepare
+from tests.end_to_end.test_team import write_game
 from tests.tiny import tiny_model, write_recipe
 
 PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")
@@ -28,12 +30,15 @@ def train(folder: Path, changes: Mapping[str, object], workers: int) -> list[dic
     settings = {"rollout.engine": "vllm", "steps": 3, "reward": LETTERS, "run.timeout_s": 300, **changes}
     model = {"path": tiny_model(head_dim=32), "lora": settings.pop("lora", None)}
     recipe = write_recipe(folder, "", {"models.policy": model, **settings})
-    command = [sys.executable, "-m", "leaderless", "train", str(recipe), "--workers", str(workers)]
-    command.append("optimizer.learning_rate=0.003")
+    return steps_in(folder / "runs" / "tiny", recipe, workers, "optimizer.learning_rate=0.003")
+
+
+def steps_in(run: Path, recipe: Path, workers: int, *more: str) -> list[dict[str, float]]:
+    """The metrics of each step of a recipe, which writes into the folder of a run."""
+    command = [sys.executable, "-m", "leaderless", "train", str(recipe), "--workers", str(workers), *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = (folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 SERVER = {"rollout.external.python": PYTHON}
@@ -91,6 +96,28 @@ def test_an_engine_of_several_ranks_samples_what_engines_of_one_rank_do(
     for numbers, expected in zip(steps_of(case), steps_of("server"), strict=True):
         for name in ("rollout/response_tokens", "reward/mean", "policy/grad_norm", "policy/entropy"):
             assert numbers[name] == pytest.approx(expected[name], rel=1e-3), name
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", ["server", "in process"])
+def test_agents_with_adapters_on_one_model_share_an_engine(tmp_path: Path, way: str) -> None:
+    if way == "in process" and find_spec("vllm") is None:
+        pytest.skip("needs vLLM in this environment")
+    path = str(prepare(tmp_path) / "planner")
+    models = {"planner": {"path": path, "lora": {"rank": 4}}, "solver": {"path": path, "lora": {"rank": 2}}}
+    external = {"python": PYTHON if way == "server" else None}
+    rollout = {"engine": "vllm", "max_response_tokens": 1, "max_sequences": 64, "external": external}
+    place = {"directory": str(tmp_path / "runs"), "timeout_s": 300, "reward_processes": 0}
+    recipe, run = write_game(tmp_path, "dr_mas", {}, models=models, rollout=rollout, run=place), tmp_path / "runs/team"
+    steps = steps_in(run, recipe, 1)
+    assert len(steps) == 3
+    for numbers in steps:
+        mismatches = [value for name, value in numbers.items() if name.startswith("mismatch/abs_max/")]
+        assert len(mismatches) == 2, "each role has its own"
+        assert max(mismatches) < 1e-4
+    assert steps[-1]["planner/grad_norm"] > 0
+    assert steps[-1]["solver/grad_norm"] > 0
+    assert len([*(run / "logs").glob("vllm-*")]) == (way == "server")
 
 
 @pytest.mark.timeout(900)

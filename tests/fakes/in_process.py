@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from leaderless import EngineSetup, train_backend
 from leaderless.config import Json
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.training.megatron.engine import MegatronEngine, settings_of
+from leaderless.training.megatron.meeting import megatron_rank
 from leaderless.training.megatron.model import MegatronModel
 from leaderless.training.megatron.server import Calls
 
@@ -35,6 +37,9 @@ def make_engine(setup: EngineSetup) -> MegatronEngine:
     """Load a model in the stand-in; this process has met the others already."""
     if str(ENVIRONMENT) not in sys.path:
         sys.path.append(str(ENVIRONMENT))
+    from megatron.core import parallel_state
+
+    parallel_state.PLACES[:] = sorted(setup.layout.ranks, key=partial(megatron_rank, setup.layout))
     model = empty_causal_lm(setup.model, setup.role)
     settings = settings_of(setup, model.vocab_size, "", 60.0)
     return MegatronEngine(setup, model, LocalServer(Calls(MegatronModel(settings))))

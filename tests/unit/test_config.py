@@ -509,6 +509,8 @@ MINIMAL = {"name": "a", "workflow": "w", "models": {}, "data": {"train": {"path"
 
 
 @given(written=recipes)
+@example(written=MINIMAL | {"models": {"policy": {"path": "m", "lora": {"adapter": "folder", "dropout": 0.0}}}})
+@example(written=MINIMAL | {"reward": {"judge": {"url": "http://localhost/v1", "model": "m", "pairwise": {}}}})
 @example(written=MINIMAL | {"rollout": {"stop": ["\n", "\x85", "a\u2028b", "漢字", " ", "- a: #"]}})
 @settings(deadline=None)
 def test_a_recipe_that_is_written_out_reads_back_equal(tmp_path_factory, written):
@@ -528,7 +530,7 @@ def test_a_recipe_with_a_fixed_lag_reads_back_though_its_defaults_are_written_ou
 def test_a_recipe_is_written_out_with_every_default():
     text = dump_recipe(make_recipe())
     assert "responses_per_prompt: 8" in text
-    assert "learning_rate: 1.0e-06" in text
+    assert "epsilon: 1.0e-08" in text
 
 
 def test_a_setting_that_is_switched_off_with_null_stays_off_when_it_is_read_back(tmp_path):
@@ -536,3 +538,18 @@ def test_a_setting_that_is_switched_off_with_null_stays_off_when_it_is_read_back
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe(path).recipe.algorithm.critic.value_clip is None
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("'http://me:pa/ss@host:5000/a': no answer", "'http://***@host:5000/a': no answer"),
+        ("https://host/v1?key=abc&more=1#part is not", "https://host/v1?***#part is not"),
+        ("http://a:b@c?d=e and sqlite:///f.db", "http://***@c?*** and sqlite:///f.db"),
+        ("ask me@example.org?", "ask me@example.org?"),
+    ],
+)
+def test_errors_show_no_passwords_of_addresses(written: str, shown: str) -> None:
+    error = RecipeError([Problem("loggers.0.options.uri", written, written)])
+    assert only_problem(error) == Problem("loggers.0.options.uri", shown, shown)
+    assert str(error.noted(f" {written}")) == f"{shown}: loggers.0.options.uri: {shown} {shown}"

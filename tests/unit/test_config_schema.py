@@ -97,6 +97,7 @@ def accepts(schema: Mapping[str, object] | bool, value: object, root: Mapping[st
         ({"reward": {"format": 1.0}}, False),
         ({"reward": {"judge": {"url": "http://a/v1", "model": "m", "parse": "(x)", "pairwise": {}}}}, True),
         ({"reward": {"judge": 1.0}}, False),
+        ({"models": {"policy": "m", "judge": "j"}, "reward": {"judge": {"role": "judge"}}}, True),
         ({"reward": {"judge": {"url": "http://a/v1", "model": "m", "parse": {"regex": "x"}}}}, False),
         ({"reward": {"format-boxed": {"pattern": "x"}, "math-1": 2.0}}, True),
         ({"reward": {"format-boxed": 2.0}}, False),

@@ -23,6 +23,7 @@ from tests.rows import (
     Characters,
     open_path,
     open_recipe,
+    open_sets,
     prompts_of,
     recipe_of,
     rows_of,
@@ -560,3 +561,15 @@ def test_a_batch_holds_prompts_rows_and_responses(tmp_path: Path) -> None:
     assert batch.objects("rows")[0] == {"prompt": "ab", "r": "c", "more": [1]}
     batch = first_batch(recipe_of(path))
     assert batch.names() == ["prompt_tokens", "rows"]
+
+
+def test_a_row_without_the_column_of_an_advantage_is_refused_before_training(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"prompt": "a", "task": 1}\n{"prompt": "b", "tsk": 1}\n')
+    algorithm = {"advantage": {"type": "srpo", "task": "task"}}
+    for settings, key in (
+        ({"algorithm": algorithm}, "algorithm"),
+        ({"roles": {"planner": {"algorithm": algorithm}}}, "roles.planner.algorithm"),
+    ):
+        with pytest.raises(RecipeError, match=rf"{key}.advantage.task: is 'task', but .*:2 has no such column .*'tsk'"):
+            open_sets(recipe_of(path, **settings))

@@ -232,7 +232,11 @@ def check(world: World) -> None:
 
 # Plans of recipes
 
-FEW = settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much], deadline=None)
+FEW = settings(
+    max_examples=max(15, settings.default.max_examples // 30),
+    suppress_health_check=[HealthCheck.filter_too_much],
+    deadline=None,
+)
 
 
 @FEW

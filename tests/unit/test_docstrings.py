@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.docstrings import problems_of
 
 SOURCE = '''
@@ -10,8 +11,8 @@ def wait(rank: int, what: str, timeout_s: float) -> None:
 
     Args:
         rank: {rank}
-        what: What is waited for,
-            Of which an error tells.
+        what: Name of the operation,
+            What an error names.
         timeout_s: Longest wait, in seconds.
 
     Raises:
@@ -24,6 +25,12 @@ def test_a_line_that_is_no_noun_phrase_is_found_with_its_place() -> None:
     assert not list(problems_of(SOURCE.format(rank="Rank that is late.")))
     (problem,) = problems_of(SOURCE.format(rank="That is late."))
     assert problem == (6, '"rank: That is late.": begin with what it is, not with "That"')
+
+
+@pytest.mark.parametrize("first", ["What", "How", "Why", "The same"])
+def test_a_question_is_no_noun_phrase(first: str) -> None:
+    (problem,) = problems_of(SOURCE.format(rank=f"{first} it waits for."))
+    assert problem[1].endswith(f'not with "{first}"')
 
 
 def test_the_help_of_an_option_is_no_fragment_either() -> None:

@@ -126,7 +126,7 @@ def trained(case: str, aggregation: str, batch: Batch, scores: Tensor) -> tuple[
 
 @pytest.mark.parametrize("case", CASES)
 def test_cutting_episodes_into_samples_changes_neither_advantages_nor_gradients(case: str) -> None:
-    @settings(max_examples=max(12, settings.default.max_examples // 4))
+    @settings(max_examples=max(8, settings.default.max_examples // 4))
     @given(drawn=episodes(), aggregation=st.sampled_from(AGGREGATIONS))
     def check(drawn: tuple[Batch, list[list[int]]], aggregation: str) -> None:
         whole, cuts = drawn

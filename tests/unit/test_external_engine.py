@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,13 @@ from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import empty_causal_lm
+from leaderless.models.routers import UNKNOWN
 from leaderless.models.saved_form import saved_form
 from leaderless.planner import Layout
+from leaderless.rollout.apart.messages import Gain
 from leaderless.rollout.child_server import EngineError
-from leaderless.rollout.engine import Request, SamplingParams, generate
-from leaderless.rollout.external import derive_seed
+from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
+from leaderless.rollout.external import ExternalEngine, derive_seed
 from leaderless.rollout.probe import PROBE_TOLERANCE, check_probe, make_probe, probe_of
 from leaderless.rollout.serving import Fed, held_by, shapes_of
 from leaderless.weights.blocks import Pool, even_rows, everything
@@ -191,6 +195,60 @@ def test_a_response_that_an_engine_gives_up_is_asked_for_again(monkeypatch: pyte
         results = generate(engine, REQUESTS, PARAMS)
     assert {c.finish_reason for group in results for c in group} <= {"stop", "length"}
     assert driver.calls["start"] == 2
+
+
+ROWS = [base64.b64encode(letter * 2).decode() for letter in (b"A", b"B", b"C", b"D", b"E")]
+"""Experts of the tokens of a prompt and of a response, as an engine reports them."""
+
+
+def recording() -> tuple[ExternalEngine, Completion]:
+    """An engine that reports two experts of each token, and a response that it resumes; others sampled its token."""
+    engine = make_external(CopyDriver(tiny_model(), is_awake=True))
+    engine.experts_per_token, engine.policy_version = 2, 0
+    begun = Completion([4], [-1.0], "aborted", [0], [b"aa", b"bb"])
+    engine.submit(Request([5, 6, 7], [1], [begun]), replace(PARAMS, stop=("9",)))
+    return engine, begun
+
+
+@pytest.mark.parametrize("case", ["with each token", "after all tokens", "cut", "cut before they come"])
+def test_each_token_that_was_read_has_experts_or_is_known_to_have_none(case: str) -> None:
+    engine, completion = recording()
+    (nine,) = engine._tokenizer.encode("9")
+    unknown = bytes([UNKNOWN] * 2)
+    gains, later = {
+        "with each token": (
+            [Gain(1, [8], [-1.0], None, 0, 0, ROWS[:4]), Gain(1, [3], [-1.0], "length", 0, 0, ROWS[4:])],
+            [b"CC", b"DD", b"EE"],
+        ),
+        "after all tokens": (
+            [Gain(1, [8, 3], [-1.0, -1.0], None, 0), Gain(1, [], [], "length", 0, 0, ROWS)],
+            [b"CC", b"DD", b"EE"],
+        ),
+        "cut": ([Gain(1, [nine, 3], [-1.0, -1.0], None, 0, 0, ROWS)], [b"CC", b"DD"]),
+        "cut before they come": ([Gain(1, [8], [-1.0], None, 0), Gain(1, [nine], [-1.0], None, 0)], [unknown] * 3),
+    }[case]
+    for gain in gains:
+        engine._take(gain)
+        completion.add(engine._deltas[-1])
+    assert completion.finish_reason in {"stop", "length"}
+    assert completion.experts == [b"aa", b"bb", *later], "those that sampled its first token are kept"
+
+
+def test_tokens_that_are_read_again_with_other_weights_keep_their_experts() -> None:
+    engine, completion = recording()
+    engine._take(Gain(1, [8], [-1.0], None, 0, 0, ROWS[:4]))
+    completion.add(engine._deltas[-1])
+    engine._ask_again()
+    engine._take(Gain(2, [3], [-1.0], "length", 0, 0, [ROWS[0]] * 4 + ROWS[4:]))
+    completion.add(engine._deltas[-1])
+    assert completion.experts == [b"aa", b"bb", b"CC", b"DD", b"EE"]
+
+
+def test_an_engine_that_reports_too_few_experts_is_refused() -> None:
+    engine, _ = recording()
+    engine._take(Gain(1, [8], [-1.0], None, 0, 0, ROWS[:4]))
+    with pytest.raises(RuntimeError, match=r"has reported the experts of 4 of 5 tokens .* algorithm.replay_experts"):
+        engine._take(Gain(1, [3], [-1.0], "length", 0))
 
 
 def test_tokens_of_other_weights_are_refused() -> None:

@@ -135,7 +135,11 @@ class Case:
         return Generation(*parts), training
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=max(40, settings.default.max_examples // 6),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
+)
 @given(
     case=st.builds(
         Case,

@@ -14,16 +14,20 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 from tests.pictures import picture, reader_of, vision_model
+from tests.rows import open_path, recipe_of, write_jsonl
 from tests.tiny import tiny_model
 from tests.unit.recipes import plan_of
 
 from leaderless.config import Json, RecipeError
 from leaderless.config.data import DatasetConfig
 from leaderless.config.models import ModelConfig
+from leaderless.data.cache import DataCache
+from leaderless.data.dataset import open_dataset
 from leaderless.data.encode import Encoded, RowEncoder
 from leaderless.data.images import ORIENTATION, decode_image, image_size, plain_file
 from leaderless.data.media import image_folder
 from leaderless.data.parquet import ParquetSource
+from leaderless.data.rows import Row
 from leaderless.models.image_readers import open_reader
 from leaderless.models.tokenizer import load_tokenizer
 
@@ -177,6 +181,32 @@ def test_an_image_in_a_message_and_a_video_are_refused(tmp_path: Path) -> None:
         messages: list[Json] = [{"role": "user", "content": [part]}]
         with pytest.raises(RecipeError, match=f"data.train.{problem}"):
             encoded(tmp_path, {"prompt": messages, "images": None}, template=TEMPLATE)
+
+
+def test_a_row_that_is_too_long_is_left_out_with_its_images(tmp_path: Path) -> None:
+    """Whatever the limit, also within an image, no prompt is cut."""
+    sizes = [[(16, 16), (32, 24)], [(8, 8)], [(24, 24)]]
+    rows: list[Row] = [
+        {"prompt": "red" + "<image>" * len(some) + "blue", "images": [url_of(picture(*size)) for size in some]}
+        for some in sizes
+    ]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    whole = [encoded(tmp_path, row) for row in rows]
+    assert [sum(image.num_tokens for image in one.images) for one in whole] == [16, 1, 9]
+    lengths = [len(one.prompt) for one in whole]
+    for limit in range(1, max(lengths) + 1):
+        usable = [number for number, length in enumerate(lengths) if length <= limit]
+        kept = recipe_of(path, {"images": "images", "max_prompt_tokens": limit})
+        strict = kept.model_copy(update={"data": kept.data.model_copy(update={"overlong": "error"})})
+        if usable:
+            dataset = open_dataset(open_path(path), encoder_of(tmp_path), kept, DataCache())
+            assert [one.encoded for one in dataset.read(dataset.rows.tolist())] == [whole[number] for number in usable]
+        else:
+            with pytest.raises(RecipeError, match=r"all 3 rows of .* are overlong"):
+                open_dataset(open_path(path), encoder_of(tmp_path), kept, DataCache())
+        if len(usable) < len(rows):
+            with pytest.raises(RecipeError, match=rf"has a prompt of \d+ tokens, more than {limit}"):
+                open_dataset(open_path(path), encoder_of(tmp_path), strict, DataCache())
 
 
 def test_a_text_model_is_refused_where_rows_have_images(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from rich.console import Console
+from tests.distributed.test_experts import experts_model
+from tests.end_to_end.cli import ROOT
 from tests.engines import ALONE
 from tests.tiny import tiny_model
 from tests.unit.environments.test_play_on import TEAM
-from tests.unit.recipes import plan_of, write_model
+from tests.unit.recipes import make_recipe, plan_of, write_model
 from tests.unit.test_models import packed_logits
 from tests.unit.test_native_engine import engine_of
 from torch import Tensor
@@ -24,17 +26,19 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from leaderless.checkpoint.manifest import DamagedCheckpointError
 from leaderless.checkpoint.reader import ROLE_FILE, STATE_FILE, RoleState, RunState, fingerprint, load_checkpoint
 from leaderless.config import RecipeError
-from leaderless.config.models import LoraConfig, ModelConfig
+from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.lora import adapted_layers, is_adapter, merged, without_adapters, write_adapters
 from leaderless.planner import Plan
-from leaderless.planner.adapters import PREFIX, described
+from leaderless.planner.adapters import PREFIX, described, optimizer_of
 from leaderless.planner.memory_parts import Memory
+from leaderless.planner.model_size import read_model_size
 from leaderless.planner.show import print_plan
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.probe import make_probe, probe_of
 from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.optimizer import learning_rate_at, make_optimizer
 from leaderless.weights.stream import WeightStream
 from leaderless.weights.tensor_parallel import divided_dim
 
@@ -163,6 +167,18 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
         load_causal_lm(ModelConfig(path=str(tmp_path), lora=LoraConfig()), "policy")
 
 
+def test_targets_cannot_be_experts(tmp_path: Path) -> None:
+    path = experts_model(tmp_path, "qwen2_moe")  # with an expert for all tokens, which has linear layers
+    for target in ("experts", "gate_up_proj", "experts.down_proj", "mlp.experts.3.down_proj"):
+        lora = LoraConfig(targets=["q_proj", target])
+        with pytest.raises(RecipeError, match=f"policy.lora.targets: '{target}' names experts: leave it out, and set"):
+            load_causal_lm(ModelConfig(path=path, lora=lora), "policy")
+    for targets in ("all-linear", ["down_proj"]):
+        model = load_causal_lm(ModelConfig(path=path, lora=LoraConfig(targets=targets)), "policy")
+        assert not any(".experts." in name for name, _ in adapted_layers(model))
+        assert any(".shared_expert.down_proj" in name for name, _ in adapted_layers(model))
+
+
 def test_a_folder_says_which_of_the_layers_with_a_name_have_adapters(tmp_path: Path) -> None:
     lora: dict[str, object] = {"rank": 2, "targets": ["1.self_attn.q_proj", "down_proj"]}
     model = adapted(lora)
@@ -190,6 +206,7 @@ def test_adapters_for_a_base_that_peft_changes_are_refused(tmp_path: Path) -> No
         ({"base_model_name_or_path": "other/model"}, "the adapters are of the model 'other/model'"),
         ({"use_dora": True}, "use_dora is True, but must be False here: merge these adapters into their model"),
         ({"alora_invocation_tokens": [3]}, r"alora_invocation_tokens is \[3\], but must be \[\] here"),
+        ({"target_parameters": ["experts.down_proj"]}, r"target_parameters is \['experts.down_proj'\], but must be"),
         ({"r": 4}, "the adapters are those of another model"),
         ({"target_modules": ["q_proj"]}, "which the model lacks: the adapters are those of another model"),
         ({"target_modules": ["c_proj"]}, "'c_proj' is no linear layer of qwen3: these are down_proj, gate_proj"),
@@ -245,6 +262,35 @@ def test_plans_that_cannot_train_adapters_are_refused(tmp_path: Path) -> None:
         plan_of("grpo", 2, models={"policy": {"path": path, "lora": {"adapter": "folder"}}})
 
 
+QWEN = {"model_type": "qwen2", "num_key_value_heads": 2, "head_dim": None, "vocab_size": 151_936}
+"""What the configurations of Qwen2.5 of 0.5B and 1.5B have in common."""
+SMALL = QWEN | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+MEDIUM = QWEN | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+
+
+@pytest.mark.parametrize(
+    ("rank", "config", "num_weights", "share"),
+    [
+        (8, SMALL, 494_032_768, "0.89 %"),
+        (8, MEDIUM, 1_543_714_304, "0.60 %"),
+        (16, SMALL, 494_032_768, "1.78 %"),
+        (16, MEDIUM, 1_543_714_304, "1.20 %"),
+    ],
+)
+def test_adapters_are_a_small_share_of_what_a_model_sends(
+    tmp_path: Path, rank: int, config: dict[str, object], num_weights: int, share: str
+) -> None:
+    """They have the type of the other weights, so shares of weights are those of bytes."""
+    path = write_model(tmp_path, **config)
+    size = read_model_size(ModelConfig(path=path, lora=LoraConfig(rank=rank)))
+    assert size is not None
+    assert size.num_parameters == num_weights
+    assert rank > 8 or size.num_adapter_parameters <= num_weights / 100
+    assert f"{100 * size.num_adapter_parameters / num_weights:.2f} %" == share
+    assert share in (ROOT / "docs/guides/lora.md").read_text(encoding="utf-8")
+    assert LoraConfig().rank == 8, "the page says so"
+
+
 def test_a_plan_counts_what_is_trained(tmp_path: Path) -> None:
     def memory_of(plan: Plan) -> Memory:
         assert plan.memory is not None
@@ -272,28 +318,33 @@ def test_a_plan_counts_what_is_trained(tmp_path: Path) -> None:
         assert after >= before + full["policy weights"] * (command == "serve"), "the engine has the weights once more"
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_plan_counts_the_parts_of_adapters_that_a_rank_has(tmp_path: Path, tp: int) -> None:
-    path = write_model(tmp_path / "model")
-    lora, layout = {"rank": 3, "targets": ["q_proj", "down_proj"]}, {"policy": {"tp": tp}, "rollout": {"dp": tp}}
-    plan = plan_of("grpo", tp, models={"policy": {"path": path, "lora": lora}}, layout=layout)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
+def test_a_plan_counts_the_parts_of_adapters_that_a_rank_has(tmp_path: Path, tp: int, pp: int) -> None:
+    path, size = write_model(tmp_path / "model", num_hidden_layers=4), tp * pp
+    lora = {"rank": 3, "targets": ["q_proj", "down_proj"]}
+    layout = {"policy": {"tp": tp, "pp": pp}, "rollout": {"dp": size}}
+    plan = plan_of("grpo", size, models={"policy": {"path": path, "lora": lora}}, layout=layout)
     made = empty_causal_lm(ModelConfig(path=path, lora=LoraConfig(**lora)), "policy")  # type: ignore[arg-type]
     num_weights = 0
     for name, weight in made.trained_weights():
         is_whole = divided_dim(name, tuple(weight.shape), tp) is None
         num_weights += weight.numel() // (1 if is_whole else tp)
     assert plan.memory is not None
-    assert plan.memory.cpu.resident["policy optimizer"] == 8 * num_weights
+    assert plan.memory.cpu.resident["policy optimizer"] == 8 * num_weights // pp
 
 
-@pytest.mark.parametrize("layout", [{}, {"planner_rollout": {"ranks": "1"}, "solver_rollout": {"ranks": "1"}}], ids=str)
-def test_a_plan_counts_the_model_of_several_agents_once(tmp_path: Path, layout: dict[str, object]) -> None:
+POOL = {"planner_rollout": {"ranks": "1"}, "solver_rollout": {"ranks": "1"}}
+
+
+@pytest.mark.parametrize(("layout", "engine"), [({}, "native"), (POOL, "native"), (POOL, "vllm"), (POOL, "sglang")])
+def test_a_plan_counts_the_model_of_several_agents_once(tmp_path: Path, layout: dict[str, object], engine: str) -> None:
     paths = [write_model(tmp_path / name) for name in ("one", "other")]
     rest = {node: {"ranks": "0"} for node in ("reward", "advantage", "samples", "planner", "solver")} if layout else {}
     sizes = {}
     for path in paths:
         models = {role: {"path": p, "lora": {"rank": 2}} for role, p in (("planner", paths[0]), ("solver", path))}
         team = TEAM | {"algorithm": {"advantage": {"type": "dr_mas"}}, "models": models, "layout": layout | rest}
+        team["rollout"] = {**TEAM.get("rollout", {}), "engine": engine, "external": {"python": "python3"}}
         memory = plan_of("dr_mas", 2 if layout else 1, **team).memory
         assert memory is not None
         sizes[path] = memory.cpu
@@ -312,6 +363,42 @@ def test_a_plan_counts_the_model_of_several_agents_once(tmp_path: Path, layout: 
         assert two.totals["loading"] - one.totals["loading"] >= full
 
 
+@pytest.mark.parametrize(
+    ("solver", "is_shared"),
+    [({}, True), ({"model": {"compute_dtype": "bfloat16"}}, False), ({"rollout": {"max_sequences": 3}}, False)],
+    ids=["alike", "another type", "another number of sequences"],
+)
+def test_agents_share_a_vllm_in_the_process_if_they_use_it_alike(
+    tmp_path: Path, solver: dict[str, dict[str, object]], is_shared: bool
+) -> None:
+    base = {"path": write_model(tmp_path / "model"), "lora": {"rank": 2}}
+    models = {"planner": base, "solver": base | solver.get("model", {})}
+    team = TEAM | {"algorithm": {"advantage": {"type": "dr_mas"}}, "models": models, "rollout": {"engine": "vllm"}}
+    roles = {"solver": {"rollout": solver["rollout"]}} if "rollout" in solver else {}
+    if is_shared:
+        plan = plan_of("dr_mas", 1, **team, roles=roles)
+        both = [one for one in plan.instances if one.generates]
+        assert [one.role for one in both] == ["planner", "solver"]
+        return
+    with pytest.raises(RecipeError, match=r"several roles generate .* a process holds one vLLM"):
+        plan_of("dr_mas", 1, **team, roles=roles)
+
+
 def test_what_a_folder_says_is_not_said_again() -> None:
     with pytest.raises(ValueError, match="adapter says what rank is: leave this out"):
         LoraConfig(adapter="folder", rank=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, {"policy": 1e-5, "critic": 1e-6}), (2e-4, {"policy": 2e-4, "critic": 2e-4})]
+)
+def test_adapters_have_ten_times_the_learning_rate_unless_one_is_given(
+    given: float | None, expected: dict[str, float]
+) -> None:
+    recipe = make_recipe(models={"policy": {"path": "p", "lora": {}}, "critic": {"path": "p"}})
+    recipe = recipe.model_copy(update={"optimizer": OptimizerConfig(learning_rate=given, warmup_updates=1)})
+    for role, model in recipe.models.items():
+        settings = optimizer_of(recipe, model)
+        assert learning_rate_at(settings, 5, 10) == expected[role]
+        assert learning_rate_at(settings, 0, 10) == expected[role] / 2
+        assert make_optimizer([torch.nn.Parameter(torch.zeros(2, 2))], settings).param_groups[0]["lr"] == expected[role]

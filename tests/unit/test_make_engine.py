@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
-from tests.tiny import tiny_model, tiny_recipe
+from tests.tiny import mixture_model, tiny_model, tiny_recipe
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.models import ModelConfig
+from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.config.rollout import ExternalConfig
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
@@ -24,6 +25,7 @@ from leaderless.rollout.choose import choose_engine
 from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.make import RolloutSetup, make_engine
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.seats import Host
 from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.shard import ALONE
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
@@ -138,6 +140,24 @@ def test_each_engine_gets_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [driver.settings.meeting is not None for driver in in_process] == [False, True]
 
 
+def test_the_engine_of_several_roles_records_experts_if_one_of_them_replays_these(tmp_path: Path) -> None:
+    config = ModelConfig(path=mixture_model(tiny_model("qwen3")), lora=LoraConfig(rank=2, targets=["q_proj"]))
+    host = Host(dict.fromkeys(("planner", "solver"), config), records_experts=True)
+    setup = setup_of(tmp_path, recipe_of(tmp_path, PYTHON))
+    found = {}
+    for role in host.models:
+        engine = make_engine(
+            "sglang", replace(setup, role=role, model=config, host=host, records_experts=role == "solver")
+        )
+        assert isinstance(engine, ExternalEngine)
+        found[role] = engine.experts_per_token
+    assert found == {"planner": 0, "solver": 2 * 2}
+    assert isinstance(host.driver, SglangServer)
+    settings = host.driver._settings
+    assert (list(settings.expert_layers), settings.experts_per_token) == ([0, 1], 2)
+    assert list(settings.adapters) == list(settings.matrices) == ["planner", "solver"]
+
+
 def test_an_engine_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make, "find_spec", Mock(return_value=None))
     with pytest.raises(RecipeError, match=r"rollout.engine: vllm: vLLM cannot be imported here: install it, or name"):
@@ -162,7 +182,8 @@ def test_every_setting_of_external_engines_changes_something(tmp_path: Path, set
         model = {"models.policy": {"path": tiny_model(), "lora": {"rank": 2}}}
         recipe = recipe_of(tmp_path, {**PYTHON, **model, **changes})
         setup = setup_of(tmp_path, recipe, max_tokens=64, device="cuda:0")
-        settings, driver = make._settings(setup), make._driver("vllm", setup)
+        settings = make._settings(setup)
+        driver = make._driver("vllm", setup, settings)
         assert isinstance(driver, VllmServer)
         server = driver._server
         described.append((settings, server._start_timeout_s, server.answer_timeout_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,8 +15,11 @@ from tests.unit.recipes import make_recipe, plan_of, write_model
 from torch import Tensor
 
 from leaderless.config import RecipeError
+from leaderless.observability.run_directory import RunDirectory
+from leaderless.planner.fit import MARGIN
+from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.worker import memory
-from leaderless.worker.memory import available_memory, check_memory
+from leaderless.worker.memory import MemoryBounds, available_memory, check_memory
 from leaderless.worker.place import Place
 
 CPU = torch.device("cpu")
@@ -30,6 +34,16 @@ class Pair:
 
     def max(self, values: Tensor, _what: str) -> Tensor:
         return torch.maximum(values, -self.others)
+
+
+class Ranks:
+    """A process group as one of its ranks sees it, where the other ranks contribute a number."""
+
+    def __init__(self, rank: int, size: int, others: int = -1) -> None:
+        self.rank, self.size, self.others = rank, size, others
+
+    def max(self, values: Tensor, _what: str) -> Tensor:
+        return values.clamp(min=self.others)
 
 
 @pytest.fixture
@@ -86,6 +100,22 @@ def test_the_rank_with_the_least_memory_decides(tmp_path: Path, monkeypatch: pyt
             check(tmp_path, monkeypatch, mine, others)
 
 
+def test_ranks_keep_whole_what_fits_on_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"models": {"policy": {"path": write_model(tmp_path / "model"), "compute_dtype": "bfloat16"}}}
+    recipe, plan = make_recipe(**settings), plan_of("grpo", 2, **settings)
+    assert plan.memory is not None
+    enough = int(plan.memory.accelerator.peak / MARGIN) + 1
+
+    def keeps(mine: int, others: int) -> str:
+        monkeypatch.setattr(memory, "available_memory", lambda *_: mine)
+        device, place = torch.device("cuda", 0), Place(0, 2, 0, 2)
+        bounds = check_memory(recipe, plan, place, device, Pair(others), lambda _: None)  # type: ignore[arg-type]
+        return bounds.keeps
+
+    assert keeps(64 * GIB, 64 * GIB) == "all"
+    assert keeps(64 * GIB, enough) == keeps(enough, 64 * GIB) == "nothing"
+
+
 def test_a_run_that_cannot_fit_may_be_tried_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (shown,) = check(tmp_path, monkeypatch, GIB >> 3, GIB, run={"memory_check": "warn"})
     assert "memory may run out" in shown
@@ -120,3 +150,16 @@ print(before - resident())
 def test_freed_weights_go_back_to_the_system() -> None:
     output = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True).stdout
     assert int(output) > 100 << 20
+
+
+def test_what_is_kept_whole_stays_as_it_was_when_the_run_began(tmp_path: Path) -> None:
+    directory, bounds = RunDirectory(tmp_path), MemoryBounds(GIB, is_cpu=False, pass_tokens=8, keeps="all")
+    less = replace(bounds, keeps="nothing")
+    assert bounds.as_begun(directory, Ranks(0, 2)).keeps == "all"
+    lower_limit(directory, "policy", 512)
+    assert less.as_begun(directory, Ranks(0, 2)).keeps == "all"
+    assert less.as_begun(directory, Ranks(1, 2, others=2)).keeps == "all", "as rank 0 has read"
+    assert less.as_begun(directory, Ranks(0, 4)).keeps == "nothing", "other ranks have other memory"
+    assert bounds.as_begun(directory, Ranks(0, 4)).keeps == "nothing"
+    assert read_limits(directory) == {"policy": 512}
+    assert replace(bounds, is_cpu=True).as_begun(directory, Ranks(0, 2)).keeps == "all"

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.decoder import load_value_model
 from leaderless.models.opened import Opened, open_model
 from leaderless.models.sources import Source
 from leaderless.models.support import check_supported
 from leaderless.models.trial import shrunk, trial_model
+from leaderless.models.value_model import load_value_model
 from leaderless.models.weight_files import WeightFiles
 from leaderless.weights import files
 from leaderless.weights.blocks import Block

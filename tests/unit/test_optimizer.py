@@ -1,15 +1,17 @@
-"""The learning rate follows its documentation."""
+"""The learning rate and the weight decay follow their documentation."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from tests.unit.recipes import write_recipe
+from torch import nn
 
 from leaderless.config import RecipeError, load_recipe
 from leaderless.config.models import OptimizerConfig
-from leaderless.training.optimizer import learning_rate_at
+from leaderless.training.optimizer import learning_rate_at, make_optimizer
 
 NUM_UPDATES = 12
 
@@ -44,3 +46,10 @@ def test_a_warm_up_may_take_the_whole_run(warmup: int) -> None:
 def test_the_former_name_of_the_warm_up_is_refused_with_the_new_one(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"optimizer\.warmup_steps.*did you mean 'optimizer\.warmup_updates'"):
         load_recipe(write_recipe(tmp_path), ["optimizer.warmup_steps=3"])
+
+
+def test_only_matrices_that_are_trained_decay() -> None:
+    matrix, vector, frozen = (nn.Parameter(torch.ones(*shape)) for shape in ((2, 2), (2,), (2, 2)))
+    optimizer = make_optimizer([matrix, vector, frozen.requires_grad_(False)], OptimizerConfig(weight_decay=0.25))
+    decays = {id(one): group["weight_decay"] for group in optimizer.param_groups for one in group["params"]}
+    assert decays == {id(matrix): 0.25, id(vector): 0.0}

@@ -13,7 +13,7 @@ from tests.unit.recipes import make_recipe, plan_of, write_model
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.planner import Cluster, make_plan, memory
-from leaderless.planner.fit import Fit, fit_plan
+from leaderless.planner.fit import MARGIN, Fit, fit_plan
 from leaderless.planner.memory_parts import format_bytes
 from leaderless.planner.model_size import FAMILIES, read_model_size
 from leaderless.workflow import load_recipe, resolve_workflow
@@ -93,8 +93,12 @@ def test_weights_of_models_that_see_images_are_counted(tmp_path, family, is_froz
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(tmp_path)
         model = transformers.AutoModelForImageTextToText.from_config(config)
-    size = read_model_size(ModelConfig(path=str(tmp_path), freeze_vision=is_frozen))
+    config = ModelConfig(path=str(tmp_path), freeze_vision=is_frozen)
+    size, critic = (read_model_size(config, is_critic=is_critic) for is_critic in (False, True))
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    with_scalar_head = sum(counts.values()) - counts.get("lm_head.weight", 0) + size.hidden_size + 1
+    assert critic.num_parameters == with_scalar_head
+    assert (critic.vision, critic.is_tied) == (size.vision, False)
     assert size.num_parameters == sum(counts.values())
     seeing = {name: n for name, n in counts.items() if not name.startswith(("model.language_model.", "lm_head."))}
     assert size.vision.num_parameters == sum(seeing.values())
@@ -270,6 +274,14 @@ def test_the_first_stage_has_the_embeddings_and_the_last_one_the_head(tmp_path, 
     assert [one.num_root_parameters for one in stages] == [words, 0, norm + head]
     assert [one.num_layers for one in stages] == [2, 1, 1]
     assert sum(one.num_parameters for one in stages) == size.num_parameters
+
+
+def test_the_first_and_the_last_stage_have_embeddings_that_are_the_head(model):
+    size = read_model_size(ModelConfig(path=model))
+    stages = [size.stage(3, stage) for stage in range(3)]
+    words, norm = 1000 * 64, 64
+    assert [one.num_root_parameters for one in stages] == [words, 0, words + norm]
+    assert sum(one.num_parameters for one in stages) == size.num_parameters + words
 
 
 @pytest.mark.parametrize("family", ["gemma", "llama", "smollm3"])
@@ -557,7 +569,7 @@ def fit(model, available, workflow="grpo", **sections):
 
 def test_auto_begins_with_passes_that_fit(model):
     sizes = [fit(model, gigabytes << 30) for gigabytes in (64, 1)]
-    assert sizes[0] == Fit(16384)
+    assert sizes[0] == Fit(16384, keeps="all")
     assert 1024 <= sizes[1].pass_tokens < 16384
     assert 16384 % sizes[1].pass_tokens == 0
     recipe = {"batch": {**MANY, "micro_batch_tokens": sizes[1].pass_tokens}}
@@ -566,12 +578,44 @@ def test_auto_begins_with_passes_that_fit(model):
     assert f"lower batch.micro_batch_tokens={2 * sizes[1].pass_tokens}" in fit(model, 1 << 30, **twice).problem
 
 
+def test_ranks_keep_whole_what_the_memory_has_room_for(model):
+    half = {"policy": {"path": model, "compute_dtype": "bfloat16"}}
+    sections = {"models": half, "batch": {**MANY, "micro_batch_tokens": 1024}, "rollout": {"max_sequences": 1}}
+
+    def memory(keep_whole):
+        return plan_of("grpo", 4, training={"keep_whole": keep_whole}, **sections).memory.accelerator
+
+    nothing, weights, everything = (memory(name) for name in ("nothing", "weights", "all"))
+    assert memory("auto") == nothing
+    layers = (COUNT - 64_064) // 4
+    begins, ends = weights.phases["policy trains"], everything.phases["policy trains"]
+    assert begins["gathered weights"] - nothing.phases["policy trains"]["gathered weights"] == 2 * layers * 2
+    assert (begins["gradients"], ends["gradients"]) == (COUNT, 4 * COUNT), "of a quarter in float32, and of all"
+    recipe, plan = make_recipe(**sections), plan_of("grpo", 4, **sections)
+    for least, expected in ((nothing, "nothing"), (weights, "weights"), (everything, "all")):
+        assert fit_plan(recipe, plan, int(least.peak / MARGIN) + 1, is_cpu=False).keeps == expected
+        assert fit_plan(recipe, plan, 64 << 30, is_cpu=True).keeps == "nothing"
+    changing = make_recipe(**sections, schedule={"replan_every_steps": 1})
+    assert fit_plan(changing, plan, 64 << 30, is_cpu=False).keeps == "nothing"
+
+
 def test_what_cannot_fit_is_hopeless_and_says_what_it_holds(model):
     found = fit(model, 100 << 20)
     assert found.is_hopeless
     assert re.search(r"a rank needs at least \d+ MiB in its fullest phase, '[a-z ]+' \(driver 600 MiB", found.problem)
     assert "and there are 100 MiB for it: " in found.problem
     assert "models.policy.gradient_checkpointing" in found.problem
+
+
+def test_what_is_kept_whole_is_not_where_memory_is_short(model):
+    sections = {"models": {"policy": {"path": model, "compute_dtype": "bfloat16"}}, "rollout": {"max_sequences": 1}}
+    for kept in ("weights", "all"):
+        problem = fit(model, 100 << 20, **sections, training={"keep_whole": kept}).problem
+        assert f"for it: leave out training.keep_whole={kept}; " in problem
+        own = {"roles": {"policy": {"training": {"keep_whole": kept}}}}
+        problem = fit(model, 100 << 20, **sections, **own).problem
+        assert f"leave out roles.policy.training.keep_whole={kept}; " in problem
+    assert "keep_whole" not in fit(model, 100 << 20, **sections).problem
 
 
 def test_a_plan_with_a_model_of_unknown_size_is_taken_to_fit():
@@ -611,4 +655,4 @@ def test_large_mixtures_of_experts_fit_where_their_recipes_say(
     )
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(world_size))
     assert 0.8 * memory_gib < plan.memory.accelerator.peak / 2**30 < memory_gib
-    assert plan.memory.accelerator.phases["policy trains"]["gathered weights"] < 3 * 2**30
+    assert plan.memory.accelerator.phases["policy trains"]["gathered weights"] < 4 * 2**30

@@ -23,16 +23,6 @@ def ppo(world_size: int = 1, algorithm: Mapping[str, object] | None = None, **se
     return make_plan(make_recipe(**sections), workflow, Cluster(world_size))
 
 
-def test_a_critic_that_would_see_images_is_refused() -> None:
-    from tests.pictures import vision_model
-
-    for models in ({"policy": vision_model()}, {"policy": "/no/such/model", "critic": vision_model("llava")}):
-        problem = refused(models=models)
-        assert problem.key == "models.critic"
-        assert "there is no value model that does: choose a workflow without a critic, as grpo" in problem.message
-    assert plan_of("grpo", models={"policy": vision_model()}).instances
-
-
 def refused(**sections: object) -> Problem:
     with pytest.raises(RecipeError) as caught:
         ppo(**sections)

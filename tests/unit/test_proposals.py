@@ -10,9 +10,10 @@ import pytest
 from tests.end_to_end.two_judges import layout, workflow
 from tests.unit.recipes import make_recipe, plan_of, write_model
 
+from leaderless.config.layout import LayoutConfig
 from leaderless.planner.links import Links, find_slow, pairs_in_rounds
 from leaderless.planner.plan import Plan
-from leaderless.planner.proposals import FEW_PROPOSED, NUM_PROPOSED, describe, propose
+from leaderless.planner.proposals import FEW_PROPOSED, NUM_PROPOSED, _moved, describe, propose
 from leaderless.planner.replan import NodeSeconds, step_seconds
 
 JUDGES = "tests.end_to_end.two_judges:workflow"
@@ -66,6 +67,10 @@ def test_other_numbers_of_ranks_divide_experts_where_they_can(tmp_path: Path) ->
     found = propose(make_recipe(**settings), like, seconds_of(like, rollout=1.0, policy=9.0), always)
     sizes = {(len(plan["policy"].layout.ranks), plan["policy"].layout.ep) for plan in found.values()}
     assert sizes == {(1, 1), (2, 2), (3, 3)}, "4 and 5 do not divide 6"
+    in_pairs = LayoutConfig(ranks="1-4", ep=2)
+    moved = [_moved(in_pairs, "policy", ranks, like).ep for ranks in ("0-4", "3-4", "1-4")]
+    assert moved == [1, 2, 2], "pairs stay pairs where they can"
+    assert _moved(LayoutConfig(ranks="1-4", ep=2, pp=2), "policy", "1-2", like).ep == 1, "a stage has one rank"
 
 
 def test_generation_stays_ahead_by_the_same_lag() -> None:

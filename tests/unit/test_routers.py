@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 import torch
-from tests.tiny import random_samples, tiny_model
+from tests.pictures import SIZES, prompt_with, vision_model
+from tests.tiny import add_gradients, random_samples, tiny_model
 from tests.unit.recipes import make_recipe, plan_of, write_model
 from tests.unit.test_native_engine import PROMPTS, model_of
 from torch import Tensor
@@ -17,10 +18,11 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
+from leaderless.data.images import pack_images
 from leaderless.data.transport import ProcessGroup
 from leaderless.environments.protocol import Environment, Observation, Task, Turn
 from leaderless.models.attention import PackedAttention
-from leaderless.models.causal_lm import CausalLM
+from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.routers import Routers
 from leaderless.models.shared_prompts import attention_over
 from leaderless.models.tokenizer import load_tokenizer
@@ -32,6 +34,7 @@ from leaderless.training.fsdp import FsdpEngine
 from leaderless.weights.stream import WeightStream
 
 CPU = torch.device("cpu")
+OWN = "tests.contracts.plain_engine:make"
 ALONE = ProcessGroup((0,), 0)
 PARAMS = SamplingParams(SamplingConfig(temperature=1.2), 9)
 
@@ -121,6 +124,33 @@ def test_replayed_choices_of_the_same_weights_change_nothing() -> None:
     assert replayed.tolist() == pytest.approx([one for g in groups for c in g for one in c.log_probs], abs=1e-4)
 
 
+def test_choices_for_images_are_recorded_replayed_and_counted() -> None:
+    config = ModelConfig(path=vision_model("qwen3_vl_moe"))
+    model = load_causal_lm(config, "policy").eval()
+    routers, tokenizer = Routers.required(model, "models.policy"), load_tokenizer(config, "policy")
+    assert routers.layers == [0, 1]
+    sampling = NativeEngine(model.requires_grad_(False), tokenizer, frozenset({0}), 64, CPU, routers=routers)
+    prompts = [prompt_with(one, "qwen3_vl_moe", seed) for seed, one in enumerate(SIZES[:3])]
+    asked = [Request(tokens, [place], images=seen) for place, (tokens, seen) in enumerate(prompts)]
+    found = [one for (one,) in generate(sampling, asked, SamplingParams(SamplingConfig(temperature=1.2), 9))]
+    rows = samples([tokens for tokens, _ in prompts], found)
+    images = Jagged.from_lists([list(pack_images(seen)) for _, seen in prompts], torch.uint8, "image_bytes")
+    rows = rows.with_columns(images=images)
+    trained = load_causal_lm(config, "policy")
+    engine = FsdpEngine(trained, config, ALONE, CPU, 4096, optimizer=OptimizerConfig())
+    replayed = engine.log_probs(rows).values
+    assert torch.equal(replayed, engine.log_probs(rows.only(set(rows.names()) - {"experts"})).values)
+    assert replayed.tolist() == pytest.approx([one for c in found for one in c.log_probs], abs=1e-4)
+    recorded = rows.jagged("experts")
+    others = rows.with_columns(experts=Jagged((recorded.values + 1) % 4, recorded.lengths, "experts"))
+    assert (engine.log_probs(others).values - replayed).abs().max() > 1e-3
+    add_gradients(engine, rows, lambda outputs, _: -outputs.log_probs.sum())
+    counts, sums = engine.expert_loads()
+    sampled = len(rows.jagged("tokens").values)
+    assert counts.sum(1).tolist() == [2 * sampled] * 2
+    assert sums.sum(1).tolist() == pytest.approx([sampled] * 2)
+
+
 def test_replay_brings_the_trainer_closer_where_routers_differ() -> None:
     groups = generate(recording(model_of("qwen3_moe")), [Request(p, [i]) for i, p in enumerate(PROMPTS)], PARAMS)
     rows = samples([list(prompt) for prompt in PROMPTS], [completion for (completion,) in groups])
@@ -144,7 +174,7 @@ def test_the_gradient_of_replayed_choices_is_that_of_finite_differences(family: 
     router = AutoModelForCausalLM.from_config(config).model.layers[0].mlp.gate.double()
     noise = torch.Generator().manual_seed(0)
     torch.nn.init.normal_(router.weight, generator=noise)
-    routers, hidden = Routers([router]), torch.randn(5, 8, dtype=torch.double, generator=noise)
+    routers, hidden = Routers([router], [0]), torch.randn(5, 8, dtype=torch.double, generator=noise)
     chosen = torch.tensor([[0, 3], [1, 2], [2, 0], [3, 1], [0, 1]], dtype=torch.uint8)
     gains = torch.randn(5, 2, dtype=torch.double, generator=noise)
 
@@ -235,7 +265,10 @@ def test_choices_of_another_model_are_not_replayed() -> None:
     [
         ({}, "algorithm.replay_experts: is set, but the model of 'policy' has no experts"),
         ({"engine": "native"}, "has 256 experts, and a record can tell 255 apart"),
-        ({"engine": "sglang", "external": {"python": "python3"}}, "the engine 'sglang' of 'policy' does not record"),
+        (
+            {"engine": OWN},
+            f"the engine '{OWN}' of 'policy' does not record .*: set rollout.engine to native or vllm or ",
+        ),
     ],
 )
 def test_replay_that_cannot_be_is_refused_in_the_plan(

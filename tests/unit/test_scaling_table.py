@@ -11,9 +11,8 @@ from leaderless.planner.memory_parts import Memory
 from leaderless.workflow import load_recipe, resolve_workflow
 
 ROOT = Path(__file__).parents[2]
-EP = ["layout.policy.ep=128"]
 POOLS = ["layout.rollout.ranks=0%-50%", "layout.policy.ranks=50%-100%", "rollout.external.python=python3"]
-COLUMNS = [("30b-a3b", 8, []), ("235b-a22b", 64, []), ("235b-a22b", 128, EP), ("235b-a22b", 256, EP + POOLS)]
+COLUMNS = [("30b-a3b", 8, []), ("235b-a22b", 64, []), ("235b-a22b", 128, []), ("235b-a22b", 256, POOLS)]
 """Recipe, ranks and settings of each column, as comments in the recipes have them."""
 
 

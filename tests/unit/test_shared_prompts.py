@@ -19,8 +19,8 @@ from leaderless.models import attention as attention_module
 from leaderless.models import shared_prompts
 from leaderless.models.attention import Attention, attend_padded
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
-from leaderless.models.decoder import load_value_model
 from leaderless.models.shared_prompts import CpuAttention, ExpandedAttention, Family, VarlenAttention
+from leaderless.models.value_model import load_value_model
 from leaderless.rollout.segment_attention import attend_in_float32
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.training.micro_batches import MicroBatch

@@ -110,3 +110,18 @@ def test_a_rank_is_in_the_process_groups_of_its_peers_and_of_its_rows() -> None:
     assert Layout(tuple(range(16)), 2, tp=2, pp=2, cp=2).part(3) == (1, 3, 9, 11)
     assert [peers(5) for peers in Layout((4, 5, 6, 7), 2, tp=2).peer_groups] == [(5, 7), (4, 5)]
     assert not mesh.flat.peer_groups
+
+
+def test_a_rank_is_in_the_process_groups_of_its_experts() -> None:
+    alone = Layout(tuple(range(4)), 4, ep=4)
+    assert (alone.experts(1), alone.copies(1), alone.num_copies) == ((0, 1, 2, 3), (1,), 1)
+    assert not alone.peer_groups, "all ranks have a process group already"
+    some = Layout(tuple(range(1, 9)), 8, ep=2)
+    assert [peers(4) for peers in some.peer_groups] == [(3, 4), (2, 4, 6, 8)]
+    stages = Layout(tuple(range(16)), 2, pp=2, cp=2, tp=2, ep=4)  # shards of 8 ranks, of each 4 for a stage
+    assert stages.stage(5) == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert (stages.experts(13), stages.copies(13)) == ((12, 13, 14, 15), (5, 13))
+    names = {"ep": (12, 13, 14, 15), "copies": (5, 13)}
+    assert names.items() <= stages.named_peers(13).items()
+    groups = {peers(13) for peers in stages.peer_groups}
+    assert {*stages.named_peers(13).values()} <= groups | {stages.ranks}

@@ -7,9 +7,11 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar, cast
 
 import pytest
@@ -28,7 +30,7 @@ from leaderless.clusters.options import (
     SlurmOptions,
     TargetOptions,
 )
-from leaderless.clusters.ray_machines import Machines, Wish, _run_once, parse
+from leaderless.clusters.ray_machines import POLL_S, Machines, Wish, _run_once, parse, run_machines
 from leaderless.clusters.submit import CLIENTS, check_client
 from leaderless.config import RecipeError
 
@@ -363,3 +365,19 @@ def test_a_machine_that_does_not_end_in_time_is_a_failure() -> None:
     stopped = threading.Event()
     stopped.set()
     assert _run_once(cast("Machines", Hanging()), stopped) == 1
+
+
+def test_a_job_that_is_stopped_while_it_waits_for_machines_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, removed = threading.Event(), []
+
+    class Group:
+        def wait(self, seconds: float) -> bool:
+            assert seconds <= POLL_S, "nobody looks for a stop meanwhile"
+            stopped.set()
+            return False
+
+    made = SimpleNamespace(placement_group=lambda bundles, strategy: Group(), remove_placement_group=removed.append)  # noqa: ARG005
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=made))
+    monkeypatch.setitem(sys.modules, "ray.util", made)
+    assert run_machines(Wish(("r.yaml",), 1, 2, 1), stopped) == 1
+    assert len(removed) == 1, "no second group is asked for"

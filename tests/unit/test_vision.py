@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from tests.pictures import SIZES, Family, picture, prompt_with, reader_of, samples_with, vision_model
 from torch import Tensor
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaModel, SiglipVisionConfig
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
@@ -25,7 +27,7 @@ from leaderless.data.images import PromptImage, pack_images, unpack_images
 from leaderless.data.transport import ProcessGroup
 from leaderless.models import image_readers
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
-from leaderless.models.image_readers import PaliGemmaReader
+from leaderless.models.image_readers import PaliGemmaReader, SquareReader
 from leaderless.models.prefix_attention import PrefixAttention
 from leaderless.models.seen import grid_positions
 from leaderless.models.shared_prompts import Family as Rows
@@ -61,10 +63,12 @@ def engine_of(family: Family, micro_batch_tokens: int = 4096, **settings: object
     )
 
 
-def alone(model: VisionLM, prompt: Sequence[int], images: Sequence[PromptImage], response: Sequence[int]) -> Tensor:
-    """Log-probabilities of a response by the model's own forward pass, without what is never drawn."""
+def alone_inputs(
+    model: VisionLM, prompt: Sequence[int], images: Sequence[PromptImage], response: Sequence[int]
+) -> dict[str, Tensor]:
+    """What the model's own forward pass takes of a row alone."""
     tokens = torch.tensor([[*prompt, *response]])
-    inputs: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {"input_ids": tokens}
     if model.reads_both_ways:
         inputs["token_type_ids"] = (torch.arange(tokens.shape[1]) >= len(prompt)).long()[None]
     if images:
@@ -72,9 +76,14 @@ def alone(model: VisionLM, prompt: Sequence[int], images: Sequence[PromptImage],
         inputs["pixel_values"] = pixels.values
         if model.has_grid:
             inputs |= {"image_grid_thw": pixels.grids, "mm_token_type_ids": (tokens == model.reader.token).int()}
-    logits = model.model(input_ids=tokens, **inputs).logits[0, len(prompt) - 1 : -1]
+    return inputs
+
+
+def alone(model: VisionLM, prompt: Sequence[int], images: Sequence[PromptImage], response: Sequence[int]) -> Tensor:
+    """Log-probabilities of a response by the model's own forward pass, without what is never drawn."""
+    logits = model.model(**alone_inputs(model, prompt, images, response)).logits[0, len(prompt) - 1 : -1]
     logits[:, sorted(model.reader.reserved)] = -torch.inf
-    return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1)
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
 
 
 def rows_of(batch: Batch) -> list[tuple[Sequence[int], Sequence[PromptImage], Sequence[int]]]:
@@ -113,11 +122,12 @@ def test_positions_are_those_of_transformers(images: list[tuple[int, int, int]])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("micro_batch_tokens", [40, 90, 4096])
+@pytest.mark.parametrize("micro_batch_tokens", [40, pytest.param(90, marks=pytest.mark.thorough)])
 def test_scores_are_those_of_a_row_alone(family: Family, micro_batch_tokens: int) -> None:
     batch, engine = samples_with(family), engine_of(family, micro_batch_tokens)
     found = engine.log_probs(batch).rows()
-    again = engine.log_probs(batch.select(torch.arange(len(batch)).flip(0))).rows()[::-1]
+    with_others = engine_of(family)  # all rows in one pass
+    again = with_others.log_probs(batch.select(torch.arange(len(batch)).flip(0))).rows()[::-1]
     reference = model_of(family)
     reference.model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -207,6 +217,21 @@ def test_an_image_has_the_tokens_that_the_model_gives_to_it() -> None:
         reader_of().pixels([image._replace(rows=5)])
 
 
+@pytest.mark.parametrize("tower", [CLIPVisionConfig, SiglipVisionConfig])
+@pytest.mark.parametrize("strategy", ["full", "default"])
+def test_llava_gives_an_image_the_tokens_of_its_tower(
+    tower: type[CLIPVisionConfig | SiglipVisionConfig], strategy: str
+) -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
+    described = LlavaConfig(
+        text_config=LlamaConfig(vocab_size=8, **sizes),
+        vision_config=tower(image_size=16, patch_size=4, **sizes),
+        vision_feature_select_strategy=strategy,
+    )
+    (seen,) = LlavaModel(described).get_image_features(torch.zeros(1, 3, 16, 16), return_dict=True).pooler_output
+    assert SquareReader(CLIPImageProcessorPil(), described).grid(16, 16) == (1, len(seen))
+
+
 @pytest.mark.parametrize(("family", "tower"), [("qwen3_vl", "model.visual."), ("llava", "model.vision_tower.")])
 def test_what_sees_may_be_left_as_it_is(family: Family, tower: str) -> None:
     batch, engine = samples_with(family), engine_of(family, freeze_vision=True)
@@ -267,8 +292,18 @@ def answered(engine: NativeEngine, asked: Sequence[Request], max_tokens: int = 9
     return generate(engine, asked, SamplingParams(SamplingConfig(temperature=1.0), max_tokens))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("prefill", [8192, 11])
+@pytest.mark.parametrize(
+    ("family", "prefill"),
+    [
+        *((family, 11) for family in FAMILIES),
+        ("qwen3_vl", 8192),
+        ("paligemma", 8192),
+        *(
+            pytest.param(one, 8192, marks=pytest.mark.thorough)
+            for one in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "llava")
+        ),
+    ],
+)
 @torch.no_grad()
 def test_sampled_tokens_have_the_log_probabilities_of_training(
     monkeypatch: pytest.MonkeyPatch, family: Family, prefill: int

@@ -51,6 +51,12 @@ def narrow(name: str, shape: Shape, layout: Layout) -> Division:
     return tensor_rows("layers.0.mlp.down_proj.weight", shape, layout)
 
 
+def experts(name: str, shape: Shape, layout: Layout) -> Division:
+    """Two neighbors divide experts, if there are any and the ranks are even; other ranks have the same ones."""
+    even = layout.tp == 1 and len(layout.ranks) % 2 == 0 and shape[0] % 2 == 0
+    return tensor_rows("layers.0.mlp.experts.down_proj", shape, replace(layout, ep=2) if even else layout)
+
+
 def stages(name: str, shape: Shape, layout: Layout) -> Division:
     """Weights of the second of two stages, if the ranks can be divided so."""
     return stage_rows(["layers.1.up_proj.weight"])(f"layers.1.{name}", shape, in_stages(layout))
@@ -72,6 +78,10 @@ class Listed:
         tp, part_dim = pool.layout.tp, int(placement is narrow)
         if placement in {wide, narrow} and len(shape) > part_dim and shape[part_dim] % tp == 0:
             return cls({rank: part_of(shape, len(ranks) // tp, tp, part_dim, i) for i, rank in enumerate(ranks)})
+        if placement is experts and len(shape) == 3 and tp == 1 and len(ranks) % 2 == shape[0] % 2 == 0:
+            holders = len(ranks) // 2
+            along = int(shape[0] // 2 % holders != 0 and shape[1] % holders == 0)
+            return cls({rank: part_of(shape, holders, 2, 0, i, along) for i, rank in enumerate(ranks)})
         if placement is stages and in_stages(pool.layout).pp == 2:
             peers = [rank for rank in ranks if in_stages(pool.layout).coordinates(rank)["pp"]]
             within = cls.of(Pool(Layout(tuple(peers), len(peers) // tp, tp=tp), shard_rows), shape).blocks
@@ -98,14 +108,14 @@ class Listed:
         return {block: ranks for block, ranks in holders.items() if block.numel}
 
 
-def part_of(shape: Shape, num_holders: int, tp: int, dim: int, place: int) -> Block:
+def part_of(shape: Shape, num_holders: int, tp: int, dim: int, place: int, along: int = 0) -> Block:
     """What a rank has of a part, as indices of a tensor that is cut twice."""
     part = [torch.arange(size) for size in shape]
     part[dim] = part[dim].chunk(tp)[place % tp]
-    begin, chunks = int(part[0][0]), part[0].chunk(num_holders)
+    begin, chunks = int(part[along][0]), part[along].chunk(num_holders)
     number = place // tp
-    end = begin + len(part[0])
-    part[0] = chunks[number] if number < len(chunks) else part[0][:0]
+    end = begin + len(part[along])
+    part[along] = chunks[number] if number < len(chunks) else part[along][:0]
     offsets = tuple(int(indices[0]) if len(indices) else end for indices in part)
     return Block(offsets, tuple(len(indices) for indices in part))
 
@@ -145,15 +155,17 @@ def pools(*placements: Placement) -> st.SearchStrategy[Pool]:
 shapes_drawn = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 
 
-PAIR = Layout((0, 1), 2)
+PAIR, FOUR = Layout((0, 1), 2), Layout((1, 2, 3, 4), 4)
 
 
-@settings(max_examples=60)
+@settings(max_examples=max(20, settings.default.max_examples // 10))
 @example([(20, 1)], Pool(PAIR, everything), Pool(PAIR, even_rows), 40)
+@example([(6, 4, 3)], Pool(FOUR, experts), Pool(PAIR, everything), 40)
+@example([(8, 4, 3)], Pool(PAIR, even_rows), Pool(FOUR, experts), 40)
 @given(
     shapes_drawn,
-    pools(even_rows, shard_rows, everything, columns, in_pairs, wide, narrow, stages),
-    pools(everything, everything, even_rows, shard_rows, columns, in_pairs, wide, narrow, stages),
+    pools(even_rows, shard_rows, everything, columns, in_pairs, wide, narrow, experts, stages),
+    pools(everything, everything, even_rows, shard_rows, columns, in_pairs, wide, narrow, experts, stages),
     st.sampled_from([1, 40, 400, 2000, 1 << 25]),
 )
 def test_each_rank_finds_its_part_of_the_way_without_a_list_of_all(
@@ -231,3 +243,10 @@ def test_each_server_receives_its_share_from_the_trainers_that_hold_it() -> None
     pieces = [piece for leg in route.legs for some in leg.received.values() for piece in some]
     assert len(pieces) == 20 * 4, "each server receives from four trainers"
     assert sum(piece.block.numel for piece in pieces) * 128 == 20 * 4096 * 4096
+
+
+def test_neighbors_divide_experts_and_ranks_of_a_stage_have_the_same_ones() -> None:
+    layout = Layout(tuple(range(12)), dp=3, pp=2, tp=2, ep=2)
+    assert layout.stage(5) == (0, 1, 4, 5, 8, 9)
+    assert [layout.experts(rank) for rank in (0, 5, 8)] == [(0, 1), (4, 5), (8, 9)]
+    assert [layout.copies(rank) for rank in (0, 5, 10)] == [(0, 4, 8), (1, 5, 9), (2, 6, 10)]

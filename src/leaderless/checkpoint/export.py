@@ -1,4 +1,4 @@
-"""Exports a checkpoint's model in the form that other software loads."""
+"""Exports a checkpoint's model in a form that other software loads."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ from leaderless.checkpoint.reader import read_role_state, read_state
 from leaderless.checkpoint.shards import read_tensors
 from leaderless.config import RecipeError
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.decoder import class_for, load_value_model
+from leaderless.models.decoder import class_for
 from leaderless.models.lora import merge_adapters, write_adapters
+from leaderless.models.value_model import load_value_model
 from leaderless.planner.adapters import CONFIG_FILE, described
 from leaderless.policies.base_folder import BASE, is_body
 from leaderless.policies.opened import empty_model
 
 
 def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False) -> Path:
-    """Join the shards of a role and write a folder that other software loads; returns the folder.
+    """Join a role's shards and write a folder that other software loads; returns the folder.
 
     Args:
         checkpoint: Checkpoint.
-        role: Role whose model is written, in the format of Hugging Face, or its adapters in that of `peft`.
+        role: Role whose model is written in the format of Hugging Face, or whose adapters are written in that of
+            `peft`.
         out: Folder, which may exist if it is empty.
-        merge: Whether adapters are merged into the weights of their model, and this is written.
+        merge: Whether to merge adapters into the weights of their model and write the result.
 
     Raises:
-        RecipeError: The checkpoint has no such role, or no adapters to be merged; `out` holds something; or the model
-            that adapters are for cannot be loaded.
+        RecipeError: The checkpoint has no such role, or no adapters to merge; `out` is not empty; or the adapters'
+            model cannot be loaded.
     """
     read_state(checkpoint)
     try:
@@ -82,7 +84,7 @@ def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False)
 
 
 def _write_whole(source: Path, out: Path, *, is_critic: bool) -> None:
-    """Write a model all of whose weights are in a checkpoint."""
+    """Write a model whose weights are all in a checkpoint."""
     if is_critic and _is_reward_model(source):
         model = _empty_classifier(source)
     else:
@@ -104,14 +106,15 @@ def _is_reward_model(source: Path) -> bool:
 def _empty_classifier(source: Path) -> PreTrainedModel:
     """The sequence classifier that a folder describes, without values."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    config.pad_token_id = padding_of(AutoTokenizer.from_pretrained(source, trust_remote_code=False))[1]
+    padding = padding_of(AutoTokenizer.from_pretrained(source, trust_remote_code=False))[1]
+    config.pad_token_id = config.get_text_config().pad_token_id = padding
     return _empty_model(class_for(config, AutoModelForSequenceClassification, "models"), config)
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int] | tuple[None, None]:
     """A token that pads sequences, and its id; None without one.
 
-    A sequence classifier scores the last token that is no padding, so it cannot be the end of a sequence.
+    A sequence classifier scores the last token that is not padding, so padding must differ from the end of a sequence.
     """
     for token in (tokenizer.pad_token, tokenizer.unk_token):
         if token is not None and token != tokenizer.eos_token:
@@ -130,7 +133,7 @@ def _write_body(source: Path, out: Path) -> None:
 
 
 def _write_adapted(source: Path, role: str, out: Path, *, merge: bool, is_critic: bool) -> None:
-    """Write the adapters of a model, or the model with these merged in."""
+    """Write the adapters of a model, or the model with its adapters merged."""
     if is_critic and not merge:
         raise RecipeError.at("--role", f"'{role}' is a value model, whose head is no adapter: pass --merge")
     config = described(source, f"models.{role}")
@@ -151,12 +154,12 @@ def _write_adapted(source: Path, role: str, out: Path, *, merge: bool, is_critic
 
 
 def _empty_model(auto_class: type[AutoModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A model whose parameters have memory but no values; tied ones have it once."""
+    """A model whose parameters have memory but no values; tied parameters share theirs."""
     with torch.device("meta"):
         model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32)
     if model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
         made: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32)
-        return made  # some values are no parameters, and have to be computed
+        return made  # buffers still have to be computed
     model.to_empty(device="cpu")
     model.tie_weights()
     return model

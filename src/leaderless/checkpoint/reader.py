@@ -1,4 +1,4 @@
-"""Reads checkpoints: everything that a run needs to continue, in open formats.
+"""Reads checkpoints: everything a run needs to continue, in open formats.
 
 A checkpoint is a folder `step-000120` with `state.json` and, for each trained role, sharded safetensors of weights and
 optimizer in the form of `torch.distributed.checkpoint`, next to the model's `config.json` and tokenizer. It also holds
@@ -58,12 +58,12 @@ class RoleState:
 
 @dataclass(frozen=True)
 class LoopState:
-    """State of a loop that is ahead of the one that trains.
+    """State of a loop that is ahead of the training loop.
 
     Attributes:
-        iteration: Iterations that it has made.
+        iteration: Number of finished iterations.
         data_position: Prompts taken from the data.
-        lag: Iterations that it was ahead, except at the end of the run; 0 where an earlier version did not note it.
+        lag: Iterations that it was ahead, except at the end of the run; 0 if an earlier version did not record it.
     """
 
     iteration: int
@@ -80,14 +80,14 @@ def newest_good(
         folder: Folder of the checkpoints.
         world: All ranks.
         say: Function that shows a line.
-        why_not: Function that says why this run cannot continue from an undamaged checkpoint, where it cannot; only the
-            first rank calls it.
+        why_not: Function that explains why this run cannot continue from an undamaged checkpoint, if so; only the first
+            rank calls it.
 
     Returns:
         The checkpoint, None when the folder holds none.
 
     Raises:
-        RecipeError: There are checkpoints, and the run can continue from none.
+        RecipeError: There are checkpoints, but the run cannot continue from any.
     """
     is_first = world.rank == world.ranks[0]
     # Shared storage may show the newest folder to some ranks later than to others.
@@ -114,7 +114,7 @@ def newest_good(
 
 
 def find_damage(path: Path, world: ProcessGroup) -> str:
-    """Describe the damage of a checkpoint in the same words on all ranks; an empty text if there is none.
+    """Describe the damage of a checkpoint with the same text on all ranks; empty if there is none.
 
     All ranks call it together, and each reads some of the files.
     """
@@ -131,10 +131,10 @@ def find_damage(path: Path, world: ProcessGroup) -> str:
 
 
 def load_checkpoint(path: Path, engines: Mapping[str, Trainable]) -> RunState:
-    """Read a checkpoint into the models, by role; each rank reads what it holds, whoever wrote it.
+    """Read a checkpoint into the models, by role; each rank reads its own parts, whichever rank wrote them.
 
     Raises:
-        RecipeError: It is the checkpoint of another model, or none at all.
+        RecipeError: It is the checkpoint of another model, or not a checkpoint.
         DamagedCheckpointError: Its tensors cannot be read.
     """
     state = read_state(path)
@@ -155,7 +155,7 @@ def load_checkpoint(path: Path, engines: Mapping[str, Trainable]) -> RunState:
 
 
 def _check_adapted_layers(path: Path, role: str, engine: Trainable) -> None:
-    """Refuse adapters on other layers than here; an earlier version also gave some to the part that sees images."""
+    """Refuse adapters on other layers than here; an earlier version also adapted the vision encoder."""
     saved, here = _adapters_of(path, role, engine)
     wanted, found = (one.get("target_modules", []) for one in (saved, here))
     own = {name.rpartition(".")[2] for name in found}
@@ -165,10 +165,18 @@ def _check_adapted_layers(path: Path, role: str, engine: Trainable) -> None:
             f"means other layers than the adapters in checkpoint {path} are on: set [{', '.join(wanted)}], or give the "
             "new run another name",
         )
+    ranks, own_ranks = ({*(one.get("rank_pattern") or {}).values()} for one in (saved, here))  # of experts alone
+    if ranks != own_ranks:
+        remedy = f"set {max(ranks)}" if ranks else "leave it out"
+        raise RecipeError.at(
+            f"models.{role}.lora.expert_rank",
+            f"gives experts other adapters than they have in checkpoint {path}: {remedy}, or give the new run another "
+            "name",
+        )
 
 
 def _adapters_of(path: Path, role: str, engine: Trainable) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint and an engine say of their adapters; nothing where one of them has none."""
+    """Adapter settings of a checkpoint and of an engine; empty if one of them has no adapters."""
     file = path / role / CONFIG_FILE
     if not file.exists():
         return {}, {}
@@ -181,7 +189,7 @@ def _adapters_of(path: Path, role: str, engine: Trainable) -> tuple[dict[str, An
 
 
 def _check_adapters(path: Path, role: str, engine: Trainable) -> None:
-    """Refuse adapters that compute otherwise here, though their matrices have the names and shapes of the engine's."""
+    """Refuse adapters that compute differently here, though their matrices match the engine's in names and shapes."""
     saved, here = _adapters_of(path, role, engine)
     if not saved:
         return
@@ -220,7 +228,7 @@ def read_role_state(path: Path, role: str) -> RoleState | None:
 
 
 def read_loop_state(path: Path, name: str) -> LoopState:
-    """Read how far a loop was that is ahead of the one that trains.
+    """Read the state of a loop that is ahead of the training loop.
 
     Raises:
         RecipeError: The run had no such loop.

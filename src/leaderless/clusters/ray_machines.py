@@ -194,7 +194,10 @@ def run_machines(wish: Wish, stopped: threading.Event) -> int:
     from ray.util import remove_placement_group
 
     for start in range(wish.max_restarts + 1):
-        group = place(wish)
+        group = place(wish, stopped)
+        if group is None:
+            print("stopped before there was room for the machines", flush=True)  # noqa: T201
+            return 1
         try:
             code = _run_once(Machines(wish, group), stopped)
         finally:
@@ -206,8 +209,12 @@ def run_machines(wish: Wish, stopped: threading.Event) -> int:
     return code
 
 
-def place(wish: Wish) -> PlacementGroup:
-    """The largest number of machines for which there is room, after waiting for all.
+def place(wish: Wish, stopped: threading.Event) -> PlacementGroup | None:
+    """The largest number of machines for which there is room, after waiting for all; None if asked to stop before.
+
+    Args:
+        wish: Machines that are wanted.
+        stopped: Event by which somebody asks to stop.
 
     Raises:
         RuntimeError: There is no room for the smallest number.
@@ -216,9 +223,13 @@ def place(wish: Wish) -> PlacementGroup:
 
     for number in range(wish.largest, wish.smallest - 1, -1):
         group = placement_group([wish.bundle] * number, strategy=wish.strategy)
-        if group.wait(wish.placement_timeout_s if number == wish.largest else POLL_S):
-            return group
+        end = time.monotonic() + (wish.placement_timeout_s if number == wish.largest else POLL_S)
+        while not stopped.is_set() and time.monotonic() < end:
+            if group.wait(POLL_S):
+                return group
         remove_placement_group(group)
+        if stopped.is_set():
+            return None
     raise RuntimeError(
         f"the Ray cluster has no room for {wish.smallest} machines with {wish.bundle} each ({wish.strategy}) within "
         f"{wish.placement_timeout_s:g} s: `ray status` shows what it has; lower --nodes, workers, or what each may use"

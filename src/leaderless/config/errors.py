@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+
+_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://[^\s'\"]+")
+_USER = re.compile(r"(?<=://)[^?#]*@")
+_QUERY = re.compile(r"(?<=\?)[^#]+")
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,8 @@ class RecipeError(ValueError):
     """A recipe, workflow or layout that the user must correct; nothing has been started."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__("\n".join(str(problem) for problem in problems))
-        self.problems = tuple(problems)
+        self.problems = tuple(Problem(*map(without_credentials, (one.key, one.message, one.place))) for one in problems)
+        super().__init__("\n".join(map(str, self.problems)))
 
     @classmethod
     def at(cls, key: str, message: str) -> RecipeError:
@@ -46,6 +51,11 @@ class RecipeError(ValueError):
     def noted(self, note: str) -> RecipeError:
         """The same error, in which each message ends with a note."""
         return RecipeError([replace(problem, message=problem.message + note) for problem in self.problems])
+
+
+def without_credentials(text: str) -> str:
+    """A text in which addresses show neither user and password nor the values of a query."""
+    return _ADDRESS.sub(lambda found: _QUERY.sub("***", _USER.sub("***@", found[0])), text)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+import regex
+from pydantic import Field, GetJsonSchemaHandler, JsonValue, field_validator, model_validator
+from pydantic_core import CoreSchema
 
 from leaderless.config.base import Section, ShorthandSection
 from leaderless.config.functions import is_function_name
@@ -76,8 +78,8 @@ class ParseConfig(ShorthandSection):
             raise ValueError(f"function='{self.function}' must have the form package.module:function")
         if self.pattern:
             try:
-                groups = re.compile(self.pattern).groups
-            except re.error as error:
+                groups = regex.compile(self.pattern).groups
+            except regex.error as error:
                 raise ValueError(f"pattern is no regular expression: {error}") from error
             if groups < 1:
                 raise ValueError(f"pattern='{self.pattern}' must have a group, such as 'Score: (\\d+)'")
@@ -101,8 +103,11 @@ class JudgeOptions(RewardOptions):
     counts as failed."""
     url: str | None = None
     """Address of a server with OpenAI's API, such as `http://127.0.0.1:8000/v1`."""
-    model: str
+    model: str | None = None
     """Name that the server has for the model."""
+    role: str | None = Field(default=None, pattern=r"^[A-Za-z_]\w*$")
+    """Role of the judge in place of a server: a model of `models` that nothing else uses. It is not trained, and
+    answers on the ranks of the node that computes rewards."""
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     """Name of the environment variable that has the key of the server; the key itself is never in a recipe."""
     prompt: str = ""
@@ -131,8 +136,12 @@ class JudgeOptions(RewardOptions):
     """Temperature of what the judge says; above 0 verdicts are random, and the first one is kept."""
     max_answer_tokens: int = Field(default=512, ge=1)
     """Largest number of tokens of what the judge says."""
+    max_question_tokens: int | None = Field(default=None, ge=1)
+    """Largest number of tokens of a question to a role, for which its memory is planned; a longer question fails. By
+    default those of the longest prompt with its response, or with both responses of a comparison, and 1,024 for the
+    template."""
     request: Mapping[str, JsonValue] = {}
-    """Further fields of each request, such as `response_format`; null removes one, such as `max_tokens`."""
+    """Further fields of each request to a server, such as `response_format`; null removes one, such as `max_tokens`."""
     kept_answers: int = Field(default=100_000, ge=0)
     """Number of answers that each worker keeps in the run's folder, to ask nothing twice, and so that a run that
     resumes has the same rewards; 0 for none."""
@@ -148,11 +157,11 @@ class JudgeOptions(RewardOptions):
         except ValueError:
             is_address = False
         if not is_address:
-            raise ValueError(f"'{value}' must be an address such as http://127.0.0.1:8000/v1")
+            raise ValueError("must be an address such as http://127.0.0.1:8000/v1")
         if parts.username is not None or parts.query or parts.fragment:
             raise ValueError("must have no user, password or query: name the variable that has the key in api_key_env")
         if parts.path.rstrip("/").endswith("/completions"):
-            raise ValueError(f"'{value}' must end before /chat/completions, which is added")
+            raise ValueError("must end before /chat/completions, which is added")
         return value.rstrip("/")
 
     @model_validator(mode="after")
@@ -161,9 +170,29 @@ class JudgeOptions(RewardOptions):
             raise ValueError(problem)
         return self
 
+    def _source_problems(self) -> Iterator[str]:
+        """What is wrong with where the judge answers: on a server, or as a role."""
+        if self.role is None:
+            if self.url is None:
+                yield (
+                    "url must be the address of a server with OpenAI's API, such as http://127.0.0.1:8000/v1; or give "
+                    "the role of a model of the recipe"
+                )
+            elif self.model is None:
+                yield "model must be the name that the server at url has for the model"
+            if self.max_question_tokens is not None:
+                yield "max_question_tokens does nothing with url, as the server has its own limit: leave it out"
+            return
+        for name in ("url", "model", "api_key_env", "request"):
+            if self._is_changed(name):
+                yield f"{name} does nothing with role={self.role}, whose model is models.{self.role}: leave it out"
+
+    def _is_changed(self, name: str) -> bool:
+        """Whether a setting has another value than its default, which the resolved recipe of a run has, too."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
+
     def _problems(self) -> Iterator[str]:
-        if self.url is None:
-            yield "url must be the address of a server with OpenAI's API, such as http://127.0.0.1:8000/v1"
+        yield from self._source_problems()
         low, high = self.scale
         if low >= high:
             yield f"scale=[{low:g}, {high:g}] must have a lowest score that is below the highest"
@@ -171,7 +200,7 @@ class JudgeOptions(RewardOptions):
             yield "rubric and pairwise cannot be combined: name the criteria in the prompt of the comparison"
         if self.rubric and self.parse:
             yield "parse does nothing with a rubric, whose verdict is a JSON object: leave it out"
-        if self.pairwise and "scale" in self.model_fields_set:
+        if self.pairwise and self._is_changed("scale"):
             yield "scale does nothing with pairwise, whose values are shares of comparisons: leave it out"
         names = self.places
         needed = {"first", "second"} if self.pairwise else {"response", "transcript"}
@@ -209,6 +238,13 @@ class JudgeOptions(RewardOptions):
     def parsing(self) -> ParseConfig:
         """How the verdict of a judge without a rubric is found."""
         return self.parse or ParseConfig(pattern=CHOICE_PATTERN if self.pairwise else SCORE_PATTERN)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        """The JSON Schema wants a server with its model, or a role; a number is not enough."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        wanted = (["url", "model"], ["role"])
+        return {"title": cls.__name__, "anyOf": [{**schema, "required": names} for names in wanted]}
 
     def key(self) -> str:
         """The key of the server; empty without one.

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from math import sqrt
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    Field,
+    GetJsonSchemaHandler,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
 from leaderless.config.base import Section, ShorthandSection
@@ -14,6 +22,8 @@ from leaderless.config.body import PolicyConfig
 from leaderless.device import find_accelerator
 
 ComputeType = Literal["float32", "bfloat16"]
+LEARNING_RATE, ADAPTER_LEARNING_RATE = 1e-6, 1e-5
+"""Peak learning rates where a recipe gives none, of all weights and of adapters of low rank."""
 
 
 def default_compute_dtype() -> ComputeType:
@@ -24,8 +34,8 @@ def default_compute_dtype() -> ComputeType:
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
+    learning_rate: float | None = Field(default=None, gt=0)
+    """Peak learning rate. By default, it is 1e-6, and ten times as much for a role that trains adapters."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, applied to matrices but not to one-dimensional weights such as biases and norms."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -43,16 +53,25 @@ class OptimizerConfig(Section):
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the peak that `linear` and `cosine` end at."""
 
+    @property
+    def peak(self) -> float:
+        """Peak learning rate; where none is given, that of all weights."""
+        return LEARNING_RATE if self.learning_rate is None else self.learning_rate
+
+    def for_adapters(self) -> Self:
+        """Return these settings for a role that trains adapters."""
+        return self.model_copy(update={"learning_rate": self.learning_rate or ADAPTER_LEARNING_RATE})
+
 
 class LoraConfig(Section):
     """Adapters of low rank (LoRA, arXiv 2106.09685), which are trained in place of the weights.
 
     A matrix W computes as W + scale * B A, with A of shape [rank, inputs] and B of shape [outputs, rank]. The defaults
-    are those of "LoRA Without Regret" (Schulman et al., 2025): all linear layers, alpha 32, and a small rank, which is
-    enough for what rewards can teach. The best learning rate is about ten times that of full training.
+    are those of "LoRA Without Regret" (Schulman et al., 2025): all linear layers, alpha 32, a small rank, which is
+    enough for what rewards can teach, and ten times the learning rate of full training.
     """
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=8, ge=1)
     """Rows of A."""
     alpha: float = Field(default=32.0, gt=0)
     """The scale is `alpha / rank`, so that the best learning rate hardly depends on the rank."""
@@ -61,23 +80,60 @@ class LoraConfig(Section):
     targets: Literal["all-linear"] | Sequence[str] = "all-linear"
     """Linear layers that get adapters: those of all decoder layers, or those whose names end like one of a list. The
     part of a model that sees has adapters only where the list names its layers."""
+    expert_rank: int | Literal["auto"] | None = None
+    """Rank of the adapters that each expert of a mixture gets, next to those of `targets`; without it, experts stay as
+    they are. `auto` is `rank` divided by the number of experts that a token goes through, and at least 1, as in "LoRA
+    Without Regret". Their scale is `alpha / expert_rank`. vLLM and SGLang need `rollout.external.merge_adapters`."""
     adapter: str | None = None
     """Folder of adapters in the format of `peft` to begin with, which says all of the above. Without one, B is 0 at
     first, and the model is exactly the one at `path`."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability that an input of an adapter is dropped, in updates only. It suits given texts, as for `sft` and
+    preferences: a policy that is trained with dropout is not quite the one that sampled. With `adapter`, the default is
+    the dropout in the folder."""
+
+    @field_validator("expert_rank", mode="before")
+    @classmethod
+    def _is_rank_or_auto(cls, value: object) -> object:
+        if value is None or value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            return value
+        raise ValueError("must be a whole number of at least 1, or auto")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.targets:
             raise ValueError("targets must name at least one layer: give names such as q_proj, or all-linear")
-        others = self.model_fields_set - {"adapter"}
+        if self.expert_rank is not None and self.dropout:
+            raise ValueError("adapters of experts have no dropout, as in peft: leave out dropout or expert_rank")
+        others = self.model_fields_set - {"adapter", "dropout"}
         if self.adapter is not None and others:
             raise ValueError(f"adapter says what {', '.join(sorted(others))} is: leave this out")
         return self
 
+    @model_serializer(mode="wrap")
+    def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, JsonValue]:
+        """All settings; next to a folder, only those that were given, as the folder says the others."""
+        settings: dict[str, JsonValue] = dump(self)
+        if self.adapter is None:
+            return settings
+        return {name: value for name, value in settings.items() if name in self.model_fields_set}
+
     @property
     def scale(self) -> float:
         """Factor of B A."""
-        return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)
+        return self.scale_of(self.rank)
+
+    def scale_of(self, rank: int) -> float:
+        """Factor of B A of adapters with some rank."""
+        return self.alpha / (sqrt(rank) if self.rslora else rank)
+
+    def rank_of_expert(self, num_chosen: int) -> int | None:
+        """Rank of the adapters of each expert; None if experts have none.
+
+        Args:
+            num_chosen: Experts that a token goes through in a layer.
+        """
+        return max(1, self.rank // num_chosen) if self.expert_rank == "auto" else self.expert_rank
 
 
 class ModelConfig(ShorthandSection):

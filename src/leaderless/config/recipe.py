@@ -68,7 +68,7 @@ class Recipe(Section):
     """Iterations in flight by node: everything that leaves the ranks of the node goes through a channel, so that they
     generate while other ranks train. Without an entry, all ranks go through each step together."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """Choice among layouts while the run goes on."""
+    """Choice among layouts during the run."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Accuracy on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -277,6 +277,17 @@ class Recipe(Section):
         """Whether rows of the dataset are tasks, without prompts."""
         return self.has_episodes or self.body is not None
 
+    @property
+    def row_columns(self) -> Mapping[str, str]:
+        """Columns that every row to train on must have, by the setting that names each."""
+        sections = {"algorithm": self.algorithm}
+        sections |= {f"roles.{role}.algorithm": own.algorithm for role, own in self.roles.items() if own.algorithm}
+        return {
+            f"{key}.advantage.{name}": column
+            for key, section in sections.items()
+            for name, column in section.advantage.row_columns.items()
+        }
+
     def model_of(self, role: str) -> ModelConfig | None:
         """The model of a role of the workflow, or None if the recipe names none.
 
@@ -333,3 +344,7 @@ class Recipe(Section):
             return self.environment.max_episode_tokens
         lengths = (self.as_seen_by(agent).rollout.max_response_tokens for agent in agents)
         return max(lengths, default=self.rollout.max_response_tokens)
+
+    def longest_text(self) -> int:
+        """Most tokens of a prompt with its response."""
+        return self.data.max_prompt_tokens + self.longest_response()

@@ -164,6 +164,10 @@ class RewardsConfig(Section):
         """Those that ask a language model, by name."""
         return {name: options for name, options in self.options().items() if isinstance(options, JudgeOptions)}
 
+    def roles(self) -> Mapping[str, str]:
+        """The roles of those judges that are models of the recipe, by the name of the reward."""
+        return {name: options.role for name, options in self.judges().items() if options.role is not None}
+
     def without_judges(self) -> RewardsConfig:
         """The other rewards, which grade one response after the other."""
         left: dict[str, object] = {name: one for name, one in self.options().items() if name not in self.judges()}

@@ -28,8 +28,6 @@ def hints_for(
     path, sections = follow(location, root)
     if root is Recipe and path[:1] == ("models",) and path[2:] == ("optimizer",):
         return {path: f": a role has its own optimizer as 'roles.{path[1]}.optimizer'"}
-    if root is Recipe and path[:1] == ("models",) and path[2:] in {("lora", "dropout"), ("lora", "lora_dropout")}:
-        return {path: ": adapters have no dropout, since the policy that is trained must be the one that sampled"}
     siblings = sorted({name for section in sections for name in section.model_fields})
     hint, has_sibling = nearest(path[-1], siblings), closest(path[-1], siblings) is not None
     if has_sibling and (isinstance(value, Mapping) or root is not Recipe):

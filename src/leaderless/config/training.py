@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from leaderless.config.base import Section
 from leaderless.config.functions import is_function_name
+
+Whole = Literal["nothing", "weights", "all"]
+"""What each rank keeps whole of a model that ranks divide; see `TrainingConfig.keep_whole`."""
 
 
 class MegatronConfig(Section):
@@ -28,6 +31,13 @@ class TrainingConfig(Section):
     backend: str = Field(default="fsdp")
     """What holds, scores and trains the models: `fsdp` (PyTorch's fully sharded data parallelism), `megatron`
     (Megatron-Core in an environment of its own), or a custom back end as `package.module:function`."""
+    keep_whole: Literal["auto"] | Whole = "auto"
+    """What each rank keeps whole of a model whose weights ranks divide, besides the layers that compute: `nothing`;
+    `weights` between the forward and the backward pass, so that they are gathered once a pass and not twice; or `all`,
+    that is also gradients until the last micro-batch of an update, so that ranks add them up once an update and not
+    after each micro-batch. `auto` is, on accelerators, the most for which the estimated memory has room, and `nothing`
+    on the CPU and where layouts may change during the run. With `all` sums have another order, so that last digits
+    differ. For language models, with the back end `fsdp`."""
     megatron: MegatronConfig = MegatronConfig()
     """Settings of the back end `megatron`."""
 

@@ -30,7 +30,7 @@ LoadedStep = tuple[Batch, Mapping[str, float]]
 class Dataloader:
     """Gives one shard its prompts, step by step.
 
-    The stream of prompts and the borders of steps depend on neither the number of shards nor the layout; a shard takes
+    The stream of prompts and the boundaries of steps do not depend on the number of shards or the layout; a shard takes
     a contiguous part of every step, or the shards take prompts in turns. The whole state is `position`. Steps are read
     ahead in a thread, which changes no number: `position` counts what was given.
     """
@@ -64,7 +64,7 @@ class Dataloader:
 
     @property
     def position(self) -> int:
-        """Prompts that all shards together have been given; may be set, to continue from there."""
+        """Number of prompts that all shards together have received; set it to continue from there."""
         return self._position
 
     @position.setter
@@ -74,7 +74,7 @@ class Dataloader:
 
     @property
     def num_mine(self) -> int:
-        """Number of prompts of a step that this shard is given."""
+        """Number of this shard's prompts in a step."""
         return len(self._mine)
 
     def next(self) -> Batch:
@@ -126,7 +126,7 @@ class Dataloader:
         return replace(prompt, row=prompt.row | {DATASET_COLUMN: _name(key)})
 
     def numbers(self) -> dict[str, float]:
-        """Metrics `data/position` and `data/epoch`: in a mixture that of the dataset furthest behind, and all."""
+        """Metrics `data/position` and `data/epoch`: in a mixture the lowest epoch, and that of each dataset."""
         by_name = {f"data/epoch/{_name(key)}": epoch for key, epoch in self.epochs.items()}
         return {
             "data/position": self.position,
@@ -154,7 +154,7 @@ def open_training_set(
     reader: Callable[[], ImageReader] | None = None,
 ) -> TrainingSet:
     """Open a dataset to train on; errors as of `open_source` and `open_dataset`. All ranks of the cache call it."""
-    encoder = make_encoder(tokenizer, config, key, is_task=recipe.has_tasks, reader=reader)
+    encoder = make_encoder(tokenizer, config, key, is_task=recipe.has_tasks, reader=reader, needed=recipe.row_columns)
     if recipe.online is not None:
         return RequestSet(encoder)
     if config.streaming:

@@ -29,12 +29,12 @@ BATCH_ROWS = 1024
 """Rows that are tokenized together when a dataset is opened; progress is reported after each batch."""
 
 Progress = Callable[[int, int], None]
-"""Receives the number of rows of its share that a rank has read, and the number of all of them."""
+"""Receives the number of rows that a rank has read of its share, and the size of the share."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row and its token ids, and the reference's log-probabilities of its two responses, if they are known."""
+    """A row, its token ids, and the reference's log-probabilities of its two responses, if known."""
 
     row: Row
     encoded: Encoded
@@ -45,14 +45,14 @@ class Feed(Protocol):
     """The usable rows of a dataset, epoch after epoch without end."""
 
     def take(self, places: Sequence[int]) -> list[Prompt]:
-        """Read rows at some places in the endless sequence: ascending, none before those of an earlier call."""
+        """Read rows at ascending places in the endless sequence, none before those of an earlier call."""
 
     def epoch(self, num_rows: int) -> float:
-        """Number of times that the dataset has been read through when all ranks have taken some rows together."""
+        """Number of passes through the dataset when all ranks together have taken some rows."""
 
 
 class TrainingSet(Protocol):
-    """A dataset that may be trained on, and the encoder that makes tokens of its rows."""
+    """A dataset for training, and the encoder of its rows."""
 
     encoder: RowEncoder
 
@@ -65,13 +65,13 @@ class TrainingSet(Protocol):
 
 @dataclass(frozen=True)
 class Dataset(TrainingSet):
-    """A source of rows, with an encoder that makes tokens of them, and the rows that may be used.
+    """A source of rows, with their encoder, and the usable rows.
 
     Attributes:
         source: All rows.
         encoder: The encoder.
-        rows: [n] numbers of the rows that may be used, ascending.
-        num_overlong: Number of rows before the last of these that may not be used.
+        rows: [n] numbers of the usable rows, ascending.
+        num_overlong: Number of unusable rows before the last usable one.
         levels: [n] values by which a curriculum sorts rows, small ones first; None without a curriculum.
         reference: [n, 2] log-probabilities of both responses of each row under the reference; None without them.
     """
@@ -106,7 +106,7 @@ class Dataset(TrainingSet):
         return [Prompt(self.encoder.kept(row), tokens) for row, tokens in zip(values, encoded, strict=True)]
 
     def _before(self, row: int) -> int:
-        """The usable row before one, and before the first the last. The order of training does not matter."""
+        """The usable row before a given one; before the first comes the last. The order of training does not matter."""
         return int(self.rows[np.searchsorted(self.rows, row) - 1])
 
     @override
@@ -168,7 +168,7 @@ def make_batch(
 
 
 def _preference_columns(prompts: Sequence[Prompt]) -> dict[str, Column]:
-    """Two responses to each prompt, and what is known about them."""
+    """Two responses to each prompt, and their known columns."""
     encoded = [prompt.encoded for prompt in prompts]
     columns: dict[str, Column] = {
         "first_tokens": Jagged.from_lists([one.response for one in encoded], torch.int64, "first_tokens"),
@@ -190,10 +190,10 @@ def open_dataset(
     progress: Progress | None = None,
     max_rows: int | None = None,
 ) -> Dataset:
-    """Find the rows that may be used, before any are divided among ranks, so that all ranks agree on them.
+    """Find the usable rows before any are divided among ranks, so that all ranks agree on them.
 
-    Each rank of the cache reads and tokenizes a contiguous share of the dataset once, unless that was done at an
-    earlier start. The search ends after `max_rows` usable rows, if that is given.
+    Each rank of the cache reads and tokenizes a contiguous share of the dataset once, unless an earlier start did. The
+    search ends after `max_rows` usable rows, if that is given.
 
     Raises:
         RecipeError: A row lacks a column, is overlong where that is an error, or none is left.
@@ -203,6 +203,7 @@ def open_dataset(
     tokenizer = tokenizer_fingerprint(encoder.tokenizer) if cache.is_first and cache.folder else ""
     limits: list[Json] = [data.max_prompt_tokens, data.max_response_tokens, data.overlong, max_rows]
     limits += [encoder.images.reader.fingerprint] if encoder.images else []
+    limits += [dict(encoder.needed)] if encoder.needed else []
     limits += [True] * (
         recipe.environment is not None or recipe.body is not None
     )  # tasks have no prompts that could be too long
@@ -254,7 +255,7 @@ class _Scan:
         key, curriculum = self.encoder.key, _curriculum(self.encoder.config)
         kept: list[tuple[int, float]] = []
         batches = [rows[first : first + BATCH_ROWS] for first in range(0, len(rows), BATCH_ROWS)]
-        # A fast tokenizer runs outside Python, so that the texts of the next batch are made meanwhile.
+        # A fast tokenizer runs outside Python, so the texts of the next batch are made at the same time.
         read = partial(next, map(self._read, batches))
         with closing(ReadAhead(read, 1, f"the reader of {key}", self.recipe.run.timeout_s)) as ahead:
             for batch in batches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ from leaderless.data.rows import Row
 
 
 class Tokenizer(Protocol):
-    """What this package asks of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer's interface that this package uses."""
 
     chat_template: str | None
     bos_token_id: int | None
@@ -87,7 +87,7 @@ class Written(NamedTuple):
 
 
 class RowEncoder:
-    """Makes prompts, and responses to imitate, of a dataset's rows."""
+    """Makes prompts, and responses to imitate, from a dataset's rows."""
 
     def __init__(
         self,
@@ -97,13 +97,21 @@ class RowEncoder:
         *,
         is_task: bool = False,
         reader: Callable[[], ImageReader] | None = None,
+        needed: Mapping[str, str] | None = None,
     ) -> None:
-        """Decide how prompts are written; `key` is the recipe's section, for errors.
+        """Decide how prompts are written.
 
-        Rows that are tasks of an environment have no prompts: one token stands for that of each, until its episodes
-        have begun. `reader` opens what the model says of images, where prompts have some.
+        Args:
+            tokenizer: Tokenizer of the policy.
+            config: Section of the dataset.
+            key: Key of that section, for errors.
+            is_task: Whether rows are tasks of an environment. Tasks have no prompts: one token stands for that of each,
+                until its episodes have begun.
+            reader: Function that opens the facts about how the model reads images, where prompts have some.
+            needed: Further columns that every row must have, by the settings that name them; None for none.
         """
         self.tokenizer, self.config, self.key, self._is_task = tokenizer, config, key, is_task
+        self.needed = needed or {}
         self.images: ImagePrompts | None = None
         if config.images is not None:
             if is_task:
@@ -155,7 +163,7 @@ class RowEncoder:
             raise self.refused(f".{column}", f"{place}: a response must not have '{token}', which marks images")
 
     def _with_images(self, text: Written, prompt: list[int], response: list[int]) -> Encoded:
-        """A row as tokens, of which images have as many as they have parts."""
+        """A row as tokens, one for each part of an image."""
         if self.images is None:
             return Encoded(prompt, response)
         self.check_no_images(response, "response", text.place)
@@ -197,6 +205,9 @@ class RowEncoder:
         for column in self.config.columns or ():
             if column not in row:
                 raise self.refused(".columns", f"{place} has no column '{column}'{nearest(column, row)}")
+        for setting, column in self.needed.items():
+            if column not in row:
+                raise RecipeError.at(setting, f"is '{column}', but {place} has no such column{nearest(column, row)}")
 
     def prompt_of(self, row: Row, place: str, num_images: int) -> str:
         """The prompt of a row as text."""
@@ -271,7 +282,7 @@ def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tok
 
     A fast tokenizer of `transformers` encodes them together, in Rust and on all cores; its own call for several texts
     spends as much time again in Python. The first text is encoded by `transformers` itself, which also sets the
-    tokenizer up, and a tokenizer that would encode it otherwise encodes all texts one by one.
+    tokenizer up; a tokenizer that gives another result for it encodes all texts one by one.
     """
     if not texts:
         return []

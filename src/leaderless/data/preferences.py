@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -23,10 +23,11 @@ def make_encoder(
     *,
     is_task: bool = False,
     reader: Callable[[], ImageReader] | None = None,
+    needed: Mapping[str, str] | None = None,
 ) -> RowEncoder:
     """The encoder of a dataset, with preferences or without; see `RowEncoder`."""
     kind = RowEncoder if config.preferences is None else PreferenceEncoder
-    return kind(tokenizer, config, key, is_task=is_task, reader=reader)
+    return kind(tokenizer, config, key, is_task=is_task, reader=reader, needed=needed)
 
 
 class PreferenceEncoder(RowEncoder):

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from leaderless.device import BACKENDS, DEVICE_FILES, DEVICE_FOLDER, AcceleratorKind, find_accelerator, setup_device
+from leaderless.device import (
+    BACKENDS,
+    DEVICE_FILES,
+    DEVICE_FOLDER,
+    SHARED_MEMORY,
+    SMALL_SHARED_MEMORY,
+    AcceleratorKind,
+    find_accelerator,
+    setup_device,
+)
 from leaderless.doctor.finding import Findings
 
 if TYPE_CHECKING:
@@ -26,12 +35,10 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 MIN_FILES, FEW_FILES = 256, 4096
 """Open files below which a run fails, or may fail: each pair of ranks and each file of a model takes one."""
-SMALL_SHM = 1 * GIB
 SMALL_DISK = 10 * GIB
 FEW_PROCESSES = 1024
 CGROUP = Path("/sys/fs/cgroup")
 INFINIBAND = Path("/sys/class/infiniband")
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - nothing is written there
 
 
 def check_python(findings: Findings) -> None:
@@ -77,8 +84,20 @@ def _check_accelerator(kind: AcceleratorKind, findings: Findings) -> None:
     import torch
     import torch.distributed as dist
 
+    from leaderless.worker.accelerator import knows_bfloat16, lacking_kernels, name_of, unfit_packages
+
     device = setup_device(0, 1).device
     module = torch.get_device_module(device)
+    if problem := lacking_kernels(device):
+        problem, _, remedy = problem.partition(": ")
+        findings.fail_if(True, "devices", problem, remedy)
+        return
+    has_half = knows_bfloat16(device)
+    value = "bfloat16" if has_half else f"no bfloat16 on {name_of(device)}"
+    findings.warn_if(not has_half, "numbers", value, "set models.ROLE.compute_dtype: float32")
+    for unfit in unfit_packages(["torch_npu"] if kind == "npu" else ["torch", "vllm"]):
+        problem, _, remedy = unfit.partition(": ")
+        findings.warn_if(True, "kernels", problem, remedy)
     product = (torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)).sum().item()
     names = {module.get_device_name(index) for index in range(module.device_count())}
     value = f"{module.device_count()} {kind}: {', '.join(sorted(names))}"
@@ -136,7 +155,7 @@ def check_shared_memory(findings: Findings) -> None:
     """Size of /dev/shm, which NCCL and data processes use."""
     size = shutil.disk_usage(SHARED_MEMORY).total
     remedy = "start the container with --shm-size=16g, or in Kubernetes mount an emptyDir of medium Memory at /dev/shm"
-    findings.warn_if(size < SMALL_SHM, "shared memory", f"{size / GIB:.1f} GiB", remedy)
+    findings.warn_if(size < SMALL_SHARED_MEMORY, "shared memory", f"{size / GIB:.1f} GiB", remedy)
 
 
 def check_host_name(findings: Findings) -> None:

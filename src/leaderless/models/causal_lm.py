@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.images import PromptImage
 from leaderless.models.attention import Attention
-from leaderless.models.decoder import Decoder, empty_decoder, load_decoder
+from leaderless.models.decoder import Decoder, check_freezing, empty_decoder, load_decoder
 from leaderless.models.products import linear_in_float32
 from leaderless.models.scoring import Entropy, score_tokens
 from leaderless.models.sums import copied
@@ -72,11 +71,6 @@ class CausalLM(Decoder):
         return TokenOutputs(*score_tokens(hidden, self.head, targets, temperature, entropy, part, offsets))
 
     @property
-    def has_grid(self) -> bool:
-        """Whether the positions of an image's tokens have a row and a column."""
-        return False
-
-    @property
     def head(self) -> nn.Linear:
         """The layer that computes logits."""
         return cast("nn.Linear", self.model.get_output_embeddings())
@@ -100,28 +94,7 @@ class CausalLM(Decoder):
 
     @property
     def offsets(self) -> Tensor | None:
-        """[vocabulary] what is added to logits besides; None for nothing."""
-        return None
-
-    def pixels(
-        self,
-        images: Sequence[PromptImage],
-        tokens: Tensor,  # noqa: ARG002
-        origin_of: Callable[[int], tuple[str, range]] | None = None,  # noqa: ARG002
-    ) -> Pixels | None:
-        """What the model needs of the images of a pass; None for a model of text.
-
-        Args:
-            images: Images in the order of their tokens.
-            tokens: [T] int64 tokens of the pass.
-            origin_of: Function that names, for errors, what a token of the pass belongs to, and gives the places of all
-                of it; the whole pass without it.
-
-        Raises:
-            RuntimeError: The tokens that stand for images are not those of the images.
-        """
-        if images:
-            raise RuntimeError(f"a pass has {len(images)} images, but the model reads text alone")
+        """Term that is added to logits, [vocabulary]; None for none."""
         return None
 
 
@@ -142,7 +115,5 @@ def language_model(model: PreTrainedModel, config: ModelConfig, role: str) -> Ca
         from leaderless.models.vision import VisionLM
 
         return VisionLM(model, open_reader(config, role), freezes_vision=config.freeze_vision)
-    if config.freeze_vision:
-        reason = f"models of type {model.config.model_type} read text alone, so that there is nothing to freeze"
-        raise RecipeError.at(f"models.{role}.freeze_vision", reason)
+    check_freezing(model, config, role)
     return CausalLM(model)

@@ -1,4 +1,4 @@
-"""Decoders of `transformers` for packed sequences, with any head, and value models, which have a scalar one."""
+"""Decoders of `transformers` for packed sequences, with any head."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Self, cast
 import torch
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
     modeling_utils,
@@ -27,9 +25,10 @@ from leaderless.config.models import ModelConfig
 from leaderless.data.hub import unreachable_hub
 from leaderless.data.images import PromptImage
 from leaderless.models.attention import ATTENTION_NAME, Attention, check_window
+from leaderless.models.classifiers import register_classifiers
 from leaderless.models.lora import add_adapters, give_adapters_values, trained_weights
 from leaderless.models.prefix_attention import PrefixAttention
-from leaderless.models.recomputing import recompute_layers, recomputed_layers
+from leaderless.models.recomputing import recompute_layers
 from leaderless.models.shared_prompts import Family, attention_over
 from leaderless.models.support import (
     attention_names,
@@ -42,7 +41,10 @@ from leaderless.models.support import (
 from leaderless.models.vocabulary import VocabularyPart
 
 if TYPE_CHECKING:
+    from leaderless.models.experts import ExpertParallel
+    from leaderless.models.image_readers import Pixels
     from leaderless.models.pipeline import PipelineParallel
+    from leaderless.models.routers import Routers
     from leaderless.models.tensor_parallel import TensorParallel
 
 ALIGNMENT_BYTES = 64
@@ -71,8 +73,10 @@ class Decoder(nn.Module):
         """How ranks divide the layers, if they do."""
         self.pipeline: PipelineParallel | None = None
         """Stages into which ranks divide the layers, if they do."""
-        self.divides_experts = False
-        """Whether ranks divide the experts of each layer, and send tokens to them."""
+        self.expert_parallel: ExpertParallel | None = None
+        """How ranks divide the experts of each layer, and send tokens to them, if they do."""
+        self.routers: Routers | None = None
+        """Routers of all layers, if they were looked for before ranks divided these."""
         self.complete: Completion = lambda whole, device: None  # noqa: ARG005
         """Function that gives weights their values once ranks have divided them."""
         # Not every family passes its window on to its attention. Where layers have types, all have full attention.
@@ -107,6 +111,21 @@ class Decoder(nn.Module):
         """Whether the last norm and the head are here."""
         return self.pipeline is None or self.pipeline.is_last
 
+    @property
+    def has_tied_words(self) -> bool:
+        """Whether the head is the embedding, so that two stages of a pipeline would have it."""
+        head = self.model.get_output_embeddings()
+        return head is not None and head.weight is self.model.get_input_embeddings().weight
+
+    @property
+    def shared_words(self) -> nn.Parameter | None:
+        """The embeddings that both this stage of a pipeline and another one train, if the head is the embedding."""
+        if self.pipeline is None or not self.pipeline.is_tied or not (self.pipeline.is_first or self.pipeline.is_last):
+            return None
+        is_first = self.pipeline.is_first
+        module = self.model.get_input_embeddings() if is_first else self.model.get_output_embeddings()
+        return cast("nn.Parameter", module.weight)
+
     def positions(
         self,
         positions: Tensor,
@@ -115,6 +134,33 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Positions of tokens as the layers take them, from [T] int64 places in their samples."""
         return positions
+
+    @property
+    def has_grid(self) -> bool:
+        """Whether the positions of an image's tokens have a row and a column."""
+        return False
+
+    def pixels(
+        self,
+        images: Sequence[PromptImage],
+        tokens: Tensor,  # noqa: ARG002
+        origin_of: Callable[[int], tuple[str, range]] | None = None,  # noqa: ARG002
+    ) -> Pixels | None:
+        """What the model needs of the images of a pass; None for a model of text.
+
+        Args:
+            images: Images in the order of their tokens.
+            tokens: [T] int64 tokens of the pass.
+            origin_of: Function that names, for errors, what a token of the pass belongs to, and gives the places of all
+                of it; the whole pass without it.
+
+        Raises:
+            RuntimeError: There are images, but the model reads text alone; or the tokens that stand for images are not
+                those of the images.
+        """
+        if images:
+            raise RuntimeError(f"a pass has {len(images)} images, but the model reads text alone")
+        return None
 
     @property
     def reads_both_ways(self) -> bool:
@@ -127,16 +173,13 @@ class Decoder(nn.Module):
             return PrefixAttention(families, device)
         return attention_over(families, device, compute_dtype)
 
-    def train(self, mode: bool = True) -> Self:
-        """Let layers recompute their activations in a backward pass, if they were asked to; the mode changes no number.
+    def train(self, mode: bool = True) -> Self:  # noqa: ARG002
+        """Stay in evaluation mode: a policy that is trained must be the one that sampled.
 
-        A policy that is trained must be the one that sampled. In the training mode of `transformers`, dropout, noise on
-        routers and skipped layers would make every pass another model, so layers stay in its evaluation mode.
+        In the training mode of `transformers`, dropout, noise on routers and skipped layers would make every pass
+        another model.
         """
-        super().train(False)
-        for layer in recomputed_layers(self):
-            layer.training = mode
-        return self
+        return super().train(False)
 
     def float32_modules(self) -> list[nn.Module]:
         """List modules that always compute in float32."""
@@ -155,53 +198,6 @@ class Decoder(nn.Module):
         self.model.config.save_pretrained(folder)
         if getattr(self.model, "generation_config", None) is not None:  # classifiers do not generate
             self.model.generation_config.save_pretrained(folder)
-
-
-class ValueModel(Decoder):
-    """A token classifier of `transformers` with one output: it predicts the reward that is still to come.
-
-    A reward model, whose number is that of a whole response, has no offset: its bias stays 0.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Wrap a model; see `Decoder`."""
-        super().__init__(model)
-        self._is_reward_model = False
-
-    def become_reward_model(self, key: str) -> None:
-        """Be trained and described as a model that scores whole sequences; `key` is that of the model, for errors.
-
-        Raises:
-            RecipeError: `transformers` has no sequence classifier of the family.
-        """
-        self._is_reward_model = True
-        self.model.config.architectures = [_sequence_classifier(self.model, key)]
-
-    def clear_offset(self) -> None:
-        """Set the bias of the head to 0, which sequence classifiers lack."""
-        for name, weight in self.trained_weights():
-            if name == SCALAR_HEAD[1]:
-                nn.init.zeros_(weight)
-
-    def is_frozen(self, name: str) -> bool:
-        """See `Decoder`."""
-        return self._is_reward_model and name == SCALAR_HEAD[1]
-
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
-        """Compute values [R] float32 of the states that end with selected tokens; see `Decoder.hidden_states`."""
-        hidden = self.hidden_states(tokens, positions, attention, select)
-        if not self.has_head:
-            return hidden
-        values: Tensor = self._head(hidden.float())
-        return values.squeeze(1).clone()  # a back end may hook onto what is returned, and a view could lose the hook
-
-    @property
-    def _head(self) -> nn.Module:
-        return cast("nn.Module", self.model.score)
-
-    def float32_modules(self) -> list[nn.Module]:
-        """See `Decoder`. In bfloat16, 1 and 1.003 are the same value."""
-        return [self._head] if self.has_head else []
 
 
 def load_decoder(
@@ -261,12 +257,16 @@ def class_for(described: PreTrainedConfig, auto_class: type[AutoModel], key: str
     if not sees_images(described):
         return auto_class
     if auto_class is not AutoModelForCausalLM:
-        raise RecipeError.at(
-            key,
-            f"models of type {described.model_type} have no scalar head: choose a model of text, or "
-            "a workflow without a critic, as grpo",
-        )
+        register_classifiers(described)
+        return auto_class
     return cast("type[AutoModel]", AutoModelForImageTextToText)
+
+
+def check_freezing(model: PreTrainedModel, config: ModelConfig, role: str) -> None:
+    """Refuse to leave what sees as it is in a model of text."""
+    if config.freeze_vision:
+        reason = f"models of type {model.config.model_type} read text alone, so that there is nothing to freeze"
+        raise RecipeError.at(f"models.{role}.freeze_vision", reason)
 
 
 def load_model_config(config: ModelConfig, role: str) -> PreTrainedConfig:
@@ -341,41 +341,6 @@ def _without_weights() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def load_value_model(config: ModelConfig, role: str) -> ValueModel:
-    """Load a value model; see `load_decoder`.
-
-    A language model gets a head of zeros, so that every value is 0 at first; a token or sequence classifier with one
-    output, such as an exported critic or a reward model, keeps its head.
-
-    Raises:
-        RecipeError: As for a language model; or its head has several outputs, or `transformers` has no classifier of
-            its family.
-    """
-    return value_model(load_decoder(AutoModelForTokenClassification, config, role, has_scalar_head=True))
-
-
-def value_model(model: PreTrainedModel) -> ValueModel:
-    """The value model of a token classifier, which is described as one from now on."""
-    model.config.architectures = [type(model).__name__]
-    return ValueModel(model)
-
-
-def _sequence_classifier(model: PreTrainedModel, key: str) -> str:
-    """Name of the class of `transformers` that scores a whole sequence with the same weights.
-
-    Raises:
-        RecipeError: The family has none.
-    """
-    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
-    if found is None:
-        raise RecipeError.at(
-            key,
-            f"`transformers` has no sequence classifier of type {model.config.model_type}, as which a reward model is "
-            "exported: choose a model of another family",
-        )
-    return str(found.__name__)
 
 
 @contextmanager

@@ -1,15 +1,16 @@
 """Expert parallelism: ranks divide the experts of each layer, and send tokens to those that have their experts.
 
 A token needs few experts of a layer, so it would be a waste to gather all of them on every rank. Here each rank keeps
-its own, and gets the tokens of all ranks that are for them (GShard, arXiv 2006.16668). No token is ever dropped.
+its own, and gets the tokens of its peers that are for them (GShard, arXiv 2006.16668). No token is ever dropped. Ranks
+along `tp` have the same tokens: each sends some of them, and then they gather the results.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,30 +18,93 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
+from leaderless.weights.tensor_parallel import copies_dim, is_of_experts
+
+if TYPE_CHECKING:
+    from leaderless.models.decoder import Decoder
 
 ROUTED = "tokens for the experts of other ranks"
+RESULTS = "results of experts for the tokens of other ranks"
 CHOICES = {"top_k_index", "top_k_weights"}
 """Arguments of modules with experts that can be divided; some families, as JetMoE, call theirs in other ways."""
 
 
-def divide_experts(model: nn.Module, peers: ProcessGroup, mesh: DeviceMesh, device: torch.device) -> set[nn.Parameter]:
-    """Leave a rank only its experts of a model that is whole.
+@dataclass(frozen=True)
+class ExpertParallel:
+    """The ranks that divide the experts of a model.
 
-    Args:
-        model: Model with experts.
-        peers: Ranks that divide them.
-        mesh: The same ranks.
-        device: Device of the weights from now on.
-
-    Returns:
-        The weights of this rank's experts, each as the part of a whole one.
+    Attributes:
+        peers: Ranks with an equal share of the experts each, which send tokens to each other.
+        mesh: Mesh of these along `ep` and, if there are several, of ranks with the same experts along `copies`.
+        modules: Modules of the model that hold experts.
+        shapes: Shapes of the whole weights of experts, by name.
     """
-    own: set[nn.Parameter] = set()
-    for module in expert_modules(model):
-        module.forward = _Experts(module, peers, mesh, device)
-        own.update(module.parameters())
-    return own
+
+    peers: ProcessGroup
+    mesh: DeviceMesh
+    modules: Sequence[nn.Module]
+    shapes: Mapping[str, torch.Size]
+
+    @classmethod
+    def divide(
+        cls, decoder: Decoder, peers: ProcessGroup, mesh: DeviceMesh, sharers: ProcessGroup | None, key: str
+    ) -> None:
+        """Leave a rank only its experts of a model that is whole, and have the ranks exchange tokens.
+
+        Args:
+            decoder: Model with experts.
+            peers: Ranks that divide them.
+            mesh: Mesh as in `ExpertParallel`.
+            sharers: Ranks that have the same tokens, if there are several.
+            key: Setting of the model, for errors.
+
+        Raises:
+            RecipeError: The experts have a name from which other ranks would not know how they are divided.
+        """
+        modules, own = expert_modules(decoder.model), set[nn.Parameter]()
+        for module in modules:
+            own.update(module.parameters())
+        named = [(name, weight) for name, weight in decoder.model.named_parameters() if weight in own]
+        if unknown := [name for name, weight in named if not is_of_experts(name, weight.shape)]:
+            kind = decoder.model.config.model_type
+            reason = f"ranks cannot divide the experts of models of type {kind}, as {unknown[0]}"
+            raise RecipeError.at(key, f"{reason}; leave out ep")
+        decoder.expert_parallel = cls(peers, mesh, modules, {name: weight.shape for name, weight in named})
+        for module in modules:
+            forward = _Experts(module, peers)
+            module.forward = forward if sharers is None else _Shared(forward, sharers)
+        for _, weight in named:
+            weight.data = weight.chunk(peers.size)[peers.ranks.index(peers.rank)].clone()
+
+    @property
+    def kept(self) -> set[nn.Parameter]:
+        """Weights that no other rank has a part of: there is nothing to gather."""
+        return set() if self._num_copies > 1 else {weight for module in self.modules for weight in module.parameters()}
+
+    @property
+    def gathered(self) -> Sequence[nn.Module]:
+        """Modules whose weights are divided among the ranks with the same experts."""
+        return self.modules if self._num_copies > 1 else ()
+
+    @property
+    def _num_copies(self) -> int:
+        return self.mesh.size() // self.peers.size
+
+    def placement(self, weight: Tensor) -> Shard:
+        """How ranks with the same experts divide a weight of theirs."""
+        shape = (len(weight) * self.peers.size, *weight.shape[1:])
+        return Shard(copies_dim(shape, self.peers.size, self._num_copies))
+
+    def whole(self, name: str, local: Tensor) -> DTensor:
+        """What a rank holds of a weight of `shapes`, or of what the optimizer keeps of it, as a part of the whole."""
+        shape = self.shapes[name]
+        placements = [Shard(0), Shard(copies_dim(tuple(shape), self.peers.size, self._num_copies))]
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self.mesh, placements[: self.mesh.ndim], run_check=False, shape=shape, stride=strides
+        )
 
 
 def expert_modules(model: nn.Module) -> Sequence[nn.Module]:
@@ -64,19 +128,12 @@ def _num_experts(module: nn.Module) -> int:
 class _Experts:
     """What takes the place of a module's forward pass."""
 
-    def __init__(self, module: nn.Module, peers: ProcessGroup, mesh: DeviceMesh, device: torch.device) -> None:
-        """Divide the weights of a module, and keep a copy of it that has the rank's own experts alone."""
+    def __init__(self, module: nn.Module, peers: ProcessGroup) -> None:
+        """Know the module whose experts ranks divide, and how they compute."""
         self._module, self._peers = module, peers
         self._num_own = _num_experts(module) // peers.size
-        self._own = copy.copy(module)
+        self._own = _without_weights(module)
         self._own.num_experts = self._num_own  # type: ignore[assignment]
-        self._own._parameters = {}  # noqa: SLF001 - the copy has shared those of the module
-        for name, weight in list(module.named_parameters(recurse=False)):
-            part = weight.detach().chunk(peers.size)[mesh.get_local_rank()].clone()
-            part = part if part.is_meta else part.to(device)  # values come later
-            whole = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
-            setattr(module, name, nn.Parameter(whole, requires_grad=weight.requires_grad))
-            self._own.register_parameter(name, nn.Parameter(part.to("meta"), requires_grad=False))
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply experts [T, k] with weights [T, k] to the tokens [T, hidden] of this rank."""
@@ -93,12 +150,12 @@ class _Experts:
         wanted = self._peers.swap_uneven(experts % self._num_own, sent, received, ROUTED)
         results = _moved(self._apply(rows, wanted), self._peers, received, sent)
         weighted = results * top_k_weights.flatten()[order].unsqueeze(1)
-        by_token = weighted.index_select(0, order.argsort()).view(*top_k_index.shape, -1)
+        by_token = weighted.index_select(0, order.argsort()).view(*top_k_index.shape, hidden_states.shape[1])
         return by_token.sum(1).to(hidden_states.dtype)
 
     def _apply(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Apply this rank's experts, [n], one to each of the rows [n, hidden]."""
-        weights = {name: _local(one).to(rows.dtype) for name, one in self._module.named_parameters(recurse=False)}
+        weights = {name: one.to(rows.dtype) for name, one in self._module.named_parameters(recurse=False)}
         if not len(rows):  # the weights have a gradient all the same, of 0, and so have what other ranks have sent
             return rows + sum(weight.sum() * 0 for weight in weights.values())
         ones = rows.new_ones(len(rows), 1)
@@ -106,9 +163,80 @@ class _Experts:
         return result
 
 
-def _local(parameter: nn.Parameter) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local()
+def _without_weights(module: nn.Module) -> nn.Module:
+    """A module that computes like another one, without its weights, and without what others hook onto it later."""
+    own: nn.Module = type(module).__new__(type(module))
+    nn.Module.__init__(own)
+    names = {*vars(own)}
+    vars(own).update({name: value for name, value in vars(module).items() if name not in names})
+    own._modules, own._buffers, own.training = module._modules, module._buffers, module.training  # noqa: SLF001
+    for name, weight in module.named_parameters(recurse=False):
+        own.register_parameter(name, nn.Parameter(weight.detach()[:0].to("meta"), requires_grad=False))
+    return own
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The forward pass of ranks that have the same tokens: each computes some of them, and gets the results of all."""
+
+    forward: _Experts
+    sharers: ProcessGroup
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See `_Experts`."""
+        count = len(hidden_states)
+        inputs = (_divided(values, self.sharers) for values in (hidden_states, top_k_index, top_k_weights))
+        results: Tensor = _Joined.apply(self.forward(*inputs), self.sharers, count)  # type: ignore[no-untyped-call]
+        return results
+
+
+def _divided(values: Tensor, sharers: ProcessGroup) -> Tensor:
+    part: Tensor = _Divided.apply(values, sharers)  # type: ignore[no-untyped-call]
+    return part
+
+
+def _part(values: Tensor, sharers: ProcessGroup) -> Tensor:
+    """A rank's part of [T, ...]: the parts follow one another, and the last ones may be smaller or empty."""
+    size, place = -(-len(values) // sharers.size), sharers.ranks.index(sharers.rank)
+    return values[place * size : (place + 1) * size]
+
+
+def _joined(part: Tensor, sharers: ProcessGroup, count: int) -> Tensor:
+    """[T, ...] of which each rank has a part."""
+    padded = part.new_zeros(-(-count // sharers.size), *part.shape[1:])
+    padded[: len(part)] = part
+    return sharers.gather_even(padded, RESULTS).flatten(0, 1)[:count]
+
+
+class _SharedContext(FunctionCtx):
+    sharers: ProcessGroup
+    count: int
+
+
+class _Divided(torch.autograd.Function):
+    """A rank's part of values that all have; each computes the gradient of its part."""
+
+    @staticmethod
+    def forward(ctx: _SharedContext, values: Tensor, sharers: ProcessGroup) -> Tensor:
+        ctx.sharers, ctx.count = sharers, len(values)
+        return _part(values, sharers).clone()
+
+    @staticmethod
+    def backward(ctx: _SharedContext, grad: Tensor) -> tuple[Tensor, None]:
+        return _joined(grad, ctx.sharers, ctx.count), None
+
+
+class _Joined(torch.autograd.Function):
+    """Values of which each rank has computed a part; all have their gradient."""
+
+    @staticmethod
+    def forward(ctx: _SharedContext, part: Tensor, sharers: ProcessGroup, count: int) -> Tensor:
+        ctx.sharers = sharers
+        return _joined(part, sharers, count).clone()  # a view that is added to in place would lose its hooks
+
+    @staticmethod
+    def backward(ctx: _SharedContext, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _part(grad, ctx.sharers), None, None
 
 
 def _moved(values: Tensor, peers: ProcessGroup, sent: list[int], received: list[int]) -> Tensor:

@@ -160,9 +160,10 @@ class SquareReader(Reader):
         super().__init__(processor, described)
         vision = described.vision_config
         self._side: int = vision.image_size
-        strategy = getattr(described, "vision_feature_select_strategy", "")
-        has_class = strategy == "full" and vision.model_type == "clip_vision_model"
-        self._count = (self._side // vision.patch_size) ** 2 + has_class
+        has_class = vision.model_type == "clip_vision_model"
+        # It leaves out what comes first: the class or, in a tower without one, a patch.
+        leaves_first = getattr(described, "vision_feature_select_strategy", None) == "default"
+        self._count = (self._side // vision.patch_size) ** 2 + has_class - leaves_first
 
     @override
     def grid(self, height: int, width: int) -> tuple[int, int]:

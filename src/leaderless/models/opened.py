@@ -28,14 +28,13 @@ from leaderless.models.decoder import (
     class_for,
     empty_decoder,
     load_model_config,
-    load_value_model,
     quiet_loading,
-    value_model,
 )
 from leaderless.models.lora import is_adapter
 from leaderless.models.sources import Source, UnknownFormError, WrongSizeError, find_sources
 from leaderless.models.support import check_settings, check_supported
 from leaderless.models.trial import trial_model
+from leaderless.models.value_model import load_value_model, value_model
 from leaderless.models.weight_files import WeightFiles
 from leaderless.weights.blocks import LocalWeight, whole_block
 
@@ -50,12 +49,13 @@ class Opened:
 
     Attributes:
         decoder: The model, without values until it is completed; or with them, if it could only be read whole.
-        trial: A small model of the same family with values, to try how it can be divided; or the model itself.
+        trial: A small model of the same family with values, to try how it can be divided; or the model itself. None if
+            another one like it has been divided so.
         files: Its files; None if it was read whole.
     """
 
     decoder: Decoder
-    trial: PreTrainedModel
+    trial: PreTrainedModel | None
     files: WeightFiles | None
 
 
@@ -113,7 +113,7 @@ def _open(config: ModelConfig, role: str, *, is_critic: bool) -> Opened:
         check_supported(trial, key)
         model = empty_decoder(auto_class, config, role, has_adapters=True, has_scalar_head=is_critic)
         sources = _sources(model, files, config, key, has_scalar_head=is_critic)
-    decoder: Decoder = value_model(model) if is_critic else language_model(model, config, role)
+    decoder: Decoder = value_model(model, config, role) if is_critic else language_model(model, config, role)
     decoder.complete = _Reader(model, files, sources).complete
     return Opened(decoder, trial, files)
 
@@ -186,9 +186,10 @@ class _Reader:
         """A weight with values, as it is divided."""
         block = LocalWeight.of(name, shown).block
         # What no file has is the scalar head of a model that had none.
-        make = torch.empty if name in self.sources else torch.zeros
+        sources = self.sources.get(name) or self.sources.get(self.model.all_tied_weights_keys.get(name, name), ())
+        make = torch.empty if sources else torch.zeros
         local = make(block.sizes, dtype=weight.dtype, device=device)
-        for source in self.sources.get(name, ()):
+        for source in sources:
             source.read(self.files, block, local)
         value: Tensor = local
         if isinstance(weight, DTensor):

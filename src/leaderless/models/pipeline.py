@@ -1,8 +1,8 @@
 """Pipeline parallelism: ranks divide the layers of a model into stages, and pass hidden states on from stage to stage.
 
-The first stage has the embeddings of tokens and what sees images, the last one the last norm and the head. A decoder
-that is cut computes from tokens, or from the hidden states of the stage before it, up to the hidden states for the next
-one, or to the end.
+The first stage has the embeddings of tokens and what sees images, the last one the last norm and the head. If the head
+is the embedding, both have it and the sum of their gradients, so that it stays the same. A decoder that is cut
+computes from tokens, or from the hidden states of the stage before it, up to those for the next one, or to the end.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.attention import PackedAttention
 from leaderless.models.decoder import Decoder
+from leaderless.models.lora import is_adapter
 from leaderless.planner import Layout
-from leaderless.planner.pipeline import adapters_in_stages, check_pipeline, layers_of_stage
+from leaderless.planner.pipeline import check_adapted_stages, check_pipeline, layers_of_stage
 from leaderless.planner.vision_size import sees
 from leaderless.weights.blocks import Placement
 from leaderless.weights.pipeline import stage_rows
@@ -38,18 +39,22 @@ class PipelineParallel:
 
     Attributes:
         layout: All ranks that hold the model.
-        forth: The ranks of the stages, for what goes to later ones.
-        back: The same ranks, for what goes to earlier ones. Messages of both directions would wait for each other in
-            the queue of one process group.
+        forth: Ranks of the stages, for messages to later stages.
+        back: Second process group of the same ranks, for messages to earlier stages. In one process group, messages of
+            both directions would wait for each other in its queue.
         shapes: Shapes of all weights that are trained, whole, by name.
+        base_shapes: Shapes of all weights but those of adapters, whole, by name.
         hidden_size: Numbers in the hidden state of a token.
+        is_tied: Whether the head is the embedding, which both the first and the last stage have and train.
     """
 
     layout: Layout
     forth: ProcessGroup
     back: ProcessGroup
     shapes: Mapping[str, torch.Size]
+    base_shapes: Mapping[str, torch.Size]
     hidden_size: int
+    is_tied: bool = False
 
     @property
     def size(self) -> int:
@@ -96,30 +101,23 @@ def cut_into_stages(decoder: Decoder, stages: PipelineParallel) -> None:
     decoder.pipeline = stages
 
 
-def check_stages(
-    model: PreTrainedModel, trial: PreTrainedModel, pp: int, key: str, *, has_adapters: bool = False
-) -> None:
+def check_stages(model: PreTrainedModel, trial: PreTrainedModel | None, pp: int, key: str) -> None:
     """Refuse a model that stages cannot compute.
 
     Args:
         model: The model, which may be without values.
         trial: A small model of its family, or itself, on the CPU. It is tried on two short sequences: in two stages it
-            has to give the hidden states that it gives in one.
+            has to give the hidden states that it gives in one. None if this is known.
         pp: Number of stages.
         key: Setting of the model, for errors.
-        has_adapters: Whether it has adapters.
 
     Raises:
         RecipeError: The error is at the setting `key`.
     """
     family = f"models of type {model.config.model_type} cannot be divided by pp"
-    if has_adapters:
-        raise RecipeError.at(key, adapters_in_stages(key))
-    text, words = _text(model), model.get_input_embeddings().weight
-    head, vision = model.get_output_embeddings(), getattr(model.config, "vision_config", None)
+    text, vision = _text(model), getattr(model.config, "vision_config", None)
     num_added = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    is_tied = head is not None and head.weight is words
-    check_pipeline(key, pp, _num_layers(model), is_tied=is_tied, num_added=num_added)
+    check_pipeline(key, pp, _num_layers(model), num_added=num_added)
     known = ("embed_tokens.", "layers.", "norm.")
     strange = sorted(name for name, _ in text.named_parameters() if not name.startswith(known))
     if text is not model.base_model:
@@ -128,6 +126,10 @@ def check_stages(
     if strange or len(getattr(text, "layers", ())) != _num_layers(model):
         what = strange[0] if strange else "layers"
         raise RecipeError.at(key, f"{family}: it is not known which stage has their {what}; leave out pp")
+    if adapted := [name for name, _ in model.named_parameters() if is_adapter(name)]:
+        check_adapted_stages(f"{key}.lora.targets", pp, _num_layers(model), adapted)
+    if trial is None:
+        return
     try:
         error = _error_in_stages(trial)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as problem:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from leaderless.config import RecipeError
+from leaderless.models.dropout import current_pass
 
 
 def recompute_layers(model: PreTrainedModel, key: str) -> None:
-    """Have the layers of a model recompute their activations while they are in training mode.
+    """Have the layers of a model recompute their activations in each backward pass.
 
-    Their mode decides about nothing else: in both passes they compute as in evaluation mode.
+    The way of `transformers` needs layers in training mode, in which some of them draw random numbers.
 
     Args:
         model: Model whose layers are changed.
@@ -32,26 +34,19 @@ def recompute_layers(model: PreTrainedModel, key: str) -> None:
             f"models of type {model.config.model_type} cannot recompute activations: set it to false",
         )
     for layer in layers:
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(_recompute, layer)  # noqa: SLF001
+        layer.forward = partial(_recompute, layer, layer.forward)
 
 
-def recomputed_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Iterate over the layers that `recompute_layers` has changed."""
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-            yield module
+def _recompute(layer: nn.Module, forward: Callable[..., Tensor], *arguments: object, **named: object) -> Tensor:
+    """Compute a layer, now and again in the backward pass, with the same dropout of adapters."""
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **named)
+    current = current_pass(layer)
+    dropout = current.dropout
 
+    def compute(*arguments: object) -> Tensor:
+        with current.drops(dropout):
+            return forward(*arguments, **named)
 
-def _recompute(layer: nn.Module, function: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """Compute a layer, now and in the backward pass."""
-
-    def evaluate(*arguments: object) -> Tensor:
-        layer.training = False
-        try:
-            return function(*arguments)
-        finally:
-            layer.training = True
-
-    result: Tensor = checkpoint(evaluate, *arguments, use_reentrant=False)
+    result: Tensor = checkpoint(compute, *arguments, use_reentrant=False)
     return result

@@ -17,8 +17,10 @@ from torch.autograd.function import FunctionCtx
 from leaderless.config import RecipeError
 from leaderless.planner.replay import MOST_EXPERTS
 
-ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
+ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3VLMoeTextTopKRouter")
 """Classes of `transformers` that take the softmax of all experts, and the largest of it."""
+FAMILIES = "qwen2_moe, qwen3_moe, qwen3_vl_moe and mixtral"
+"""Families of models that have them."""
 UNKNOWN = MOST_EXPERTS
 """In place of an expert that was not recorded: the router chooses."""
 
@@ -46,19 +48,19 @@ class RoutedPass:
         """[T, layers * k] uint8: the experts that all layers have used for each token."""
         return torch.cat([self.chosen[layer] for layer in range(len(self.chosen))], dim=1)
 
-    def loads(self, num_experts: int) -> Tensor:
+    def loads(self, num_layers: int, num_experts: int) -> Tensor:
         """[2, layers, experts] float32: how often each expert was chosen where a sampled token is predicted, weighted.
 
-        Also the sum of its probabilities there.
+        Also the sum of its probabilities there; 0 in layers that are elsewhere.
         """
         assert self.weights is not None
-        counts = []
-        for layer in range(len(self.chosen)):
-            experts = self.chosen[layer].long()
+        loads = self.weights.new_zeros(2, num_layers, num_experts)
+        for layer, chosen in self.chosen.items():
+            experts = chosen.long()
             weights = self.weights.unsqueeze(1).expand_as(experts)
-            counts.append(weights.new_zeros(num_experts).index_add(0, experts.flatten(), weights.flatten()))
-        sums = [self.probabilities[layer] for layer in range(len(self.probabilities))]
-        return torch.stack([torch.stack(counts), torch.stack(sums)])
+            loads[0, layer].index_add_(0, experts.flatten(), weights.flatten())
+            loads[1, layer] = self.probabilities[layer]
+        return loads
 
 
 class Routers:
@@ -66,11 +68,12 @@ class Routers:
 
     Attributes:
         now: The pass that is under way. Its backward pass may compute layers again, so it stays until the next one.
+        layers: Layers that have experts, by their number among all layers.
     """
 
-    def __init__(self, routers: Sequence[nn.Module]) -> None:
+    def __init__(self, routers: Sequence[nn.Module], layers: Sequence[int]) -> None:
         """Take the place of the forward passes of some routers, layer by layer."""
-        self.now = RoutedPass()
+        self.now, self.layers = RoutedPass(), layers
         self.num_layers = len(routers)
         self.num_experts, self.num_chosen = (
             cast("int", getattr(routers[0], name)) for name in ("num_experts", "top_k")
@@ -81,9 +84,11 @@ class Routers:
     @classmethod
     def of(cls, model: nn.Module) -> Routers | None:
         """The routers of a model; None if it has none that are known, or more experts than can be told apart."""
-        routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
-        most = max((cast("int", router.num_experts) for router in routers), default=0)
-        return cls(routers) if routers and most <= MOST_EXPERTS else None
+        found = {name: module for name, module in model.named_modules() if type(module).__name__ in ROUTERS}
+        most = max((cast("int", router.num_experts) for router in found.values()), default=0)
+        if not found or most > MOST_EXPERTS:
+            return None
+        return cls([*found.values()], [int(name.partition(".layers.")[2].partition(".")[0]) for name in found])
 
     @classmethod
     def required(cls, model: nn.Module, key: str) -> Routers:
@@ -96,8 +101,8 @@ class Routers:
         if routers is None:
             raise RecipeError.at(
                 key,
-                f"has no routers whose choices algorithm.replay_experts could replay: they can be those of qwen2_moe, "
-                f"qwen3_moe and mixtral, with at most {MOST_EXPERTS} experts; leave it out",
+                f"has no routers whose choices algorithm.replay_experts could replay: they can be those of {FAMILIES}, "
+                f"with at most {MOST_EXPERTS} experts; leave it out",
             )
         return routers
 

@@ -133,12 +133,12 @@ def _try_packed(model: PreTrainedModel) -> str:
     model.set_attn_implementation("eager")
     # A language model may change its logits further, so these are compared; else the inputs of the head.
     head = model.get_output_embeddings()
+    kinds = [{"token_type_ids": torch.zeros_like(s)[None]} if is_prefix else {} for s in sequences]
+    inputs = [{"input_ids": s[None], "use_cache": False, **one} for s, one in zip(sequences, kinds, strict=True)]
     if head is None:
-        packed, outputs = hidden, [model.base_model(input_ids=s[None], use_cache=False)[0][0] for s in sequences]
+        packed, outputs = hidden, [model.base_model(**one).last_hidden_state[0] for one in inputs]
     else:
-        kinds = [{"token_type_ids": torch.zeros_like(s)[None]} if is_prefix else {} for s in sequences]
-        each = zip(sequences, kinds, strict=True)
-        packed, outputs = head(hidden), [model(input_ids=s[None], use_cache=False, **one).logits[0] for s, one in each]
+        packed, outputs = head(hidden), [model(**one).logits[0] for one in inputs]
     alone = torch.cat(outputs)
     error = float((packed - alone).abs().max() / alone.std().clamp(min=1e-6))
     if not error < _TOLERANCE:

@@ -7,24 +7,26 @@ enters the next part are again the same on all ranks, to the last bit; so is wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.decoder import Decoder
+from leaderless.models.experts import expert_modules
 from leaderless.models.lora import LoraLinear, is_adapter
 from leaderless.models.sums import ADDENDS, copied, summed
 from leaderless.models.vocabulary import VocabularyPart
+from leaderless.planner.backends import whole_experts
 from leaderless.planner.vision_size import sees
 from leaderless.weights.tensor_parallel import NARROWING, WIDENING, WORDS, divided_dim
 
-SAME_LAYERS = {"qwen3_vl_text": "qwen3"}
+SAME_LAYERS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 """Families whose layers are those of another one, which says how they can be divided while they do not."""
 HEAD_NORMS = {"q_norm", "k_norm"}
 """Norms of single heads: all ranks have their weights, but each computes the gradient of its own heads."""
@@ -50,7 +52,7 @@ class TensorParallel:
             RecipeError: The model cannot be divided; the error is at its setting `key`.
         """
         model = decoder.model
-        _check_family(model, key, peers.size)
+        _check_family(decoder, key, peers.size)
         parallel = cls(peers, {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)})
         for path, module in [*model.named_modules()]:
             if any(name in WIDENING for name, _ in module.named_children()) and not sees(path):
@@ -88,16 +90,19 @@ class TensorParallel:
                 gradient.copy_(values.view_as(gradient))
 
     def _is_addend(self, name: str) -> bool:
-        """Whether each rank computes an addend of a gradient: of its heads, or of its inputs or outputs."""
+        """Whether each rank computes an addend of a gradient: of its heads, or of its inputs or outputs.
+
+        Layers that are not divided, such as the gate of a shared expert, have whole gradients on all ranks.
+        """
         if sees(name):
             return False
-        return name.split(".")[-2] in HEAD_NORMS or (is_adapter(name) and self.dim_of(name) is None)
+        layer = name.split(".")[-2]
+        is_divided = layer in WIDENING | NARROWING
+        return layer in HEAD_NORMS or (is_adapter(name) and is_divided and self.dim_of(name) is None)
 
-    def counted(self, gradients: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
-        """Of gradients, those that count on this rank, so that each number of the whole counts once."""
-        for name, gradient in gradients:
-            if self.place == 0 or self.dim_of(name) is not None:
-                yield gradient
+    def counts(self, name: str) -> bool:
+        """Whether the gradient of a weight counts on this rank, so that each number of the whole counts once."""
+        return self.place == 0 or self.dim_of(name) is not None
 
     def _copy_input(
         self, _: nn.Module, arguments: tuple[Tensor, ...], named: dict[str, Tensor]
@@ -107,8 +112,16 @@ class TensorParallel:
         return arguments, {**named, "hidden_states": copied(named["hidden_states"], self.peers)}
 
 
-def _check_family(model: PreTrainedModel, key: str, tp: int) -> None:
-    """Refuse a model whose layers are not those that can be divided, or are divided otherwise."""
+def _check_family(decoder: Decoder, key: str, tp: int) -> None:
+    """Refuse a model whose layers are not those that can be divided, or are divided otherwise.
+
+    What chooses experts is small, and each rank has it; the experts themselves are divided along `ep`.
+    """
+    model = decoder.model
+    if decoder.expert_parallel is None and expert_modules(model):
+        raise RecipeError.at(key, whole_experts(tp))
+    mixed = {*(decoder.expert_parallel.modules if decoder.expert_parallel else ())}
+    mixtures = tuple(f"{name}." for name, one in model.base_model.named_modules() if mixed & {*one.children()})
     plan = dict.fromkeys(WIDENING, "colwise") | dict.fromkeys(NARROWING, "rowwise")
     plan |= dict.fromkeys(HEAD_NORMS, "replicated_with_grad_allreduce")
     text = model.config.get_text_config()
@@ -127,7 +140,9 @@ def _check_family(model: PreTrainedModel, key: str, tp: int) -> None:
     weights = model.base_model.named_parameters()
     matrices = {name: weight.shape for name, weight in weights if weight.ndim > 1 and not sees(name)}
     layers = {n: shape for n, shape in matrices.items() if not (n.split(".")[-2] in WORDS or is_adapter(n))}
-    unknown = [name for name, shape in layers.items() if divided_dim(name, shape, tp) is None]
+    undivided = [name for name, shape in layers.items() if divided_dim(name, shape, tp) is None]
+    divisible = WIDENING | NARROWING
+    unknown = [n for n in undivided if n.split(".")[-2] in divisible or not n.startswith(mixtures)]
     words = type(model.get_input_embeddings())
     if unknown or words is not nn.Embedding:
         what = unknown[0] if unknown else f"embeddings of type {words.__name__}"
@@ -161,7 +176,8 @@ class _SummedLora(LoraLinear):
         """Make one of a layer with an adapter."""
         module.__class__ = cls
         assert isinstance(module, cls)
-        module.peers = peers
+        module.peers, place = peers, peers.ranks.index(peers.rank)
+        module.first_input = module.in_features // peers.size * place
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         result = summed(self.adapted(input, linear(input, self.weight)), self.peers)

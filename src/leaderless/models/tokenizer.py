@@ -35,6 +35,22 @@ def load_tokenizer(config: ModelConfig, role: str) -> Tokenizer:
     return tokenizer
 
 
+def load_chat_tokenizer(config: ModelConfig, role: str) -> Tokenizer:
+    """Load the tokenizer of a model that is asked in a chat; its role is for errors.
+
+    Raises:
+        RecipeError: There is no tokenizer, or it has no chat template.
+    """
+    tokenizer = load_tokenizer(config, role)
+    if tokenizer.chat_template is None:
+        raise RecipeError.at(
+            f"models.{role}",
+            f"the tokenizer of '{config.path}' has no chat template, and a judge is asked in a chat: choose a model "
+            "that was trained on chats",
+        )
+    return tokenizer
+
+
 def byte_tokenizer() -> Tokenizer:
     """Make a tokenizer whose tokens are bytes, for runs in which no model reads text."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())

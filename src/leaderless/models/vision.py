@@ -1,4 +1,4 @@
-"""Language models that see images.
+"""Language models and value models that see images.
 
 A prompt has one token for each part of an image; the part of the model that sees computes what stands in place of its
 embedding. In Qwen's families, the position of such a token has three numbers, time, row and column, and text counts on
@@ -19,30 +19,28 @@ from typing_extensions import override
 from leaderless.data.images import PromptImage
 from leaderless.models.attention import Attention, check_window
 from leaderless.models.causal_lm import CausalLM
+from leaderless.models.decoder import Decoder
 from leaderless.models.image_readers import Pixels, Reader
 from leaderless.models.seen import Seen, grid_positions
 from leaderless.models.shared_prompts import Family
 from leaderless.models.support import reads_both_ways
+from leaderless.models.value_model import ValueModel
 from leaderless.planner.linear_layers import TOWERS
 
 IMPOSSIBLE = -1e9
 """Logit of a token that is never drawn: its probability is 0, and no number becomes infinite."""
 
 
-class VisionLM(CausalLM):
-    """A language model that sees images."""
+class VisionDecoder(Decoder):
+    """A decoder that sees images, with any head."""
 
     def __init__(self, model: PreTrainedModel, reader: Reader, *, freezes_vision: bool = False) -> None:
         super().__init__(model)
         self.reader, self._freezes_vision = reader, freezes_vision
-        # Sampled or scored, such tokens are impossible: the next pass would take them for parts of images.
-        offsets = torch.zeros(self.vocab_size)
-        offsets[sorted(reader.reserved)] = IMPOSSIBLE
-        self.register_buffer("_offsets", offsets, persistent=False)
 
     @property
+    @override
     def has_grid(self) -> bool:
-        """See `CausalLM`."""
         return self.reader.has_grid
 
     @property
@@ -51,22 +49,17 @@ class VisionLM(CausalLM):
         return reads_both_ways(self.model.config)
 
     @property
+    @override
     def text_model(self) -> nn.Module:
-        """See `Decoder`."""
         return cast("nn.Module", self.model.base_model.language_model)
 
-    @property
-    def offsets(self) -> Tensor | None:
-        """See `CausalLM`."""
-        return cast("Tensor", self._offsets)
-
+    @override
     def pixels(
         self,
         images: Sequence[PromptImage],
         tokens: Tensor,
         origin_of: Callable[[int], tuple[str, range]] | None = None,
     ) -> Pixels:
-        """See `CausalLM`."""
         pixels = self.reader.pixels(images) if images else self.reader.blank()
         places = (tokens == self.reader.token).nonzero().squeeze(1)
         if not torch.equal(places, pixels.places):
@@ -81,22 +74,7 @@ class VisionLM(CausalLM):
         return pixels
 
     @override
-    def check_images(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> None:
-        own = [place for image in images for place in range(image.place, image.place + image.num_tokens)]
-        found = [place for place, token in enumerate(tokens) if token == self.reader.token]
-        if found != own:
-            raise ValueError(
-                f"a prompt has {len(found)} tokens that stand for parts of images, but its {len(images)} images have "
-                f"{len(own)}, or have them elsewhere: leave such marks out of texts, or name the column of the images "
-                "in data.train.images"
-            )
-
-    @override
-    def seen(self, images: Sequence[PromptImage], device: torch.device) -> Seen:
-        return self.see(self.reader.pixels(images).to(device))
-
     def positions(self, positions: Tensor, families: Sequence[Family], images: Sequence[PromptImage]) -> Tensor:
-        """See `CausalLM`."""
         return grid_positions(positions, families, images) if images and self.has_grid else positions
 
     def see(self, pixels: Pixels) -> Seen:
@@ -150,9 +128,44 @@ class VisionLM(CausalLM):
 
     @override
     def is_frozen(self, name: str) -> bool:
-        return self._freezes_vision and name.startswith(TOWERS)
+        return (self._freezes_vision and name.startswith(TOWERS)) or super().is_frozen(name)
 
     @override
     def write_description(self, folder: Path) -> None:
         super().write_description(folder)
         self.reader.processor.save_pretrained(folder)
+
+
+class VisionLM(VisionDecoder, CausalLM):
+    """A language model that sees images."""
+
+    def __init__(self, model: PreTrainedModel, reader: Reader, *, freezes_vision: bool = False) -> None:
+        super().__init__(model, reader, freezes_vision=freezes_vision)
+        # Sampled or scored, such tokens are impossible: the next pass would take them for parts of images.
+        offsets = torch.zeros(self.vocab_size)
+        offsets[sorted(reader.reserved)] = IMPOSSIBLE
+        self.register_buffer("_offsets", offsets, persistent=False)
+
+    @property
+    @override
+    def offsets(self) -> Tensor | None:
+        return cast("Tensor", self._offsets)
+
+    @override
+    def check_images(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> None:
+        own = [place for image in images for place in range(image.place, image.place + image.num_tokens)]
+        found = [place for place, token in enumerate(tokens) if token == self.reader.token]
+        if found != own:
+            raise ValueError(
+                f"a prompt has {len(found)} tokens that stand for parts of images, but its {len(images)} images have "
+                f"{len(own)}, or have them elsewhere: leave such marks out of texts, or name the column of the images "
+                "in data.train.images"
+            )
+
+    @override
+    def seen(self, images: Sequence[PromptImage], device: torch.device) -> Seen:
+        return self.see(self.reader.pixels(images).to(device))
+
+
+class VisionValueModel(VisionDecoder, ValueModel):
+    """A value model that sees images."""

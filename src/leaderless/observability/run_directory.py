@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
-from leaderless.config import Json, Recipe, RecipeError
+from leaderless.config import Json, RecipeError
 from leaderless.observability.events import GuardEvent
+
+if TYPE_CHECKING:
+    from leaderless.config import Recipe
 
 MANIFEST = "manifest.json"
 """List of the files of a checkpoint; a folder without it is not a checkpoint."""

@@ -25,3 +25,4 @@ from leaderless.planner.parts import RoleInstance as RoleInstance
 from leaderless.planner.parts import answering as answering
 from leaderless.planner.plan import Plan as Plan
 from leaderless.planner.plan import trained_instance as trained_instance
+from leaderless.planner.plan import trains_reward_model as trains_reward_model

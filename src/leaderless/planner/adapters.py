@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import json
-import warnings
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.models import LoraConfig, ModelConfig
+from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
 from leaderless.config.roles import origin_of
 from leaderless.planner.backends import backend_of
+from leaderless.planner.engines import engine_for
+from leaderless.planner.pipeline import check_adapted_stages
+from leaderless.planner.vision_size import sees
 
 if TYPE_CHECKING:
+    from leaderless.planner.model_size import ModelSize
     from leaderless.planner.parts import RoleInstance
 
 PREFIX, SUFFIX = "base_model.model.", ".weight"
 """What `peft` puts before and after the names of matrices in its files."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+A, B = "lora_A", "lora_B"
+"""Names of the two matrices of an adapter, as `peft` calls them."""
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+"""Weights of all experts of a layer, in the order in which `peft` puts adapters around them."""
 PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_dora": (False, None),
     "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "modules_to_save": ([], None),
     "layers_to_transform": ([], None),
-    "target_parameters": ([], None),
     "alora_invocation_tokens": ([], None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
@@ -68,21 +74,115 @@ def lora_of(model: ModelConfig, key: str) -> LoraConfig | None:
             f"{path}: the adapters are of the model '{base}', and not of '{model.path}'; if both are the same, correct "
             "base_model_name_or_path there",
         )
-    if said.get("lora_dropout"):
-        warnings.warn(
-            f"{key}: these adapters were trained with a dropout of {said['lora_dropout']}, and are trained on without: "
-            "the policy that is trained must be the one that sampled",
-            stacklevel=2,
-        )
+    expert_rank = _expert_rank(said, path, key)
     targets = said.get("target_modules")
     if isinstance(targets, str) or said.get("exclude_modules"):  # which layers a pattern means, the matrices say
         targets = _layers_in(Path(lora.adapter) / WEIGHTS_FILE, key)
     try:
+        dropout = lora.dropout if "dropout" in lora.model_fields_set else said.get("lora_dropout") or 0.0
+        rslora = bool(said.get("use_rslora"))
         return LoraConfig(
-            rank=said["r"], alpha=said["lora_alpha"], rslora=bool(said.get("use_rslora")), targets=sorted(targets)
+            rank=said["r"],
+            alpha=said["lora_alpha"],
+            rslora=rslora,
+            targets=sorted(targets),
+            expert_rank=expert_rank,
+            dropout=dropout,
         ).model_copy(update={"adapter": lora.adapter})
     except (KeyError, TypeError, ValueError) as error:
         raise RecipeError.at(key, f"{path} does not describe adapters: {error}") from error
+
+
+def _expert_rank(said: Mapping[str, object], path: Path, key: str) -> int | None:
+    """The rank of the adapters of experts that a folder describes; None if they have none.
+
+    Raises:
+        RecipeError: Other weights than those of experts have adapters, only one of these has, or other ranks differ.
+    """
+    named, patterns = said.get("target_parameters") or [], said.get("rank_pattern") or {}
+    assert isinstance(named, list)
+    assert isinstance(patterns, dict)
+    known = {form for name in EXPERT_WEIGHTS for form in (name, f"experts.{name}")}
+    if named and {".".join(name.split(".")[-2:]) for name in named} - known:
+        raise RecipeError.at(key, f"{path}: target_parameters is {named}, but can be only weights of experts here")
+    if named and {name.rpartition(".")[2] for name in named} != {*EXPERT_WEIGHTS}:
+        both = " and ".join(EXPERT_WEIGHTS)
+        raise RecipeError.at(key, f"{path}: target_parameters is {named}, but must be both {both} here")
+    examples = [f"model.layers.0.mlp.experts.{name}" for name in EXPERT_WEIGHTS] if named else []
+    found = [
+        {pattern: rank for pattern, rank in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)}
+        for name in examples
+    ]
+    ranks = {next(iter(own.values()), said.get("r")) for own in found}
+    if patterns.keys() != {pattern for own in found for pattern in own} or len(ranks) > 1:
+        raise RecipeError.at(
+            key,
+            f"{path}: rank_pattern is {patterns}, but only experts can have another rank here, all of them the same: "
+            "merge these adapters into their model with peft, and begin with the result",
+        )
+    (rank,) = ranks or {None}
+    return cast("int | None", rank)
+
+
+def optimizer_of(recipe: Recipe, model: ModelConfig) -> OptimizerConfig:
+    """The settings of the optimizer of a role, as it sees the recipe."""
+    return recipe.optimizer if model.lora is None else recipe.optimizer.for_adapters()
+
+
+def check_adapters(recipe: Recipe, instances: Sequence[RoleInstance], sizes: Mapping[str, ModelSize | None]) -> None:
+    """Refuse adapters that an engine, stages or dropout cannot have, the latter for models whose size is known.
+
+    Raises:
+        RecipeError: An engine takes no adapters of experts, or there are no experts; a stage would have nothing to
+            train; or adapters with dropout are in no decoder layer for text.
+    """
+    for instance in instances:
+        role, pp = instance.role, instance.layout.pp
+        key, size, seen = f"models.{role}", sizes.get(role), recipe.as_seen_by(role)
+        model = seen.model_of(role)
+        lora = None if model is None else lora_of(model, key)
+        engine = engine_for(seen.rollout, instance.engine)
+        if lora is not None and instance.has_engine and engine.takes_adapters and engine.keeps_weights:
+            check_sendable(lora, key)
+        if size is not None and lora is not None and lora.expert_rank is not None and not size.num_experts:
+            raise RecipeError.at(f"{key}.lora.{_where(lora)}", "the model has no experts: leave it out")
+        if size is None or lora is None or instance.is_engine_only:
+            continue
+        if lora.dropout and (others := [name for name in size.adapted if sees(name)]):
+            raise RecipeError.at(f"{key}.lora.dropout", only_for_text(others[0]))
+        if pp > 1 and backend_of(seen.training.backend).shards_along_axes:
+            check_adapted_stages(f"{key}.lora.targets", pp, size.num_layers, size.adapted)
+
+
+def check_sendable(lora: LoraConfig, key: str) -> None:
+    """Refuse adapters of experts for an engine that computes with adapters, and is outside of this package.
+
+    Args:
+        lora: Settings of the adapters.
+        key: Key of the model's settings, for errors.
+
+    Raises:
+        RecipeError: Experts have adapters.
+    """
+    if lora.expert_rank is not None:
+        raise RecipeError.at(
+            f"{key}.lora.{_where(lora)}",
+            "experts have adapters, which vLLM and SGLang cannot be sent alone: set rollout.external.merge_adapters, "
+            "so that they are sent weights with the adapters merged in, or rollout.engine=native",
+        )
+
+
+def _where(lora: LoraConfig) -> str:
+    """The setting that gives experts adapters."""
+    return "expert_rank" if lora.adapter is None else "adapter"
+
+
+def only_for_text(name: str) -> str:
+    """What is wrong with dropout where a layer of this name has an adapter."""
+    return (
+        f"{name} is in no decoder layer for text, and adapters can have dropout only there: set it to 0, or name other "
+        "targets"
+    )
 
 
 def _layers_in(path: Path, key: str) -> list[str]:
@@ -96,7 +196,20 @@ def _layers_in(path: Path, key: str) -> list[str]:
             table = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     except (OSError, ValueError, MemoryError) as error:
         raise RecipeError.at(key, f"{path} cannot be read: {error}") from error
-    return sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in table if ".lora_" in name})
+    layers = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in table if ".lora_" in name}
+    return sorted(name for name in layers if not name.removesuffix(".base_layer").endswith(".experts"))
+
+
+def name_in_peft(name: str) -> str:
+    """The name of a matrix as `peft` calls it, without what is put before and after all of them.
+
+    It puts an adapter around the module of the experts for each weight, one around the other.
+    """
+    module, _, own = name.rpartition(".")
+    for weight, inside in zip(EXPERT_WEIGHTS, (".base_layer", ""), strict=True):
+        if own.startswith(f"{weight}_"):
+            return f"{module}{inside}.{own.removeprefix(f'{weight}_')}"
+    return name
 
 
 def base_of(recipe: Recipe, instances: Sequence[RoleInstance], instance: RoleInstance) -> RoleInstance | None:
@@ -125,6 +238,28 @@ def donor_of(recipe: Recipe, instances: Sequence[RoleInstance], instance: RoleIn
         return None
     first = next(one for one in instances if _frozen(recipe, one) == wanted)
     return None if first.role == instance.role else first
+
+
+def companions_of(recipe: Recipe, instances: Sequence[RoleInstance], instance: RoleInstance) -> list[RoleInstance]:
+    """The instances whose adapters one engine outside of this package has, this one included; none if it has none.
+
+    They train adapters on the same model, and generate with the same engine and settings, on the same ranks.
+    """
+    wanted = _served(recipe, instance)
+    return [] if wanted is None else [one for one in instances if _served(recipe, one) == wanted]
+
+
+def _served(recipe: Recipe, instance: RoleInstance) -> tuple[object, ...] | None:
+    """What instances have in common that generate with one engine; None if it adds no adapters."""
+    seen = recipe.as_seen_by(instance.role)
+    model, spec = seen.model_of(instance.role), engine_for(seen.rollout, instance.engine)
+    if model is None or model.lora is None or instance.is_critic or not instance.generates:
+        return None
+    if not (spec.keeps_weights and spec.takes_adapters):
+        return None
+    own = model.model_copy(update={"lora": None, "gradient_checkpointing": False})
+    size = seen.rollout.max_sequences, seen.longest_text()
+    return instance.engine, own, instance.serving_layout, instance.is_engine_only, seen.rollout.external, size
 
 
 def _frozen(recipe: Recipe, instance: RoleInstance) -> tuple[object, ...] | None:
@@ -156,10 +291,11 @@ def described(folder: Path, key: str) -> ModelConfig:
     return base.model_copy(update={"lora": lora.model_copy(update={"adapter": None})})
 
 
-def describe(model: ModelConfig, targets: Sequence[str]) -> dict[str, object]:
-    """What `peft` has to know of a model's adapters, on the linear layers of some names."""
+def describe(model: ModelConfig, targets: Sequence[str], expert_rank: int | None = None) -> dict[str, object]:
+    """What `peft` has to know of a model's adapters, on the linear layers of some names, and on experts with a rank."""
     lora = model.lora
     assert lora is not None, "only adapters are described"
+    experts = [] if expert_rank is None else [f"experts.{name}" for name in EXPERT_WEIGHTS]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -169,7 +305,9 @@ def describe(model: ModelConfig, targets: Sequence[str]) -> dict[str, object]:
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
         "target_modules": [*targets],
-        "lora_dropout": 0.0,
+        "target_parameters": experts or None,
+        "rank_pattern": dict.fromkeys(experts, expert_rank),
+        "lora_dropout": lora.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.functions import Declarations, Function, name_of
 from leaderless.planner.layout import Layout, check_model_axes
-from leaderless.planner.pipeline import adapters_in_stages, check_pipeline
+from leaderless.planner.pipeline import check_pipeline
 
 if TYPE_CHECKING:
     from leaderless.planner.model_size import ModelSize
@@ -29,7 +29,7 @@ class BackendSpec:
         scores: Whether it computes log-probabilities of language models.
         values: Whether it holds value models.
         shards_weights: Whether data-parallel ranks divide weights and optimizer, instead of holding all of them each.
-        axes: Axes of a layout besides `dp` along which an engine may have several ranks, which hold the same rows.
+        axes: Axes of a layout other than `dp` along which an engine may have several ranks, which hold the same rows.
         shards_along_axes: Whether the ranks along these axes divide weights and optimizer, too.
         trains_adapters: Whether it can train adapters in place of weights, and hand out weights with these merged in.
         divides_experts: Whether ranks can keep some experts of a layer each, as `layout.<node>.ep` asks.
@@ -38,6 +38,7 @@ class BackendSpec:
         keeps_parts: Whether each rank keeps all of its part along `tp` and `pp`, with its optimizer, whatever `dp` is;
             weights that it hands out are divided all the same.
         reads_parts: Whether each rank reads only its own part of the weights.
+        gathers_layers: Whether ranks gather weights as they compute, so that they may keep them whole.
     """
 
     implementation: str
@@ -53,6 +54,7 @@ class BackendSpec:
     lends_weights: bool = False
     keeps_parts: bool = False
     reads_parts: bool = False
+    gathers_layers: bool = False
 
     def num_shards(self, layout: Layout) -> int:
         """Number of parts into which the ranks of a layout divide weights and optimizer."""
@@ -74,6 +76,7 @@ BUILTIN_BACKENDS = {
         knows_experts=True,
         lends_weights=True,
         reads_parts=True,
+        gathers_layers=True,
     ),
     "megatron": BackendSpec(
         "leaderless.training.megatron.engine:make_engine",
@@ -164,6 +167,15 @@ def check_backends(recipe: Recipe, instances: Sequence[RoleInstance]) -> None:
                     f"'{name}' cannot {capability}, as role '{role}' needs: use another back end, such as fsdp, or "
                     "declare it with @leaderless.train_backend(...) if it can",
                 )
+        _check_whole(recipe, role, spec)
+
+
+def _check_whole(recipe: Recipe, role: str, spec: BackendSpec) -> None:
+    kept = recipe.as_seen_by(role).training.keep_whole
+    if kept != "auto" and (recipe.body is not None or not spec.gathers_layers):
+        others = "models of bodies" if recipe.body is not None else "other back ends than fsdp"
+        key = recipe.key_of("training.keep_whole", role)
+        raise RecipeError.at(key, f"'{kept}' has no effect on {others}: leave it out")
 
 
 def check_axes(recipe: Recipe, node: PlannedNode) -> None:
@@ -173,7 +185,7 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
         RecipeError: The back end is not declared to have several ranks along an axis, or to divide experts; or the node
             has experts to divide, but no model that a back end holds.
     """
-    roles = [role for role, use in node.uses if use != "generate"]
+    roles = [role for role, use in node.uses if use not in {"generate", "judge"}]
     if node.layout.ep > 1 and not roles and node.name in recipe.layout:
         raise RecipeError.at(
             f"layout.{node.name}.ep",
@@ -197,12 +209,6 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
                 f"{node.layout}: the back end '{backend}' divides the ranks of a model by {' and '.join(can)} only; "
                 f"leave out {' and '.join(wrong)}",
             )
-        model = recipe.model_of(role)
-        if model is not None and model.lora is not None and node.layout.pp > 1:
-            raise RecipeError.at(
-                f"layout.{node.name}.pp",
-                adapters_in_stages(f"models.{role}"),
-            )
 
 
 def check_heads(
@@ -215,7 +221,7 @@ def check_heads(
 
     Raises:
         RecipeError: A number of the model is no multiple of `tp`, or that of its experts of `ep`; or there are too few
-            layers for `pp`, or the head cannot be on another stage than the embeddings.
+            layers for `pp`.
     """
     for instance in instances:
         size, layout = sizes.get(instance.role), instance.layout
@@ -228,7 +234,9 @@ def check_heads(
         if layout.pp > 1 and backend.shards_along_axes:
             num_added = size.vision.num_added if size.vision else 0
             key = f"layout.{node}.pp"
-            check_pipeline(key, layout.pp, size.num_layers, is_tied=size.is_tied, num_added=num_added)
+            check_pipeline(key, layout.pp, size.num_layers, num_added=num_added)
+        if layout.tp > 1 and layout.ep == 1 and size.num_experts and backend.shards_along_axes:
+            raise RecipeError.at(f"layout.{node}.ep", whole_experts(layout.tp))
         if layout.ep > 1:
             check_experts(f"layout.{node}.ep", instance.role, layout.ep, size.num_experts)
 
@@ -244,6 +252,14 @@ def check_divides(key: str, role: str, tp: int, counts: tuple[int, int, int]) ->
         if count % tp:
             able = ", ".join(str(one) for one in range(1, min(counts) + 1) if not any(count % one for count in counts))
             raise RecipeError.at(key, f"tp={tp} does not divide the {count} {name} of '{role}': it can be {able}")
+
+
+def whole_experts(tp: int) -> str:
+    """What is wrong with layers that ranks along `tp` divide, but not their experts."""
+    return (
+        f"ranks along tp={tp} divide attention, but each would have all experts: set ep, as to {tp}, so that they "
+        "divide these, too; or leave out tp"
+    )
 
 
 def check_experts(key: str, role: str, ep: int, count: int) -> None:

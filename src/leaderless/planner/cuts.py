@@ -28,8 +28,8 @@ class Cut:
         capacity: Iterations in flight.
         max_staleness: Most optimizer steps between the weights that sampled a row and those trained with it.
         is_continuous: Whether the first part works on several iterations at once.
-        stragglers: What happens then to groups that are not finished when training needs rows.
-        portions: How the ranks of the first part divide prompts, in proportion; empty where all have the same.
+        stragglers: Treatment of groups that are not finished when training needs rows, where `is_continuous`.
+        portions: Relative shares of the prompts of the ranks of the first part; empty if all are equal.
         helpers: Ranks of the first part on the device of another one, and the latter.
     """
 
@@ -263,6 +263,13 @@ class _Cutter:
                 "weights at different tokens; give it one rank for each engine, or leave the mode at fixed_lag",
             )
         for node in nodes:
+            if node.node.judges:
+                judge, role = node.node.judges[0]
+                raise RecipeError.at(
+                    f"reward.{judge}.role",
+                    f"is '{role}', which '{node.name}' asks before the channel '{name}', where ranks generate "
+                    f"continuously, each on its own: {remedy}",
+                )
             if self._use(node.name) not in {"generate", "none"} or not node.spec.streams:
                 what = "scores with a model" if self._use(node.name) != "none" else "needs the groups of all ranks"
                 raise RecipeError.at(key, f"is continuous, but '{node.name}' before the channel {what}: {remedy}")

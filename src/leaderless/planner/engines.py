@@ -26,12 +26,12 @@ class RolloutEngineSpec:
 
     Attributes:
         implementation: Function that makes it, as `package.module:function`; only workers import it.
-        axes: Axes of a layout besides `dp` along which one engine may have several ranks, which take the same requests.
+        axes: Axes of a layout other than `dp` along which an engine may have ranks, which take the same requests.
         keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
         may_restart: Whether it may lose its weights and ask for them again, where it has one rank.
         is_probed: Whether it is always given a text with the trainer's log-probabilities, to compare with its own.
-        updates: What can become of keys and values when it is given new weights while requests are in progress: `keep`,
-            `recompute`; empty if it can take weights only between requests.
+        updates: Possible treatments of keys and values when new weights arrive while requests are in progress: `keep`,
+            `recompute`; empty if weights can be taken only between requests.
         takes_adapters: Whether it computes with adapters of low rank itself, so that only these are sent to it; else it
             is sent weights with the adapters merged in.
         takes_images: Whether prompts may have images.
@@ -77,6 +77,7 @@ BUILTIN_ENGINES = {
         updates=("recompute",),
         takes_adapters=True,
         takes_images=True,
+        records_experts=True,
         works_in_steps=False,
     ),
     "sglang": RolloutEngineSpec(
@@ -85,6 +86,7 @@ BUILTIN_ENGINES = {
         is_probed=True,
         updates=("recompute",),
         takes_adapters=True,
+        records_experts=True,
         works_in_steps=False,
     ),
 }
@@ -109,8 +111,8 @@ def rollout_engine(
         keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
         may_restart: Whether it may lose its weights and ask for them again, where it has one rank.
         is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
-        updates: What can become of keys and values when it is given new weights while requests are in progress: `keep`,
-            `recompute`; empty if it can take weights only between requests.
+        updates: Possible treatments of keys and values when new weights arrive while requests are in progress: `keep`,
+            `recompute`; empty if weights can be taken only between requests.
         takes_images: Whether it takes requests whose prompts have images.
 
     Raises:
@@ -162,13 +164,15 @@ def check_engines(recipe: Recipe, instances: Sequence[RoleInstance], nodes: Sequ
     engines = {instance.role: instance.engine for instance in instances}
     specs = {role: engine_of(name, recipe.key_of(KEY, role)) for role, name in engines.items()}
     axes = {role: spec.axes for role, spec in specs.items()}
-    for role in [role for role, spec in specs.items() if recipe.has_images and not spec.takes_images]:
+    judges = {instance.role for instance in instances if instance.is_judge}  # they are shown no images
+    blind = [role for role, spec in specs.items() if recipe.has_images and not spec.takes_images]
+    for role in [role for role in blind if role not in judges]:
         where = "data" if recipe.data.has_images else "environment.images"
         able = " or ".join(name for name, spec in BUILTIN_ENGINES.items() if spec.takes_images)
         raise RecipeError.at(
             recipe.key_of(KEY, role), f"'{engines[role]}' takes no images, which prompts have ({where}): choose {able}"
         )
-    for node, role in [(one, role) for one in nodes for role, use in one.uses if use == "generate"]:
+    for node, role in [(one, role) for one in nodes for role, use in one.uses if use in {"generate", "judge"}]:
         wrong = " and ".join(axis for axis in node.layout.axes if axis not in ("dp", *axes[role]))
         if wrong:
             raise RecipeError.at(

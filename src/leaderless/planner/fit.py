@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from leaderless.config import Recipe
+from leaderless.config.training import Whole
 from leaderless.planner.make_plan import longest_part
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.memory_parts import COMMANDS, Memory, format_bytes
@@ -20,26 +21,31 @@ class Fit:
 
     Attributes:
         pass_tokens: Most tokens of one pass to begin with.
-        problem: Why it does not fit, or only just, and what to lower; empty where there is room.
+        problem: Reason why it does not fit, or only just, and settings to lower; empty if there is room.
         is_hopeless: Whether not even passes of one sample and one sequence at a time would fit.
+        keeps: Meaning of `training.keep_whole: auto`.
     """
 
     pass_tokens: int
     problem: str = ""
     is_hopeless: bool = False
+    keeps: Whole = "nothing"
 
 
 def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit:
     """Compare the estimate of a plan with what there is.
 
-    With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits. A plan with a model of
-    unknown size is taken to fit. `available` are the bytes that each rank may use.
+    With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits. What is left then may
+    go into what ranks keep whole. A plan with a model of unknown size is taken to fit. `available` are the bytes that
+    each rank may use.
     """
     tokens = plan.batch.micro_batch_tokens
     longest = longest_part(recipe, plan.instances)
 
-    def memory(pass_tokens: int, sequences: int | None = None) -> Memory:
-        estimate = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, pass_tokens, sequences)
+    def memory(pass_tokens: int, sequences: int | None = None, keeps: Whole = "nothing") -> Memory:
+        estimate = estimate_memory(
+            recipe, plan.instances, plan.channels, plan.sizes, pass_tokens, sequences, keeps=keeps
+        )
         assert estimate is not None, "checked before"
         return estimate.cpu if is_cpu else estimate.accelerator
 
@@ -52,7 +58,10 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit
         return Fit(tokens, _shortage(recipe, plan, least, None, available), is_hopeless=True)
     if expected.peak > MARGIN * available:
         return Fit(tokens, _shortage(recipe, plan, expected, tokens, available))
-    return Fit(tokens)
+    # On the CPU ranks share the memory through which they send, and under another plan there may be less room.
+    may_keep: tuple[Whole, ...] = () if is_cpu or recipe.schedule.replan_every_steps else ("all", "weights")
+    fitting = (keeps for keeps in may_keep if memory(tokens, keeps=keeps).peak <= MARGIN * available)
+    return Fit(tokens, keeps=next(fitting, "nothing"))
 
 
 def _shortage(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None, available: int) -> str:
@@ -71,15 +80,18 @@ def _remedies(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None) ->
     """What to lower; what changes no number comes first."""
     remedies: list[str] = []
     phase = max(memory.phases, key=memory.totals.__getitem__)
+    role, _, does = phase.rpartition(" ")
+    if does in {"trains", "scores"} and (kept := recipe.as_seen_by(role).training.keep_whole) in {"weights", "all"}:
+        remedies.append(f"leave out {recipe.key_of('training.keep_whole', role)}={kept}")
     if tokens is not None:
-        role = phase.removesuffix(" generates")
-        sampling = recipe.as_seen_by(role).rollout
-        setting = recipe.key_of("rollout.max_sequences", role)
-        remedies.append(
-            f"lower {setting}={sampling.max_sequences}"
-            if phase.endswith(" generates") and recipe.body is None
-            else f"lower batch.micro_batch_tokens={tokens}"
-        )
+        if does == "generates" and recipe.body is None:
+            setting = recipe.key_of("rollout.max_sequences", role)
+            remedies.append(f"lower {setting}={recipe.as_seen_by(role).rollout.max_sequences}")
+        elif does == "judges":
+            name = next(name for name, own in recipe.reward.roles().items() if own == role)
+            remedies.append(f"lower reward.{name}.max_requests={recipe.reward.judges()[name].max_requests}")
+        else:
+            remedies.append(f"lower batch.micro_batch_tokens={tokens}")
     if recipe.body is not None:
         remedies.append(f"lower batch.prompts_per_step={recipe.batch.prompts_per_step}, whose episodes are kept")
     if "checkpoint copy" in memory.resident:

@@ -35,6 +35,10 @@ MODEL_AXES = ("pp", "cp", "tp")
 """Axes along which ranks hold the same rows, from the outermost: ranks of one `tp` are next to each other."""
 PART = "part"
 """Name of the ranks with the same place along `tp` and `pp`."""
+EXPERTS = "ep"
+"""Name of the ranks that divide the experts of each layer, and send each other tokens."""
+COPIES = "copies"
+"""Name of the ranks of a stage with the same experts, which divide their weights."""
 BACK = "back"
 """Name of the peers along `pp` for what goes from later stages to earlier ones."""
 
@@ -44,8 +48,8 @@ class Layout:
     """A pool of ranks and how it is divided: a mesh with the axes `dp`, `pp`, `cp` and `tp`, from the outermost.
 
     Rows are divided into `dp` shards. The ranks of one shard are neighbors in `ranks`, which ascend, so that
-    model-parallel peers (`tp`, `pp`, `cp`) share a host; they hold the same rows. All ranks divide the experts of each
-    layer if `ep` is their number; else it is 1.
+    model-parallel peers (`tp`, `pp`, `cp`) share a host; they hold the same rows. The ranks of a stage divide experts
+    in another way: each `ep` neighbors have all experts of its layers.
     """
 
     ranks: tuple[int, ...]
@@ -89,14 +93,16 @@ class Layout:
         """From a rank to its peers, for each of its process groups in a mesh of several axes; empty for one axis.
 
         These are the peers along each axis, the shard, and the ranks with the same part of the model, unless they are
-        those of an axis, too.
+        those of an axis, too; and those that divide experts or have the same ones, unless they are others of these.
         """
-        if len(self.axes) == 1:
-            return ()
-        along = tuple(partial(self.peers, axis=axis) for axis in self.axes)
-        if len(self.axes) == 2:
-            return along
-        return (*along, self.shard, self.part) if self.tp * self.pp > 1 else (*along, self.shard)
+        groups: tuple[Callable[[int], tuple[int, ...]], ...] = ()
+        if len(self.axes) > 1:
+            groups = tuple(partial(self.peers, axis=axis) for axis in self.axes)
+        if len(self.axes) > 2:
+            groups = (*groups, self.shard, self.part) if self.tp * self.pp > 1 else (*groups, self.shard)
+        first = self.ranks[0]  # process groups that coincide for one rank do so for all
+        known = {(first,), self.ranks, *(peers(first) for peers in groups)}
+        return (*groups, *(peers for peers in (self.experts, self.copies) if peers(first) not in known))
 
     def part(self, rank: int) -> tuple[int, ...]:
         """The ranks with the same place along `tp` and `pp` as a rank of the pool, it included, ascending."""
@@ -104,10 +110,42 @@ class Layout:
         firsts = range(along["pp"] * width + along["tp"], len(self.ranks), self.pp * width)
         return tuple(self.ranks[place] for first in firsts for place in range(first, first + width, self.tp))
 
+    def stage(self, rank: int) -> tuple[int, ...]:
+        """The ranks with the same place along `pp` as a rank of the pool, it included, ascending."""
+        width = self.cp * self.tp
+        firsts = range(self.coordinates(rank)["pp"] * width, len(self.ranks), self.pp * width)
+        return tuple(self.ranks[place] for first in firsts for place in range(first, first + width))
+
+    def experts(self, rank: int) -> tuple[int, ...]:
+        """The ranks that divide the experts of each layer with a rank of the pool, it included, ascending."""
+        if self.ep == 1:
+            return (rank,)
+        stage = self.stage(rank)
+        first = stage.index(rank) // self.ep * self.ep
+        return stage[first : first + self.ep]
+
+    def copies(self, rank: int) -> tuple[int, ...]:
+        """The ranks that have the same experts as a rank of the pool, if these are divided; it included, ascending."""
+        if self.ep == 1:
+            return (rank,)
+        stage = self.stage(rank)
+        return stage[stage.index(rank) % self.ep :: self.ep]
+
+    @property
+    def num_copies(self) -> int:
+        """Number of ranks with the same experts."""
+        return len(self.ranks) // (self.pp * self.ep)
+
     def named_peers(self, rank: int) -> Mapping[str, tuple[int, ...]]:
-        """The peers of a rank along each axis and, if there are several along `tp` or `pp`, as `part` those like it."""
-        along = {axis: self.peers(rank, axis) for axis in self.axes}
-        return along | {PART: self.part(rank)} if self.tp * self.pp > 1 else along
+        """The peers of a rank by what they have in common: its process groups, as `EngineSetup` names them."""
+        peers = {axis: self.peers(rank, axis) for axis in self.axes}
+        if self.tp * self.pp > 1:
+            peers[PART] = self.part(rank)
+        if self.ep > 1:
+            peers[EXPERTS] = self.experts(rank)
+            if self.num_copies > 1:
+                peers[COPIES] = self.copies(rank)
+        return peers
 
     @cached_property
     def _position(self) -> dict[int, int]:
@@ -184,7 +222,7 @@ def most_prompts_of_rank(recipe: Recipe, num_shards: int) -> int:
 
 
 def check_model_axes(decorator: str, axes: Sequence[str]) -> None:
-    """Refuse axes that a decorator is given and that no layout has besides `dp`.
+    """Refuse axes of a decorator that are none of `pp`, `cp` and `tp`.
 
     Raises:
         ValueError: An axis is unknown.
@@ -287,10 +325,8 @@ def _make_layout(key: str, config: LayoutConfig, cluster: Cluster) -> Layout:
     if dp * model_parallel != len(ranks):
         sizes = f"dp {dp} x " * bool(config.dp) + f"tp {config.tp} x pp {config.pp} x cp {config.cp}"
         raise RecipeError.at(key, f"{sizes} does not divide its {len(ranks)} ranks ({format_ranks(ranks)})")
-    if config.ep not in {1, len(ranks)} or (config.ep > 1 and config.tp * config.pp > 1):
-        raise RecipeError.at(
-            f"{key}.ep",
-            f"ep={config.ep}: all {len(ranks)} ranks of the node divide the experts, or none, and not together with tp "
-            f"or pp: it can be 1 or {len(ranks)}",
-        )
+    if (count := len(ranks) // config.pp) % config.ep:
+        able = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
+        holders = f"{count} ranks of each stage" if config.pp > 1 else f"{count} ranks of the node"
+        raise RecipeError.at(f"{key}.ep", f"ep={config.ep} does not divide the {holders}: it can be {able}")
     return Layout(ranks, dp, config.tp, config.pp, config.cp, config.ep)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
+from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.algorithm import CriticConfig
 from leaderless.config.rollout import MAX_RESPONSES
+from leaderless.planner.adapters import check_adapters, companions_of
 from leaderless.planner.backends import check_axes, check_backends, check_heads
 from leaderless.planner.edges import edges_of
 from leaderless.planner.engines import check_engines
 from leaderless.planner.flow import Flow
+from leaderless.planner.judges import check_context, check_judges, check_judging, with_judges
 from leaderless.planner.layout import Cluster, Layout, make_layouts, most_prompts_of_rank
 from leaderless.planner.loops import make_loops, with_staleness
 from leaderless.planner.memory import estimate_memory
@@ -27,7 +30,7 @@ from leaderless.planner.sight import check_sight
 from leaderless.planner.vocabulary import check_vocabularies
 from leaderless.workflow import Node, Workflow, spec_of
 from leaderless.workflow.preference_stages import longest_pair, scored_before
-from leaderless.workflow.stage import RoleUse
+from leaderless.workflow.stage import AnyUse
 
 _CRITIC_FIELDS = tuple(CriticConfig.model_fields.items())
 
@@ -43,7 +46,8 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     Raises:
         RecipeError: A contract of the workflow is broken, a layout does not fit, or a model cannot do what is asked.
     """
-    flow = Flow(recipe, workflow)
+    check_judges(recipe, workflow)
+    flow = Flow(recipe, with_judges(recipe, workflow))
     workflow = flow.workflow
     _check_roles(recipe, workflow)
     layouts = make_layouts(recipe, workflow, cluster)
@@ -76,11 +80,13 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     check_sight(recipe, nodes, instances)
     sizes = _model_sizes(recipe, instances)
     check_heads(recipe, nodes, instances, sizes)
+    check_adapters(recipe, instances, sizes)
     check_experts_settings(recipe, instances, sizes)
     check_vocabularies(recipe, nodes)
     nodes = tuple(_with_cost(node, sizes) for node in nodes)
     batch = _batch_sizes(recipe, nodes, instances)
     loops, channels = make_loops(recipe, nodes, instances, workflow.repeated)
+    check_judging(recipe, instances, loops)
     nodes = with_staleness(recipe, nodes, loops, channels, workflow.repeated)
     return Plan(
         recipe_name=recipe.name,
@@ -95,7 +101,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         batch=batch,
         sizes=sizes,
         memory=estimate_memory(recipe, instances, channels, sizes, batch.micro_batch_tokens),
-        recipe_hash=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
+        recipe_hash=hashlib.sha256(json.dumps(recipe.model_dump(mode="json")).encode()).hexdigest(),
         engine=cluster.engine,
         layout=recipe.layout,
     )
@@ -135,16 +141,16 @@ def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
 
 
 def _check_vllm(recipe: Recipe, instances: Sequence[RoleInstance], cluster: Cluster) -> None:
-    """Inside the ranks' processes, vLLM needs exactly one engine on every rank."""
+    """Inside the ranks' processes, vLLM needs exactly one engine on every rank, which roles with adapters may share."""
     generating = [
         instance
         for instance in instances
-        if instance.generates
+        if instance.has_engine
         and instance.engine == "vllm"
         and recipe.as_seen_by(instance.role).rollout.external.python is None
     ]
     some = next((instance for instance in generating if len(instance.layout.ranks) < cluster.world_size), None)
-    if len(generating) > 1:
+    if len(generating) > 1 and len(companions_of(recipe, instances, generating[0])) < len(generating):
         roles = " and ".join(f"'{instance.role}'" for instance in generating)
         problem = f"several roles generate ({roles}): a process holds one vLLM"
     elif some is not None:
@@ -253,7 +259,7 @@ def _check_role_settings(recipe: Recipe, workflow: Workflow, instances: Sequence
             raise RecipeError.at(
                 f"roles.{role}", f"no node that runs in the workflow '{workflow.name}' has this role{hint}"
             )
-        is_trained, samples = any(x.is_trained for x in mine), any(x.generates for x in mine)
+        is_trained, samples = any(x.is_trained for x in mine), any(x.has_engine for x in mine)
         if config.optimizer and not is_trained:
             raise RecipeError.at(f"roles.{role}.optimizer", f"does nothing: no node trains role '{role}': leave it out")
         is_evaluated = bool(recipe.evaluation.every_steps) and role == answering(instances, recipe.evaluation.role).role
@@ -307,7 +313,7 @@ def _check_evaluation(recipe: Recipe, workflow: Workflow, instances: Sequence[Ro
             "answer held-out prompts: set it to 0",
         )
     role = recipe.evaluation.role
-    able = {instance.role for instance in instances if not instance.is_critic}
+    able = {instance.role for instance in instances if not (instance.is_critic or instance.is_judge)}
     if role is not None and role not in able:
         raise RecipeError.at(
             "evaluation.role",
@@ -327,7 +333,7 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode], engine: str) -
                 f"role '{role}' is trained by '{other.name}' on {other.layout} and by '{node.name}' on "
                 f"{node.layout}: give both nodes one layout",
             )
-    users: dict[tuple[str, tuple[int, ...]], list[tuple[PlannedNode, RoleUse]]] = {}
+    users: dict[tuple[str, tuple[int, ...]], list[tuple[PlannedNode, AnyUse]]] = {}
     for node in nodes:
         for role, use in node.uses:
             users.setdefault((role, node.layout.ranks), []).append((node, use))
@@ -337,11 +343,12 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode], engine: str) -
 
 
 def _instance(
-    recipe: Recipe, role: str, users: Sequence[tuple[PlannedNode, RoleUse]], engine: str, *, is_followed: bool
+    recipe: Recipe, role: str, users: Sequence[tuple[PlannedNode, AnyUse]], engine: str, *, is_followed: bool
 ) -> RoleInstance:
     """The model of a role on some ranks, for the nodes there and their uses; a trained role is followed by others."""
-    engine_layout = _layout_of(role, [node for node, use in users if use == "generate"], "generates")
-    held = _layout_of(role, [node for node, use in users if use != "generate"], "is divided")
+    asking = ("generate", "judge")
+    engine_layout = _layout_of(role, [node for node, use in users if use in asking], "generates")
+    held = _layout_of(role, [node for node, use in users if use not in asking], "is divided")
     layout = held or engine_layout
     assert layout is not None, "an instance has users"
     is_engine_only = held is None and is_followed
@@ -359,6 +366,7 @@ def _instance(
         ),
         engine=engine if named == "auto" else named,
         is_engine_only=is_engine_only,
+        is_judge=any(use == "judge" for _, use in users),
     )
 
 
@@ -384,7 +392,9 @@ def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str,
             hint = nearest(instance.role, recipe.models)
             raise RecipeError.at("models", f"must name a model for role '{instance.role}'{hint}")
         size = read_model_size(model, f"models.{instance.role}", is_critic=instance.is_critic)
-        if size is not None and longest > size.max_positions:
+        if size is not None and instance.is_judge:
+            check_context(recipe, instance.role, size.max_positions)
+        elif size is not None and longest > size.max_positions:
             raise RecipeError.at(
                 "data.max_prompt_tokens",
                 f"a prompt and its response may have {longest} tokens, but the context of role '{instance.role}' "
@@ -396,7 +406,8 @@ def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str,
 
 def _with_cost(node: PlannedNode, sizes: Mapping[str, ModelSize | None]) -> PlannedNode:
     """A node that knows what long sequences cost its model: the one that it trains, or else the first of known size."""
-    trained_first = sorted(node.uses, key=lambda use: use[1] != "train")
+    uses = (use for use in node.uses if use[1] != "judge")  # how long questions are does not follow from rows
+    trained_first = sorted(uses, key=lambda use: use[1] != "train")
     known = (size for role, _ in trained_first if (size := sizes.get(role)) is not None)
     size = next(known, None)
     return node if size is None else replace(node, quadratic_tokens=size.quadratic_tokens)
@@ -421,7 +432,9 @@ def longest_part(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
     if recipe.body is not None and all(model.gradient_checkpointing for model in recipe.models.values()):
         return 1
     longest = longest_sequence(recipe, instances)
-    return max((-(-longest // one.layout.cp) for one in instances if not one.is_engine_only), default=longest)
+    return max(
+        (-(-longest // one.layout.cp) for one in instances if not (one.is_engine_only or one.is_judge)), default=longest
+    )
 
 
 def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> BatchSizes:

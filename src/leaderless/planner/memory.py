@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from leaderless.config import Recipe
+from leaderless.config.training import Whole
 from leaderless.environments.registry import environment_class
 from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.body_memory import estimate_body_memory
+from leaderless.planner.judges import as_judged
 from leaderless.planner.layout import all_ranks, most_prompts_of_rank
 from leaderless.planner.memory_parts import (
     COMMUNICATION_BYTES,
@@ -48,6 +50,7 @@ def estimate_memory(
     pass_tokens: int,
     max_sequences: int | None = None,
     among: Sequence[int] | None = None,
+    keeps: Whole = "nothing",
 ) -> MemoryEstimate | None:
     """Estimate the bytes on the rank that holds most, of all or `among` some.
 
@@ -60,7 +63,8 @@ def estimate_memory(
     asynchronous checkpoint is written from a copy, in host memory, that is kept for the next one; what is in flight in
     a channel is there too, on the ranks that push it, and new weights wait there where an engine takes them between
     two tokens. A pass has at most `pass_tokens`; at most `max_sequences` are
-    decoded at the same time, by default what the recipe allows each role.
+    decoded at the same time, by default what the recipe allows each role. With `training.keep_whole: auto` ranks keep
+    what `keeps` says.
     """
     if recipe.body is not None:
         return estimate_body_memory(recipe, instances, pass_tokens, among)
@@ -69,16 +73,20 @@ def estimate_memory(
         size, config = sizes.get(instance.role), recipe.model_of(instance.role)
         if size is None or config is None:
             return None
-        own = recipe.as_seen_by(instance.role)
+        own = as_judged(recipe, instance.role) if instance.is_judge else recipe.as_seen_by(instance.role)
         backend = backend_of(own.training.backend)
         is_divided = (backend.shards_along_axes or backend.keeps_parts) and not instance.is_engine_only
         tp, pp = (instance.layout.tp, instance.layout.pp) if is_divided else (1, 1)
         shards = backend.num_shards(instance.layout) // (tp * pp)
-        generates = instance.generates or (is_evaluated and instance == answering(instances, recipe.evaluation.role))
+        generates = instance.has_engine or (is_evaluated and instance == answering(instances, recipe.evaluation.role))
         is_shared, width = base_of(recipe, instances, instance) is not None, number_bytes(config)
         guest = Guest.of(recipe, instances, instance) if size.vision is None else Guest()
-        parts = [size.part(tp).stage(pp, stage) for stage in range(pp)]
-        common = config, width, shards, own.rollout, generates, is_shared, guest
+        # Where ranks keep their parts, experts that are divided along `ep` are not divided along `tp`, too.
+        part = size.part(tp, instance.layout.ep if backend.keeps_parts else 1)
+        parts = [part.stage(pp, stage) for stage in range(pp)]
+        kept = own.training.keep_whole
+        whole = "nothing" if not backend.gathers_layers else keeps if kept == "auto" else kept
+        common = config, width, shards, own.rollout, generates, is_shared, guest, whole
         models.append([ModelMemory(instance, size, part, pp - stage, *common) for stage, part in enumerate(parts)])
     if not models:
         return None
@@ -219,9 +227,10 @@ class _Rank:
         others = (x.instance for x in self.everywhere if x.instance.role == role)
         is_sent = any(other.is_trained != instance.is_trained for other in others)
         if model.generates:
-            # Continuous generation goes on while weights travel.
+            # Continuous generation does not stop while weights travel.
             goes_on = is_sent and instance.is_engine_only and self._iterations() > 1
-            yield f"{role} generates", self._generation(model) | (self._travel(model) if goes_on else {})
+            does = "judges" if instance.is_judge else "generates"
+            yield f"{role} {does}", self._generation(model) | (self._travel(model) if goes_on else {})
         if instance.scores:
             yield f"{role} scores", self._scoring(model)
         if instance.is_trained:
@@ -258,24 +267,29 @@ class _Rank:
         Conversations of an environment hold their own prompts after their first turn, and are of all lengths at the
         same time, so that slots of all sizes may be there for each of them.
         """
-        siblings, sampling = self.recipe.batch.responses_per_prompt, model.sampling
+        recipe, sampling = self._followed(model), model.sampling
+        siblings = recipe.batch.responses_per_prompt
         own, num_prompts = self._response(model), -(-num_sequences // siblings)
-        slots = num_prompts * _slot(self.recipe.data.max_prompt_tokens)
-        if siblings == 1 or self.recipe.has_episodes:
+        slots = num_prompts * _slot(recipe.data.max_prompt_tokens)
+        if siblings == 1 or recipe.has_episodes:
             own = self._longest(model)
         largest, slots = _slot(own), slots * (siblings > 1)
-        smaller = largest - SMALLEST_SLOT if self.recipe.has_episodes else largest // 2 * (largest > SMALLEST_SLOT)
+        smaller = largest - SMALLEST_SLOT if recipe.has_episodes else largest // 2 * (largest > SMALLEST_SLOT)
         slots += num_sequences * (largest + smaller)
         per_logit = TRUNCATED_LOGIT_BYTES if sampling.is_truncated else LOGIT_BYTES
         logits = (num_sequences * per_logit + num_prompts * FLOAT32_BYTES) * model.size.vocab_size
         return {"kv cache": slots * model.size.kv_values_per_token * model.width, "logits": logits}
 
+    def _followed(self, model: ModelMemory) -> Recipe:
+        """The recipe as the engine of a model follows it."""
+        return as_judged(self.recipe, model.instance.role) if model.instance.is_judge else self.recipe
+
     def _longest(self, model: ModelMemory) -> int:
-        return self.recipe.data.max_prompt_tokens + self._response(model)
+        return self._followed(model).data.max_prompt_tokens + self._response(model)
 
     def _response(self, model: ModelMemory) -> int:
         """Most tokens after a prompt."""
-        environment = self.recipe.environment
+        environment = self._followed(model).environment
         return environment.max_episode_tokens if environment else model.sampling.max_response_tokens
 
     def _bound(self, model: ModelMemory) -> int:
@@ -288,8 +302,8 @@ class _Rank:
 
     def _num_sequences(self, model: ModelMemory) -> int:
         """Sequences that an engine decodes or keeps at the same time; each agent of an episode has one."""
-        if self.recipe.evaluation.every_steps:
-            return self._bound(model)  # held-out prompts are not counted before they are read
+        if self.recipe.evaluation.every_steps or model.instance.is_judge:
+            return self._bound(model)  # held-out prompts, and questions, are not counted before they are there
         prompts = self._iterations() * most_prompts_of_rank(self.recipe, model.instance.serving_layout.dp)
         environment = self.recipe.environment
         played = None if environment is None else environment_class(environment)
@@ -317,7 +331,7 @@ class _Rank:
         layout = model.instance.layout
         # Ranks along `cp` compute the images of the whole pass each.
         seen = min(tokens * layout.cp, -(-prompts // layout.dp) * self.recipe.data.max_prompt_tokens)
-        gradients, num_held = model.trained_bytes(), min(model.num_ahead, num_passes)
+        gradients, num_held = model.gradient_bytes(), min(model.num_ahead, num_passes)
         gathered, embedding = model.gathered_bytes(), size.vocab_size * size.hidden_size
         chunk = self._chunk(size, tokens)
         logits = chunk * 3 * FLOAT32_BYTES + min(tokens * size.vocab_size, MAX_LOGITS // chunk * chunk) * width
@@ -330,6 +344,7 @@ class _Rank:
                 tokens * (model.kept_values() * num_held + model.made_values()) + seen * model.seen_values()
             )
             * width,
+            "dropout of adapters": model.dropped_bytes(tokens),
             "logits": logits * model.has_logits,
             "gradient of the head": head * (model.has_logits and not model.has_adapters),
             "gradients": gradients if num_passes > 1 else 0,
@@ -343,7 +358,8 @@ class _Rank:
         yield {
             "gathered weights": size.num_root_parameters * width if gathered else 0,
             "activations": tokens * (model.kept_values() * (num_held - 1) + model.layer_values()) * width,
-            "gradients": gradients,
+            "dropout of adapters": model.dropped_bytes(tokens),
+            "gradients": gradients if num_passes > 1 else model.trained_bytes(),
             "gradients being summed": largest_unit * (width + sent) if gathered else embedding * FLOAT32_BYTES,
         }
 
@@ -357,7 +373,7 @@ class _Rank:
         # The last token of a response is predicted, and predicts nothing.
         held = -(-(own_prompts * data.max_prompt_tokens + own_samples * (response - 1)) // model.instance.layout.cp)
         bound = self.pass_tokens
-        if self.is_cpu and model.shards == 1 and model.width == FLOAT32_BYTES and not model.is_stage:
+        if self.is_cpu and model.is_plain:
             family = data.max_prompt_tokens + siblings * (response - 1)
             bound = min(bound, max(CPU_PASS_TOKENS, family))
         return min(bound, held), -(-held // bound)

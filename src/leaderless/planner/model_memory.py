@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import RolloutConfig
-from leaderless.planner.adapters import donor_of
+from leaderless.config.training import Whole
+from leaderless.planner.adapters import companions_of, donor_of
 from leaderless.planner.engines import RolloutEngineSpec, engine_for
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import RoleInstance
 
 FLOAT32_BYTES = 4
+MAX_WORDS = 1 << 20
+"""Number of random words that are drawn at once; `leaderless.models.dropout` has the same."""
 
 
 def number_bytes(config: ModelConfig) -> int:
@@ -23,17 +26,18 @@ def number_bytes(config: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Guest:
-    """Whether a model, and its native engine, use the weights of another role's under adapters of their own."""
+    """Whether a model, and its engine, use the weights of another role's under adapters of their own."""
 
     trains: bool = False
     generates: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, instances: Sequence[RoleInstance], instance: RoleInstance) -> Guest:
-        """Find out for an instance."""
-        donor = donor_of(recipe, instances, instance)
+        """Whether this is so for an instance."""
+        donor, companions = donor_of(recipe, instances, instance), companions_of(recipe, instances, instance)
         is_native = donor is not None and donor.generates and instance.engine == donor.engine == "native"
-        return cls(donor is not None and not instance.is_engine_only, is_native)
+        is_seated = bool(companions) and companions[0].role != instance.role
+        return cls(donor is not None and not instance.is_engine_only, is_native or is_seated)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class ModelMemory:
     held at the same time, if there are as many: on each stage of a pipeline, as many as there are stages from it on.
 
     It generates if a node does so with it, or if it is evaluated. It is shared if it is another one without adapters.
+    Of what ranks divide, `keeps` says what each keeps whole.
     """
 
     instance: RoleInstance
@@ -57,6 +62,7 @@ class ModelMemory:
     generates: bool
     is_shared: bool
     guest: Guest
+    keeps: Whole = "nothing"
 
     @property
     def is_stage(self) -> bool:
@@ -83,7 +89,7 @@ class ModelMemory:
     def keeps_base_asleep(self) -> bool:
         """Whether an engine next to the trainer copies the weights, to which it adds adapters, to the host to sleep."""
         is_beside = self.generates and not self.instance.is_engine_only
-        return is_beside and self.adds_adapters and self.engine.keeps_weights
+        return is_beside and self.adds_adapters and self.engine.keeps_weights and not self.guest.generates
 
     @property
     def adds_adapters(self) -> bool:
@@ -121,21 +127,55 @@ class ModelMemory:
 
     @property
     def num_gathered_per_layer(self) -> int:
-        """Weights of a layer that are gathered at once: not those of experts that stay divided."""
-        return (self.size.num_gathered(self.instance.layout) - self.part.num_root_parameters) // self.size.num_layers
+        """Weights of a layer that are gathered at once: of divided experts those that other ranks have, too."""
+        part, layout = self.part, self.instance.layout
+        gathered = part.num_layer_parameters
+        if layout.ep > 1:
+            gathered += self._own_experts(part.num_layers) * (layout.num_copies > 1) - part.num_expert_parameters
+        return gathered // part.num_layers
+
+    def _own_experts(self, num_layers: int) -> int:
+        """Weights of the divided experts that compute on a rank, in some layers; each of them is whole there."""
+        return -(-self.size.num_expert_parameters * num_layers // (self.size.num_layers * self.instance.layout.ep))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a rank computes with its weights as it holds them: none are gathered or converted."""
+        layout = self.instance.layout
+        has_copies = 1 < layout.ep < layout.tp  # then ranks along `tp` divide the weights of the same experts
+        return self.shards == 1 and self.width == FLOAT32_BYTES and not (self.is_stage or has_copies)
 
     def gathered_bytes(self) -> int:
-        """Copies that compute, where weights are sharded or of another type: two layers, and what is in no layer."""
-        if self.shards == 1 and self.width == FLOAT32_BYTES and not self.is_stage:
+        """Copies that compute, where weights are sharded or of another type: two layers, and what is in no layer.
+
+        All layers, if they are kept whole.
+        """
+        if self.is_plain:
             return 0
-        return (2 * self.num_gathered_per_layer + self.part.num_root_parameters) * self.width
+        num_layers = 2 if self.keeps == "nothing" else self.part.num_layers
+        return (num_layers * self.num_gathered_per_layer + self.part.num_root_parameters) * self.width
+
+    def gradient_bytes(self) -> int:
+        """Gradients between two passes of an update: a rank's share, or what it has of them before ranks add them up.
+
+        Of experts a rank has those alone that compute on it.
+        """
+        if self.keeps != "all" or self.is_plain:
+            return self.trained_bytes()
+        whole, part, ep = self.part.num_trained, self.part, self.instance.layout.ep
+        if ep > 1 and self.has_adapters:
+            own = -(-self.size.num_expert_adapter_parameters * part.num_layers // (self.size.num_layers * ep))
+            whole += own - part.num_expert_adapter_parameters
+        elif ep > 1:
+            whole += self._own_experts(part.num_layers) - part.num_expert_parameters
+        return max(self.trained_bytes(), whole * FLOAT32_BYTES)
 
     def converted_bytes(self, num_layers: int) -> int:
-        """Copies in the type that computes of the experts that a rank keeps, in some layers."""
-        size, layout = self.size, self.instance.layout
-        if layout.ep == 1 or self.width == FLOAT32_BYTES:
+        """Copies in the type that computes of the experts that a rank alone keeps, in some layers."""
+        layout = self.instance.layout
+        if layout.ep == 1 or layout.num_copies > 1 or self.width == FLOAT32_BYTES:
             return 0
-        return -(-size.num_expert_parameters * num_layers // (size.num_layers * layout.ep)) * self.width
+        return self._own_experts(num_layers) * self.width
 
     def layer_values(self) -> int:
         """Numbers that a layer keeps of each token for its backward pass.
@@ -149,8 +189,10 @@ class ModelMemory:
         norms = 2 * (4 if is_half else 3) * size.hidden_size
         if size.has_head_norms:
             norms += (3 if is_half else 2) * attention
-        # A token is copied for each of its experts, and so are their results; both again where they are sent.
-        copies = size.num_chosen_experts * (4 if self.instance.layout.ep > 1 else 2) * size.hidden_size
+        # A token is copied for each of its experts, and so are their results; both again where they are sent. Ranks
+        # that have the same tokens send some of them each.
+        layout = self.instance.layout
+        copies = size.num_chosen_experts * (4 if layout.ep > 1 else 2) * size.hidden_size // layout.tp
         return norms + 2 * attention + 4 * size.intermediate_size + copies
 
     def kept_values(self) -> int:
@@ -161,6 +203,14 @@ class ModelMemory:
     def made_values(self) -> int:
         """Numbers of each token that the backward pass makes in its first layer."""
         return self.layer_values() * self.config.gradient_checkpointing + 3 * self.part.intermediate_size
+
+    def dropped_bytes(self, tokens: int) -> int:
+        """Memory for the dropout of one layer's adapter, for some tokens.
+
+        It holds whether each input is dropped, the inputs that are left, and random words that are drawn at once.
+        """
+        widest = max(self.part.dropped_inputs)
+        return (tokens * widest * (1 + self.width) + 3 * 8 * MAX_WORDS) * (widest > 0)
 
     def seen_values(self) -> int:
         """The same of the part that sees, for each token of an image."""

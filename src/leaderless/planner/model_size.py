@@ -11,7 +11,15 @@ from leaderless.config.errors import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.planner.adapters import lora_of
 from leaderless.planner.layout import Layout
-from leaderless.planner.linear_layers import TEXT_PART, Linear, decoder_layers, num_adapter_weights, with_adapters
+from leaderless.planner.linear_layers import (
+    TEXT_PART,
+    Linear,
+    decoder_layers,
+    num_adapter_weights,
+    num_expert_adapter_weights,
+    widest_inputs,
+    with_adapters,
+)
 from leaderless.planner.pipeline import layers_of_stage
 from leaderless.planner.vision_size import TEXT, VisionSize, text_config, vision_layers, vision_size
 
@@ -40,10 +48,13 @@ class ModelSize:
 
     Tied weights are counted once. The weights of all layers are `num_layer_parameters`; the others are embeddings, head
     and last norm. `intermediate_size` is the width of the feed-forward layer that a token goes through, over all of its
-    experts. The longest sequence has `max_positions` tokens. Adapters have `num_adapter_parameters` besides, of which
-    ranks that divide layers have `num_whole_adapter_parameters` each. Of the weights, `num_expert_parameters` are those
-    of the `num_experts` of all layers; a token goes through `num_chosen_experts` in each. In a model that sees images,
-    layers include those of `vision`. The head is the input embedding if it `is_tied`.
+    experts. The longest sequence has `max_positions` tokens. Adapters add `num_adapter_parameters`, of which
+    ranks that divide layers have `num_whole_adapter_parameters` each; those of experts are
+    `num_expert_adapter_parameters`. Of the weights, `num_expert_parameters` are those of the `num_experts` of all
+    layers; a token goes through `num_chosen_experts` in each. In a model that sees images, layers include those of
+    `vision`. The head is the input embedding if it `is_tied`. The layers of the whole model with adapters, linear ones
+    and experts, are `adapted`. Where adapters drop some of their inputs, the widest have `dropped_inputs`: of
+    the layers whose inputs ranks along `tp` do not divide, and of others.
     """
 
     num_parameters: int
@@ -59,6 +70,9 @@ class ModelSize:
     max_positions: int
     num_adapter_parameters: int = 0
     num_whole_adapter_parameters: int = 0
+    num_expert_adapter_parameters: int = 0
+    adapted: Sequence[str] = ()
+    dropped_inputs: tuple[int, int] = (0, 0)
     num_experts: int = 0
     num_expert_parameters: int = 0
     num_chosen_experts: int = 0
@@ -93,12 +107,19 @@ class ModelSize:
         return self.num_heads * self.head_dim
 
     def num_gathered(self, layout: Layout) -> int:
-        """Weights that a rank of a layout gathers in a pass: of its part, without experts that stay divided.
+        """Weights that a rank of a layout gathers in a pass from those with the same part: without divided experts.
 
         Of stages of a pipeline, it is the average.
         """
-        divided = self.num_expert_parameters if layout.ep > 1 else 0
-        return -(-self.part(layout.tp).num_parameters // layout.pp) - divided
+        part = self.part(layout.tp)
+        divided = part.num_expert_parameters if layout.ep > 1 else 0
+        return -(-(part.num_parameters - divided) // layout.pp)
+
+    def num_gathered_experts(self, layout: Layout) -> int:
+        """Weights of divided experts that a rank gathers in a pass from those with the same ones; as `num_gathered`."""
+        if layout.ep == 1 or layout.num_copies == 1:
+            return 0
+        return -(-self.num_expert_parameters // (layout.ep * layout.pp))
 
     @property
     def num_root_parameters(self) -> int:
@@ -120,15 +141,15 @@ class ModelSize:
         """Numbers in the keys and values of one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
-    def part(self, tp: int) -> ModelSize:
+    def part(self, tp: int, ep: int = 1) -> ModelSize:
         """What a rank has that divides the layers with others, and the words, if their number allows it.
 
-        Each rank has all of the part that sees.
+        Each rank has all of the part that sees. Experts are divided by `tp`, or by `ep` if it is more than 1.
         """
-        if tp == 1:
+        if tp * ep == 1:
             return self
-        sight = self._num_seeing
-        layers = sight + -(-(self.num_layer_parameters - sight) // tp)
+        sight, experts = self._num_seeing, -(-self.num_expert_parameters // (tp if ep == 1 else ep))
+        layers = sight + experts + -(-(self.num_layer_parameters - sight - self.num_expert_parameters) // tp)
         whole = self.num_whole_adapter_parameters
         is_divided = self.vocab_size % tp == 0
         root = -(-self.num_root_parameters // tp) if is_divided else self.num_root_parameters
@@ -137,28 +158,35 @@ class ModelSize:
             num_parameters=layers + root,
             num_layer_parameters=layers,
             num_adapter_parameters=whole - (whole - self.num_adapter_parameters) // tp,
+            num_expert_adapter_parameters=-(-self.num_expert_adapter_parameters // tp),
+            dropped_inputs=(self.dropped_inputs[0], -(-self.dropped_inputs[1] // tp)),
             intermediate_size=-(-self.intermediate_size // tp),
             vocab_size=self.vocab_size // tp if is_divided else self.vocab_size,
             num_heads=-(-self.num_heads // tp),
             num_kv_heads=-(-self.num_kv_heads // tp),
+            num_expert_parameters=experts,
         )
 
     def stage(self, pp: int, stage: int) -> ModelSize:
         """What a stage of a pipeline has: some layers, and the first one the embeddings, the last one the head.
 
-        The first one has the part that sees, too.
+        The first one has the part that sees, too. Where the head is the embedding, both of these stages have it.
         """
         if pp == 1:
             return self
         num_layers, words = len(layers_of_stage(self.num_layers, pp, stage)), self.vocab_size * self.hidden_size
         layers = self.num_parameters_per_layer * num_layers + self._num_seeing * (stage == 0)
-        root = words * (stage == 0) + (self.num_root_parameters - words) * (stage == pp - 1)
+        behind = self.num_root_parameters - words * (not self.is_tied)
+        root = words * (stage == 0) + behind * (stage == pp - 1)
         return replace(
             self,
             num_parameters=layers + root,
             num_layer_parameters=layers,
             num_layers=num_layers,
             num_expert_parameters=self.num_expert_parameters * num_layers // self.num_layers,
+            num_adapter_parameters=-(-self.num_adapter_parameters * num_layers // self.num_layers),
+            num_whole_adapter_parameters=-(-self.num_whole_adapter_parameters * num_layers // self.num_layers),
+            num_expert_adapter_parameters=-(-self.num_expert_adapter_parameters * num_layers // self.num_layers),
             vision=self.vision if stage == 0 else None,
         )
 
@@ -265,7 +293,7 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
 def _with_adapters(
     size: ModelSize, config: Mapping[str, int], seen: Sequence[Linear], model: ModelConfig, lora: LoraConfig
 ) -> ModelSize:
-    """A model with adapters on linear layers; experts are none."""
+    """A model with adapters on linear layers and, with a rank of their own, on experts."""
     hidden, query, key = size.hidden_size, size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
     is_mixed = bool(config.get("num_experts") or config.get("num_local_experts"))
     mixed = [is_mixed and _is_mixture(config, layer) for layer in range(size.num_layers)]
@@ -273,8 +301,21 @@ def _with_adapters(
     if size.vision is not None:
         layers = [one._replace(name=TEXT_PART + one.name.removeprefix("model.")) for one in layers] + [*seen]
     names = {*with_adapters(lora, [one.name for one in layers], freezes_vision=model.freeze_vision)}
-    total, whole = num_adapter_weights(lora.rank, [one for one in layers if one.name in names])
-    return replace(size, num_adapter_parameters=total, num_whole_adapter_parameters=whole)
+    own = [one for one in layers if one.name in names]
+    total, whole = num_adapter_weights(lora.rank, own)
+    widest = widest_inputs(own) if lora.dropout else (0, 0)
+    rank = lora.rank_of_expert(size.num_chosen_experts or 1)
+    with_experts = [layer for layer, has_experts in enumerate(mixed) if has_experts and rank is not None]
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    of_experts = len(with_experts) * num_expert_adapter_weights(rank or 0, size.num_experts, (hidden, inner))
+    return replace(
+        size,
+        num_adapter_parameters=total + of_experts,
+        num_whole_adapter_parameters=whole,
+        num_expert_adapter_parameters=of_experts,
+        adapted=(*(one.name for one in own), *(f"model.layers.{layer}.mlp.experts" for layer in with_experts)),
+        dropped_inputs=widest,
+    )
 
 
 def _feed_forward(config: dict[str, int], layer: int) -> tuple[int, int]:

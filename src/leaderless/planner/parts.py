@@ -17,7 +17,7 @@ from leaderless.planner.entries import (
 )
 from leaderless.planner.layout import Layout, all_ranks
 from leaderless.workflow import EPISODE_IDS, Node, StageSpec
-from leaderless.workflow.stage import RoleUse
+from leaderless.workflow.stage import AnyUse
 
 EdgeKind = Literal["local", "reshard", "channel"]
 
@@ -57,10 +57,12 @@ class PlannedNode:
         """Whether other processes compute the node's rewards while its ranks generate, if these do continuously."""
         if self.node.run != "reward" or recipe.environment is not None or not recipe.run.reward_processes:
             return False
+        if self.node.judges:
+            return False  # the engines of judges are used by all ranks of the node together
         return bool(self.settings_of(recipe).reward.options())
 
     @property
-    def uses(self) -> tuple[tuple[str, RoleUse], ...]:
+    def uses(self) -> tuple[tuple[str, AnyUse], ...]:
         """The roles of the node, and their uses."""
         return tuple((role, self.spec.roles[name]) for name, role in self.node.roles)
 
@@ -105,7 +107,7 @@ class Loop:
         schedule: All chain entries of an iteration in the order of every rank; a rank executes those it takes part in.
         lag: Iterations that it is ahead of the loop that trains the role it generates with; 0 if it is the same loop.
         is_continuous: Whether its ranks work on several iterations at once, each on its own.
-        stragglers: What happens then to groups that are not finished when training needs rows.
+        stragglers: Treatment of groups that are not finished when training needs rows, where `is_continuous`.
         helpers: Its ranks that use the device of a rank that trains, each with the latter.
     """
 
@@ -184,7 +186,7 @@ class RoleInstance:
     that neither trains it nor generates with it. It is only an engine if it does nothing but generate, and a trained
     instance sends its weights. A critic is a value model instead of a language model. `num_updates` are the optimizer
     steps of the whole run. `engine` generates with it; where nodes do, their engines have a layout of their own, on the
-    same ranks.
+    same ranks. A judge generates no samples, but says what samples are worth.
     """
 
     role: str
@@ -196,11 +198,17 @@ class RoleInstance:
     num_updates: int
     engine: str
     is_engine_only: bool = False
+    is_judge: bool = False
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether nodes generate with it, samples or judgments."""
+        return self.engine_layout is not None
 
     @property
     def generates(self) -> bool:
-        """Whether nodes generate with it."""
-        return self.engine_layout is not None
+        """Whether nodes sample with it."""
+        return self.has_engine and not self.is_judge
 
     @property
     def serving_layout(self) -> Layout:
@@ -211,9 +219,10 @@ class RoleInstance:
 def answering(instances: Sequence[RoleInstance], role: str | None = None) -> RoleInstance:
     """The model that answers: of a role, or of all, the first that generates, else the first that is trained.
 
-    A critic cannot answer, and is returned only where there is nothing else.
+    A critic or a judge cannot answer, and is returned only where there is nothing else.
     """
-    found = [instance for instance in instances if role in {None, instance.role} and not instance.is_critic]
+    able = [instance for instance in instances if not (instance.is_critic or instance.is_judge)]
+    found = [instance for instance in able if role in {None, instance.role}]
     found = sorted(found, key=lambda instance: (not instance.generates, not instance.is_trained))
     return (*found, *instances)[0]
 

@@ -14,30 +14,21 @@ FIRST = "embed_tokens"
 """The module before all layers; what belongs to no layer and not to it comes after them, except for what sees."""
 
 
-def check_pipeline(key: str, pp: int, num_layers: int, *, is_tied: bool, num_added: int = 0) -> None:
+def check_pipeline(key: str, pp: int, num_layers: int, *, num_added: int = 0) -> None:
     """Refuse stages into which a model cannot be divided.
 
     Args:
         key: Setting at which the error is.
         pp: Number of stages.
         num_layers: Number of layers.
-        is_tied: Whether the head is the embedding.
         num_added: First layers behind which something is added that was seen in images.
 
     Raises:
-        RecipeError: There are more stages than layers, the head is the embedding, or the first stage has too few layers
-            for what is seen.
+        RecipeError: There are more stages than layers, or the first stage has too few layers for what is seen.
     """
     if num_layers < pp:
         layers = f"only {num_layers} layers" if num_layers > 1 else "only 1 layer"
         raise RecipeError.at(key, f"pp={pp}: there are {layers}, and each stage needs one: it can be 1 to {num_layers}")
-    if is_tied:
-        raise RecipeError.at(
-            key,
-            f"pp={pp}: the model computes logits with the embeddings of its tokens (tie_word_embeddings), so that the "
-            "first and the last stage would both train them: use dp, tp and cp instead, or a model with a head of its "
-            "own",
-        )
     if (own := len(layers_of_stage(num_layers, pp, 0))) < num_added:
         most = max(one for one in range(1, pp) if len(layers_of_stage(num_layers, one, 0)) >= num_added)
         raise RecipeError.at(
@@ -47,9 +38,31 @@ def check_pipeline(key: str, pp: int, num_layers: int, *, is_tied: bool, num_add
         )
 
 
-def adapters_in_stages(model: str) -> str:
-    """What is wrong with stages of a model with adapters, which has this setting."""
-    return f"a model with adapters cannot be divided into stages: use dp, tp and cp, or leave out {model}.lora"
+def check_adapted_stages(key: str, pp: int, num_layers: int, names: Iterable[str]) -> None:
+    """Refuse stages that have nothing to train, where only adapters are trained.
+
+    Args:
+        key: Setting of the adapters' targets.
+        pp: Number of stages.
+        num_layers: Number of layers.
+        names: Names of the layers with adapters, or of their weights.
+
+    Raises:
+        RecipeError: A stage has no adapters, or the last layer has none.
+    """
+    found = (LAYER.search(name) for name in names if not sees(name))
+    adapted = {int(one[1]) for one in found if one}
+    stages = [layers_of_stage(num_layers, pp, stage) for stage in range(pp)]
+    # Ranks count the layers by the names of what is trained, so the last layer must be among them.
+    wanted = [*stages[:-1], range(num_layers - 1, num_layers)]
+    for layers in wanted:
+        if adapted.isdisjoint(layers):
+            which = f"layers {layers[0]} to {layers[-1]} have" if len(layers) > 1 else f"layer {layers[0]} has"
+            raise RecipeError.at(
+                key,
+                f"pp={pp}: {which} no adapters, but some layer of each stage and the last layer need one: name their "
+                "layers, too, or leave out pp",
+            )
 
 
 def layers_of_stage(num_layers: int, pp: int, stage: int) -> range:

@@ -271,3 +271,8 @@ class Plan:
 def trained_instance(plan: Plan, role: str) -> RoleInstance | None:
     """The instance of a role that is trained; None for a role that is not."""
     return next((one for one in plan.instances if one.role == role and one.is_trained), None)
+
+
+def trains_reward_model(plan: Plan, role: str) -> bool:
+    """Whether a plan trains a role as a reward model."""
+    return any(one.node.role == role and one.node.run == "update_reward_model" for one in plan.nodes)

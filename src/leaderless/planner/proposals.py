@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
+from math import gcd
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.layout import LayoutConfig
@@ -41,7 +42,7 @@ def propose(
 
     Args:
         recipe: Settings of the user.
-        like: Plan in force, which they can replace while the run goes on.
+        like: Plan in force, which they can replace during the run.
         nodes: Measured seconds of each node.
         fits: Function that says whether a plan fits into the memory of each rank.
         links: Hosts whose network is slow.
@@ -143,14 +144,19 @@ def _layout_of(candidate: Candidate, recipe: Recipe, like: Plan) -> dict[str, La
             ranks.pop(name, None)
     for node in placeable(like):
         if node.name in recipe.layout and node.name not in ranks:
-            beside = (other for other in candidate.pools if like[other].layout.ranks == node.layout.ranks)
-            ranks[node.name] = next((ranks[other] for other in beside), "all")
+            sharing = (other for other in candidate.pools if like[other].layout.ranks == node.layout.ranks)
+            ranks[node.name] = next((ranks[other] for other in sharing), "all")
     return {name: _moved(recipe.layout.get(name, LayoutConfig()), name, ranks[name], like) for name in ranks}
 
 
 def _moved(config: LayoutConfig, name: str, ranks: str, like: Plan) -> LayoutConfig:
-    """The layout of a node on other ranks: all of these divide experts if all did, and it is known whether they can."""
+    """The layout of a node on other ranks.
+
+    If all ranks divided experts, all new ones do; otherwise as many as the old size and the new stages allow. For a
+    model of unknown size, `ep` stays as it was.
+    """
     moved = config.model_copy(update={"ranks": ranks})
     if config.ep == 1 or like.sizes.get(like[name].node.role or "") is None:
         return moved
-    return moved.model_copy(update={"ep": len(moved.ranks_of(like.world_size))})
+    before, count = len(config.ranks_of(like.world_size)), len(moved.ranks_of(like.world_size))
+    return moved.model_copy(update={"ep": count if config.ep == before else gcd(config.ep, count // config.pp)})

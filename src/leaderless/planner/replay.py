@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from leaderless.config import Recipe, RecipeError
 from leaderless.planner.backends import KEY as BACKEND
 from leaderless.planner.backends import backend_of
+from leaderless.planner.engines import BUILTIN_ENGINES, engine_of
 from leaderless.planner.engines import KEY as ENGINE
-from leaderless.planner.engines import engine_of
 
 if TYPE_CHECKING:
     from leaderless.planner.model_size import ModelSize
@@ -46,18 +46,15 @@ def check_experts_settings(
             )
         engine = recipe.key_of(ENGINE, role)
         if is_replayed and not engine_of(instance.engine, engine).records_experts:
+            able = " or ".join(name for name, spec in BUILTIN_ENGINES.items() if spec.records_experts)
             raise RecipeError.at(
                 key,
                 f"is set, but the engine '{instance.engine}' of '{role}' does not record which experts it chooses: set "
-                f"{engine}=native, or leave it out",
+                f"{engine} to {able}, or leave it out",
             )
         backend = seen.training.backend
         if not instance.is_engine_only and not backend_of(backend, recipe.key_of(BACKEND, role)).knows_experts:
             raise RecipeError.at(
                 key,
                 f"is set, but the back end '{backend}' of '{role}' does not know experts: use another, or leave it out",
-            )
-        if not instance.is_engine_only and instance.layout.pp > 1:
-            raise RecipeError.at(
-                key, f"is set, but the ranks of '{role}' divide its layers along pp: use other axes, or leave it out"
             )

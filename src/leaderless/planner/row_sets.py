@@ -126,8 +126,8 @@ class RowSets:
         )
 
     def _place(self, node: Node, rows: str) -> None:
+        node = _with_roles(node, spec_of(replace(node, judges=())))
         spec = spec_of(node)
-        node = _with_roles(node, spec)
         self._nodes[node.name], self.specs[node.name], self.of[node.name] = node, spec, rows
         self.after[node.name] = rows if spec.rows == "same" else node.name
         given, agents = self._sets[rows], (node.role,) if node.role else ()
@@ -251,7 +251,7 @@ def _with_roles(node: Node, spec: StageSpec) -> Node:
     """A node with the role of each parameter of its stage, and with its main role."""
     roles = spec.roles_of(node)
     main = next((role for name, role in roles.items() if spec.roles[name] == spec.role_use), None)
-    return replace(node, role=main, roles=tuple(roles.items()))
+    return replace(node, role=main, roles=(*roles.items(), *node.judges))
 
 
 def _check_agents(node: Node, values: Sequence[Value], known: Sequence[str]) -> None:

@@ -296,7 +296,8 @@ def _use(instance: RoleInstance, size: ModelSize | None) -> str:
     own = instance.engine_layout if instance.engine_layout != instance.layout else None
     uses = {
         "is a critic": instance.is_critic,
-        f"generates with {instance.engine}{f' on {own}' if own else ''}": instance.generates,
+        f"{'judges' if instance.is_judge else 'generates'} with {instance.engine}"
+        f"{f' on {own}' if own else ''}": instance.has_engine,
         "scores": instance.scores,
         f"trains adapters ({num_adapted:,} weights)" if num_adapted else "is trained": instance.is_trained,
         f"has {_stages(instance.layout.pp, size)}": instance.layout.pp > 1 and not instance.is_engine_only,

@@ -12,28 +12,32 @@ from leaderless.planner.parts import PlannedNode, RoleInstance, answering
 
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "paligemma")
 """Types of the models of images and text that are supported."""
+REWARD_MODELS = ("update_reward_model", "model_reward")
+"""Stages whose models score whole responses."""
 BOTH_WAYS = ("paligemma",)
 """Types of the models whose tokens of a prompt attend to all of it."""
+ONE_WAY_ENGINES = ("vllm", "sglang")
+"""Engines whose tokens attend to those before them alone."""
 
 
 def check_sight(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> None:
-    """Refuse models that cannot take the turns of the environment, or see what it shows, and critics that see.
+    """Refuse models that cannot take the turns of the environment, or see what they are shown, or be divided as asked.
 
     Raises:
         RecipeError: The configuration of such a model is on this machine, and says so.
     """
+    engines = {instance.role: instance.engine for instance in instances if not instance.is_critic}
     for role in players_of(recipe, nodes, instances):
-        model = recipe.model_of(role)
-        if model is not None and (family := _family(model)) is not None:
+        if (family := _family(recipe.model_of(role))) is not None:
             check_player(recipe, role, family)
-    for role in dict.fromkeys(instance.role for instance in instances if instance.is_critic):
-        model = recipe.model_of(role)
-        if model is not None and (family := _family(model)) in SEEING:
-            raise RecipeError.at(
-                f"models.{role}",
-                f"'{model.path}' sees images (type {family}), and there is no value model that does: choose a workflow "
-                "without a critic, as grpo, rloo or reinforce_pp, or a model of text with the same tokens",
-            )
+            _check_engine(recipe, role, family, engines.get(role))
+    for role in scorers_of(nodes):
+        if (family := _family(recipe.model_of(role))) is not None:
+            check_scorer(recipe, role, family)
+    # A layout that is written is blamed before one that follows from it.
+    for node in sorted(nodes, key=lambda node: node.name not in recipe.layout):
+        for role in (role for role, use in node.uses if use != "generate"):
+            _check_division(node, role, _family(recipe.model_of(role)))
 
 
 def players_of(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> list[str]:
@@ -73,9 +77,50 @@ def check_player(recipe: Recipe, role: str, family: str) -> None:
         )
 
 
-def _family(model: ModelConfig) -> str | None:
+def scorers_of(nodes: Sequence[PlannedNode]) -> list[str]:
+    """The roles whose models score whole responses."""
+    return list(dict.fromkeys(node.node.role for node in nodes if node.node.role and node.node.run in REWARD_MODELS))
+
+
+def check_scorer(recipe: Recipe, role: str, family: str) -> None:
+    """Refuse a reward model by its type; see `check_player`.
+
+    Raises:
+        RecipeError: It reads text alone, and prompts have images.
+    """
+    if recipe.data.has_images and family not in SEEING:
+        raise RecipeError.at(
+            f"models.{role}",
+            f"models of type {family} read text alone, so that the reward model would see no images, which prompts "
+            "have (data): choose one that sees images, as qwen3_vl, or give prompts of text",
+        )
+
+
+def _check_engine(recipe: Recipe, role: str, family: str, engine: str | None) -> None:
+    """Refuse engines that read prompts in one direction for a model that reads them in both."""
+    if family in BOTH_WAYS and engine in ONE_WAY_ENGINES:
+        raise RecipeError.at(
+            recipe.key_of("rollout.engine", role),
+            f"'{engine}' is not supported for models of type {family}, which read a prompt in both directions: set it "
+            "to native",
+        )
+
+
+def _check_division(node: PlannedNode, role: str, family: str | None) -> None:
+    """Refuse a layout that divides more than the rows and the weights of a model that reads in both directions."""
+    layout = node.layout
+    axes = [axis for axis, size in (*layout.sizes.items(), ("ep", layout.ep)) if axis != "dp" and size > 1]
+    if family in BOTH_WAYS and axes:
+        raise RecipeError.at(
+            f"layout.{node.name}.{axes[0]}",
+            f"the model of '{role}' is of type {family} and reads a prompt in both directions, and ranks divide such a "
+            f"model along dp alone: leave out {' and '.join(axes)}",
+        )
+
+
+def _family(model: ModelConfig | None) -> str | None:
     """The type of a model; None where no file on this machine says it."""
-    path = model_file(model, "config.json")
+    path = None if model is None else model_file(model, "config.json")
     if path is None:
         return None
     try:

@@ -23,7 +23,8 @@ def check_vocabularies(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
     """
     known: dict[str, dict[str, int] | None] = {}
     for node in nodes:
-        roles = list(dict.fromkeys([role for role, _ in node.uses] + list(node.node.agents if node.uses else ())))
+        used = [role for role, use in node.uses if use != "judge"]  # judges read text
+        roles = list(dict.fromkeys([*used, *(node.node.agents if used else ())]))
         for first, second in combinations(roles, 2):
             mine, others = recipe.model_of(first), recipe.model_of(second)
             if mine is None or others is None or mine.path == others.path:

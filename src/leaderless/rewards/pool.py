@@ -7,20 +7,25 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Self
 
 from leaderless.config import Json
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.dispatch import Dispatcher
 from leaderless.rewards.grading import Outcome, grade
-from leaderless.rewards.judges.judge import AnswerFile, Asked, Judge, Judged, make_judges
+from leaderless.rewards.judges.asking import Asker
+from leaderless.rewards.judges.judge import AnswerFile, Asked, Judge, Judged, make_cache, make_judges
 from leaderless.rewards.protocol import Reward, RewardInput
 from leaderless.rewards.registry import make_rewards
+
+Askers = Mapping[str, Asker]
+"""Clients that ask judges that are roles, by the name of the reward."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """What a response is worth.
+    """The reward of a response.
 
     Attributes:
         value: Weighted sum over the rewards that apply to it, finite; 0 if not valid.
@@ -28,7 +33,7 @@ class Graded:
         details: Results by reward, `{"value": 1.0, "answer": "42"}` before weighting or `{"error": "..."}`, and what a
             judge has said; the key `reward` holds an error of the sum itself, as when no reward applies.
         seconds: Time that the rewards took.
-        asked: What it took to ask judges, by reward.
+        asked: Questions and time of the judges, by reward.
     """
 
     value: float
@@ -51,6 +56,9 @@ class RewardPool:
         on_news: Function to call whenever some responses have been graded.
         answers: File of the answers of judges.
 
+    Attributes:
+        kept_answers: Answers of judges, which their askers share.
+
     Raises:
         RecipeError: A judge cannot be made.
         ValueError: `num_processes` is negative, or the environment does not have the key of a judge's server.
@@ -67,7 +75,8 @@ class RewardPool:
             raise ValueError(f"num_processes={num_processes}: must be at least 0")
         self._config, self._options, self._all = config.without_judges(), config.options(), config
         self._on_news = on_news
-        self._judges: Mapping[str, Judge] = make_judges(config.judges(), answers)
+        self.kept_answers = make_cache(config.judges(), answers)
+        self._judges: Mapping[str, Judge] = make_judges(config.judges(), self.kept_answers)
         self._dispatcher = Dispatcher(self._config, num_processes, on_news) if num_processes else None
         self._rewards: Mapping[str, Reward] = {}
         """Rewards that are computed in this process."""
@@ -75,7 +84,7 @@ class RewardPool:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the processes now, so that the first responses need not wait for them; return at once.
+        """Start the processes now, so that the first responses do not wait for them; return at once.
 
         Call it from a thread that lives as long as the pool: the system ends the processes together with the thread
         that started them.
@@ -89,12 +98,16 @@ class RewardPool:
         elif not self._rewards:
             self._rewards = make_rewards(self._config, in_worker=True)
 
-    def grade(self, samples: Sequence[RewardInput], sources: Sequence[str | None]) -> list[Graded]:
-        """Compute what responses are worth, by all rewards that apply to their source, in their order.
+    def grade(
+        self, samples: Sequence[RewardInput], sources: Sequence[str | None], askers: Askers = MappingProxyType({})
+    ) -> list[Graded]:
+        """Compute the rewards of responses, in order, by all rewards that apply to their source.
 
         Args:
             samples: The responses.
             sources: Source of the row of each response; None where the recipe names no such column.
+            askers: Clients that ask those judges that are roles, by name. They are asked by the thread that calls,
+                one after the other, with all of the responses at once, after rewards that are no judges.
 
         Raises:
             ValueError: The numbers of samples and sources differ.
@@ -106,9 +119,11 @@ class RewardPool:
         applying = {source: self._all.applying(source) for source in set(sources)}
         work = {name: [i for i, source in enumerate(sources) if name in applying[source]] for name in self._options}
         judged = {name: work.pop(name) for name in self._judges}
-        with self._lock, _Asking(partial(self._judge, samples, judged)) as asking:
+        elsewhere = {name: places for name, places in judged.items() if self._judges[name].options.role is None}
+        here = {name: places for name, places in judged.items() if name not in elsewhere}
+        with self._lock, _Asking(partial(self._judge, samples, elsewhere, {})) as asking:
             outcomes = self._dispatcher.run(samples, work) if self._dispatcher else self._grade_here(samples, work)
-            said = asking.result()
+            said = {**self._judge(samples, here, askers), **asking.result()}
         outcomes = {**outcomes, **{place: one.outcome for place, one in said.items()}}
         return [
             self._sum(
@@ -121,7 +136,7 @@ class RewardPool:
         ]
 
     def close(self) -> None:
-        """End the processes. Closing twice is the same as once."""
+        """End the processes. Closing twice has no further effect."""
         self._is_closed = True
         if self._dispatcher:
             self._dispatcher.stop()
@@ -151,16 +166,14 @@ class RewardPool:
         return outcomes
 
     def _judge(
-        self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]]
+        self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]], askers: Askers
     ) -> Mapping[tuple[str, int], Judged]:
-        """What judges find, by reward and index of the response."""
-        return {
-            (name, index): one
-            for name, indices in work.items()
-            for index, one in zip(
-                indices, self._judges[name].grade([samples[i] for i in indices], self._on_news), strict=True
-            )
-        }
+        """Outcomes of judges, by reward and index of the response."""
+        found: dict[tuple[str, int], Judged] = {}
+        for name, indices in work.items():
+            judged = self._judges[name].grade([samples[i] for i in indices], self._on_news, askers.get(name))
+            found |= {(name, index): one for index, one in zip(indices, judged, strict=True)}
+        return found
 
     def _sum(self, outcomes: Mapping[str, Outcome], judged: Mapping[str, Judged]) -> Graded:
         details: dict[str, Json] = {
@@ -187,7 +200,7 @@ class RewardPool:
 
 
 class _Asking:
-    """Something that is found in a thread, while other rewards are computed."""
+    """A result computed in a thread, while other rewards are computed."""
 
     def __init__(self, find: Callable[[], Mapping[tuple[str, int], Judged]]) -> None:
         self._find = find
@@ -200,10 +213,10 @@ class _Asking:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the thread to itself after an error: it ends when its questions are answered, or late."""
+        """Abandon the thread after an error: it ends when its questions are answered, or late."""
 
     def result(self) -> Mapping[tuple[str, int], Judged]:
-        """What was found; raises what the thread has raised."""
+        """The result; raises the thread's error."""
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -70,11 +70,12 @@ def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
 
 
 def _problems_of(name: str, options: JudgeOptions) -> Sequence[Problem]:
-    """What keeps a judge from being asked."""
-    from leaderless.rewards.judges.judge import AnswerFile, make_judges
+    """The reasons why a judge cannot be asked."""
+    from leaderless.rewards.judges.cache import AnswerCache
+    from leaderless.rewards.judges.judge import make_judges
 
     try:
-        make_judges({name: options}, AnswerFile())
+        make_judges({name: options}, AnswerCache(None, 0))
     except RecipeError as error:
         return error.problems
     except ValueError as error:
@@ -85,7 +86,7 @@ def _problems_of(name: str, options: JudgeOptions) -> Sequence[Problem]:
 
 def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:
     if isinstance(options, MathOptions):
-        # Its library is slow to import, and only recipes that use it should wait.
+        # Its library is slow to import, which only recipes that use it should pay for.
         from leaderless.rewards.math import MathReward
 
         return MathReward()
@@ -103,9 +104,9 @@ def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:
         return CodeReward(options)
     if isinstance(options, JudgeOptions):
         # Reward processes, which are small, do not ask judges.
-        from leaderless.rewards.judges.judge import AnswerFile, make_judges
+        from leaderless.rewards.judges.judge import AnswerFile, make_cache, make_judges
 
-        return make_judges({name: options}, AnswerFile())[name]
+        return make_judges({name: options}, make_cache({name: options}, AnswerFile()))[name]
     return _load_function(name, in_worker)
 
 

@@ -44,7 +44,7 @@ class Completion:
         if delta.tokens:
             assert delta.policy_version is not None, "each token has the version of the weights that sampled it"
             self.policy_versions += [delta.policy_version] * len(delta.tokens)
-            self.experts += delta.experts
+        self.experts += delta.experts
         self.finish_reason = delta.finish_reason
 
     @property
@@ -133,7 +133,7 @@ class Delta(NamedTuple):
         finish_reason: Reason for the end of the response; None if it continues.
         policy_version: Version of the weights that sampled the new tokens; None without any.
         cached_tokens: Tokens of the prompt whose keys and values the engine still had; once for each response.
-        experts: What is new of `Completion.experts`.
+        experts: New entries of `Completion.experts`.
     """
 
     request: int

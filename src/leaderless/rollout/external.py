@@ -14,6 +14,7 @@ import torch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.images import PromptImage, collapsed, plain_file
 from leaderless.device import release_memory
+from leaderless.models.routers import UNKNOWN
 from leaderless.models.saved_form import SavedForm, unchanged
 from leaderless.rollout.apart.messages import Ask, Gain
 from leaderless.rollout.child_server import EngineError
@@ -23,6 +24,9 @@ from leaderless.weights.stream import WeightStream
 
 REMEDY = "use another version of the engine, or rollout.engine: native"
 """What helps if an engine does not use the weights that it was given."""
+
+ENDS = frozenset({"stop", "length"})
+"""Reasons for the end of a response; an engine that gives another one has failed."""
 
 
 class Driver(Protocol):
@@ -73,6 +77,7 @@ class _Response:
     params: SamplingParams
     images: tuple[PromptImage, ...] = ()
     has_begun: bool = False  # some tokens have been reported
+    num_read: int = 0  # tokens whose experts have been reported since the engine was asked
 
 
 class ExternalEngine:
@@ -102,6 +107,8 @@ class ExternalEngine:
         """
         self.form: SavedForm = unchanged
         """Form in which the engine is given weights."""
+        self.experts_per_token = 0
+        """Experts of all layers that the engine reports for each token; 0 if it reports none."""
         self._name, self._driver, self._device, self._report = name, driver, device, report
         self._tokenizer, self._end_tokens = tokenizer, sorted(end_tokens)
         self._tolerance, self._impossible = tolerance, sorted(impossible)
@@ -229,6 +236,8 @@ class ExternalEngine:
         first = self._num_responses + 1
         self._responses = dict(enumerate(self._responses.values(), first))
         self._num_responses += len(self._responses)
+        for response in self._responses.values():
+            response.num_read = 0
         if self._responses:
             self._driver.submit([self._ask(number) for number in self._responses])
 
@@ -242,7 +251,7 @@ class ExternalEngine:
                 f"{self._name} has sampled with weights of policy version {gain.policy_version}, but version "
                 f"{self.policy_version} was loaded: another program has changed its weights"
             )
-        if gain.finish_reason not in {None, "stop", "length"}:
+        if gain.finish_reason is not None and gain.finish_reason not in ENDS:
             raise EngineError(f"the engine has aborted a response by itself: finish reason '{gain.finish_reason}'")
         completion, reason = response.completion, cast("FinishReason | None", gain.finish_reason)
         cached, response.has_begun = 0 if response.has_begun else gain.cached_tokens, True
@@ -258,9 +267,32 @@ class ExternalEngine:
             if gain.finish_reason is None:
                 self._abort([gain.id])
         tokens, log_probs = completion.tokens[begin:], completion.log_probs[begin:]
+        news = self._take_experts(response, gain, has_ended=reason is not None) if self.experts_per_token else ()
         self._deltas.append(
-            Delta(response.request, response.sibling, tokens, log_probs, reason, gain.policy_version, cached)
+            Delta(response.request, response.sibling, tokens, log_probs, reason, gain.policy_version, cached, news)
         )
+
+    def _take_experts(self, response: _Response, gain: Gain, *, has_ended: bool) -> Sequence[bytes]:
+        """Add the experts of tokens that have been read, and return those that are new.
+
+        Tokens with which a response was resumed are read again, and keep the experts that sampled them. An engine may
+        report experts at the end of a response alone; it then knows none of one that is cut at a stop text.
+        """
+        completion = response.completion
+        num_read, response.num_read = response.num_read, response.num_read + len(gain.experts)
+        num_wanted = len(response.prompt) + len(completion.tokens) - 1 - len(completion.experts)
+        found = gain.experts[max(len(completion.experts) - num_read, 0) :][:num_wanted]
+        news = [base64.b64decode(one) for one in found]
+        if has_ended and len(news) < num_wanted:
+            if gain.finish_reason is not None:
+                raise RuntimeError(
+                    f"{self._name} has reported the experts of {len(completion.experts) + len(news)} of "
+                    f"{len(completion.experts) + num_wanted} tokens that it has read for a response: {REMEDY}, or "
+                    "leave out algorithm.replay_experts"
+                )
+            news += [bytes([UNKNOWN]) * self.experts_per_token] * (num_wanted - len(news))
+        completion.experts += news
+        return news
 
     def abort(self, request: int) -> None:
         """See `RolloutEngine`."""

@@ -30,7 +30,7 @@ from leaderless.models.support import reads_both_ways
 from leaderless.models.tokenizer import end_tokens
 from leaderless.models.vision import VisionLM
 from leaderless.planner import Layout, format_ranks
-from leaderless.planner.adapters import describe, lora_of
+from leaderless.planner.adapters import check_sendable, describe, lora_of
 from leaderless.planner.engines import engine_of
 from leaderless.planner.linear_layers import TEXT_PART
 from leaderless.planner.model_size import read_model_size
@@ -40,6 +40,7 @@ from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.external import Driver, ExternalEngine
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.probe import PROBE_TOLERANCE, make_probe
+from leaderless.rollout.seats import Host
 from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
 
@@ -67,8 +68,9 @@ class RolloutSetup:
         logs: Folder for the output of other processes.
         report: Function that shows a message to the user.
         beat: Function to be called as a sign of life in long waits.
-        records_experts: Whether it records the choices of experts.
+        records_experts: Whether choices of experts are recorded for the role.
         donor: Model of another role's native engine, whose weights this one may use under its own adapters.
+        host: Engine outside of this package that is shared with other roles, which have adapters on the same model.
     """
 
     role: str
@@ -86,6 +88,7 @@ class RolloutSetup:
     beat: Callable[[], None]
     records_experts: bool = False
     donor: CausalLM | None = None
+    host: Host | None = None
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -175,15 +178,27 @@ def _make_external(name: str, title: str, setup: RolloutSetup) -> RolloutEngine:
         raise RecipeError.at(
             "rollout.engine", f"{name}: models that read prompts in both directions are not supported: choose native"
         )
-    driver, tolerance = _driver(name, setup), PROBE_TOLERANCE[setup.model.compute_dtype]
+    settings = _settings(setup)
+    driver: Driver = _seat(name, setup, settings) if settings.adapters else _driver(name, setup, settings)
+    tolerance = PROBE_TOLERANCE[setup.model.compute_dtype]
     # A rank alone cannot start its part of an engine again.
     report = setup.report if setup.shard.size == 1 else None
     tokenizer, ends = setup.tokenizer, setup.end_tokens
     engine = ExternalEngine(title, driver, tokenizer, ends, tolerance, setup.device, report, setup.reserved_tokens)
+    if setup.records_experts:
+        engine.experts_per_token = len(settings.expert_layers) * settings.experts_per_token
     size = read_model_size(setup.model)
     if size is None or size.num_experts:
         engine.form = saved_form(setup.model, setup.role)
     return engine
+
+
+def _seat(name: str, setup: RolloutSetup, settings: Settings) -> Driver:
+    """A place for the adapters of a role in an engine, which the first of its roles makes."""
+    host = setup.host or Host({setup.role: setup.model})
+    if not hasattr(host, "driver"):
+        host.driver = _driver(name, setup, settings)
+    return host.seat(setup.role)
 
 
 def _settings(setup: RolloutSetup) -> Settings:
@@ -191,6 +206,7 @@ def _settings(setup: RolloutSetup) -> Settings:
     external, is_cpu = rollout.external, setup.device.type == "cpu"
     is_in_process, place = external.python is None, setup.layout.place_in_shard(setup.rank)
     adapters, matrices = _adapters(setup)
+    expert_layers, experts_per_token = _experts(setup)
     return Settings(
         model=config.path,
         revision=config.revision,
@@ -208,23 +224,38 @@ def _settings(setup: RolloutSetup) -> Settings:
         sees_images=bool(setup.reserved_tokens),
         adapters=adapters,
         matrices=matrices,
+        expert_layers=expert_layers,
+        experts_per_token=experts_per_token,
     )
 
 
-def _adapters(setup: RolloutSetup) -> tuple[Mapping[str, object] | None, Sequence[str]]:
-    """What an engine that takes adapters has to know of them, and the names of their matrices."""
-    lora = lora_of(setup.model, f"models.{setup.role}")
-    if lora is None or setup.rollout.external.merge_adapters:
-        return None, ()
-    names = [name for name, _ in empty_causal_lm(setup.model, setup.role).trained_weights()]
-    if lost := [name for name in names if not name.startswith(TEXT_PART)] if setup.reserved_tokens else []:
-        raise RecipeError.at(
-            f"models.{setup.role}.lora.targets",
-            f"names {lost[0].rpartition('.')[0]}, but vLLM adds adapters to the layers for text "
-            "alone: name layers of these, or set rollout.external.merge_adapters",
-        )
-    targets = sorted({name.split(".")[-2] for name in names})
-    return describe(setup.model.model_copy(update={"lora": lora}), targets), names
+def _experts(setup: RolloutSetup) -> tuple[Sequence[int], int]:
+    """The layers of a model whose choices of experts are recorded, and how many each of them chooses."""
+    if not (setup.records_experts or (setup.host is not None and setup.host.records_experts)):
+        return (), 0
+    routers = Routers.required(empty_causal_lm(setup.model, setup.role), f"models.{setup.role}")
+    return routers.layers, routers.num_chosen
+
+
+def _adapters(setup: RolloutSetup) -> tuple[dict[str, Mapping[str, object]], dict[str, Sequence[str]]]:
+    """What an engine that takes adapters has to know of those of each role, and the names of their matrices."""
+    said, matrices = dict[str, Mapping[str, object]](), dict[str, Sequence[str]]()
+    models = {setup.role: setup.model} if setup.host is None else setup.host.models
+    for role, model in models.items():
+        lora = lora_of(model, f"models.{role}")
+        if lora is None or setup.rollout.external.merge_adapters:
+            continue
+        check_sendable(lora, f"models.{role}")
+        names = [name for name, _ in empty_causal_lm(model, role).trained_weights()]
+        if lost := [name for name in names if not name.startswith(TEXT_PART)] if setup.reserved_tokens else []:
+            raise RecipeError.at(
+                f"models.{role}.lora.targets",
+                f"names {lost[0].rpartition('.')[0]}, but vLLM adds adapters to the layers for text "
+                "alone: name layers of these, or set rollout.external.merge_adapters",
+            )
+        targets = sorted({name.split(".")[-2] for name in names})
+        said[role], matrices[role] = describe(model.model_copy(update={"lora": lora}), targets), names
+    return said, matrices
 
 
 def _meeting(setup: RolloutSetup) -> str:
@@ -254,8 +285,8 @@ def _host_cache_bytes(setup: RolloutSetup, max_tokens: int) -> int:
     return min(most, cache // size.num_kv_parts(setup.layout))
 
 
-def _driver(name: str, setup: RolloutSetup) -> Driver:
-    rollout, external, settings = setup.rollout, setup.rollout.external, _settings(setup)
+def _driver(name: str, setup: RolloutSetup, settings: Settings) -> InProcessVllm | VllmServer | SglangServer:
+    rollout, external = setup.rollout, setup.rollout.external
     if external.python is None:
         if name == "sglang":
             raise RecipeError.at("rollout.external.python", "must name the interpreter of an environment with SGLang")

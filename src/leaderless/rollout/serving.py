@@ -49,7 +49,12 @@ class Colocated:
 
     The weights are a part of each phase: between phases, memory belongs to the trainer. On one rank whose engine
     computes in the type of the trainer's weights, these are used as they are.
+
+    Attributes:
+        is_released: Whether the engine releases weights after each phase, even if the same are wanted again.
     """
+
+    is_released = False
 
     def __init__(
         self,
@@ -111,7 +116,8 @@ class Colocated:
             # Another rank's engine may need its weights again: no rank leaves before all engines have them.
             self._bring(is_needed=False)
         # If this version has served as often as the one before it, an update comes next, and new weights with it.
-        self.engine.sleep(keep_weights=self._num_phases < self._expected_phases)
+        is_wanted = self._num_phases < self._expected_phases
+        self.engine.sleep(keep_weights=is_wanted and not self.is_released)
         if self._is_copied and self._trainer.process_group.payload_device.type == "cpu":
             trim_host_memory()  # the memory of whole weights would lie next to all that follows
 

@@ -8,16 +8,20 @@ import pickle
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from leaderless.config import Json
 from leaderless.rollout.apart.adapters import AdapterFolder
+from leaderless.rollout.apart.experts import packed
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
 from leaderless.rollout.child_server import ChildServer, EngineError, bound_command
+from leaderless.rollout.external import ENDS
 from leaderless.rollout.weights import LocalStaging, make_buckets
 from leaderless.weights.stream import WeightStream
 
@@ -41,8 +45,9 @@ class SglangServer:
     def __init__(self, python: str, settings: Settings, device: torch.device, server: ChildServer) -> None:
         """Start nothing yet; `python` is an interpreter that has SGLang, and `server` runs it."""
         self._python, self._settings, self._device, self._server = python, settings, device, server
-        self._adapters = None if settings.adapters is None else AdapterFolder(settings.adapters, settings.matrices)
-        self._adapter_name: str | None = None  # of the adapters in use
+        self._adapters = {one: AdapterFolder(said, settings.matrices[one]) for one, said in settings.adapters.items()}
+        self._versions: dict[str, int] = {}  # of the adapters in use, by name
+        self._adapter_of: dict[int, str] = {}  # of each response in progress
         self._waiting: list[Ask] = []
         self._streams: list[threading.Thread] = []
         self._news: queue.SimpleQueue[Gain | EngineError] = queue.SimpleQueue()
@@ -50,7 +55,7 @@ class SglangServer:
     def start(self) -> None:
         """See `Driver`."""
         self._server.prepare()
-        self._adapter_name = None
+        self._versions.clear()
         self._server.start(bound_command(self._python, START, *self._arguments()), self._server.token)
         self.sleep(keep_weights=False)
 
@@ -64,22 +69,25 @@ class SglangServer:
             "context-length": settings.max_tokens,
             "max-running-requests": settings.max_sequences,
             "mem-fraction-static": settings.memory_fraction,
-            "load-format": "dummy" if settings.adapters is None else "auto",
+            "load-format": "auto" if settings.adapters else "dummy",
             "sampling-defaults": "openai",
             "device": self._device.type,
             "base-gpu-id": self._device.index or 0,
         }
         if settings.revision is not None:
             arguments["revision"] = settings.revision
-        if settings.adapters is not None:
-            arguments |= {"max-lora-rank": settings.adapters["r"], "max-loras-per-batch": 1, "max-loaded-loras": 1}
-        flags = ["enable-lora"] * (settings.adapters is not None)
+        if settings.adapters:
+            rank, count = max(cast("int", said["r"]) for said in settings.adapters.values()), len(settings.adapters)
+            arguments |= {"max-lora-rank": rank, "max-loras-per-batch": count, "max-loaded-loras": count}
+        flags = ["enable-lora"] * bool(settings.adapters)
         flags += ["skip-tokenizer-init", "enable-memory-saver", "enable-weights-cpu-backup"]
         flags += ["trust-remote-code"] * settings.trust_remote_code
         flags += ["disable-cuda-graph"] * (not settings.enable_graphs)
+        flags += ["enable-return-routed-experts"] * bool(settings.expert_layers)
         given = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
-        if settings.adapters is not None:
-            given += ["--lora-target-modules", *cast("Sequence[str]", settings.adapters["target_modules"])]
+        if settings.adapters:
+            targets = [cast("Sequence[str]", said["target_modules"]) for said in settings.adapters.values()]
+            given += ["--lora-target-modules", *sorted({one for some in targets for one in some})]
         return given + [f"--{flag}" for flag in flags]
 
     def wake(self) -> None:
@@ -98,17 +106,17 @@ class SglangServer:
             stream.join(JOIN_S)
         self._forget()
 
-    def load(self, weights: WeightStream) -> None:
-        """See `Driver`. SGLang gets CUDA IPC handles of the buckets; on the CPU, their bytes."""
+    def load(self, weights: WeightStream, adapter: str = "") -> None:
+        """See `Driver`. SGLang gets CUDA IPC handles of the buckets; on the CPU, their bytes.
+
+        It keeps the keys and values of earlier adapters until it needs their memory, and knows whose they are.
+        """
+        if adapter:
+            self._load_adapters(adapter, weights)
+            return
         if self._streams or self._waiting:
             self._abort_all()  # SGLang does not flush its cache while it is in use
-        if self._adapters is None:
-            self._load_whole(weights)
-        else:
-            for name, matrix in weights:
-                self._adapters.add(name, matrix)
-            with self._adapters.written() as folder:
-                self._load_adapters(folder, weights.policy_version)
+        self._load_whole(weights)
         self._server.call("/flush_cache", {})
 
     def _load_whole(self, weights: WeightStream) -> None:
@@ -124,27 +132,34 @@ class SglangServer:
             if not isinstance(answer, Mapping) or answer.get("success") is not True:
                 raise EngineError(f"SGLang has refused {len(tensors)} weights, such as {tensors[0][0]}: {answer}")
 
-    def _load_adapters(self, folder: str, policy_version: int) -> None:
+    def _load_adapters(self, adapter: str, weights: WeightStream) -> None:
         """Load adapters in place of those before. Their name has the policy version: a request cannot use others."""
-        before, self._adapter_name = self._adapter_name, f"policy-{policy_version}"
-        if before is not None:
-            self._change("/unload_lora_adapter", {"lora_name": before})
-        self._change("/load_lora_adapter", {"lora_name": self._adapter_name, "lora_path": folder})
-        self._change("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
+        self.abort([number for number, name in self._adapter_of.items() if name == adapter])
+        for name, matrix in weights:
+            self._adapters[adapter].add(name, matrix)
+        with self._adapters[adapter].written() as folder:
+            if adapter in self._versions:
+                self._change("/unload_lora_adapter", {"lora_name": self._name_of(adapter)})
+            self._versions[adapter] = weights.policy_version
+            self._change("/load_lora_adapter", {"lora_name": self._name_of(adapter), "lora_path": folder})
+
+    def _name_of(self, adapter: str) -> str:
+        """SGLang's name for the newest adapters of a name."""
+        return f"{adapter}-{self._versions[adapter]}"
 
     def _change(self, path: str, body: Json) -> None:
         answer = self._server.call(path, body)
         if not isinstance(answer, Mapping) or answer.get("success") is not True:
             raise EngineError(f"SGLang has refused {path} with {body}: {answer}")
 
-    def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
+    def prompt_log_probs(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         """See `Driver`."""
         body: Json = {
             "input_ids": list(tokens),
             "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
             "return_logprob": True,
             "logprob_start_len": 0,
-            **({} if self._adapter_name is None else {"lora_path": self._adapter_name}),
+            **({"lora_path": self._name_of(adapter)} if adapter else {}),
         }
         answer = cast("Mapping[str, Mapping[str, Sequence[Sequence[float]]]]", self._server.call("/generate", body))
         scored = answer["meta_info"]["input_token_logprobs"][1:]
@@ -155,21 +170,21 @@ class SglangServer:
     def submit(self, asks: Sequence[Ask]) -> None:
         """See `Driver`. Requests are sent with the next step, all in one call."""
         self._waiting += asks
+        self._adapter_of |= {ask.id: ask.adapter for ask in asks if ask.adapter}
 
     def abort(self, ids: Sequence[int]) -> None:
         """See `Driver`."""
         sent = set(ids) - {ask.id for ask in self._waiting}
         self._waiting = [ask for ask in self._waiting if ask.id not in ids]
+        for number in ids:
+            self._adapter_of.pop(number, None)
         for number in sorted(sent):
             self._server.call("/abort_request", {"rid": _name(number)})
 
     def step(self) -> list[Gain]:
         """See `Driver`."""
         if self._waiting:
-            asks, self._waiting = self._waiting, []
-            stream = threading.Thread(target=self._read, args=(asks, self._news), daemon=True)
-            self._streams.append(stream)
-            stream.start()
+            self._send()
         gains: list[Gain] = []
         while not gains or not self._news.empty():
             try:
@@ -179,15 +194,44 @@ class SglangServer:
             if isinstance(news, EngineError):
                 raise news
             gains.append(news)
+            if news.finish_reason is not None:
+                self._adapter_of.pop(news.id, None)
         return gains
 
-    def _read(self, asks: Sequence[Ask], news: queue.SimpleQueue[Gain | EngineError]) -> None:
-        """Read the responses of one call to their end; runs in a thread."""
-        known = dict.fromkeys((ask.id for ask in asks), 0)
+    def _send(self) -> None:
+        """Ask for all responses that wait, in one call, whose answer a thread reads.
+
+        All that it names is settled before the thread starts: adapters may be others by the time at which it runs.
+        """
+        asks, self._waiting = self._waiting, []
+        body, versions = _generate_body(asks), dict[int, int]()
+        if self._settings.adapters:
+            body["lora_path"] = [self._name_of(ask.adapter) for ask in asks]
+            versions = {ask.id: self._versions[ask.adapter] for ask in asks}
+        if self._is_recording:
+            body["return_routed_experts"] = True
+        stream = threading.Thread(target=self._read, args=(asks, body, versions, self._news), daemon=True)
+        self._streams = [*filter(threading.Thread.is_alive, self._streams), stream]
+        stream.start()
+
+    def _read(
+        self,
+        asks: Sequence[Ask],
+        body: Json,
+        versions: Mapping[int, int],
+        news: queue.SimpleQueue[Gain | EngineError],
+    ) -> None:
+        """Read the responses of one call to their end; `versions` are those of the adapters that sample them."""
+        known, prompts = dict.fromkeys((ask.id for ask in asks), 0), {ask.id: len(ask.prompt) for ask in asks}
         try:
-            for line in self._server.stream("/generate", _generate_body(asks, self._adapter_name)):
+            for line in self._server.stream("/generate", body):
                 if line.startswith(b"data:") and line != b"data: [DONE]":
-                    gain = _read_gain(json.loads(line.removeprefix(b"data:")), known)
+                    answer = json.loads(line.removeprefix(b"data:"))
+                    gain = _read_gain(answer, known)
+                    gain = replace(gain, policy_version=versions.get(gain.id, gain.policy_version))
+                    if gain.finish_reason in ENDS and self._is_recording:  # an aborted response may have none
+                        num_read = prompts[gain.id] + known[gain.id] - 1
+                        gain = replace(gain, experts=self._experts(answer["meta_info"], num_read))
                     news.put(gain)
                     if gain.finish_reason is not None:
                         del known[gain.id]
@@ -198,6 +242,22 @@ class SglangServer:
         except (ValueError, KeyError, TypeError) as error:
             news.put(EngineError(f"the answer of SGLang to /generate cannot be read: {error!r}"))
 
+    @property
+    def _is_recording(self) -> bool:
+        """Whether SGLang is asked for choices of experts, which come at the end of a response."""
+        return bool(self._settings.expert_layers)
+
+    def _experts(self, info: Mapping[str, Json], num_read: int) -> list[str]:
+        """The choices of experts for all tokens that were read: int32 of each token, layer and choice, in base64."""
+        found = np.frombuffer(base64.b64decode(str(info.get("routed_experts") or "")), np.dtype("<i4"))
+        k = self._settings.experts_per_token
+        if not len(found) or len(found) % (num_read * k):
+            raise EngineError(
+                f"SGLang has reported {len(found)} choices of experts for {num_read} tokens, of which each has {k} in "
+                "every layer"
+            )
+        return packed(found.reshape(num_read, -1, k), self._settings.expert_layers)
+
     def close(self) -> None:
         """See `Driver`."""
         self._server.close()
@@ -205,6 +265,7 @@ class SglangServer:
 
     def _forget(self) -> None:
         self._waiting.clear()
+        self._adapter_of.clear()
         self._streams.clear()
         self._news = queue.SimpleQueue()
 
@@ -214,9 +275,8 @@ def _name(number: int) -> str:
     return f"{number:020d}"
 
 
-def _generate_body(asks: Sequence[Ask], adapter_name: str | None) -> Json:
+def _generate_body(asks: Sequence[Ask]) -> dict[str, Json]:
     return {
-        **({} if adapter_name is None else {"lora_path": [adapter_name] * len(asks)}),
         "rid": [_name(ask.id) for ask in asks],
         "input_ids": [list(ask.prompt) for ask in asks],
         "sampling_params": [
@@ -247,8 +307,10 @@ def _read_gain(answer: Mapping[str, Json], known: dict[int, int]) -> Gain:
     known[number] += len(entries)
     finish = cast("Mapping[str, str] | None", info["finish_reason"])
     tokens, log_probs = [int(entry[1]) for entry in entries], [entry[0] for entry in entries]
-    reason, version = finish["type"] if finish else None, int(str(info["weight_version"]))
-    return Gain(number, tokens, log_probs, reason, version, int(str(info.get("cached_tokens", 0))))
+    reason, version = finish["type"] if finish else None, str(info["weight_version"])
+    cached = int(str(info.get("cached_tokens", 0)))
+    # It is "default" as long as SGLang has the weights of the model's folder, to which only adapters are added.
+    return Gain(number, tokens, log_probs, reason, int(version) if version.isdigit() else -1, cached)
 
 
 def _serialize(tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> str:

@@ -35,14 +35,14 @@ def compared(engine: RolloutEngine, shard: ProcessGroup) -> Iterator[RolloutEngi
     if others:
         raise RuntimeError(
             f"rank {shard.rank}: ranks {format_ranks(shard.ranks)} make one engine, but those of rank "
-            f"{format_ranks(others)} are other requests or other tokens than those of rank {shard.ranks[0]}: a stage "
-            "must ask for the same responses, in the same order, on all ranks that hold the same rows; if it does, use "
-            "an engine that samples the same on all its ranks, or leave out tp"
+            f"{format_ranks(others)} are other requests or other tokens or experts than those of rank "
+            f"{shard.ranks[0]}: a stage must ask for the same responses, in the same order, on all ranks that hold the "
+            "same rows; if it does, use an engine that samples the same on all its ranks, or leave out tp"
         )
 
 
 class _Witness:
-    """See `RolloutEngine`. An engine, with a digest of all requests and tokens."""
+    """See `RolloutEngine`. An engine, with a digest of all requests, tokens and experts."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine, self._digest = engine, hashlib.blake2b()
@@ -82,6 +82,7 @@ class _Witness:
         deltas = self._engine.step()
         for delta in deltas:
             self._note("delta", self._places[delta.request], delta.sibling, list(delta.tokens), delta.finish_reason)
+            self._digest.update(b"".join(delta.experts))
         return deltas
 
     def abort(self, request: int) -> None:

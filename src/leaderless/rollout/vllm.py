@@ -38,11 +38,11 @@ class InProcessVllm(VllmWorker):
         super().__init__(settings)
         self._device = device
 
-    def load(self, weights: WeightStream) -> None:
+    def load(self, weights: WeightStream, adapter: str = "") -> None:
         """See `Driver`. Weights go through a bucket from the trainer's memory into vLLM's, in this process."""
         for bucket in make_buckets(weights, self.settings.torch_dtype, LocalStaging(self._device)):
-            self.load_bucket(bucket.weights, bucket.data)
-        self.finish_load(weights.policy_version)
+            self.load_bucket(bucket.weights, bucket.data, adapter=adapter)
+        self.finish_load(weights.policy_version, adapter)
 
 
 class VllmServer:
@@ -67,22 +67,22 @@ class VllmServer:
         """See `Driver`."""
         self._server.call("/sleep", {"keep_weights": keep_weights})
 
-    def load(self, weights: WeightStream) -> None:
+    def load(self, weights: WeightStream, adapter: str = "") -> None:
         """See `Driver`. Weights are packed in memory that both processes see: of the device, or of the host."""
         staging = CudaStaging(self._device) if self._device.type == "cuda" else HostStaging()
         try:
             for bucket in make_buckets(weights, self._settings.torch_dtype, staging):
                 packed: Json = [asdict(weight) for weight in bucket.weights]
-                body = {"place": staging.place(), "weights": packed, "bytes": len(bucket.data)}
+                body = {"place": staging.place(), "weights": packed, "bytes": len(bucket.data), "adapter": adapter}
                 # The checksum waits for copies on an accelerator, so that the server may read the bucket from now on.
                 self._server.call("/load", body | {"checksum": checksum(bucket.data)})
-            self._server.call("/finish_load", {"policy_version": weights.policy_version})
+            self._server.call("/finish_load", {"policy_version": weights.policy_version, "adapter": adapter})
         finally:
             staging.close()
 
-    def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
+    def prompt_log_probs(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         """See `Driver`."""
-        return cast("list[float]", self._server.call("/prompt_log_probs", {"tokens": tokens}))
+        return cast("list[float]", self._server.call("/prompt_log_probs", {"tokens": tokens, "adapter": adapter}))
 
     def submit(self, asks: Sequence[Ask]) -> None:
         """See `Driver`."""

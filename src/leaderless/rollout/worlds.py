@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.config import RecipeError
+from leaderless.config import Json, RecipeError
 from leaderless.config.body import BodyConfig
 from leaderless.environments.bodies.checked import NotAsDeclared, check_seen, check_steps, not_finite
-from leaderless.environments.bodies.processes import EnvironmentLost, EnvironmentProcess
+from leaderless.environments.bodies.processes import Answer, EnvironmentLost, EnvironmentProcess
 from leaderless.environments.bodies.protocol import Observations, Spaces, Steps, VectorEnvironment
 from leaderless.environments.bodies.registry import open_body
 from leaderless.environments.protocol import Task
 
-Found = TypeVar("Found")
-Number = TypeVar("Number", bound=np.generic)
 Failures = Mapping[int, str]
 """Why episodes cannot go on, by the number of their environment."""
 
@@ -109,8 +107,9 @@ class ProcessWorlds:
         """Divide episodes among processes, which start when they are needed."""
         num, count = config.num_environments, min(config.processes, config.num_environments)
         self._shares = [range(num * k // count, num * (k + 1) // count) for k in range(count)]
-        spaces, self.repeats_starts = _opened(config.model_dump_json())
-        self._processes = [EnvironmentProcess(config, spaces, len(share), chunk) for share in self._shares]
+        self._spaces, self.repeats_starts = _opened(config.model_dump_json())
+        self._chunk = chunk
+        self._processes = [EnvironmentProcess(config, self._spaces, len(share), chunk) for share in self._shares]
 
     def halves(self) -> Sequence[Sequence[int]]:
         """See `Worlds`. Each process has a part of both."""
@@ -121,13 +120,15 @@ class ProcessWorlds:
     def reset(self, slots: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[Failures, Observations]:
         """See `Worlds`."""
         given = {slot: (task, seed) for slot, task, seed in zip(slots, tasks, seeds, strict=True)}
+        for process, share in zip(self._processes, self._shares, strict=True):  # all begin before any is waited for
+            if mine := [slot for slot in slots if slot in share]:
+                some, chances = zip(*(given[slot] for slot in mine), strict=True)
+                process.begin_reset([slot - share.start for slot in mine], some, chances)
 
-        def begin(process: EnvironmentProcess, share: range, mine: Sequence[int]) -> Observations:
-            pairs = [given[slot] for slot in mine]
-            return process.reset([slot - share.start for slot in mine], *map(list, zip(*pairs, strict=True)))
-
-        failures, found = self._each(slots, begin)
-        seen = _joined(slots, [(mine, one) for mine, one in found])
+        failures, found = self._each(slots, EnvironmentProcess.finish_reset)
+        seen = self._blank(slots, found)
+        for rows, answer in found:
+            answer.numbers.read_seen(answer.which, seen, rows)
         return {**not_finite(slots, seen), **failures}, seen
 
     def begin_step(self, slots: Sequence[int], actions: NDArray[np.generic]) -> None:
@@ -139,82 +140,55 @@ class ProcessWorlds:
 
     def finish_step(self, slots: Sequence[int]) -> tuple[Failures, Steps]:
         """See `Worlds`."""
-
-        def finish(process: EnvironmentProcess, share: range, mine: Sequence[int]) -> Steps:
-            return process.finish_step([slot - share.start for slot in mine])
-
-        failures, found = self._each(slots, finish)
-        told = {
-            slot: str(info["failed"])
-            for mine, steps in found
-            for slot, info in zip(mine, steps.infos, strict=False)
-            if "failed" in info
-        }
-        steps = _joined_steps(slots, found)
+        failures, found = self._each(slots, EnvironmentProcess.finish_step)
+        steps = self._blank_steps(slots, found)
+        for rows, answer in found:
+            answer.numbers.read_done(answer.which, steps, rows)
+        told = {slot: str(info["failed"]) for slot, info in zip(slots, steps.infos, strict=True) if "failed" in info}
         return {**not_finite(slots, steps.observations, steps.rewards), **failures, **told}, steps
 
     def _each(
-        self, slots: Sequence[int], ask: Callable[[EnvironmentProcess, range, Sequence[int]], Found]
-    ) -> tuple[dict[int, str], list[tuple[Sequence[int], Found]]]:
-        """What processes answer about their slots, and why those of others have failed."""
+        self, slots: Sequence[int], ask: Callable[[EnvironmentProcess, Sequence[int]], Answer]
+    ) -> tuple[dict[int, str], list[tuple[Sequence[int], Answer]]]:
+        """What processes answer about their slots, with the places of these, and why those of others have failed."""
         failures: dict[int, str] = {}
-        found: list[tuple[Sequence[int], Found]] = []
+        found: list[tuple[Sequence[int], Answer]] = []
         for process, share in zip(self._processes, self._shares, strict=True):
-            mine = [slot for slot in slots if slot in share]
-            if not mine:
+            rows = [row for row, slot in enumerate(slots) if slot in share]
+            if not rows:
                 continue
             try:
-                found.append((mine, ask(process, share, mine)))
+                found.append((rows, ask(process, [slots[row] - share.start for row in rows])))
             except EnvironmentLost as error:
-                failures |= dict.fromkeys(mine, str(error))
+                failures |= dict.fromkeys((slots[row] for row in rows), str(error))
         return failures, found
+
+    def _blank(self, slots: Sequence[int], found: Sequence[tuple[Sequence[int], Answer]]) -> Observations:
+        """Observations in the order of slots, with the instructions, and with zeros until others are read."""
+        words = [""] * len(slots)
+        for rows, answer in found:
+            for row, text in zip(rows, answer.instructions, strict=True):
+                words[row] = text
+        num = len(slots)
+        images = {name: np.zeros((num, *size, 3), np.uint8) for name, size in self._spaces.images.items()}
+        return Observations(images, np.zeros((num, self._spaces.state_size), np.float32), tuple(words))
+
+    def _blank_steps(self, slots: Sequence[int], found: Sequence[tuple[Sequence[int], Answer]]) -> Steps:
+        """Steps of slots, likewise, with the further facts."""
+        infos: list[Mapping[str, Json]] = [{} for _ in slots]
+        for rows, answer in found:
+            for row, info in zip(rows, answer.infos, strict=False):  # an environment may give none
+                infos[row] = info
+        num = len(slots)
+        terminated, truncated, success = np.zeros((3, num), np.bool_)
+        rewards, num_steps = np.zeros((num, self._chunk), np.float32), np.zeros(num, np.int64)
+        seen = self._blank(slots, found)
+        return Steps(seen, rewards, num_steps, terminated, truncated, success, tuple(infos))
 
     def close(self) -> None:
         """See `Worlds`."""
         for process in self._processes:
             process.close()
-
-
-def _joined(slots: Sequence[int], found: Sequence[tuple[Sequence[int], Observations]]) -> Observations:
-    """Observations of several processes in the order of slots; zeros for those that none has answered about."""
-    if not found:
-        return _nothing()
-    rows = _rows(slots, [mine for mine, _ in found])
-    images = {name: _taken([one.images[name] for _, one in found], rows) for name in found[0][1].images}
-    words = ["", *(text for _, one in found for text in one.instructions)]
-    state = _taken([one.state for _, one in found], rows)
-    return Observations(images, state, tuple(words[row + 1] for row in rows))
-
-
-def _joined_steps(slots: Sequence[int], found: Sequence[tuple[Sequence[int], Steps]]) -> Steps:
-    """Steps of several processes, likewise."""
-    if not found:
-        return _no_steps()
-    rows = _rows(slots, [mine for mine, _ in found])
-    steps = [one for _, one in found]
-    infos = [{}, *(info for one in steps for info in one.infos or ({},) * len(one.num_steps))]
-    return Steps(
-        _joined(slots, [(mine, one.observations) for mine, one in found]),
-        _taken([one.rewards for one in steps], rows),
-        _taken([one.num_steps for one in steps], rows),
-        _taken([one.terminated for one in steps], rows),
-        _taken([one.truncated for one in steps], rows),
-        _taken([one.success for one in steps], rows),
-        tuple(infos[row + 1] for row in rows),
-    )
-
-
-def _rows(slots: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
-    """Place of each slot in the parts, one after the other; -1 if it is in none."""
-    places = {slot: row for row, slot in enumerate(slot for part in parts for slot in part)}
-    return [places.get(slot, -1) for slot in slots]
-
-
-def _taken(parts: Sequence[NDArray[Number]], rows: Sequence[int]) -> NDArray[Number]:
-    """Rows of parts that are put together, with zeros for -1."""
-    whole = np.concatenate([*parts, np.zeros_like(parts[0][:1])])
-    taken: NDArray[Number] = whole[list(rows)]
-    return taken
 
 
 @cache

@@ -47,8 +47,8 @@ FREE_KEYS = (
     "online.port",
     "online.feedback_timeout_s",
 )
-"""Settings that may differ when a run continues: they change no number, only how long and where it runs, and what
-happens when numbers go bad."""
+"""Settings that may differ when a run continues: they change no numbers, only how long and where it runs, and its
+response to bad numbers."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Planned:
                 check_body(recipe.body)
 
     def is_finished(self, *, is_shown: bool = True) -> bool:
-        """Whether the run has all of its steps; if so, and if `is_shown`, print that there is nothing to do."""
+        """Whether the run is complete; if so, and if `is_shown`, print that there is nothing to do."""
         if self.directory.last_step() < self.recipe.steps:
             return False
         if is_shown:
@@ -126,8 +126,8 @@ class Planned:
 
         Args:
             fresh: Whether to set an earlier run of this name aside.
-            is_restart: Whether the run is under way, so that what it has written stays.
-            is_held: Whether to keep other processes from writing into the folder.
+            is_restart: Whether the run is under way, so that its files stay.
+            is_held: Whether to prevent other processes from writing into the folder.
 
         Raises:
             RecipeError: Another process writes into the folder, it cannot be written, or it holds a run with other
@@ -231,7 +231,7 @@ def plan_training(loaded: LoadedRecipe, num_workers: int) -> Planned:
     """Plan a run; a RecipeError gives every reason why it does not work with this number of workers."""
     with located(loaded):
         planned = _plan(loaded, resolve_workflow(loaded.recipe.workflow), num_workers)
-        alternatives(planned.recipe, planned.plan)  # what is wrong with them shows now
+        alternatives(planned.recipe, planned.plan)  # report their problems now
         return planned
 
 
@@ -261,12 +261,13 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
         checkpoint = recipe.checkpoint.model_copy(update={"best_metric": None})
         evaluation = recipe.evaluation.model_copy(update={"role": role})
         layout = _engine_layout(recipe, role, num_workers)
+        judges = {*recipe.reward.roles().values()}
         update = {
-            "models": {role: model},
+            "models": {role: model} | {name: one for name, one in recipe.models.items() if name in judges},
             "layout": layout,
             "batch": batch,
             "checkpoint": checkpoint,
-            "roles": {},
+            "roles": {name: one for name, one in recipe.roles.items() if name in judges},
             "placement": None,
             "schedule": ScheduleConfig(),
             "evaluation": evaluation,

@@ -121,7 +121,10 @@ class BodyRows:
         """The episodes as samples of tasks, in the order of these, with as many for each."""
         siblings = len(ids) // max(1, len(tasks))
         task = torch.arange(len(tasks)).repeat_interleave(siblings)
-        prompts = [self.policy.instruction_ids(one.instruction) or [0] for one in episodes[::siblings]]
+        groups = [episodes[first : first + siblings] for first in range(0, len(episodes), max(1, siblings))]
+        # An episode that failed before it began has no instruction; its siblings may have one.
+        told = [next((one.instruction for one in group if one.instruction), "") for group in groups]
+        prompts = [self.policy.instruction_ids(words) or [0] for words in told]
         table = tasks.with_columns(prompt_tokens=Jagged.from_lists(prompts, torch.int64, "prompt_tokens"))
         columns = {**self._decided(episodes), **self._seen(episodes), **_outcomes(episodes)}
         return Batch(ids, columns | (self._taken(episodes) if self.keeps_taken else {}), table, task)

@@ -29,7 +29,7 @@ from leaderless.rollout.engine import Completion, RolloutEngine
 from leaderless.rollout.serving import Serving
 from leaderless.stages.limits import limited
 from leaderless.training.engine import TrainEngine, ValueEngine
-from leaderless.workflow.stage import RoleUse
+from leaderless.workflow.stage import AnyUse
 
 if TYPE_CHECKING:
     from leaderless.environments.episode import Episode
@@ -87,10 +87,10 @@ class ModelRole:
         assert self.serving is not None, "a role has a trainer or an engine that generates"
         return self.serving.policy_version
 
-    def limited_to(self, use: RoleUse, what: str) -> ModelRole:
+    def limited_to(self, use: AnyUse, what: str) -> ModelRole:
         """The same model for a stage that declares one use of it; other uses raise a RuntimeError that names `what`."""
         trainer = None if self.trainer is None else limited(self.trainer, use, what)
-        if use == "generate" or self.serving is None:
+        if use in {"generate", "judge"} or self.serving is None:
             return ModelRole(trainer, self.serving)
         return ModelRole(trainer, limited(self.serving, use, what))
 
@@ -120,7 +120,7 @@ class StageContext:
         clock: Clock of the rank: `with context.clock.doing("environment")` says what time is spent on.
         progress: Function that takes the finished fraction of the node's work, for the progress line.
         doing: Function that takes a text to show in place of the node's name; it is a sign of life, too.
-        facts: What the trace says about the node's work, besides its rows and tokens.
+        facts: Additional facts for the trace, next to the node's rows and tokens.
     """
 
     recipe: Recipe

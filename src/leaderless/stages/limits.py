@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar, cast
 
-from leaderless.workflow.stage import RoleUse
+from leaderless.workflow.stage import AnyUse, RoleUse
 
 Engine = TypeVar("Engine")
 
@@ -24,7 +24,7 @@ NEEDS: dict[str, RoleUse] = {
 """Use that a stage has to declare for a method of an engine. Training includes scoring."""
 
 
-def limited(engine: Engine, use: RoleUse, what: str) -> Engine:
+def limited(engine: Engine, use: AnyUse, what: str) -> Engine:
     """An engine whose methods for other uses raise a RuntimeError.
 
     Args:
@@ -38,7 +38,7 @@ def limited(engine: Engine, use: RoleUse, what: str) -> Engine:
 class _Limited:
     """Hands on everything to an engine, except what needs another use."""
 
-    def __init__(self, engine: object, use: RoleUse, what: str) -> None:
+    def __init__(self, engine: object, use: AnyUse, what: str) -> None:
         self._engine, self._use, self._what = engine, use, what
 
     def __getattr__(self, name: str) -> object:

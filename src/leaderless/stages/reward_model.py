@@ -17,6 +17,8 @@ from leaderless.stages.mini_batches import Loss, MiniBatch, make_update, metric_
 from leaderless.stages.preferences import num_tokens, parts_of_step, side_by_side
 from leaderless.training.engine import ValueEngine
 from leaderless.training.micro_batches import MicroBatch
+from leaderless.workflow.columns import IMAGES
+from leaderless.workflow.training_stages import SEQUENCE
 
 
 def update_reward_model(batch: Batch, context: StageContext) -> Batch:
@@ -32,15 +34,26 @@ def update_reward_model(batch: Batch, context: StageContext) -> Batch:
 def _pair_loss(context: StageContext, rows: Batch, num_rows: float, micro_batch: MicroBatch) -> Loss:
     """The loss of a micro-batch, which has both responses of each of its pairs."""
     values = context.critic.forward(micro_batch)
+    loss, scores = pair_losses(values, rows, micro_batch, context.recipe.algorithm.reward_model.centering)
+    metrics = {metric_name(context, name): share for name, share in shares_of(scores).items()}
+    return Loss(loss.sum() / num_rows, values, metrics)
+
+
+def pair_losses(values: Tensor, rows: Batch, micro_batch: MicroBatch, centering: float) -> tuple[Tensor, Tensor]:
+    """The losses [n] of the pairs of a micro-batch, and the scores [n, 2] of both responses of each.
+
+    Args:
+        values: Number that is predicted for each response, [2 n].
+        rows: All pairs, with their margins.
+        micro_batch: Both responses of some pairs.
+        centering: Coefficient of the squared sum of both scores.
+    """
     samples = micro_batch.response_index  # one number is predicted for each
     order = samples.argsort()
     scores = values[order.to(values.device)].view(-1, 2)
     margins = rows.dense("margins")[samples[order][::2] // 2]
-    centering = context.recipe.algorithm.reward_model.centering
     chosen, rejected = scores.unbind(1)
-    loss = bradley_terry(chosen, rejected, margins.to(values.device), centering=centering)
-    metrics = {metric_name(context, name): share for name, share in shares_of(scores).items()}
-    return Loss(loss.sum() / num_rows, values, metrics)
+    return bradley_terry(chosen, rejected, margins.to(values.device), centering=centering), scores
 
 
 def shares_of(scores: Tensor) -> dict[str, Share]:
@@ -89,8 +102,7 @@ def model_reward(batch: Batch, context: StageContext) -> Batch:
     A score that is no number fails its response.
     """
     engine, config = context.critic, context.recipe.algorithm.reward_model
-    prompts = batch.only(["prompt_tokens", "tokens", "response_mask"])
-    values = engine.values(with_ends(prompts)).values
+    values = engine.values(with_ends(batch.only([name for name in (*SEQUENCE, IMAGES) if name in batch]))).values
     is_valid, rewards = values.isfinite(), config.weight * torch.where(values.isfinite(), values, 0.0)
     name = context.node.node.role or ""
     details: list[dict[str, object]] = [{name: _detail(value)} for value in values.tolist()]

@@ -1,22 +1,48 @@
-"""Bounds of a pass that were lowered because memory had run out, kept for the next start of the run."""
+"""What a run has settled about memory, kept for its next start."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import cast
 
+from leaderless.config.training import Whole
 from leaderless.observability.run_directory import RunDirectory, write_atomically
+
+_PASSES, _WHOLE = "micro_batch_tokens", "keep_whole"
 
 
 def read_limits(directory: RunDirectory) -> dict[str, int]:
-    """Most tokens of one pass, for each role whose passes have not fitted into memory."""
-    if not directory.limits.exists():
-        return {}
-    limits: dict[str, int] = json.loads(directory.limits.read_text(encoding="utf-8"))["micro_batch_tokens"]
-    return limits
+    """Most tokens of one pass, for each role whose passes did not fit into memory."""
+    return {role: int(num_tokens) for role, num_tokens in _read(directory, _PASSES).items()}
 
 
 def lower_limit(directory: RunDirectory, role: str, num_tokens: int) -> None:
-    """Write a lower bound for the passes of a role, unless one lower still is known."""
+    """Write a lower bound for the passes of a role, unless an even lower one is known."""
     limits = read_limits(directory)
     limits[role] = min(num_tokens, limits.get(role, num_tokens))
-    write_atomically(directory.limits, json.dumps({"micro_batch_tokens": limits}, indent=2))
+    _write(directory, _PASSES, limits)
+
+
+def read_whole(directory: RunDirectory, num_ranks: int) -> Whole | None:
+    """What `training.keep_whole: auto` meant when the run began on as many ranks; None if it did not."""
+    return cast("Whole | None", _read(directory, _WHOLE).get(str(num_ranks)))
+
+
+def write_whole(directory: RunDirectory, num_ranks: int, keeps: Whole) -> None:
+    """Write what `training.keep_whole: auto` means on a number of ranks."""
+    _write(directory, _WHOLE, {**_read(directory, _WHOLE), str(num_ranks): keeps})
+
+
+def _read_all(directory: RunDirectory) -> dict[str, Mapping[str, int | str]]:
+    if not directory.limits.exists():
+        return {}
+    return cast("dict[str, Mapping[str, int | str]]", json.loads(directory.limits.read_text(encoding="utf-8")))
+
+
+def _read(directory: RunDirectory, name: str) -> Mapping[str, int | str]:
+    return _read_all(directory).get(name, {})
+
+
+def _write(directory: RunDirectory, name: str, values: Mapping[str, int | str]) -> None:
+    write_atomically(directory.limits, json.dumps({**_read_all(directory), name: values}, indent=2))

@@ -56,7 +56,7 @@ class BodyMicroBatch(MicroBatch):
 
 
 class HeldBody(nn.Module):
-    """A policy or a critic as an engine holds it; see `Decoder`, whose place it takes.
+    """A policy or a critic as an engine holds it; see `Shardable`.
 
     Attributes:
         piece: Most decisions that are computed together, and computed again in the backward pass, where a pass has
@@ -69,7 +69,7 @@ class HeldBody(nn.Module):
         self.model = model
         self.vocab_size = NO_WORDS
         self.tensor_parallel = self.pipeline = None
-        self.divides_experts = False
+        self.expert_parallel = self.routers = self.shared_words = None
         self.complete: Completion = lambda whole, device: None  # noqa: ARG005
         self.piece = 1
         self._describe = description
@@ -112,19 +112,19 @@ class HeldBody(nn.Module):
         return super().train(False)
 
     def float32_modules(self) -> list[nn.Module]:
-        """See `Decoder`."""
+        """See `Shardable`."""
         return []
 
     def is_frozen(self, name: str) -> bool:
-        """See `Decoder`."""
+        """See `Shardable`."""
         return name in self._frozen
 
     def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """See `Decoder`."""
+        """See `Shardable`."""
         yield from self.model.named_parameters()
 
     def write_description(self, folder: Path) -> None:
-        """See `Decoder`."""
+        """See `Shardable`."""
         self._describe(folder)
 
 
@@ -134,7 +134,7 @@ def _joined(pieces: Sequence[Tensor], count: int) -> Tensor:
     return whole + 0.0 * torch.stack([one.sum() for one in pieces[count:]]).sum() if pieces[count:] else whole
 
 
-class _Bodies(ShardedModel[HeldBody]):  # type: ignore[type-var]
+class _Bodies(ShardedModel[HeldBody]):
     """What the engines of policies and critics have in common."""
 
     grain: Grain

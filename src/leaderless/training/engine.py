@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from leaderless.config.body import Grain
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.sac import SacConfig
+from leaderless.config.training import Whole
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.environments.bodies.protocol import Spaces
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.scoring import Entropy
 from leaderless.planner import Layout
-from leaderless.planner.layout import PART
+from leaderless.planner.layout import COPIES, EXPERTS, PART
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.weights.blocks import LocalWeight
 
@@ -65,7 +66,7 @@ class BodySetup:
 
     Attributes:
         spaces: Observations and actions of the environment.
-        grain: What has a log-probability of its own: see `BodyConfig.log_prob`.
+        grain: Unit that has one log-probability; see `BodyConfig.log_prob`.
         sac: Settings of SAC, if this trains the model.
         seed: Seed of the run.
         values_steps: Whether its critic is to have a value for each step of a decision.
@@ -86,20 +87,23 @@ class EngineSetup:
         role: Role of the model.
         model: Model to load, and how it computes.
         is_critic: Whether it is a value model instead of a language model.
-        is_reward_model: Whether it is a value model that is trained to score whole responses.
         layout: Ranks that hold the model, and how they divide rows and weights.
         process_group: These ranks, for collectives.
         axis_groups: The peers of this rank along each axis of the layout's mesh, itself included, by axis. If there are
             several along `tp` or `pp`, also, as `part`, all ranks with the same place along both; if along `pp`, these
-            once more as `back`, for what goes from later stages to earlier ones.
+            once more as `back`, for what goes from later stages to earlier ones. If experts are divided, as `ep` the
+            ranks that divide them and, if there are several, as `copies` those with the same ones.
         device: Device that computes.
         optimizer: Settings of the optimizer; None for a model that is only scored.
         num_updates: Optimizer steps of the whole run, for the schedule of the learning rate.
         micro_batch_tokens: Most tokens of one pass.
         donor: Engine of another role, with adapters on the same model, whose other weights this one may use; they stay
             as they are.
-        apart: How to start processes of its own; None if the recipe names no interpreter for them.
+        apart: Settings for starting separate processes; None if the recipe names no interpreter for them.
         body: The body that the model is for; None for language models.
+        is_reward_model: Whether it is a value model that is trained to score whole responses.
+        seed: Seed of the run.
+        keeps: Parts of a divided model that each rank keeps whole; see `TrainingConfig.keep_whole`.
     """
 
     role: str
@@ -116,6 +120,8 @@ class EngineSetup:
     apart: ApartSetup | None = None
     body: BodySetup | None = None
     is_reward_model: bool = False
+    seed: int = 0
+    keeps: Whole = "nothing"
 
     def mesh(self) -> DeviceMesh:
         """The ranks of the layout as a mesh whose axes are those of the layout, `dp` the outermost."""
@@ -135,6 +141,16 @@ class EngineSetup:
         stage = layout.coordinates(self.process_group.rank)["pp"]
         ranks = torch.tensor(layout.ranks).reshape(layout.dp, layout.pp, -1)[:, stage].reshape(-1, layout.tp).t()
         return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("tp", "dp"))
+
+    def expert_mesh(self) -> DeviceMesh:
+        """The ranks of a stage as a mesh: `ep` that divide the experts, and `copies` with the same ones, if several."""
+        layout, kind = self.layout, self.device.type
+        experts = self.axis_groups[EXPERTS].torch_group
+        if layout.num_copies == 1:
+            return DeviceMesh.from_group(experts, kind, mesh_dim_names=(EXPERTS,))
+        ranks = torch.tensor(layout.stage(self.process_group.rank)).reshape(-1, layout.ep).t()
+        groups = [experts, self.axis_groups[COPIES].torch_group]
+        return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=(EXPERTS, COPIES))
 
 
 class Trainable(Protocol):
@@ -249,7 +265,7 @@ class TrainEngine(Trainable, Protocol):
 
 
 class AdaptedEngine(TrainEngine, Protocol):
-    """What a back end that trains adapters of a language model can do besides."""
+    """An engine of a back end that trains adapters of a language model."""
 
     def merged_weights(self) -> Iterator[LocalWeight]:
         """What this rank holds of every weight of the model, with adapters merged into those that they adapt.

@@ -7,29 +7,32 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
 from leaderless.models.context_parallel import ContextParallel
-from leaderless.models.decoder import Decoder, ValueModel
-from leaderless.models.experts import num_experts
+from leaderless.models.decoder import Decoder
+from leaderless.models.dropout import Dropout, DroppingAttention
+from leaderless.models.experts import ExpertParallel, num_experts
 from leaderless.models.image_readers import Pixels
-from leaderless.models.lora import share_weights, without_adapters
+from leaderless.models.lora import is_adapter, share_weights, without_adapters
 from leaderless.models.opened import Opened, open_model
 from leaderless.models.pipeline import PipelineParallel, check_stages, cut_into_stages
 from leaderless.models.ring import RingParallel
+from leaderless.models.routers import Routers
 from leaderless.models.scoring import Entropy
 from leaderless.models.tensor_parallel import TensorParallel
-from leaderless.models.vision import VisionLM
+from leaderless.models.value_model import ValueModel
+from leaderless.models.vision import VisionDecoder, VisionLM
 from leaderless.planner.backends import check_divides, check_experts
-from leaderless.planner.layout import BACK
+from leaderless.planner.layout import BACK, EXPERTS
 from leaderless.training.bodies import make_body_engine
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.training.sharded import Model_co, ShardedModel
+from leaderless.training.sharded import ShardedModel
+from leaderless.training.token_keys import token_keys
 
 
 class FsdpEngine(ShardedModel[CausalLM]):
@@ -59,9 +62,7 @@ class FsdpEngine(ShardedModel[CausalLM]):
         if isinstance(temperature, Tensor):
             temperature = part.of(temperature).to(self.device)
         targets = _at_least_one(targets).to(self.device)
-        outputs: TokenOutputs = self.model(
-            *part.inputs(), targets, temperature, entropy, *self._images(part, micro_batch)
-        )
+        outputs: TokenOutputs = self.model(*part.inputs(), targets, temperature, entropy, *part.images())
         self.routed.end()
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
         found = TokenOutputs(part.gather(outputs.log_probs), entropies)
@@ -72,14 +73,8 @@ class FsdpEngine(ShardedModel[CausalLM]):
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
         """Pass a micro-batch through a stage of a pipeline that is not the last."""
         part = _Part(self, micro_batch)
-        return cast("Tensor", self.model(*part.inputs(), None, 1.0, "none", *self._images(part, micro_batch)))
-
-    def _images(self, part: _Part, micro_batch: MicroBatch) -> tuple[Pixels, ...]:
-        """The images of a part of a micro-batch, for a rank that sees them; none for models of text."""
-        if self.line is not None and not self.line.stages.is_first:
-            return ()
-        pixels = self.model.pixels(micro_batch.images, micro_batch.tokens, micro_batch.origin_of)
-        return () if pixels is None else (part.pixels(pixels).to(self.device),)
+        hidden: Tensor = self.model(*part.inputs(), None, 1.0, "none", *part.images())
+        return self.routed.leave(hidden)
 
 
 class _Base:
@@ -110,7 +105,7 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
             (found,) = self.line.results(micro_batch, self.hidden_states, 1)
             return found
         part = _Part(self, micro_batch)
-        values: Tensor = self.model(*part.inputs())
+        values: Tensor = self.model(*part.inputs(), *part.images())
         self.routed.end()
         values = part.gather(values)
         if self.line is not None:
@@ -119,13 +114,14 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
         """Pass a micro-batch through a stage of a pipeline that is not the last."""
-        return cast("Tensor", self.model(*_Part(self, micro_batch).inputs()))
+        part = _Part(self, micro_batch)
+        return self.routed.leave(cast("Tensor", self.model(*part.inputs(), *part.images())))
 
 
 class _Part:
     """What this rank computes of a pass: all of it, or a part of its tokens."""
 
-    def __init__(self, engine: ShardedModel[Model_co], micro_batch: MicroBatch) -> None:
+    def __init__(self, engine: ShardedModel[CausalLM] | ShardedModel[ValueModel], micro_batch: MicroBatch) -> None:
         self._engine, self._micro_batch, self._peers = engine, micro_batch, engine.peers
         num_tokens = len(micro_batch.tokens)
         self._places = self._peers.places(micro_batch.select, num_tokens) if self._peers else []
@@ -147,18 +143,31 @@ class _Part:
             tokens, positions = self._peers.part(tokens), self._peers.part(positions.t()).t()  # of images, [3, T]
             select = self._peers.within(select, len(tokens))
             attention = self._peers.attention(self._peers.padded(families), device, self._engine.compute_dtype)
+        attention = self._dropping(attention)
         line = self._engine.line
         entering = tokens.to(device) if line is None or line.stages.is_first else line.enter(len(tokens))
         return entering, positions.to(device), attention, _at_least_one(select).to(device)
 
-    def pixels(self, pixels: Pixels) -> Pixels:
-        """Of the images of a pass, what stands at the tokens of this part."""
-        if self._peers is None:
-            return pixels
-        num_tokens = len(self._micro_batch.tokens)
-        read = self._peers.places(pixels.places, num_tokens)[self._peers.place]
-        places = self._peers.within(pixels.places[read], len(self._peers.part(self._micro_batch.tokens)))
-        return replace(pixels, places=places, read=read)
+    def images(self) -> tuple[Pixels, ...]:
+        """The images of the part, for a rank that sees them; none for models of text."""
+        line, pass_ = self._engine.line, self._micro_batch
+        if line is not None and not line.stages.is_first:
+            return ()
+        pixels = self._engine.model.pixels(pass_.images, pass_.tokens, pass_.origin_of)
+        if pixels is not None and self._peers is not None:
+            read = self._peers.places(pixels.places, len(pass_.tokens))[self._peers.place]
+            places = self._peers.within(pixels.places[read], len(self._peers.part(pass_.tokens)))
+            pixels = replace(pixels, places=places, read=read)
+        return () if pixels is None else (pixels.to(self._engine.device),)
+
+    def _dropping(self, attention: Attention) -> Attention:
+        """The attention of a pass, with the dropout of adapters if the pass has a gradient."""
+        rate, engine = self._engine.dropout, self._engine
+        if not (rate and torch.is_grad_enabled()):
+            return attention
+        keys = token_keys(self._micro_batch, engine.seed, engine.policy_version)
+        keys = self._peers.part(keys) if self._peers else keys
+        return DroppingAttention(attention, Dropout(keys.to(engine.device), rate))
 
     def gather(self, results: Tensor) -> Tensor:
         """Results for all selected tokens, from those of this part."""
@@ -179,29 +188,17 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         return cast("FsdpEngine | FsdpValueEngine", make_body_engine(setup))
     opened = _open(setup)
     model, key, layout = opened.decoder, f"models.{setup.role}", setup.layout
-    if isinstance(model, VisionLM):
+    if isinstance(model, VisionDecoder):
         able = ("dp",) if model.reads_both_ways else ("dp", "cp", "tp", "pp")
         if wrong := [axis for axis in layout.axes if axis not in (*able, "ep")]:
             reason = "that reads prompts in both directions" if model.reads_both_ways else "that sees images"
             raise RecipeError.at(
                 key, f"a model {reason} cannot be divided along {', '.join(wrong)}: use {', '.join(able)}"
             )
-    if layout.ep > 1:
-        check_experts(key, setup.role, layout.ep, num_experts(model))
-        model.divides_experts = True
     if layout.pp > 1:
-        check_stages(model.model, opened.trial, layout.pp, key, has_adapters=setup.model.lora is not None)
-    shapes = {name: weight.shape for name, weight in model.trained_weights()}
-    mesh: DeviceMesh | None = None
-    if layout.tp > 1:
-        check_divides(key, setup.role, layout.tp, _sizes(model))
-        TensorParallel.divide(model, setup.axis_groups["tp"], key)
-    if layout.pp > 1:
-        hidden_size = model.model.config.get_text_config().hidden_size
-        groups = setup.axis_groups["pp"], setup.axis_groups[BACK]
-        cut_into_stages(model, PipelineParallel(layout, *groups, shapes, hidden_size))
-    if layout.tp * layout.pp > 1:
-        mesh = setup.weight_mesh()
+        check_stages(model.model, opened.trial, layout.pp, key)
+    _divide(model, setup, key)
+    mesh = setup.weight_mesh() if layout.tp * layout.pp > 1 else None
     if setup.is_reward_model and isinstance(model, ValueModel):
         model.become_reward_model(key)
     engine: FsdpEngine | FsdpValueEngine
@@ -216,6 +213,8 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         num_updates=setup.num_updates,
         mesh=mesh,
     )
+    engine.seed = setup.seed
+    engine.keep_whole(setup.keeps)
     if setup.is_reward_model and isinstance(model, ValueModel):
         model.clear_offset()
     if layout.cp > 1:
@@ -224,13 +223,33 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     return engine
 
 
+def _divide(model: Decoder, setup: EngineSetup, key: str) -> None:
+    """Leave a rank its part of a model: its experts, its part of each layer, and the layers of its stage."""
+    layout, groups = setup.layout, setup.axis_groups
+    shapes = {name: weight.shape for name, weight in model.trained_weights()}
+    base_shapes = {name: one.shape for name, one in model.model.named_parameters() if not is_adapter(name)}
+    if layout.ep > 1:
+        check_experts(key, setup.role, layout.ep, num_experts(model))
+        sharers = groups["tp"] if layout.tp > 1 else None
+        ExpertParallel.divide(model, groups[EXPERTS], setup.expert_mesh(), sharers, key)
+    if layout.tp > 1:
+        check_divides(key, setup.role, layout.tp, _sizes(model))
+        TensorParallel.divide(model, groups["tp"], key)
+    if layout.pp > 1:
+        hidden_size = model.model.config.get_text_config().hidden_size
+        model.routers = Routers.of(model)  # of all stages, each of which knows its own by their number
+        lines, is_tied = (groups["pp"], groups[BACK]), model.has_tied_words and setup.model.lora is None
+        stages = PipelineParallel(layout, *lines, shapes, base_shapes, hidden_size, is_tied=is_tied)
+        cut_into_stages(model, stages)
+
+
 def _open(setup: EngineSetup) -> Opened:
     """The model, without values: ranks read their parts, or share those of a donor, once it is divided."""
     if setup.is_critic or not isinstance(setup.donor, FsdpEngine) or isinstance(setup.donor.model, VisionLM):
         return open_model(setup.model, setup.role, is_critic=setup.is_critic, num_ranks=len(setup.layout.ranks))
     model, donor = empty_causal_lm(setup.model, setup.role, has_adapters=True), setup.donor.model.model
     model.complete = lambda whole, device: share_weights(model.model, donor)  # noqa: ARG005
-    return Opened(model, model.model, None)
+    return Opened(model, None, None)
 
 
 def _sizes(model: Decoder) -> tuple[int, int, int]:

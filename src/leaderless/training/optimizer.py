@@ -7,20 +7,21 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from leaderless.config.models import OptimizerConfig
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with weight decay on matrices only."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[DeviceMesh | None, float], list[nn.Parameter]] = {}
+    for one in parameters:
+        if one.requires_grad:  # a fused step takes tensors of one mesh
+            mesh, decay = getattr(one, "device_mesh", None), config.weight_decay if one.ndim >= 2 else 0.0
+            groups.setdefault((mesh, decay), []).append(one)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
+        [{"params": params, "weight_decay": decay} for (_, decay), params in groups.items()],
+        lr=config.peak,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
         fused=True,
@@ -30,10 +31,10 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
 def learning_rate_at(config: OptimizerConfig, update: int, num_updates: int) -> float:
     """The learning rate of an optimizer update, counted from 0; a schedule ends at the last of the run's updates."""
     if update < config.warmup_updates:
-        return config.learning_rate * (update + 1) / (config.warmup_updates + 1)
+        return config.peak * (update + 1) / (config.warmup_updates + 1)
     if config.schedule == "constant":
-        return config.learning_rate
+        return config.peak
     last = max(num_updates - 1, config.warmup_updates + 1)
     progress = min(1.0, (update - config.warmup_updates) / (last - config.warmup_updates))
     share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * share)
+    return config.peak * (config.final_fraction + (1 - config.final_fraction) * share)

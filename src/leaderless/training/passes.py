@@ -74,7 +74,7 @@ class BoundedPasses:
         while True:
             under_way: list[MicroBatch] = []
             try:
-                return passes(_watched(self.micro_batches(batch), under_way))
+                return passes(self._watched(self.micro_batches(batch), under_way))
             except Exception as error:
                 if not (under_way and is_out_of_memory(error)):
                     raise
@@ -82,6 +82,16 @@ class BoundedPasses:
             # Only here is the error gone, which kept the tensors of the failed pass alive.
             gc.collect()
             release_memory(self.device)
+
+    def _watched(self, micro_batches: Sequence[MicroBatch], under_way: list[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches one by one; the one that is going through the model is in a list."""
+        for number, micro_batch in enumerate(micro_batches, 1):
+            under_way[:] = [micro_batch]
+            self.begin_pass(is_last=number == len(micro_batches))
+            yield micro_batch
+
+    def begin_pass(self, *, is_last: bool) -> None:
+        """Prepare for a micro-batch, which may be the last one of its batch; nothing to do for most back ends."""
 
     def _lower_bound(self, batch: Batch, micro_batch: MicroBatch, error: Exception) -> None:
         """Halve what was too much, but not below the longest sample; raise where the passes cannot start again."""
@@ -91,7 +101,7 @@ class BoundedPasses:
         if after >= before:
             remedy = (
                 "a pass cannot take less than one sample; lower rollout.max_response_tokens or data.max_prompt_tokens, "
-                "set models.<role>.gradient_checkpointing, or use more ranks"
+                "set models.<role>.gradient_checkpointing or training.keep_whole=nothing, or use more ranks"
             )
         elif self._on_lowered is None:
             remedy = (
@@ -114,10 +124,3 @@ class BoundedPasses:
             f"{max(family.longest for family in micro_batch.families):,}, does not fit into the memory of "
             f"{self.device} ({reason}): {remedy}"
         ) from error
-
-
-def _watched(micro_batches: Sequence[MicroBatch], under_way: list[MicroBatch]) -> Iterator[MicroBatch]:
-    """The micro-batches one by one; the one that is going through the model is in a list."""
-    for micro_batch in micro_batches:
-        under_way[:] = [micro_batch]
-        yield micro_batch

@@ -31,6 +31,7 @@ from leaderless.training.micro_batches import MicroBatch
 HIDDEN = "hidden states of another stage"
 GRADIENTS = "gradients of hidden states of another stage"
 RESULTS = "what the last stage has computed"
+WORDS = "embeddings that both the first and the last stage have"
 
 
 class _Begun(NamedTuple):
@@ -82,6 +83,16 @@ class Line:
         """Wait until all has arrived that was sent."""
         _wait_for_all_but(self._gradients, 0)
         _wait_for_all_but(self._results, 0)
+
+    def exchange(self, values: Tensor) -> Tensor:
+        """On the first and the last stage, what the other one has in place of these values."""
+        stages, is_first = self.stages, self.stages.is_first
+        there, here = (stages.forth, stages.back) if is_first else (stages.back, stages.forth)
+        other = stages.forth.ranks[-1 if is_first else 0]
+        sending = there.send(values.contiguous(), other, WORDS)
+        found = here.receive(torch.empty_like(values, memory_format=torch.contiguous_format), other, WORDS)
+        sending.wait()
+        return found
 
     def results(self, micro_batch: MicroBatch, compute: Callable[[MicroBatch], Tensor], count: int) -> Sequence[Tensor]:
         """On an earlier stage, `count` results [R] float32 of the last stage for a micro-batch.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from leaderless.data.batch import Batch
 from leaderless.data.transport import ProcessGroup
-from leaderless.models.routers import Routers
+from leaderless.models.routers import FAMILIES, RoutedPass, Routers
 from leaderless.training.micro_batches import MicroBatch
 
 
@@ -40,10 +41,12 @@ class RoutedEngine(Protocol):
 class RoutedPasses:
     """The experts of a model in the passes of its engine."""
 
-    def __init__(self, model: nn.Module | None, process_group: ProcessGroup, device: torch.device) -> None:
-        """Know the experts of a model; none without it, as in a pipeline, where several passes are under way."""
-        self._routers = None if model is None else Routers.of(model)
-        self._process_group, self._device = process_group, device
+    def __init__(
+        self, routers: Routers | None, process_group: ProcessGroup, device: torch.device, num_alike: int
+    ) -> None:
+        """Know the routers of a model, if it has any; `num_alike` ranks have the same tokens in the same layers."""
+        self._routers, self._process_group, self._device = routers, process_group, device
+        self._num_alike = num_alike
         self._loads: Tensor | None = None
         self._pull: Tensor | None = None
         self._is_counting = False
@@ -68,8 +71,18 @@ class RoutedPasses:
     def end(self) -> None:
         """Count the choices of a pass whose gradient is to be added up."""
         if self._routers is not None and self._routers.now.weights is not None:
-            loads = self._routers.now.loads(self._routers.num_experts)
+            loads = self._routers.now.loads(self._routers.num_layers, self._routers.num_experts)
             self._loads = loads if self._loads is None else self._loads + loads
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """Count a pass that leaves this stage of a pipeline with hidden states.
+
+        Others begin before its backward pass, which may compute layers again: then it is under way again.
+        """
+        self.end()
+        if self._routers is not None and hidden.requires_grad:
+            hidden.register_hook(partial(_resume, self._routers, self._routers.now))  # type: ignore[no-untyped-call]
+        return hidden
 
     def discard(self) -> None:
         """Forget what has been counted."""
@@ -84,7 +97,8 @@ class RoutedPasses:
         if self._routers is None:
             return None
         nothing = torch.zeros(2, self._routers.num_layers, self._routers.num_experts, device=self._device)
-        return self._process_group.sum(nothing if self._loads is None else self._loads, "the loads of experts")
+        loads = self._process_group.sum(nothing if self._loads is None else self._loads, "the loads of experts")
+        return loads / self._num_alike
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -102,7 +116,7 @@ class RoutedPasses:
         if loads is None:
             raise RuntimeError(
                 "algorithm.expert_balance is set, but the model has no experts that are known: it can be of the "
-                "families qwen2_moe, qwen3_moe and mixtral; leave it out"
+                f"families {FAMILIES}; leave it out"
             )
         counts, sums = loads
         num_layers, num_experts = counts.shape
@@ -110,3 +124,9 @@ class RoutedPasses:
         # Probabilities of a token add up to 1, so their sum is the number of tokens.
         num_tokens = sums.sum(1, keepdim=True).round().clamp(min=1)
         self._pull = coefficient * num_experts * shares / num_tokens / num_layers
+
+
+def _resume(routers: Routers, one: RoutedPass, gradient: Tensor) -> Tensor:
+    """Let the pass whose hidden states get a gradient be the one that is under way."""
+    routers.now = one
+    return gradient

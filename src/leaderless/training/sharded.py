@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,27 +15,31 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.config.training import Whole
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import trim_host_memory
 from leaderless.models.context_parallel import ContextParallel
-from leaderless.models.decoder import Decoder, ValueModel
-from leaderless.models.experts import divide_experts
+from leaderless.models.expert_lora import LoraExperts, adapted_experts
 from leaderless.models.lora import adapted_layers, describe_adapters, is_adapter, merged
+from leaderless.models.routers import Routers
+from leaderless.models.value_model import ValueModel
 from leaderless.planner import Layout
-from leaderless.planner.adapters import lora_of
+from leaderless.planner.adapters import EXPERT_WEIGHTS, lora_of
+from leaderless.planner.layout import COPIES
 from leaderless.training.engine import Result, UpdateInfo
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
 from leaderless.training.passes import BoundedPasses
 from leaderless.training.pipeline import Line
 from leaderless.training.routed import RoutedPasses
+from leaderless.training.shardable import Shardable
 from leaderless.weights.blocks import HeldWeights, LocalWeight, Placement, Pool, everything, shard_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import receive_weights
 from leaderless.weights.tensor_parallel import tensor_rows
 
-Model_co = TypeVar("Model_co", bound=Decoder, covariant=True)
+Model_co = TypeVar("Model_co", bound=Shardable, covariant=True)
 
 
 class ShardedModel(BoundedPasses, Generic[Model_co]):
@@ -44,6 +48,10 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     Master weights, gradients and optimizer are float32 and sharded over the ranks of the layout; layers are gathered
     one by one as they compute, in the model's `compute_dtype`. Gradients are summed over ranks and never averaged: the
     denominators are in the loss.
+
+    Attributes:
+        seed: Seed of the run, for the dropout of adapters.
+        dropout: Rate of this dropout, which is for passes with a gradient only.
     """
 
     def __init__(
@@ -62,47 +70,60 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
         A pass has at most `micro_batch_tokens`; `num_updates` are those of the whole run, for the schedule. Weights are
         divided along the axis `dp` of the mesh, which has this axis alone by default, and are the same along others,
-        except that those of a divided model have parts along `tp`. Experts may stay divided while they compute.
+        except that those of a divided model have parts along `tp`, and divided experts a mesh of their own.
         """
         super().__init__(process_group, device, micro_batch_tokens)
         self.peers: ContextParallel | None = None
-        self._config = config.model_copy(update={"lora": lora_of(config, "models")})
+        lora = lora_of(config, "models")
+        self._config = config.model_copy(update={"lora": lora})
+        self.seed, self.dropout = 0, 0.0 if lora is None else lora.dropout
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
-        # Activations are recomputed in training mode only; the modes do not differ otherwise.
-        self.model = model.train(optimizer is not None)
+        self.model, self._module = model, cast("nn.Module", model)  # the same: a protocol cannot be a module as well
+        self._module.eval()
         self.policy_version = 0
         self._optimizer_config, self._num_updates = optimizer, num_updates
-        self.model.requires_grad_(False)
-        for name, parameter in self.named_weights():
+        self._module.requires_grad_(False)
+        for name, parameter in model.trained_weights():
             parameter.requires_grad_(optimizer is not None and not model.is_frozen(name))
         self.units: list[FSDPModule] = []
-        self._divided: set[nn.Parameter] = set()  # weights of experts that are not gathered
+        self._keeps: Whole = "nothing"
         self.is_replica, self._num_shards = False, 1
-        self._tensor, self._mesh = model.tensor_parallel, mesh
+        self._tensor, self._experts, self._mesh = model.tensor_parallel, model.expert_parallel, mesh
         tensor = self._tensor
         num_holders = process_group.size if tensor is None else process_group.size // tensor.peers.size
         self.line: Line | None = None
         if (pipeline := model.pipeline) is not None:
             self.line = Line(pipeline, device, self.compute_dtype)
-        if num_holders > 1 or pipeline is not None or config.compute_dtype != "float32":
+        has_copies = self._experts is not None and bool(self._experts.gathered)
+        if num_holders > 1 or has_copies or pipeline is not None or config.compute_dtype != "float32":
             # Each unit moves to the device as it is sharded, so that no device ever holds the whole model.
             if mesh is None:
                 mesh = DeviceMesh.from_group(process_group.torch_group, device.type, mesh_dim_names=("dp",))
-            if model.divides_experts:
-                self._divided = divide_experts(self.model, process_group, mesh["dp"], device)
-            self._shard(mesh["dp"])
+            self._shard(mesh["dp"], device)
             self._num_shards = mesh["dp"].size()
             others = [axis for axis in mesh.mesh_dim_names or () if axis != "dp"]
             self.is_replica = tensor is None and any(mesh.get_local_rank(axis) for axis in others)
             self.is_plain = False
         model.complete(self._whole, device)
-        self.model.to(device)
-        self.routed = RoutedPasses(self.model if pipeline is None else None, process_group, device)
-        self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
+        self._module.to(device)
+        num_alike = 1 if tensor is None else tensor.peers.size
+        self.routed = RoutedPasses(model.routers or Routers.of(self._module), process_group, device, num_alike)
+        self._optimizer = make_optimizer(self._module.parameters(), optimizer) if optimizer else None
 
     def divide_passes(self, peers: ContextParallel) -> None:
         """Let peers divide the tokens of each pass, so that together they take as many times more."""
         self.peers, self.num_parts = peers, peers.size
+
+    def keep_whole(self, keeps: Whole) -> None:
+        """From now on keep gathered weights, or these and gradients, as long as `TrainingConfig.keep_whole` says."""
+        self._keeps = keeps
+        if self.units and keeps != "nothing":
+            self.units[-1].set_reshard_after_forward(False)  # the root's, and that of all units within
+
+    def begin_pass(self, *, is_last: bool) -> None:
+        """See `BoundedPasses`. Until the last pass, whole gradients are added up on each rank, in float32."""
+        if self.units and self._keeps == "all":
+            self.units[-1].set_requires_gradient_sync(is_last)
 
     @property
     def is_value_model(self) -> bool:
@@ -114,15 +135,27 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         """See `Trainable`."""
         return self.model.vocab_size
 
-    def _shard(self, mesh: DeviceMesh) -> None:
-        """Make each decoder layer, and the rest of the model, a unit that is gathered at once."""
+    def _shard(self, mesh: DeviceMesh, device: torch.device) -> None:
+        """Make each decoder layer, and the rest of the model, a unit that is gathered at once.
+
+        Divided experts belong to no layer's unit. If several ranks have the same ones, they are units of their own.
+        """
         policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         layer_names = set(getattr(self.model.model, "_no_split_modules", None) or ())
-        for module in [m for m in self.model.modules() if type(m).__name__ in layer_names]:
-            self.units.append(fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=self._divided))
+        kept = set[nn.Parameter]() if self._experts is None else self._experts.kept
+        for weight in kept:
+            weight.data = weight.data if weight.is_meta else weight.data.to(device)
+        if (experts := self._experts) is not None and experts.gathered:
+            copies, present = experts.mesh[COPIES], {*self._module.modules()}  # without those of other stages
+            exact = replace(policy, cast_forward_inputs=False)  # weights of choices keep their type
+            for module in [m for m in experts.gathered if m in present]:
+                unit = fully_shard(module, mesh=copies, mp_policy=exact, shard_placement_fn=experts.placement)
+                self.units.append(unit)
+        for module in [m for m in self._module.modules() if type(m).__name__ in layer_names]:
+            self.units.append(fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=kept))
         for module in self.model.float32_modules():
             self.units.append(fully_shard(module, mesh=mesh, mp_policy=replace(policy, param_dtype=torch.float32)))
-        self.units.append(fully_shard(self.model, mesh=mesh, mp_policy=policy, ignored_params=self._divided))
+        self.units.append(fully_shard(self._module, mesh=mesh, mp_policy=policy, ignored_params=kept))
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -145,15 +178,16 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         """A number for each sampled token of a batch, from a function that computes those of a micro-batch."""
         scores = super().scores(batch, score)
         if self.units:
-            # FSDP keeps the root gathered after a forward pass, for a backward pass that does not come here.
-            self.units[-1].reshard()
+            # FSDP keeps the root, or all units, gathered after a forward pass, for a backward pass that does not come.
+            for unit in self.units[-1:] if self._keeps == "nothing" else self.units:
+                unit.reshard()
             self._trim_memory()
         return scores
 
     def discard_gradient(self) -> None:
         """See `Trainable`."""
         assert self._optimizer is not None
-        has_gradient = any(parameter.grad is not None for parameter in self.model.parameters())
+        has_gradient = any(parameter.grad is not None for parameter in self._module.parameters())
         self._optimizer.zero_grad()
         self.routed.discard()
         if has_gradient:
@@ -181,28 +215,47 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self.policy_version += 1
         return UpdateInfo(grad_norm, learning_rate)
 
+    @property
+    def _line(self) -> Line:
+        """The line of stages, where there is one."""
+        assert self.line is not None
+        return self.line
+
     def expert_loads(self) -> Tensor | None:
         """See `RoutedEngine`."""
         return self.routed.loads()
 
     def _clip(self, max_norm: float) -> float:
         """Scale the gradient down to a norm if it is longer; returns its norm before."""
-        if self._tensor is None and self.line is None:
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        if self._tensor is None and self._experts is None and self.line is None:
+            norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), max_norm)
             return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         gradients = [(name, _local(p.grad)) for name, p in self.named_weights() if p.grad is not None]
-        counted: Iterable[Tensor] = (gradient for _, gradient in gradients)
+        words = self.model.shared_words
+        if words is not None and words.grad is not None:
+            shared = _local(words.grad)
+            shared += self._line.exchange(shared)  # the sum is the same on both stages, bit for bit
         if self._tensor is not None:
             self._tensor.sum_gradients(gradients)
-            counted = self._tensor.counted(gradients)
-        squares = [one.square().sum() for one in counted]
-        whole = self._process_group.sum(torch.stack(squares).sum(), "the norm of the gradient").sqrt()
-        for _, gradient in gradients:
-            gradient.mul_((max_norm / (whole + 1e-6)).clamp(max=1.0))
+        own = torch.zeros((), device=self.device)
+        for is_counted in (True, False):
+            squares = [gradient.square().sum() for name, gradient in gradients if self._counts(name) == is_counted]
+            if squares:  # another rank counts the same gradient, but it may be NaN on this one alone
+                own = own + is_counted * torch.stack(squares).sum()
+        whole = self._process_group.sum(own, "the norm of the gradient").sqrt()
+        factor = (max_norm / (whole + 1e-6)).clamp(max=1.0)
+        for weight in self._module.parameters():  # also the words of the last stage, which have no name of their own
+            if weight.grad is not None:
+                _local(weight.grad).mul_(factor)
         return float(whole)
 
+    def _counts(self, name: str) -> bool:
+        """Whether this rank counts the gradient of a weight in the norm; of ranks with the same one, only one does."""
+        is_expert = self._experts is not None and name in self._experts.shapes
+        return self._tensor is None or is_expert or self._tensor.counts(name)
+
     def _trim_memory(self) -> None:
-        """Return what gathered units or gradients have freed on the host, which would lie next to all that follows."""
+        """Return host memory that gathered units or gradients have freed, before anything else is allocated."""
         if self.device.type == "cpu":
             trim_host_memory()
 
@@ -212,6 +265,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         ranks = self._process_group.ranks
         layout = Layout(ranks, self._num_shards, tp=len(ranks) // self._num_shards)
         placement: Placement = shard_rows if self._tensor is None else tensor_rows
+        if self._experts is not None:
+            layout, placement = replace(layout, ep=self._experts.peers.size), tensor_rows
         if self.line is not None:
             layout, placement = self.line.stages.layout, self.line.stages.placement()
         pools = Pool(layout, placement), Pool(layout, everything)
@@ -233,19 +288,36 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
     def merged_weights(self) -> Iterator[LocalWeight]:
         """See `AdaptedEngine`."""
-        layers = {id(layer.weight): layer for _, layer in adapted_layers(self.model)}
-        for name, weight in self.model.model.named_parameters():
-            if is_adapter(name):
+        layers = {id(layer.weight): layer for _, layer in adapted_layers(self._module)}
+        modules = [module for _, module in adapted_experts(self._module)]
+        experts = {id(module.weight(name)): (module, name) for module in modules for name in EXPERT_WEIGHTS}
+        here = {name: one for name, one in self.model.model.named_parameters() if not is_adapter(name)}
+        elsewhere = {} if self.line is None else self.line.stages.base_shapes
+        for name in elsewhere or here:
+            if (weight := here.get(name)) is None:
+                yield LocalWeight.nothing(name, tuple(elsewhere[name]), self.device)
                 continue
             own = LocalWeight.of(name, self._whole(name, weight))
             if (layer := layers.get(id(weight))) is not None:
                 matrix_a, rows_b = _gathered(layer.lora_A), LocalWeight.of("", layer.lora_B).local
                 own = replace(own, local=merged(layer, own.local, matrix_a, rows_b))
+            if (adapted := experts.get(id(weight))) is not None:
+                own = replace(own, local=self._merged_experts(own, *adapted))
             yield own
 
+    def _merged_experts(self, own: LocalWeight, module: LoraExperts, name: str) -> Tensor:
+        """What this rank holds of a weight of experts, with their adapters; it may have those of some experts alone."""
+        a, b = map(_gathered, module.matrices(name))
+        first = 0 if self._experts is None else len(a) * self._experts.peers.ranks.index(self._experts.peers.rank)
+        return module.merged(own.local, (own.block.offsets[0] - first, own.block.offsets[1]), (a, b))
+
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every weight that training changes by its name in `transformers`, as this rank holds it."""
-        yield from self.model.trained_weights()
+        """Every weight that training changes by its name in `transformers`, as this rank holds it.
+
+        If the head is the embedding, both belong to the first stage.
+        """
+        again = None if self.line is None or self.line.stages.is_first else self.model.shared_words
+        yield from ((name, weight) for name, weight in self.model.trained_weights() if weight is not again)
 
     def weight_shapes(self) -> Mapping[str, torch.Size]:
         """See `Trainable`."""
@@ -255,6 +327,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
     def _whole(self, name: str, value: Tensor) -> Tensor:
         """A weight, or what the optimizer keeps of it, as a part of the whole."""
+        if self._experts is not None and name in self._experts.shapes:
+            return self._experts.whole(name, _local(value.detach()))
         if self._tensor is None:
             return value
         assert self._mesh is not None
@@ -278,18 +352,32 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             state[f"weights.{name}"] = self._whole(name, parameter.detach())
             if self._optimizer is None or not parameter.requires_grad:
                 continue
-            moments = self._optimizer.state[parameter]
-            if not moments:
-                moments["step"] = torch.zeros((), device=self.device)
-                moments["exp_avg"] = torch.zeros_like(parameter)
-                moments["exp_avg_sq"] = torch.zeros_like(parameter)
+            moments = self._moments(parameter)
             state[f"optimizer.exp_avg.{name}"] = self._whole(name, moments["exp_avg"])
             state[f"optimizer.exp_avg_sq.{name}"] = self._whole(name, moments["exp_avg_sq"])
         return state
 
+    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What the optimizer keeps of a weight; made now if the weight has not been updated yet."""
+        assert self._optimizer is not None
+        moments: dict[str, Tensor] = self._optimizer.state[parameter]
+        if not moments:
+            moments["step"] = torch.zeros((), device=self.device)
+            moments["exp_avg"] = torch.zeros_like(parameter)
+            moments["exp_avg_sq"] = torch.zeros_like(parameter)
+        return moments
+
     def state_loaded(self, policy_version: int) -> None:
-        """See `Trainable`."""
+        """See `Trainable`. All ranks call it together."""
         self.policy_version = policy_version
+        if (words := self.model.shared_words) is not None:
+            tensors = [words.detach()]
+            if self._optimizer is not None and words.requires_grad:
+                tensors += [self._moments(words)[name] for name in ("exp_avg", "exp_avg_sq")]
+            for own in map(_local, tensors):
+                found = self._line.exchange(own)
+                if not self._line.stages.is_first:
+                    own.copy_(found)
         if self._optimizer is not None:
             for moments in self._optimizer.state.values():
                 moments["step"].fill_(float(policy_version))

@@ -7,6 +7,7 @@ import hmac
 import json
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from hashlib import blake2b
 from urllib.parse import urlencode
 
 from starlette.applications import Starlette
@@ -21,7 +22,6 @@ from leaderless.ui.desk import MAX_RUNS, Desk, Reader, UnknownRunError
 
 TICK_S = 1.0
 """Time between two looks for what is new on a page."""
-COOKIE = "leaderless-token"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -43,6 +43,7 @@ class Pages:
     def __init__(self, desk: Desk, token: str | None) -> None:
         """See `make_app`."""
         self._desk, self._token = desk, token
+        self._cookie = cookie_name(token or "")
         self._scripts = {name: plotly() if name == "plotly.js" else asset(name) for name in SCRIPTS}
 
     async def index(self, request: Request) -> Response:  # noqa: ARG002 - as all have it
@@ -150,12 +151,20 @@ class Pages:
         if given is not None and _same(given, self._token):
             left = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
             response = RedirectResponse(f"{request.url.path}?{urlencode(left)}" if left else request.url.path)
-            response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+            response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return response
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if _same(request.cookies.get(COOKIE, ""), self._token) or _same(bearer, self._token):
+        if _same(request.cookies.get(self._cookie, ""), self._token) or _same(bearer, self._token):
             return None
         return _error(401, "the token is missing or wrong: open the address that `leaderless ui` has printed")
+
+
+def cookie_name(token: str) -> str:
+    """Name of the cookie that holds a token.
+
+    Browsers share cookies between the ports of a host, so two pages there need two names.
+    """
+    return f"leaderless-{blake2b(token.encode(), digest_size=6).hexdigest()}"
 
 
 def make_app(desk: Desk, token: str | None) -> Starlette:

@@ -1,7 +1,8 @@
-"""How tensor parallelism divides weights, from their names alone, so that every rank knows what each other one has.
+"""How tensor and expert parallelism divide weights, from names alone, so that every rank knows what each other one has.
 
 Of a linear layer that widens, each rank has some of the outputs; of one that narrows, the inputs that these are. Words
-are divided where they can be. What is left is small, and every rank has it.
+are divided where they can be. Of experts, each rank has some, or a part of these. What is left is small, and every rank
+has it.
 """
 
 from __future__ import annotations
@@ -36,45 +37,69 @@ def divided_dim(name: str, shape: Shape, tp: int) -> int | None:
     return dim if dim is not None and dim < len(shape) and shape[dim] % tp == 0 else None
 
 
+def is_of_experts(name: str, shape: Shape) -> bool:
+    """Whether a weight, or what the optimizer keeps of it, is that of all experts of a layer, one row for each."""
+    return len(shape) == 3 and ("", *name.split("."))[-2] == "experts"
+
+
+def copies_dim(shape: Shape, ep: int, num_copies: int) -> int:
+    """The dimension along which ranks with the same experts divide a weight of theirs, [experts, ...].
+
+    They take some experts each. If there are not as many for each, they take a part of every expert, where they can.
+    """
+    is_even = shape[0] // ep % num_copies == 0
+    return 0 if is_even or shape[1] % num_copies else 1
+
+
 def tensor_rows(name: str, shape: Shape, layout: Layout) -> Division:
-    """Give each of the ranks along `tp` its part of a weight, and divide the rows of a part over ranks along others."""
+    """Give each of the ranks along `tp` its part of a weight, and divide the rows of a part over ranks along others.
+
+    Experts are divided along `ep`, and those of a rank over the ranks with the same ones.
+    """
+    if layout.ep > 1 and is_of_experts(name, shape):
+        count = len(layout.ranks)
+        along = copies_dim(shape, layout.ep, count // layout.ep)
+        return _PartDivision(shape, count, parts=layout.ep, along=along)
     dim = divided_dim(name, shape, layout.tp)
     if dim is None or layout.tp == 1:
         return Division(shape, len(layout.ranks), layout.tp)
-    return _PartDivision(shape, len(layout.ranks), dim=dim, tp=layout.tp)
+    return _PartDivision(shape, len(layout.ranks), dim=dim, parts=layout.tp)
 
 
 @dataclass(frozen=True)
 class _PartDivision(Division):
-    """Equal parts along one dimension, each divided by rows; neighbors have parts, so that each has a block alone."""
+    """Equal parts along a dimension, each divided along one; neighbors have parts, so that each has a block alone."""
 
-    tp: int = 1
+    parts: int = 1
+    along: int = 0
 
     @property
     def _part(self) -> Shape:
         """Shape of a part."""
-        return tuple(size // self.tp if dim == self.dim else size for dim, size in enumerate(self.shape))
+        return tuple(size // self.parts if dim == self.dim else size for dim, size in enumerate(self.shape))
 
     @property
-    def _rows(self) -> int:
-        """Rows of the first block of a part."""
-        return -(-self._part[0] // (self.num_ranks // self.tp))
+    def _length(self) -> int:
+        """Size of the first block of a part, in the dimension along which it is divided."""
+        return -(-self._part[self.along] // (self.num_ranks // self.parts))
 
     def block(self, number: int) -> Block:
-        index, part = divmod(number, self.tp)
-        first = min(index * self._rows, self._part[0])
-        offsets = [part * size if dim == self.dim else 0 for dim, size in enumerate(self._part)]
-        offsets[0] += first
-        return Block(tuple(offsets), (min(self._rows, self._part[0] - first), *self._part[1:]))
+        index, part = divmod(number, self.parts)
+        offsets, sizes = [0] * len(self.shape), [*self._part]
+        first = min(index * self._length, sizes[self.along])
+        offsets[self.dim] = part * sizes[self.dim]
+        offsets[self.along] += first
+        sizes[self.along] = min(self._length, sizes[self.along] - first)
+        return Block(tuple(offsets), tuple(sizes))
 
     def touching(self, block: Block) -> list[int]:
         return sorted(self._touching(block)) if block.numel else []
 
     def _touching(self, block: Block) -> Iterator[int]:
-        size = self._part[self.dim]
+        size, along, length = self._part[self.dim], self.along, self._length
         first, last = block.offsets[self.dim], block.offsets[self.dim] + block.sizes[self.dim] - 1
         for part in range(first // size, last // size + 1):
-            begin = part * size if self.dim == 0 else 0
-            top, bottom = block.offsets[0] - begin, block.offsets[0] + block.sizes[0] - 1 - begin
-            rows = range(max(top, 0) // self._rows, min(bottom, self._part[0] - 1) // self._rows + 1)
-            yield from (index * self.tp + part for index in rows)
+            begin = part * size if self.dim == along else 0
+            top, bottom = block.offsets[along] - begin, block.offsets[along] + block.sizes[along] - 1 - begin
+            indices = range(max(top, 0) // length, min(bottom, self._part[along] - 1) // length + 1)
+            yield from (index * self.parts + part for index in indices)

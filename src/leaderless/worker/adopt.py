@@ -59,11 +59,10 @@ def adopt(plan: Plan, parts: Parts, progress: Progress, chain: Chain, tracer: Tr
     parts.roles.adopt(plan)
     trim_host_memory()
     parts.roles.sync_all()
-    evaluator = None
+    evaluator, judging = None, parts.judging.under(plan)
     if parts.held_out is not None:
-        held_out, tokenizer, grade = parts.held_out, parts.tokenizer, parts.grade
-        evaluator = make_evaluator(parts.recipe, plan, parts.transport, parts.roles, held_out, tokenizer, grade)
-    parts = replace(parts, plan=plan, evaluator=evaluator)
+        evaluator = make_evaluator(parts.recipe, plan, parts.held_out, parts.tokenizer, judging)
+    parts = replace(parts, plan=plan, evaluator=evaluator, judging=judging)
     is_asked_to_stop, num_roll_backs = chain.channels.is_asked_to_stop, chain.num_roll_backs
     chain = Chain(parts, progress, tracer)
     chain.num_roll_backs, chain.channels.is_asked_to_stop = num_roll_backs, is_asked_to_stop

@@ -17,7 +17,20 @@ from leaderless.observability.clock import State
 from leaderless.observability.console import FAILED
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.trace import Tracer
-from leaderless.planner import Action, Load, Plan, Pull, Push, Repeat, Reshard, RunNode, SyncWeights, Windowed, flat
+from leaderless.planner import (
+    Action,
+    Load,
+    Plan,
+    PlannedNode,
+    Pull,
+    Push,
+    Repeat,
+    Reshard,
+    RunNode,
+    SyncWeights,
+    Windowed,
+    flat,
+)
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import ModelRole, StageContext
@@ -31,7 +44,7 @@ from leaderless.worker.parts import Parts, Progress
 from leaderless.worker.seconds import SecondsReport, state_of
 from leaderless.worker.sizes import sizes_of
 from leaderless.workflow.metrics import tagged
-from leaderless.workflow.stage import RoleUse
+from leaderless.workflow.stage import AnyUse
 
 StageFunction = Callable[[Batch, StageContext], Batch]
 WAITING = "waiting"
@@ -48,7 +61,7 @@ class Chain:
         loaders: Dataloader of each entry that loads.
         metrics: Metrics of the step.
         spent: Seconds of this rank in each entry of the last step.
-        generation: What generates continuously, where the loop does that and has begun.
+        generation: Continuous generation; only where the loop generates continuously and has begun.
         events: Events that guards have reported in the step.
         num_roll_backs: Number of roll-backs so far.
     """
@@ -237,7 +250,7 @@ class Chain:
             tokenizer=parts.tokenizer,
             model=models.get(main) if main else None,
             models=models,
-            grade=self._grade,
+            grade=partial(self._grade, node),
             state=self._progress.nodes[name],
             # Each event is reported once, by one of the ranks that know it.
             events=self.events if self._rank == node.layout.ranks[0] else [],
@@ -250,10 +263,10 @@ class Chain:
             doing=parts.progress,
         )
 
-    def _grade(self, inputs: Sequence[RewardInput], sources: Sequence[str | None]) -> list[Graded]:
+    def _grade(self, node: PlannedNode, inputs: Sequence[RewardInput], sources: Sequence[str | None]) -> list[Graded]:
         ahead = None if self.generation is None else self.generation.grading
         with self._parts.clock.doing("grade"):
-            return (ahead.grade if ahead is not None else self._parts.grade)(inputs, sources)
+            return (ahead.grade if ahead is not None else self._parts.judging.grader(node))(inputs, sources)
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[dict[str, object]]:
@@ -274,7 +287,7 @@ class Chain:
             raise
 
 
-def _limited(model: ModelRole | ValueEngine, use: RoleUse, what: str) -> ModelRole | ValueEngine:
+def _limited(model: ModelRole | ValueEngine, use: AnyUse, what: str) -> ModelRole | ValueEngine:
     return model.limited_to(use, what) if isinstance(model, ModelRole) else limited(model, use, what)
 
 

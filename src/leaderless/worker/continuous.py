@@ -288,7 +288,7 @@ class ContinuousLoop:
         if node is None:
             return None
         asked_of = partial(inputs_of_group, recipe=node.settings_of(recipe), tokenizer=parts.tokenizer)
-        grading = GradedAhead(parts.grade, asked_of, parts.clock)
+        grading = GradedAhead(parts.judging.grader(node), asked_of, parts.clock)
         stack.callback(grading.close)
         return grading
 

@@ -14,7 +14,7 @@ from leaderless.data.batch import Batch, make_sample_ids
 from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.errors import memory_explained
-from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.data.transport import ProcessGroup
 from leaderless.environments.episode import Episode
 from leaderless.environments.journal import text_of
 from leaderless.observability.clock import Clock
@@ -34,8 +34,8 @@ from leaderless.stages.played import Play
 from leaderless.stages.record import TokenRecorder, describe_sample, thumbnails
 from leaderless.stages.reward import grade_of, group_of, last_said, reward_inputs, transcripts, with_environment
 from leaderless.stages.rollout import TOO_MUCH
+from leaderless.worker.judging import JudgeHelper, Judging
 from leaderless.worker.preference_evaluation import PreferenceEvaluator
-from leaderless.worker.roles import Roles
 from leaderless.worker.scores import Scores
 
 Record = Callable[[Sequence[Mapping[str, Json]]], None]
@@ -240,7 +240,7 @@ class _Answer:
         log_probs: Log-probabilities of these.
         is_truncated: Whether it was cut at a limit.
         reward: Reward of the environment.
-        failure: Why the episode has failed; None if it has not.
+        failure: Reason why the episode has failed; None if it has not.
         actor: Place of the agent that ended it among those of the environment.
     """
 
@@ -270,22 +270,26 @@ def _answer_of(sample_id: int, episode: Episode) -> _Answer:
 
 
 def make_evaluator(
-    recipe: Recipe,
-    plan: Plan,
-    transport: Transport,
-    roles: Roles,
-    held_out: Dataset,
-    tokenizer: Tokenizer,
-    grade: Grader,
-) -> Evaluator | PreferenceEvaluator | None:
-    """Make the evaluator of this rank; None if it does not hold the model that answers under the plan."""
-    instance = answering(plan.instances, recipe.evaluation.role)
+    recipe: Recipe, plan: Plan, held_out: Dataset, tokenizer: Tokenizer, judging: Judging
+) -> Evaluator | PreferenceEvaluator | JudgeHelper | None:
+    """Make the evaluator of this rank; None if it takes no part in evaluations under the plan.
+
+    Args:
+        recipe: The recipe.
+        plan: The plan.
+        held_out: Held-out rows.
+        tokenizer: Tokenizer of the policy.
+        judging: Models of this rank, and what grades responses.
+    """
+    instance, transport, roles = answering(plan.instances, recipe.evaluation.role), judging.transport, judging.roles
+    is_compared = held_out.encoder.config.preferences is not None
     if transport.rank not in instance.layout:
-        return None
+        return None if is_compared else judging.helper(instance)
     model, layout = roles.of(instance.role, instance.layout), instance.serving_layout
     process_group = transport.process_group(layout.ranks)
-    if held_out.encoder.config.preferences is not None:
+    if is_compared:
         own, ranks = recipe.as_seen_by(instance.role), instance.layout.ranks
         return PreferenceEvaluator(own, held_out, model, instance.layout, transport.process_group(ranks))
     assert isinstance(model, ModelRole), "checked by the planner"
+    grade = judging.grader_of_evaluation(instance)
     return Evaluator(recipe.as_seen_by(instance.role), held_out, model, layout, process_group, tokenizer, grade)

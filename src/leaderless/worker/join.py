@@ -17,6 +17,7 @@ from leaderless.data.databuffer import WINDOWS
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.device import DeviceSetup, setup_device
 from leaderless.planner import Plan, Reshard, flat, format_ranks
+from leaderless.planner.judges import asking_ranks
 from leaderless.worker import channels
 from leaderless.worker.agreement import metric_pools
 from leaderless.worker.place import Place
@@ -77,6 +78,8 @@ def add_process_groups(plan: Plan, transport: Transport) -> None:
         transport.add_process_group(plan.ranks_of(action))
     for instance in plan.instances:
         transport.add_process_group(instance.layout.ranks)
+    for ranks in asking_ranks(plan.instances):
+        transport.add_process_group(ranks)
     for loop in plan.loops:
         for ranks in (loop.ranks, *metric_pools(plan, loop)):
             transport.add_process_group(ranks)
@@ -109,25 +112,37 @@ def check_shared(folder: Path, world: ProcessGroup) -> None:
     """Make sure that all workers see the same folder, which is made if it is not there. All ranks call it together.
 
     Raises:
-        RuntimeError: Some rank has another folder of that name.
+        RuntimeError: Rank 0 cannot write to the folder, or some rank has another folder of that name.
     """
     what = "whether all workers see the run's folder"
-    is_first = world.rank == 0
-    name = world.broadcast_text(f".met-{uuid4().hex}" if is_first else "", 0, what)
-    token = folder / name
-    if is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-        token.touch()
-    world.sum(torch.zeros(1), what)
+    name, problem = _mark(folder) if world.rank == 0 else ("", "")
+    problem = world.broadcast_text(problem, 0, what)
+    if problem:
+        raise RuntimeError(
+            f"rank 0 cannot write to the run's folder {folder} ({problem}): "
+            "give run.directory as a folder that this user may write to"
+        )
+    token = folder / world.broadcast_text(name, 0, what)
     is_seen = _appears(token)
     blind = torch.cat(world.gather(torch.tensor([int(not is_seen)]), what)).nonzero().squeeze(1).tolist()
-    if is_first:
+    if world.rank == 0:
         token.unlink(missing_ok=True)
     if blind:
         raise RuntimeError(
             f"ranks {format_ranks(tuple(blind))} do not see the folder {folder} of rank 0: "
             "give run.directory as an absolute path on storage that all machines share"
         )
+
+
+def _mark(folder: Path) -> tuple[str, str]:
+    """Make a folder with a new file in it; returns the name of the file and the error, one of which is empty."""
+    name = f".met-{uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    except OSError as error:
+        return "", str(error)
+    return name, ""
 
 
 def _appears(path: Path) -> bool:

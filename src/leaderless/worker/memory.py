@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import torch
 from rich.markup import escape
 
 from leaderless.config import Recipe, RecipeError
+from leaderless.config.training import Whole
 from leaderless.data.transport import ProcessGroup
+from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Plan, format_bytes
 from leaderless.planner.fit import fit_plan
 from leaderless.planner.memory import estimate_memory
+from leaderless.supervision.limits import read_whole, write_whole
 from leaderless.worker.place import Place
 
 
@@ -26,15 +30,33 @@ class MemoryBounds:
         num_bytes: Bytes that each rank had before it held anything.
         is_cpu: Whether these are of the host.
         pass_tokens: Most tokens of one pass to begin with.
+        keeps: Meaning of `training.keep_whole: auto`.
     """
 
     num_bytes: int
     is_cpu: bool
     pass_tokens: int
+    keeps: Whole = "nothing"
 
     def fits(self, recipe: Recipe, plan: Plan) -> bool:
         """Whether a plan may run, by its estimate."""
         return not fit_plan(recipe, plan, self.num_bytes, is_cpu=self.is_cpu).is_hopeless
+
+    def as_begun(self, directory: RunDirectory, world: ProcessGroup) -> MemoryBounds:
+        """Return these, with `keeps` of the first start on as many ranks, whatever memory there is now.
+
+        Gradients that are added up in another order would not be those of the run that began. All ranks call it.
+        """
+        if self.is_cpu:
+            return self
+        kinds, is_first = get_args(Whole), world.rank == 0
+        earlier = read_whole(directory, world.size) if is_first else None
+        found = world.max(torch.tensor([kinds.index(earlier) if earlier else -1]), "what is kept whole")
+        if int(found) >= 0:
+            return replace(self, keeps=kinds[int(found)])
+        if is_first:
+            write_whole(directory, world.size, self.keeps)
+        return self
 
 
 def check_memory(
@@ -63,7 +85,7 @@ def check_memory(
     if on_host > least[1]:
         needed, there = format_bytes(on_host), format_bytes(least[1])
         say(f"[bold red]memory of the host may run out[/]: a rank needs {needed} of it, and there are {there}")
-    return MemoryBounds(least[0], device.type == "cpu", fit.pass_tokens)
+    return MemoryBounds(least[0], device.type == "cpu", fit.pass_tokens, fit.keeps)
 
 
 def bytes_of_helper(recipe: Recipe, plan: Plan, rank: int) -> int:

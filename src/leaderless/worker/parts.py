@@ -17,10 +17,10 @@ from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Action, Plan, flat
-from leaderless.stages.context import Grader
 from leaderless.supervision.failure import note_place
 from leaderless.worker.ahead import Owed
 from leaderless.worker.evaluation import Evaluator
+from leaderless.worker.judging import JudgeHelper, Judging
 from leaderless.worker.memory import MemoryBounds
 from leaderless.worker.preference_evaluation import PreferenceEvaluator
 from leaderless.worker.roles import Roles
@@ -32,17 +32,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that one rank needs to train; only ranks with the model that answers held-out prompts evaluate."""
+    """Everything that one rank needs to train.
+
+    Only ranks with the model that answers held-out prompts evaluate, and those whose judges they ask.
+    """
 
     recipe: Recipe
     plan: Plan
     transport: Transport
     roles: Roles
     sets: Sequence[TrainingSet]
-    evaluator: Evaluator | PreferenceEvaluator | None
+    evaluator: Evaluator | PreferenceEvaluator | JudgeHelper | None
     held_out: Dataset | None
     tokenizer: Tokenizer
-    grade: Grader
+    judging: Judging
     directory: RunDirectory
     episodes: EpisodeJournal
     display: Display

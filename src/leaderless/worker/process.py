@@ -15,6 +15,7 @@ from rich.markup import escape
 from leaderless.checkpoint.reader import find_damage, load_checkpoint
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import ModelConfig
+from leaderless.config.training import Whole
 from leaderless.data.activity import Activity
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import open_training_set
@@ -34,19 +35,21 @@ from leaderless.observability.run_directory import RunDirectory, list_checkpoint
 from leaderless.planner import Plan, RoleInstance, answering
 from leaderless.rewards.judges.judge import AnswerFile
 from leaderless.rewards.pool import RewardPool
-from leaderless.stages.context import Grader
 from leaderless.stages.play import writer_of
+from leaderless.worker.accelerator import check_accelerator
 from leaderless.worker.description import write_description
 from leaderless.worker.doors import say_doors, take_door
 from leaderless.worker.evaluation import Evaluator, make_evaluator
 from leaderless.worker.in_force import plan_in_force
 from leaderless.worker.join import add_process_groups, check_shared, join_workers
+from leaderless.worker.judging import JudgeHelper, Judging
 from leaderless.worker.memory import check_memory
 from leaderless.worker.parts import Parts
 from leaderless.worker.place import Place
 from leaderless.worker.preference_evaluation import PreferenceEvaluator
 from leaderless.worker.reference import all_datasets, make_scorer
 from leaderless.worker.roles import Roles
+from leaderless.worker.sight import check_readers
 from leaderless.worker.turns import Turns, open_turns
 from leaderless.worker.worker import Worker
 
@@ -62,7 +65,7 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
     """Join the others and build this worker's part of a run; yields the worker, ready for its first step."""
     directory, door = RunDirectory.of(recipe), take_door(recipe, plan, place.rank)
     with ExitStack() as stack:
-        grade, transport, turns = _join(recipe, plan, place, display, stack)
+        rewards, transport, turns = _join(recipe, plan, place, display, stack)
         check_shared(directory.path, transport.world)
         newest = next(reversed(list_checkpoints(directory.checkpoints)), None)
         plan = plan_in_force(newest, recipe, plan, transport.world)
@@ -70,9 +73,10 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         if place.rank == 0:
             write_description(directory, recipe, plan, display.say)
         memory = check_memory(recipe, plan, place, turns.device, transport.world, display.say)
+        memory = memory.as_begun(directory, transport.world)
         builder = _Builder(recipe, plan, transport, turns, display, directory.logs)
         scored = builder.scored_sets(directory.data)  # before the models are loaded that are trained
-        builder.load_roles()
+        builder.load_roles(memory.keeps)
         stack.callback(builder.roles.close)
         if plan.batch.adapts_to_memory:
             builder.roles.adapt_to_memory(directory, memory.pass_tokens)
@@ -84,16 +88,17 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         episodes = EpisodeJournal(directory, place.rank, recipe.run.kept_episodes)
         stack.callback(episodes.close)
         sets, held_out = scored or builder.open_sets(directory.data)
+        judging = Judging(recipe, plan, transport, builder.roles, rewards)
         parts = Parts(
             recipe=recipe,
             plan=plan,
             transport=transport,
             roles=builder.roles,
             sets=sets,
-            evaluator=builder.evaluator(held_out, grade) if held_out is not None else None,
+            evaluator=builder.evaluator(held_out, judging) if held_out is not None else None,
             held_out=held_out,
             tokenizer=builder.tokenizer,
-            grade=grade,
+            judging=judging,
             directory=directory,
             episodes=episodes,
             display=display,
@@ -115,7 +120,7 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
         The scores, on every rank.
     """
     with ExitStack() as stack:
-        grade, transport, turns = _join(recipe, plan, place, display, stack)
+        rewards, transport, turns = _join(recipe, plan, place, display, stack)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leaderless-eval-")))
         builder = _Builder(recipe, plan, transport, turns, display, logs, checkpoint)
         builder.load_roles()
@@ -126,7 +131,8 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
                 raise RecipeError.at("", f"checkpoint {checkpoint} is damaged: {damage}; take another one")
             role, ranks = builder.instance.role, builder.instance.layout.ranks
             load_checkpoint(checkpoint, {role: builder.roles.engines[role, ranks]})
-        evaluator = builder.evaluator(builder.held_out(), grade)
+        judging = Judging(recipe, plan, transport, builder.roles, rewards)
+        evaluator = builder.evaluator(builder.held_out(), judging)
         assert evaluator is not None, "every rank answers"
         display.start(1, 0)
         try:
@@ -137,14 +143,15 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
 
 def _join(
     recipe: Recipe, plan: Plan, place: Place, display: Display, stack: ExitStack
-) -> tuple[Grader, Transport, Turns]:
+) -> tuple[RewardPool, Transport, Turns]:
     """Start the processes that compute rewards for this worker, then meet the other workers."""
     activity, run = Activity(), RunDirectory.of(recipe)
     run.say = partial(_print_own, display)
     answers = AnswerFile(run.answers / f"rank-{place.rank}.jsonl", run.may_fail)
     rewards = stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat, answers))
     transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
-    return rewards.grade, transport, stack.enter_context(open_turns(plan, run.path, device, transport.world))
+    check_accelerator(recipe, plan, place, device, partial(_print_own, display))
+    return rewards, transport, stack.enter_context(open_turns(plan, run.path, device, transport.world))
 
 
 class _Builder:
@@ -172,10 +179,11 @@ class _Builder:
             display.say(f"[yellow]{escape(warning)}[/]")
         self._turns, self._logs = turns, logs
 
-    def load_roles(self) -> None:
-        """Load the models of this rank, as `roles`."""
-        report = partial(_print_own, self.display)
-        self.roles = Roles(self.recipe, self.plan, self.transport, self._turns, self.tokenizer, self._logs, report)
+    def load_roles(self, keeps: Whole = "nothing") -> None:
+        """Load the models of this rank, as `roles`; `keeps` is what `training.keep_whole: auto` stands for."""
+        check_readers(self.recipe, self.plan)
+        parts = self.recipe, self.plan, self.transport, self._turns, self.tokenizer, self._logs
+        self.roles = Roles(*parts, partial(_print_own, self.display), keeps)
 
     def open_sets(self, folder: Path) -> tuple[list[TrainingSet], Dataset | None]:
         """The datasets to train on, and the held-out rows if the run evaluates. All ranks call it together."""
@@ -231,9 +239,9 @@ class _Builder:
         assert config is not None
         return partial(open_reader, config, role, self.tokenizer)
 
-    def evaluator(self, held_out: Dataset, grade: Grader) -> Evaluator | PreferenceEvaluator | None:
-        """The evaluator of this rank, if it holds the model that answers."""
-        return make_evaluator(self.recipe, self.plan, self.transport, self.roles, held_out, self.tokenizer, grade)
+    def evaluator(self, held_out: Dataset, judging: Judging) -> Evaluator | PreferenceEvaluator | JudgeHelper | None:
+        """The evaluator of this rank, if it takes part in evaluations."""
+        return make_evaluator(self.recipe, self.plan, held_out, self.tokenizer, judging)
 
     def _say_source(self, verb: str, path: str, *, on_hub: bool) -> None:
         self.display.say(f"{verb} [bold]{escape(path)}[/]{' from the hub' if on_hub else ''}")

@@ -14,22 +14,26 @@ import torch
 from torch import Tensor
 
 from leaderless.config import Recipe, RecipeError
+from leaderless.config.training import Whole
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.environments.tools.use import close_tools
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.decoder import reserved_tokens
+from leaderless.models.tokenizer import load_chat_tokenizer
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering, trained_instance
-from leaderless.planner.adapters import base_of, donor_of
+from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering, trained_instance, trains_reward_model
+from leaderless.planner.adapters import base_of, companions_of, donor_of, optimizer_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_for, engine_of
+from leaderless.planner.judges import as_judged
 from leaderless.planner.sight import players_of
 from leaderless.rollout.bodies import body_shapes, make_body_rollout
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.probe import probe_of
+from leaderless.rollout.seats import Hosts
 from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, shapes_of
 from leaderless.rollout.shared import SharedEngine
 from leaderless.rollout.worlds import spaces_of
@@ -63,6 +67,7 @@ class Roles:
     Attributes:
         engines: Instances, by role and ranks.
         seconds: Seconds in which they were made at the start.
+        tokenizers: Tokenizers of judges, by role.
     """
 
     def __init__(
@@ -74,17 +79,19 @@ class Roles:
         tokenizer: Tokenizer,
         logs: Path,
         report: Callable[[str], None],
+        keeps: Whole = "nothing",
     ) -> None:
-        """Load and shard the models on this rank's device; engines print into `logs`."""
+        """Load and shard models on this rank's device, which keeps `keeps` whole; engines print into `logs`."""
         self._device, self._turns, self._logs, self._report = turns.device, turns, logs, report
         self._recipe, self._plan, self._transport, self._tokenizer = recipe, plan, transport, tokenizer
         self.engines: dict[InstanceKey, Trainable] = {}
         self._models: dict[InstanceKey, ModelRole | ValueEngine] = {}
-        self._routes: dict[SyncWeights, Route] = {}
+        self._routes, self._hosts = dict[SyncWeights, Route](), Hosts()
+        self.tokenizers: dict[str, Tokenizer] = {}
         self._native = WeakValueDictionary[InstanceKey, CausalLM]()  # models of engines, as long as these exist
         self._bounded_by: tuple[RunDirectory, int] | None = None
         self._check_players()
-        begin = time.monotonic()
+        begin, self._keeps = time.monotonic(), keeps
         for instance in sorted(plan.instances, key=lambda one: not one.is_trained):  # others may share their models
             if transport.rank in instance.layout:
                 self._add(instance)
@@ -94,7 +101,7 @@ class Roles:
     def _generating(self) -> list[RoleInstance]:
         """The instances with engines: those that generate, and the one that answers held-out prompts."""
         instances = self._plan.instances
-        return [*(one for one in instances if one.generates), answering(instances, self._recipe.evaluation.role)]
+        return [*(one for one in instances if one.has_engine), answering(instances, self._recipe.evaluation.role)]
 
     def _check_players(self) -> None:
         """Find what is wrong with the tools and the models that play before any model is loaded."""
@@ -121,9 +128,11 @@ class Roles:
     def _add(self, instance: RoleInstance, trainer: Trainable | None = None) -> None:
         """Make an instance, with a trainer that is there already or with a new one."""
         role, ranks = instance.role, instance.layout.ranks
-        recipe = self._recipe.as_seen_by(role)
+        recipe = as_judged(self._recipe, role) if instance.is_judge else self._recipe.as_seen_by(role)
         config = recipe.model_of(role)
         assert config is not None
+        if instance.is_judge:
+            self.tokenizers[role] = load_chat_tokenizer(config, role)
         if instance.is_engine_only:
             self._models[role, ranks] = ModelRole(None, self._fed(instance, recipe))
             return
@@ -139,13 +148,15 @@ class Roles:
             process_group=self._transport.process_group(ranks),
             axis_groups=self._transport.axis_groups(instance.layout),
             device=self._device,
-            optimizer=recipe.optimizer if instance.is_trained else None,
+            optimizer=optimizer_of(recipe, config) if instance.is_trained else None,
             num_updates=instance.num_updates,
             micro_batch_tokens=self._plan.batch.micro_batch_tokens,
             donor=self._donor(instance),
             apart=_apart(recipe, self._logs),
             body=self._body(recipe),
             is_reward_model=trains_reward_model(self._plan, role),
+            seed=recipe.seed,
+            keeps=self._keeps if recipe.training.keep_whole == "auto" else recipe.training.keep_whole,
         )
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
@@ -153,7 +164,7 @@ class Roles:
             self.engines[role, ranks] = self._models[role, ranks] = critic
             return
         engine = cast("TrainEngine | None", trainer) or make_train_engine(recipe.training.backend, setup)
-        check_vocabulary(engine, self._tokenizer, role)
+        check_vocabulary(engine, self.tokenizers.get(role, self._tokenizer), role)
         serving = self._colocated(instance, recipe, engine) if instance in self._generating else None
         self.engines[role, ranks], self._models[role, ranks] = engine, ModelRole(engine, serving)
 
@@ -174,7 +185,8 @@ class Roles:
         """An engine that generates; a native one may use the weights of another."""
         key, donor = (instance.role, instance.layout.ranks), donor_of(self._recipe, self._plan.instances, instance)
         model = None if donor is None else self._native.get((donor.role, donor.layout.ranks))
-        engine = make_engine(instance.engine, replace(setup, donor=model))
+        host = self._hosts.of(companions_of(self._recipe, self._plan.instances, instance), self._recipe)
+        engine = make_engine(instance.engine, replace(setup, donor=model, host=host))
         if isinstance(engine, NativeEngine):
             self._native[key] = engine.model
         return engine
@@ -187,8 +199,8 @@ class Roles:
             role=instance.role,
             rollout=recipe.rollout,
             model=config,
-            max_tokens=_longest(recipe),
-            tokenizer=self._tokenizer,
+            max_tokens=recipe.longest_text(),
+            tokenizer=self.tokenizers.get(instance.role, self._tokenizer),
             layout=layout,
             shard=self._transport.process_group(shard) if len(shard) > 1 else ProcessGroup(shard, shard[0]),
             rank=self._transport.rank,
@@ -228,7 +240,7 @@ class Roles:
         engine = self._engine(instance, setup)
         keep_cache = True
         if self._plan.loop_of(self._transport.rank).is_continuous:
-            engine = SharedEngine(engine, self._turns.for_step)  # it goes on while held-out prompts are answered
+            engine = SharedEngine(engine, self._turns.for_step)  # it continues while held-out prompts are answered
             keep_cache = next(iter(recipe.open_channels.values())).cache == "keep"
         may_restart = engine_of(instance.engine).restarts_on(layout)
         return Fed(engine, route, group, shard=setup.shard, may_restart=may_restart, keep_cache=keep_cache)
@@ -421,7 +433,7 @@ class Roles:
     def _probe_text(self, recipe: Recipe, role: str) -> list[int]:
         config = recipe.model_of(role)
         assert config is not None, "checked by the planner"
-        return probe_text(self._tokenizer, _longest(recipe), reserved_tokens(config, role))
+        return probe_text(self._tokenizer, recipe.longest_text(), reserved_tokens(config, role))
 
     def _probe(
         self, action: SyncWeights, recipe: Recipe, log_probs: Tensor | None, process_group: ProcessGroup
@@ -447,7 +459,7 @@ class Roles:
 def _instances_of(role: str, plan: Plan, recipe: Recipe) -> dict[RoleInstance, bool]:
     """The instances of a role in a plan, and whether each has an engine: to generate, or to answer held-out prompts."""
     answers = answering(plan.instances, recipe.evaluation.role)
-    return {one: one.generates or one == answers for one in plan.instances if one.role == role}
+    return {one: one.has_engine or one == answers for one in plan.instances if one.role == role}
 
 
 def _is_merged(instance: RoleInstance, recipe: Recipe) -> bool:
@@ -461,16 +473,6 @@ def _trains_like(old: RoleInstance, new: RoleInstance) -> bool:
     """Whether what trains or scores one instance can do so for another one, whatever generates."""
     fields = ("role", "layout", "is_trained", "is_critic", "num_updates", "is_engine_only")
     return all(getattr(old, name) == getattr(new, name) for name in fields)
-
-
-def _longest(recipe: Recipe) -> int:
-    """Most tokens of a prompt with its response."""
-    return recipe.data.max_prompt_tokens + recipe.longest_response()
-
-
-def trains_reward_model(plan: Plan, role: str) -> bool:
-    """Whether a plan trains a role as a reward model."""
-    return any(one.node.role == role and one.node.run == "update_reward_model" for one in plan.nodes)
 
 
 def _apart(recipe: Recipe, logs: Path) -> ApartSetup | None:

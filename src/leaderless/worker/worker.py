@@ -13,14 +13,11 @@ import torch
 from rich.markup import escape
 
 from leaderless.config import RecipeError
-from leaderless.device import device_use
 from leaderless.observability.console import FAILED
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Plan, PlannedNode, RoleInstance, answering
 from leaderless.supervision.guards import Guards
-from leaderless.supervision.heartbeat import Stall, Watchdog, end_stalled
-from leaderless.supervision.presence import Presence
 from leaderless.supervision.stop import StopRequest
 from leaderless.worker.adopt import adopt
 from leaderless.worker.agreement import StepEnd, agree, to_first_rank
@@ -33,6 +30,7 @@ from leaderless.worker.layouts import PastLayouts, note_layout
 from leaderless.worker.loop_log import LoopLog
 from leaderless.worker.parts import Parts, Progress
 from leaderless.worker.replanner import Replanner
+from leaderless.worker.supervised import supervised
 
 
 class Worker:
@@ -100,8 +98,7 @@ class Worker:
             The signal that stopped the run before the last step, if one did; SIGTERM where another rank received it.
         """
         self._resume()
-        stop = StopRequest(self.parts.recipe.run.grace_s, self._say_stopping, self._say_abandoned, is_guest=is_guest)
-        with self._watchdog(is_guest=is_guest), self._presence(stop), stop:
+        with supervised(self.parts, self.progress, is_guest=is_guest) as stop:
             self._run_steps(stop)
         return (stop.signal or signal.SIGTERM) if self.progress.trained < self.parts.recipe.steps else None
 
@@ -352,38 +349,6 @@ class Worker:
         now = self.progress.seconds
         self._resume()
         self.progress.seconds_before += now - self.progress.seconds
-
-    def _watchdog(self, *, is_guest: bool) -> Watchdog:
-        run, directory = self.parts.recipe.run, self.parts.directory
-        # A wait for a peer must not time out before the peer's stall is seen.
-        timeout_s = min(run.stall_timeout_s, run.timeout_s / 2)
-        end = partial(end_stalled, directory=directory, rank=self._rank)
-        transport, stacks = self.parts.transport, directory.errors / f"stacks-rank-{self._rank}.txt"
-        return Watchdog(transport.activity, transport, timeout_s, stacks, self._say_stalled if is_guest else end)
-
-    def _presence(self, stop: StopRequest) -> Presence:
-        transport, device = self.parts.transport, self.parts.turns.device
-        use = partial(device_use, device)
-        place, every_s = (self._rank, transport.world.size), self.parts.recipe.run.status_every_s
-        return Presence(self.parts.directory, place, transport.activity, every_s, use, stop.ask)
-
-    def _say_stalled(self, stall: Stall, is_reporter: bool) -> None:
-        if is_reporter:
-            where = escape(str(self.parts.directory.errors))
-            self.parts.display.say(f"[bold red]no progress[/]: {escape(stall.cause)}; the stacks are in {where}")
-
-    def _say_stopping(self) -> None:
-        self.parts.display.say(
-            "stopping after this step, with a checkpoint; press Ctrl-C again to stop at once without one"
-        )
-
-    def _say_abandoned(self) -> None:
-        done = self.parts.directory.last_step()
-        resume = f"; the same command continues from step {done}" if done else ""
-        grace = f"run.grace_s={self.parts.recipe.run.grace_s:g} s"
-        self.parts.display.say(f"step {self.progress.step} is abandoned after {grace}{resume}")
-        if self.parts.desk is not None:
-            self.parts.desk.close()  # whoever waits is told so
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:

@@ -31,4 +31,4 @@ def answer(batch: Batch, context: StageContext) -> Batch:
     return rollout(batch, context)
 
 
-STAGES.declare(answer, replace(BUILTIN_STAGES["rollout"], has_effect=True, check=None))
+STAGES.declare(answer, replace(BUILTIN_STAGES["rollout"], has_effect=True, grades=True, check=None))

@@ -97,19 +97,7 @@ def _reward_model_metrics(recipe: Recipe, node: Node) -> list[str]:
 
 
 def _check_reward_model(recipe: Recipe, node: Node) -> None:
-    _refuse_images(recipe, node)
     check_preferences(recipe, node, "pairs", "the reward model")
-
-
-def _refuse_images(recipe: Recipe, node: Node) -> None:
-    """Refuse prompts with images, of which a reward model would see nothing."""
-    for key, train in recipe.data.train_sets().items():
-        if train.images is not None:
-            raise RecipeError.at(
-                f"{key}.images",
-                f"cannot be combined with node '{node.name}': the reward model '{node.role}' sees no images; give "
-                "prompts of text alone",
-            )
 
 
 def _check_model_reward(recipe: Recipe, node: Node) -> None:
@@ -118,7 +106,6 @@ def _check_model_reward(recipe: Recipe, node: Node) -> None:
             _source_of_tasks(recipe),
             f"brings episodes, but node '{node.name}' scores single responses to prompts: leave it out",
         )
-    _refuse_images(recipe, node)
     check_log_probs(recipe, node)
 
 

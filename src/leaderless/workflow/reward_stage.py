@@ -103,6 +103,7 @@ REWARD = StageSpec(
     compares_groups=lambda recipe: compares(recipe.reward),
     needs_whole_episodes=True,
     streams=True,
+    grades=True,
     metrics=_reward_metrics,
     check=_check_reward,
     summary="compute the reward of each response",

@@ -20,6 +20,8 @@ SAMPLING: tuple[RowEffect, ...] = ("expand", "extend")
 """Effects of stages that sample: from prompts, or from the samples of others, which they put out with their own."""
 RoleUse = Literal["generate", "score", "train"]
 """Use of a role: to sample with it, to compute log-probabilities, or to change its weights."""
+AnyUse = RoleUse | Literal["judge"]
+"""The same, or to ask it about samples, as only the node that computes rewards does."""
 RowEffect = Rows | Literal["extend", "join"]
 """The same, adding samples to given ones, or adding rows to those of other nodes, as only nodes of the planner do."""
 
@@ -50,10 +52,11 @@ class StageSpec:
         needs_whole_episodes: Whether all samples of an episode must be, if some episodes have several.
         streams: Whether it can process some groups of a step before the others are there, as no number depends on other
             groups.
-        roles: Use of each role of the node, by the name of its parameter: to generate, score or train.
+        roles: Use of each role of the node, by the name of its parameter: to generate, score, train or judge.
         critics: Those of its roles that are value models, not language models, by the names of their parameters.
         takes_own_rows: Whether it uses its role on those of its rows that the role sampled, or the role that it is the
             reference of.
+        grades: Whether responses are graded on its ranks, so that it asks those judges that are models of the recipe.
         idle_steps: Number of first steps in which it does not train its role, as a function of the recipe.
         has_effect: Whether it has an effect beyond its columns, such as an update, and runs even if no node reads them;
             may be a function of the recipe.
@@ -74,9 +77,10 @@ class StageSpec:
     compares_groups: Callable[[Recipe], bool] = field(default=lambda recipe: False)  # noqa: ARG005
     needs_whole_episodes: bool = False
     streams: bool = False
-    roles: Mapping[str, RoleUse] = field(default_factory=dict)
+    roles: Mapping[str, AnyUse] = field(default_factory=dict)
     critics: tuple[str, ...] = ()
     takes_own_rows: bool = False
+    grades: bool = False
     idle_steps: Callable[[Recipe], int] = field(default=lambda recipe: 0)  # noqa: ARG005
     has_effect: bool | Callable[[Recipe], bool] = False
     metrics: Names = ()
@@ -86,7 +90,8 @@ class StageSpec:
     @property
     def role_use(self) -> RoleUse | Literal["none"]:
         """Use of the main role: the one that is trained, else the one that generates, else the one that scores."""
-        return next((use for use in ("train", "generate", "score") if use in self.roles.values()), "none")
+        uses: tuple[RoleUse, ...] = ("train", "generate", "score")
+        return next((use for use in uses if use in self.roles.values()), "none")
 
     def under(self, recipe: Recipe) -> StageSpec:
         """The contract under a recipe."""
@@ -101,8 +106,12 @@ class StageSpec:
         """Whether a role is a value model for a node of this stage whose roles have been resolved."""
         return any(dict(node.roles).get(name) == role for name in self.critics)
 
+    def with_judges(self, node: Node) -> StageSpec:
+        """The contract of a node of this stage, which also asks the judges that the planner has given to the node."""
+        return replace(self, roles={**self.roles, **{name: "judge" for name, _ in node.judges}})
+
     def roles_of(self, node: Node) -> dict[str, str]:
-        """The role for each parameter.
+        """The role for each parameter, but for judges.
 
         Raises:
             RecipeError: The node gives other roles than the stage declares.

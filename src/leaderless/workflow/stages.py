@@ -54,7 +54,7 @@ def log_probs_column(node: Node, workflow: Workflow) -> str:
 
 
 def scored_agent(node: Node) -> str | None:
-    """The role that sampled what the role of a node is for: itself, or the one that it is the reference of.
+    """The role that sampled the rows of a node's role: the role itself, or the role that it is the reference of.
 
     None if neither has sampled rows of the node.
     """
@@ -119,7 +119,7 @@ def _rollout_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 def _record_reads(recipe: Recipe, node: Node) -> list[str]:
     columns = ["rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details"]
     columns += ["advantages"] * (recipe.algorithm.sac is None)
-    # Without the mask, what an environment has said would be taken for a part of the response.
+    # Without the mask, an environment's text would count as part of the response.
     columns += [IMAGES] * recipe.has_images
     columns += [*SEEN_COLUMNS, "prompt_tokens", "turns", "success"] * (recipe.body is not None)
     return columns + ["agent"] * (len(node.agents) > 1) + ["response_mask"] * recipe.has_episodes
@@ -427,4 +427,5 @@ def spec_of(node: Node) -> StageSpec:
     """
     if node.run in ROW_STAGES:
         return ROW_STAGES[node.run]
-    return STAGES.find(node.run, f"nodes.{node.name}.run", BUILTIN_STAGES)
+    found = STAGES.find(node.run, f"nodes.{node.name}.run", BUILTIN_STAGES)
+    return found.with_judges(node) if node.judges else found

@@ -34,6 +34,7 @@ class Node:
         sampler: Number of the node among those that make samples, from 0; the planner counts them.
         num_samplers: Number of nodes that make samples.
         team: Trained roles that sample, in the order of the workflow, as the planner finds out.
+        judges: Rewards that ask a model of the recipe, with its role, of a node that grades; the planner names them.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Node:
     sampler: int = 0
     num_samplers: int = 1
     team: tuple[str, ...] = ()
+    judges: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
@@ -101,6 +103,21 @@ def test_gdpo_worked_by_hand_tells_apart_what_has_one_advantage_in_grpo() -> Non
     same = inputs_of([*both, *one])
     grpo = grpo_advantages(same.rewards, same.is_valid, same.group_ids, normalize_by_std=True, epsilon=EPSILON)
     assert grpo.tolist() == pytest.approx([root, -root] * 2, rel=1e-4)
+
+
+def test_the_example_of_the_page_is_right() -> None:
+    page = (Path(__file__).parents[3] / "docs/algorithms/gdpo.md").read_text(encoding="utf-8").replace("\u2212", "-")
+    table = re.findall(r"^\| ([01]) \| ([\d.]+) \| ([\d.]+) \| (-?[\d.]+) \| (-?[\d.]+) \|$", page, re.M)
+    rights, shorts, sums, grpo, expected = (list(map(float, column)) for column in zip(*table, strict=True))
+    rows: list[Row] = [(0, True, [right, 2 * short, None]) for right, short in zip(rights, shorts, strict=True)]
+    same = inputs_of(rows)  # whose second weight is 0.5
+    assert same.rewards.tolist() == pytest.approx(sums)
+    theirs = grpo_advantages(same.rewards, same.is_valid, same.group_ids, normalize_by_std=True, epsilon=EPSILON)
+    assert theirs.tolist() == pytest.approx(grpo, abs=0.006)
+    halved = [0.433, 1.299, -1.299, -0.433]
+    assert gdpo(rows, normalize_over_step=False) == pytest.approx(halved, abs=1e-3)
+    root = math.sqrt(0.75)  # (1 - 1/2) / std of {1, 1, 0, 0}
+    assert expected == pytest.approx([0.0, 2 * root, -2 * root, 0.0], abs=0.006)
 
 
 def test_a_single_reward_is_grpo_but_for_the_last_division() -> None:

@@ -9,9 +9,9 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from benchmarks.preferences_trl import SETTINGS, STORED, probe
+from benchmarks.preferences_trl import REWARD_MODELS, SETTINGS, STORED, probe
 from pydantic import ValidationError
-from tests.preferences import loss_and_gradient
+from tests.preferences import loss_and_gradient, reward_loss_and_gradient
 from torch import Tensor
 
 from leaderless.algorithms.preference_loss import (
@@ -216,6 +216,17 @@ def test_loss_and_gradient_are_those_of_trl(name: str) -> None:
     assert stored["gradient_difference"] < 1e-5
     loss = AlgorithmConfig.model_validate({"preference_loss": SETTINGS[name]}).preference_loss
     value, gradients = loss_and_gradient(loss)
+    assert value == pytest.approx(stored["trl_loss"], abs=1e-5)
+    assert probe(gradients) == pytest.approx(stored["trl_gradient"], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", REWARD_MODELS)
+def test_loss_and_gradient_of_a_reward_model_are_those_of_trl(name: str) -> None:
+    stored = json.loads(STORED.read_text(encoding="utf-8"))["losses"][name]
+    assert stored["loss_difference"] < 1e-5
+    assert stored["gradient_difference"] < 1e-5
+    centering, has_margins = REWARD_MODELS[name]
+    value, gradients = reward_loss_and_gradient(centering, has_margins=has_margins)
     assert value == pytest.approx(stored["trl_loss"], abs=1e-5)
     assert probe(gradients) == pytest.approx(stored["trl_gradient"], rel=1e-5, abs=1e-5)
 

@@ -184,6 +184,14 @@ def test_tokens_go_through_the_experts_that_are_chosen_and_are_sent_to_them():
     assert divided.exchange_seconds(1000) == pytest.approx(2 * 2 * once)
     more = divided.scoring_seconds(rows, shards) - gathered.scoring_seconds(rows, shards)
     assert more == pytest.approx(2 * 2 * once)
+    in_pairs, links = replace(gathered, layout=Layout(tuple(range(8)), 8, ep=2)), divided.network
+    assert in_pairs.exchange_seconds(1000) == pytest.approx(2 * 2 * links.exchange_seconds(sent, np.arange(2)))
+    copies = links.gather_seconds(400_000 * 4, np.array([0, 2, 4, 6]))
+    assert in_pairs.part_seconds() == pytest.approx(divided.part_seconds() + copies)
+    shared = replace(gathered, layout=Layout(tuple(range(8)), 4, tp=2, ep=2))
+    assert shared.exchange_seconds(2000) == in_pairs.exchange_seconds(1000), "each of two ranks sends a half"
+    staged, peers = replace(gathered, layout=Layout(tuple(range(8)), 4, pp=2, ep=2)), np.array([0, 2])
+    assert staged.exchange_seconds(1000) == pytest.approx(2 * links.exchange_seconds(sent, peers)), "one of two layers"
 
 
 def test_an_exchange_takes_what_leaves_a_host_through_its_interfaces():

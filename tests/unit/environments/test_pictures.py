@@ -92,12 +92,13 @@ def played(
     tasks: Sequence[dict[str, object]],
     siblings: int = 2,
     family: Family = "qwen3_vl",
+    longest_prompt: int = 64,
     **settings: object,
 ) -> Played:
     recipe = make_recipe(
         models={"policy": vision_model(family)},
         environment={"type": f"{__name__}:{environment.__name__}", "max_turns": 6, "images": True} | settings,
-        data={"train": {"path": "rows.jsonl", "template": "plain"}, "max_prompt_tokens": 64},
+        data={"train": {"path": "rows.jsonl", "template": "plain"}, "max_prompt_tokens": longest_prompt},
         rollout={"max_response_tokens": 3},
     )
     engine = native_of(family, 16)
@@ -171,6 +172,24 @@ def test_what_all_episodes_of_a_task_begin_with_is_its_prompt_with_its_pictures(
         assert tokens.count(reader_of().token) == image.num_tokens
     for packed in samples.jagged(LATER_IMAGES).rows():
         assert [len(image.data) > 0 for image in unpack_images(packed.numpy().tobytes())] == [True] * 3
+
+
+def test_an_episode_that_is_too_long_ends_before_the_picture_that_does_not_fit() -> None:
+    """Wherever the limit is within a picture, the samples have whole pictures."""
+    (whole, pictures, _), *_ = texts_of(episodes().samples())
+    for number, image in enumerate(pictures):
+        for limit in {image.place + 1, image.place + image.num_tokens - 1}:
+            short = played(Album, [{"seed": 0}], siblings=1, longest_prompt=limit - 1, max_episode_tokens=1)
+            (episode,), ((tokens, seen, places),) = short.episodes, texts_of(short.samples())
+            if not number:
+                assert (episode.cause, seen, places) == ("overflow", [], []), "nothing can be said"
+                continue
+            assert episode.is_cut
+            assert len(tokens) <= limit < len(whole)
+            assert [one.data for one in seen] == [one.data for one in pictures[: [0, 1, 1, 3][number]]]
+            assert tokens.count(reader_of().token) == sum(one.num_tokens for one in seen)
+            assert places[-1] == len(tokens) - 1, "it ends with what the policy said last"
+            assert short.samples().dense("truncated").tolist() == [True]
 
 
 class Unlike(Album):

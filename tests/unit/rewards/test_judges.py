@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -10,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from tests.judge_server import Heard, Model, Said, between, by_length, serving
-from tests.unit.rewards.calls import make_config
+from tests.unit.rewards.calls import make_config, make_sample
 
-from leaderless.config import Json
-from leaderless.rewards.judges import asking
+from leaderless.config import Json, RecipeError, load_recipe
+from leaderless.rewards.judges import asking, verdicts
 from leaderless.rewards.judges.judge import AnswerFile
+from leaderless.rewards.judges.verdicts import VerdictError, score_reader
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.protocol import RewardInput
 
@@ -432,6 +435,39 @@ def test_a_default_judge_takes_what_no_reward_names() -> None:
     assert [list(one.details) for one in graded] == [["exact_match"], ["judge"], ["judge"]]
 
 
+def test_a_judge_that_is_a_role_is_asked_while_a_server_answers() -> None:
+    is_asked = threading.Event()
+
+    class Role:
+        def ask(self, questions: Sequence[asking.Question], _: object) -> list[asking.Reply]:
+            is_asked.set()
+            return [asking.Reply(0.5) for _ in questions]
+
+    with serving(lambda *_: "Score: 10" if is_asked.wait(10) else "it has waited in vain") as server:
+        settings = {"url": server.url, "model": "m", "retries": 0}
+        rewards = make_config({"judge": settings, "judge-role": {"role": "judge"}})
+        with RewardPool(rewards, 0) as pool:
+            (graded,) = pool.grade([make_sample("yes")], [None], {"judge-role": Role()})
+    assert (graded.value, graded.is_valid) == (1.5, True)
+
+
+def test_a_pattern_that_takes_too_long_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "SEARCH_S", 0.1)
+    options = make_config({"judge": {"url": "http://h/v1", "model": "m", "parse": "((?:a|aa)+)!"}}).judge
+    assert options is not None
+    with pytest.raises(VerdictError, match=r"took more than 0.1 s: write it without repetitions of repetitions"):
+        score_reader(options, "judge")("a" * 80)
+
+
+@pytest.mark.parametrize("url", ["http://me:hunter22@h:port/v1", "http://h/v1?key=hunter22", "ftp://me:hunter22@h"])
+def test_no_error_shows_the_password_of_an_address(url: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(json.dumps({"name": "r", "reward": {"judge": {"url": url, "model": "m"}}}))
+    with pytest.raises(RecipeError, match=r"judge\.url") as caught:
+        load_recipe(tmp_path / "r.yaml")
+    assert "hunter22" not in str(caught.value)
+    assert "hunter22" not in repr(caught.value.problems)
+
+
 WRONG: list[tuple[dict[str, object], str]] = [
     ({"url": "127.0.0.1:8000"}, "must be an address such as"),
     ({"url": "http://a:b@c/v1"}, "api_key_env"),
@@ -449,6 +485,10 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"parse": {"json_field": "a", "pattern": "(a)"}}, "must give one of"),
     ({"parse": {"function": "number"}}, "package.module:function"),
     ({"api_key_env": "sk-123"}, "should match pattern"),
+    ({"model": None}, "model must be the name that the server"),
+    ({"url": None}, "or give the role of a model of the recipe"),
+    ({"max_question_tokens": 9}, "max_question_tokens does nothing with url"),
+    ({"role": "judge"}, "url does nothing with role=judge, whose model is models.judge"),
 ]
 
 

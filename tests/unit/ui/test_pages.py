@@ -10,7 +10,7 @@ import shutil
 import time
 from pathlib import Path
 from urllib.error import HTTPError
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import HTTPCookieProcessor, HTTPRedirectHandler, Request, build_opener
 
 import pytest
 from tests.live_page import ask, events, served, write_status
@@ -18,6 +18,7 @@ from tests.unit.report.runs import EVIL, Page, metrics_row, sample_rows, spoil_w
 
 from leaderless.observability.report import render_report
 from leaderless.observability.report.page import report_values
+from leaderless.ui.app import cookie_name
 from leaderless.ui.board import Board, differences
 from leaderless.ui.desk import Desk
 from leaderless.ui.folders import GONE_S, TAIL_BYTES, RunIndex, last_record
@@ -201,7 +202,7 @@ def test_a_page_answers_this_machine_alone_or_those_with_the_token(run: Path) ->
         assert ask(address)[0] == 401
         assert ask(f"{address}/?token=wrong")[0] == 401
         assert ask(address, Authorization="Bearer secret", Host="evil.example")[0] == 200
-        assert ask(address, Cookie="leaderless-token=secret")[0] == 200
+        assert ask(address, Cookie=f"{cookie_name('secret')}=secret")[0] == 200
         assert ask(f"{address}/stop?run=alpha", method="POST", content_type="application/json")[0] == 401
 
 
@@ -271,7 +272,16 @@ def test_an_address_with_the_token_keeps_its_other_parts(run: Path) -> None:
             with pytest.raises(HTTPError) as answer:
                 build_opener(NoRedirect).open(request, timeout=60)
             assert answer.value.headers["location"] == path
-            assert "leaderless-token=secret" in answer.value.headers["set-cookie"]
+            assert f"{cookie_name('secret')}=secret" in answer.value.headers["set-cookie"]
+
+
+def test_two_pages_on_one_host_are_open_in_one_browser(run: Path) -> None:
+    browser = build_opener(HTTPCookieProcessor())
+    with served(run.parent, token="first") as one, served(run.parent, token="second") as other:
+        for address, token in ((one, "first"), (other, "second")):
+            assert browser.open(f"{address}/?token={token}", timeout=60).status == 200
+        for address in (one, other):
+            assert browser.open(address, timeout=60).status == 200
 
 
 class NoRedirect(HTTPRedirectHandler):

@@ -40,8 +40,14 @@ class ModelCost:
 
     def part_seconds(self) -> float:
         """Gathering the weights of this rank's part of the layers, from the ranks that divide it."""
-        num_bytes = self.size.num_gathered(self.layout) * number_bytes(self.config)
-        return self.network.gather_seconds(num_bytes, np.array(self.layout.part(self.layout.ranks[0])))
+        return self._gather_part(number_bytes(self.config))
+
+    def _gather_part(self, width: int) -> float:
+        """Gathering numbers with some bytes each for all weights of a part: of layers, and of divided experts."""
+        size, layout, first = self.size, self.layout, self.layout.ranks[0]
+        others = self.network.gather_seconds(size.num_gathered(layout) * width, np.array(layout.part(first)))
+        experts = size.num_gathered_experts(layout) * width
+        return others + self.network.gather_seconds(experts, np.array(layout.copies(first)))
 
     def sum_seconds(self, tokens: float) -> float:
         """Summing the results of all layers over the ranks that divide them, for some tokens in one direction.
@@ -55,10 +61,12 @@ class ModelCost:
     def exchange_seconds(self, tokens: float) -> float:
         """Sending tokens to the ranks that have their experts, and results back, in all layers and one direction.
 
-        Loads are taken to be equal. A token is sent once for each expert.
+        Loads are taken to be equal. A token is sent once for each expert, by one of the ranks that have it.
         """
-        num_bytes = tokens * self.size.num_chosen_experts * self.size.hidden_size * number_bytes(self.config)
-        return 2 * self.size.num_layers * self.network.exchange_seconds(num_bytes, np.array(self.layout.ranks))
+        layout, size = self.layout, self.size
+        num_bytes = tokens / layout.tp * size.num_chosen_experts * size.hidden_size * number_bytes(self.config)
+        ranks = np.array(layout.experts(layout.ranks[0]))
+        return 2 * (size.num_layers / layout.pp) * self.network.exchange_seconds(num_bytes, ranks)
 
     def forward_flops(self, rows: Rows, shards: Int) -> Float:
         """[n] operations of one pass: two per weight and token, and the square of the length for causal attention.
@@ -87,9 +95,7 @@ class ModelCost:
         device = self.network.cluster.device
         passes = 1 + BACKWARD + self.config.gradient_checkpointing
         rate = device.peak_tflops * TERA * device.training_utilization / passes * self.layout.ranks_per_shard
-        gradients = self.size.num_gathered(self.layout) * GRADIENT_BYTES
-        holders = np.array(self.layout.part(self.layout.ranks[0]))
-        pass_s = 2 * self.part_seconds() + self.network.gather_seconds(gradients, holders)
+        pass_s = 2 * self.part_seconds() + self._gather_part(GRADIENT_BYTES)
         num_updates = self.recipe.batch.parts_per_step
         update_of_row = rows.groups * num_updates // (int(rows.groups[-1]) + 1)
         total = 0.0
@@ -143,7 +149,7 @@ class ModelCost:
     def _num_passes(self, rows: Rows, shards: Int) -> int:
         """Micro-batches of the fullest shard, which all shards run."""
         tokens = self._per_shard(shards, rows.tokens - rows.shared_tokens(shards))
-        longest = self.recipe.data.max_prompt_tokens + self.recipe.longest_response()
+        longest = self.recipe.longest_text()
         bound = self.recipe.batch.first_micro_batch_tokens(-(-longest // self.layout.cp))
         return int(np.ceil(tokens.max() / (bound * self.layout.cp)))
 

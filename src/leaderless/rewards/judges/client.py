@@ -57,7 +57,7 @@ class ChatClient:
         Raises:
             ValueError: The environment does not have the key.
         """
-        assert options.url is not None, "judges without an address are roles of the plan"
+        assert options.url is not None, "judges that are roles are asked by their engines"
         self._options, self._key = options, options.key()
         self._url = urlsplit(options.url)
         self._open: dict[HTTPConnection, float] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from leaderless.config import Json
+from leaderless.config import Json, RecipeError
 from leaderless.config.judges import JudgeOptions
 from leaderless.observability.trace import MayFail
 from leaderless.rewards.grading import Outcome, describe
@@ -75,8 +75,8 @@ class Judged:
 
     Attributes:
         outcome: Value from 0 to 1, or the reason why there is none.
-        notes: What is recorded next to it: the judge's words, and the scores of a rubric.
-        asked: What it took.
+        notes: Additional facts to record: the judge's text, and the scores of a rubric.
+        asked: Questions and time that grading took.
     """
 
     outcome: Outcome
@@ -87,19 +87,19 @@ class Judged:
 class Judge:
     """Grades responses by what a language model says of them. It is a `Reward`, too, for single responses."""
 
-    def __init__(self, options: JudgeOptions, asker: Asker, key: str = "reward.judge") -> None:
+    def __init__(self, options: JudgeOptions, asker: Asker | None, key: str = "reward.judge") -> None:
         """Ask nothing yet.
 
         Args:
             options: Settings.
-            asker: Client that asks the model.
+            asker: Client that asks the model; None for one that comes with the responses, as the engine of a role does.
             key: Setting that has them, for errors.
 
         Raises:
             RecipeError: The function that finds verdicts cannot be loaded.
         """
-        self._options, self._asker = options, asker
-        self._read = _reader(options, key)
+        self.options, self._asker, self._key = options, asker, key
+        self._read = verdict_reader(options, key)
 
     def __call__(self, sample: RewardInput, /) -> float:
         """Grade a response alone; a RuntimeError if it cannot be."""
@@ -108,28 +108,44 @@ class Judge:
             raise RuntimeError(judged.outcome.error)
         return judged.outcome.value
 
-    def grade(self, samples: Sequence[RewardInput], on_news: Callable[[], None] = lambda: None) -> list[Judged]:
+    def grade(
+        self,
+        samples: Sequence[RewardInput],
+        on_news: Callable[[], None] = lambda: None,
+        asker: Asker | None = None,
+    ) -> list[Judged]:
         """Grade responses; those to a prompt are all among them.
 
         Args:
             samples: Responses.
             on_news: Function to call whenever some questions have been answered.
+            asker: Client that asks the model, of a judge that has none.
+
+        Raises:
+            RecipeError: The judge is a role, and no run is under way that has its model.
         """
-        if self._options.mode == "pairwise":
-            return self._compare(samples, on_news)
-        more = scale_of(self._options) | (rubric_of(self._options) if self._options.rubric else {})
+        asker = asker or self._asker
+        if asker is None:
+            raise RecipeError.at(
+                f"{self._key}.role",
+                f"is '{self.options.role}', a model that only a run loads: to ask it without one, start `leaderless "
+                f"serve`, and give {self._key}.url and model in its place",
+            )
+        if self.options.mode == "pairwise":
+            return self._compare(samples, asker, on_news)
+        more = scale_of(self.options) | (rubric_of(self.options) if self.options.rubric else {})
         questions: list[Question] = []
         places: dict[int, int] = {}
         judged: dict[int, Judged] = {}
         for place, sample in enumerate(samples):
             try:
-                messages = messages_for(self._options, sample, more)
+                messages = messages_for(self.options, sample, more)
             except ValueError as error:
                 judged[place] = _failed(describe(error))
             else:
                 places[place] = len(questions)
                 questions.append(Question(messages, self._read))
-        replies = self._asker.ask(questions, on_news)
+        replies = asker.ask(questions, on_news)
         judged |= {place: self._judged(replies[number]) for place, number in places.items()}
         return [judged[place] for place in range(len(samples))]
 
@@ -138,16 +154,16 @@ class Judge:
         asked = Asked.of([reply])
         if reply.error is not None:
             return Judged(Outcome(error=reply.error, seconds=reply.seconds), said, asked)
-        if self._options.mode == "rubric":
+        if self.options.mode == "rubric":
             scores = cast("Mapping[str, float]", reply.verdict)
-            weights = {name: one.weight for name, one in self._options.rubric.items()}
+            weights = {name: one.weight for name, one in self.options.rubric.items()}
             value = sum(weights[name] * score for name, score in scores.items()) / sum(weights.values())
             return Judged(Outcome(value, seconds=reply.seconds), {"criteria": dict(scores), **said}, asked)
         return Judged(Outcome(cast("float", reply.verdict), seconds=reply.seconds), said, asked)
 
-    def _compare(self, samples: Sequence[RewardInput], on_news: Callable[[], None]) -> list[Judged]:
+    def _compare(self, samples: Sequence[RewardInput], asker: Asker, on_news: Callable[[], None]) -> list[Judged]:
         """Compare the responses of each group with each other; equal ones have equal values."""
-        assert self._options.pairwise is not None
+        assert self.options.pairwise is not None
         groups: dict[int | None, list[int]] = {}
         for place, sample in enumerate(samples):
             groups.setdefault(sample.group, []).append(place)
@@ -156,10 +172,10 @@ class Judge:
             pair
             for number, group in groups.items()
             if number is not None
-            for pair in pairs_of(responses, group, self._options.pairwise.opponents)
+            for pair in pairs_of(responses, group, self.options.pairwise.opponents)
         ]
         questions, problems = self._questions(samples, pairs)
-        replies = self._asker.ask(questions, on_news)
+        replies = asker.ask(questions, on_news)
         compared = [_Compared(pair, *replies[2 * number : 2 * number + 2]) for number, pair in enumerate(pairs)]
         rates = win_rates([(one.pair, one.worth) for one in compared if one.worth is not None])
         judged: dict[int, Judged] = {}
@@ -183,7 +199,7 @@ class Judge:
             one, other = (samples[place].response for place in (pair.first, pair.second))
             try:
                 both = [
-                    messages_for(self._options, samples[pair.first], {"first": first, "second": second})
+                    messages_for(self.options, samples[pair.first], {"first": first, "second": second})
                     for first, second in ((one, other), (other, one))
                 ]
             except ValueError as error:
@@ -215,7 +231,7 @@ class Judge:
         return Judged(Outcome(0.5), notes, asked)  # all siblings are equal
 
 
-def _reader(options: JudgeOptions, key: str) -> Callable[[str], object]:
+def verdict_reader(options: JudgeOptions, key: str) -> Callable[[str], object]:
     """The function that finds a verdict in what the judge says."""
     if options.mode == "rubric":
         return rubric_reader(options)
@@ -261,20 +277,25 @@ class AnswerFile:
     may_fail: MayFail = nullcontext
 
 
-def make_judges(judges: Mapping[str, JudgeOptions], answers: AnswerFile) -> dict[str, Judge]:
-    """The judges of a recipe, which share what they have been answered.
+def make_cache(judges: Mapping[str, JudgeOptions], answers: AnswerFile) -> AnswerCache:
+    """The answers that the judges of a recipe share."""
+    size = max((options.kept_answers for options in judges.values()), default=0)
+    return AnswerCache(answers.path, size, answers.may_fail)
+
+
+def make_judges(judges: Mapping[str, JudgeOptions], kept: AnswerCache) -> dict[str, Judge]:
+    """The judges of a recipe.
 
     Args:
         judges: Settings by name.
-        answers: File of the answers that are kept.
+        kept: Answers that are kept.
 
     Raises:
         RecipeError: A function that finds verdicts cannot be loaded.
         ValueError: The environment does not have the key of a server.
     """
-    size = max((options.kept_answers for options in judges.values()), default=0)
-    kept, none = AnswerCache(answers.path, size, answers.may_fail), AnswerCache(None, 0)
-    return {
-        name: Judge(options, ServerAsker(options, kept if options.kept_answers else none), key=f"reward.{name}")
-        for name, options in judges.items()
-    }
+
+    def asker(options: JudgeOptions) -> ServerAsker | None:
+        return None if options.role else ServerAsker(options, kept if options.kept_answers else AnswerCache(None, 0))
+
+    return {name: Judge(options, asker(options), key=f"reward.{name}") for name, options in judges.items()}

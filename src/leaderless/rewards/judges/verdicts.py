@@ -1,4 +1,4 @@
-"""Reads verdicts in what a judge says, which may be anything. Imports no torch."""
+"""Reads verdicts in the answers of a judge, which may be any text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
+import regex
+
 from leaderless.config.functions import load_function
 from leaderless.config.judges import JudgeOptions, ParseConfig
 
@@ -16,6 +18,9 @@ Finder = Callable[[str], object]
 """Function that finds a verdict in a text, and raises `VerdictError` if there is none."""
 MAX_OBJECTS = 200
 """Largest number of places at which a JSON object is looked for, from the end of a text."""
+SEARCH_S = 1.0
+"""Longest time, in seconds, for which a pattern is searched in a text. A pattern can need time that is exponential in
+the length of the text, and verdicts are read by threads of the worker."""
 MAX_SHOWN = 120
 """Characters of a text that an error shows."""
 _CHOICES: Mapping[str, Choice] = {"A": "first", "B": "second", "1": "first", "2": "second", "TIE": "tie"}
@@ -69,8 +74,7 @@ def choice_reader(options: JudgeOptions, key: str) -> Callable[[str], Choice]:
 
 def _finder(parsing: ParseConfig, key: str) -> Finder:
     if parsing.pattern:
-        pattern = re.compile(parsing.pattern)
-        return lambda text: _matched(pattern, text)
+        return lambda text: _matched(parsing.pattern, text)
     if parsing.json_field:
         return lambda text: _field(parsing.json_field, text)
     function = load_function(parsing.function, key, num_arguments=1)
@@ -84,11 +88,19 @@ def _finder(parsing: ParseConfig, key: str) -> Finder:
     return find
 
 
-def _matched(pattern: re.Pattern[str], text: str) -> str:
-    found = next((found[1] for found in reversed([*pattern.finditer(text)]) if found[1] is not None), None)
+def _matched(pattern: str, text: str) -> str:
+    """The first group of the last match in which it took part."""
+    try:
+        # Other threads continue meanwhile.
+        matches = [*regex.finditer(pattern, text, timeout=SEARCH_S, concurrent=True)]
+    except TimeoutError:
+        raise VerdictError(
+            f"the search for '{pattern}' took more than {SEARCH_S:g} s: write it without repetitions of repetitions"
+        ) from None
+    found = next((match[1] for match in reversed(matches) if match[1] is not None), None)
     if found is None:
-        raise VerdictError(f"nothing matches '{pattern.pattern}'")
-    return found
+        raise VerdictError(f"nothing matches '{pattern}'")
+    return str(found)
 
 
 def _field(name: str, text: str) -> object:

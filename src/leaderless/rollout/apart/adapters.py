@@ -7,9 +7,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 
 class AdapterFolder:
@@ -19,7 +24,7 @@ class AdapterFolder:
         """Have nothing yet.
 
         Args:
-            description: What `peft` has to know of the adapters.
+            description: Configuration of the adapters in the format of `peft`.
             names: Names of all of their matrices.
         """
         self._description, self._names = description, frozenset(names)
@@ -48,3 +53,48 @@ class AdapterFolder:
             save_file(saved, Path(folder, "adapter_model.safetensors"), {"format": "pt"})
             Path(folder, "adapter_config.json").write_text(json.dumps(self._description), encoding="utf-8")
             yield folder
+
+
+class VllmAdapters:
+    """The adapters in one vLLM, by names: one set for each model that is trained on the same base."""
+
+    def __init__(self, descriptions: Mapping[str, Mapping[str, object]], matrices: Mapping[str, Sequence[str]]) -> None:
+        """Have none yet.
+
+        Args:
+            descriptions: Configuration of each set in the format of `peft`.
+            matrices: Names of all matrices of each set.
+        """
+        self._folders = {name: AdapterFolder(said, matrices[name]) for name, said in descriptions.items()}
+        self._requests: dict[str, LoRARequest] = {}
+        self._num_loaded = 0
+
+    def add(self, adapter: str, name: str, matrix: Tensor) -> None:
+        """Copy a matrix of a set to host memory."""
+        self._folders[adapter].add(name, matrix)
+
+    def request(self, adapter: str) -> LoRARequest | None:
+        """What a request has to name for a set, which must have come; None for the base, which has no name."""
+        return self._requests[adapter] if adapter else None
+
+    def use(self, adapter: str, policy_version: int, engine: LLMEngine) -> None:
+        """Load what has come of a set in place of what was there before.
+
+        Its number is new and its folder is soon gone, so that a request cannot get any other.
+
+        Raises:
+            RuntimeError: Some matrix has not come or is unknown, or vLLM has not loaded them, or has lost other sets.
+        """
+        from vllm.lora.request import LoRARequest
+
+        with self._folders[adapter].written() as folder:
+            if (before := self._requests.pop(adapter, None)) is not None:
+                engine.remove_lora(before.lora_int_id)
+            self._num_loaded += 1
+            request = LoRARequest(f"{adapter}-{policy_version}", self._num_loaded, folder)
+            wanted = {request.lora_int_id, *(one.lora_int_id for one in self._requests.values())}
+            if not engine.add_lora(request) or set(engine.list_loras()) != wanted:
+                raise RuntimeError(
+                    f"vLLM has not loaded the adapters of '{adapter}' of policy version {policy_version}"
+                )
+            self._requests[adapter] = request

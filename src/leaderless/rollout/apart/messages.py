@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -32,8 +32,11 @@ class Settings:
     rank: int = 0  # of this process among those that meet
     device_index: int = 0  # of this process's device, among those that it sees
     sees_images: bool = False  # whether prompts may have images
-    adapters: Mapping[str, object] | None = None  # what `peft` has to know of those that come in place of whole weights
-    matrices: Sequence[str] = ()  # names of all of their matrices
+    # What `peft` has to know of each set of adapters, by its name; none if whole weights come.
+    adapters: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    matrices: Mapping[str, Sequence[str]] = field(default_factory=dict)  # names of all matrices of each set
+    expert_layers: Sequence[int] = ()  # layers whose choices of experts are recorded; none if they are not
+    experts_per_token: int = 0  # that each of these layers chooses
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -46,7 +49,8 @@ class Ask:
     """A request for one response, which `id` identifies; sampling settings are those of `SamplingConfig`.
 
     A prompt with images has one token for each; `images` are their files in base64, and with all tokens that these
-    become it has `num_tokens`. Tokens that are `impossible` are never drawn.
+    become it has `num_tokens`. Tokens that are `impossible` are never drawn. `adapter` names the
+    adapters with which it is computed.
     """
 
     id: int
@@ -61,6 +65,7 @@ class Ask:
     images: Sequence[str] = ()
     num_tokens: int = 0
     impossible: Sequence[int] = ()
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ class Gain:
 
     `finish_reason` is `stop` or `length`, or None while the response continues; `policy_version` is the version of the
     weights that sampled the tokens. `cached_tokens` counts tokens of the prompt whose keys and values the engine still
-    had; it may be repeated with each gain.
+    had; it may be repeated with each gain. `experts` are the choices for tokens that have been read, in base64, one
+    entry for each: first those of the prompt, then those of the response but its last one.
     """
 
     id: int
@@ -78,6 +84,7 @@ class Gain:
     finish_reason: str | None
     policy_version: int
     cached_tokens: int = 0
+    experts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ class _Handler(Handler):
                 return [asdict(gain) for gain in self.worker.step()]
             case "load":
                 data = self.memory.open(body["place"])[: body["bytes"]]
-                self.worker.load_bucket([PackedWeight(**weight) for weight in body["weights"]], data, body["checksum"])
+                weights = [PackedWeight(**weight) for weight in body["weights"]]
+                self.worker.load_bucket(weights, data, body["checksum"], body["adapter"])
             case "finish_load":
                 self.memory.close()
                 self.worker.finish_load(**body)

@@ -7,17 +7,20 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar, get_args
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .adapters import AdapterFolder
+from .adapters import VllmAdapters
+from .experts import packed, record_on_cpu, recorded_by_each_rank
 from .messages import Ask, Gain, PackedWeight, Settings, checksum
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
-    from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
     from vllm.v1.worker.gpu_worker import Worker
@@ -29,6 +32,15 @@ IMPOSSIBLE = -100.0
 """What is added to the logit of a token that is never drawn: the lowest that the interface takes."""
 OLDEST_VERSION = (0, 32)
 """First version of vLLM that has everything used here, some of it private."""
+PROBE = "probe"
+"""vLLM's name for the request for the log-probabilities of a text."""
+
+
+class _Open(NamedTuple):
+    """A response in progress: vLLM's own name for it, and the adapters with which it is sampled."""
+
+    name: str
+    adapter: str
 
 
 class VllmWorker:
@@ -36,13 +48,13 @@ class VllmWorker:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._open: set[str] = set()
+        self._open: dict[str, _Open] = {}
         self._expected: dict[str, int] = {}  # lengths of prompts with images that have not been compared
         self._arrived: set[str] | None = None
         self._cache_bytes: list[int] = []
-        self._policy_version = -1
-        self._adapters = None if settings.adapters is None else AdapterFolder(settings.adapters, settings.matrices)
-        self._lora_request: LoRARequest | None = None
+        self._versions: dict[str, int] = {}  # of each set of adapters, or of the weights
+        self._adapters = VllmAdapters(settings.adapters, settings.matrices)
+        self._ready: list[Gain] = []
         self._is_on_accelerator = torch.accelerator.is_available()
         self._llm: LLMEngine | None = None
 
@@ -63,8 +75,12 @@ class VllmWorker:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         check_version()
         from vllm import EngineArgs
+        from vllm.distributed.parallel_state import destroy_model_parallel
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        # An engine that was closed in this process leaves its groups behind, and vLLM would use them for this one, too:
+        # another `tp` would be refused, and experts would have no group of their own after a model without experts.
+        destroy_model_parallel()
         arguments = EngineArgs(
             model=settings.model,
             revision=settings.revision,
@@ -82,10 +98,14 @@ class VllmWorker:
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
+            enable_return_routed_experts=bool(settings.expert_layers) and self._is_on_accelerator,
             **_weights_of(settings),
             **({"limit_mm_per_prompt": {"video": 0}} if settings.sees_images else {}),
         )
-        self._llm = LLMEngine.from_engine_args(arguments)
+        with recorded_by_each_rank() if settings.expert_layers else nullcontext():
+            self._llm = LLMEngine.from_engine_args(arguments)
+            if settings.expert_layers and not self._is_on_accelerator:
+                self._on_worker(record_on_cpu, self._llm)
         self.sleep(keep_weights=False)
 
     def submit(self, asks: Iterable[Ask]) -> None:
@@ -115,23 +135,51 @@ class VllmWorker:
             if ask.images:
                 prompt["multi_modal_data"] = {"image": [_decoded(image) for image in ask.images]}
                 self._expected[str(ask.id)] = ask.num_tokens
-            self._engine.add_request(str(ask.id), prompt, params, lora_request=self._lora_request)
-            self._open.add(str(ask.id))
+            request = self._adapters.request(ask.adapter)
+            name = self._engine.add_request(str(ask.id), prompt, params, lora_request=request)
+            self._open[str(ask.id)] = _Open(name, ask.adapter)
 
     def step(self) -> list[Gain]:
         """See `Driver`."""
-        gains: list[Gain] = []
-        while not gains and self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                self._check_length(output.request_id, output.prompt_token_ids)
-                part = output.outputs[0]
-                tokens = list(part.token_ids)
-                log_probs = [scores[token].logprob for token, scores in zip(tokens, part.logprobs or (), strict=True)]
-                number, cached = int(output.request_id), output.num_cached_tokens or 0
-                gains.append(Gain(number, tokens, log_probs, part.finish_reason, self._policy_version, cached))
-                if output.finished:
-                    self._open.discard(output.request_id)
+        while not self._ready:
+            self._advance()
+        gains, self._ready = self._ready, []
         return gains
+
+    def _advance(self) -> RequestOutput | None:
+        """Take a step of vLLM; return its answer about a probe, if there is one."""
+        if not self._engine.has_unfinished_requests():
+            raise RuntimeError("vLLM has nothing in progress, though an answer is awaited")
+        probed = None
+        for output in cast("list[RequestOutput]", self._engine.step()):
+            if output.request_id == PROBE:
+                probed = output
+            else:
+                self._ready.append(self._gain(output))
+        return probed
+
+    def _gain(self, output: RequestOutput) -> Gain:
+        """What a step has added to a response."""
+        self._check_length(output.request_id, output.prompt_token_ids)
+        part, version = output.outputs[0], self._versions[self._open[output.request_id].adapter]
+        tokens = list(part.token_ids)
+        log_probs = [scores[token].logprob for token, scores in zip(tokens, part.logprobs or (), strict=True)]
+        number, cached = int(output.request_id), output.num_cached_tokens or 0
+        experts = self._experts(output) if self.settings.expert_layers else []
+        if output.finished:
+            del self._open[output.request_id]
+        return Gain(number, tokens, log_probs, part.finish_reason, version, cached, experts)
+
+    def _experts(self, output: RequestOutput) -> list[str]:
+        """The choices of experts that a step has added; vLLM shows them at the end of a response, all together."""
+        found = output.outputs[0].routed_experts
+        if not output.finished:
+            chunks = self._engine.output_processor.request_states[
+                self._open[output.request_id].name
+            ].routed_experts_chunks
+            found = np.concatenate(chunks) if chunks else None
+            chunks.clear()
+        return [] if found is None else packed(found, self.settings.expert_layers)
 
     def _check_length(self, name: str, tokens: Sequence[int] | None) -> None:
         """Compare the length of a prompt with images with what training makes of it, once."""
@@ -146,27 +194,28 @@ class VllmWorker:
         """See `Driver`."""
         names = [str(number) for number in ids]
         self._engine.abort_request(names)
-        self._open.difference_update(names)
+        for name in names:
+            self._open.pop(name, None)
 
     def _abort_all(self) -> None:
         self._engine.abort_request(list(self._open))
         self._open.clear()
+        self._ready.clear()
         self._expected.clear()
 
-    def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
+    def prompt_log_probs(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         """See `Driver`."""
         from vllm import SamplingParams, TokensPrompt
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         prompt = TokensPrompt(prompt_token_ids=list(tokens))
-        self._engine.add_request("probe", prompt, params, lora_request=self._lora_request)
-        log_probs: list[float] = []
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if output.prompt_logprobs is not None:
-                    scored = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
-                    log_probs = [float(scores[token].logprob) for token, scores in scored]
-        return log_probs
+        self._engine.add_request(PROBE, prompt, params, lora_request=self._adapters.request(adapter))
+        probed = None
+        while probed is None or not probed.finished:
+            probed = self._advance()
+        assert probed.prompt_logprobs is not None, "they were asked for"
+        known = [scores for scores in probed.prompt_logprobs if scores is not None]  # the first token has none
+        return [float(scores[token].logprob) for token, scores in zip(tokens[1:], known, strict=True)]
 
     def wake(self) -> None:
         """See `Driver`."""
@@ -175,57 +224,50 @@ class VllmWorker:
         else:
             self._on_worker(_take_memory, self._cache_bytes)
 
-    def load_bucket(self, weights: Sequence[PackedWeight], data: Tensor, expected: int | None = None) -> None:
+    def load_bucket(
+        self, weights: Sequence[PackedWeight], data: Tensor, expected: int | None = None, adapter: str = ""
+    ) -> None:
         """Load weights from [bytes] uint8 on this engine's device; the first call begins a new set.
 
         Args:
             weights: Weights in the bucket.
             data: Bytes of the bucket.
             expected: Checksum of these bytes, if they come from another process; else None.
+            adapter: Name of the set of adapters that they belong to, if they do.
         """
         # vLLM keeps references until a layer is complete, and the next bucket overwrites this memory.
         own = data.clone()
         if expected is not None and (found := checksum(own)) != expected:
             raise RuntimeError(f"a bucket of {len(data)} bytes arrived damaged: checksum {found}, expected {expected}")
-        if self._adapters is not None:
+        if adapter:
             for weight in weights:
-                self._adapters.add(weight.name, weight.view(own))
+                self._adapters.add(adapter, weight.name, weight.view(own))
             return
         arrived = self._on_worker(_load, [(weight.name, weight.view(own)) for weight in weights], self._arrived is None)
         self._arrived = arrived | (self._arrived or set())
 
-    def finish_load(self, policy_version: int) -> None:
-        """Use the weights that have been loaded, and drop all that is in progress or computed with earlier ones."""
-        self._abort_all()
-        if self._adapters is None:
-            arrived, self._arrived = self._arrived or set(), None
-            lacking = sorted(self._on_worker(_finish_loading) - arrived)
-            if lacking:
-                raise RuntimeError(f"{len(lacking)} of vLLM's weights have not been sent, such as {lacking[0]}")
+    def finish_load(self, policy_version: int, adapter: str = "") -> None:
+        """Use the weights that have been loaded, and drop all that is in progress or computed with earlier ones.
+
+        Adapters leave alone what is in progress with others: vLLM knows with which ones keys and values were computed.
+        """
+        self.abort([int(number) for number, request in self._open.items() if request.adapter == adapter])
+        if adapter:
+            self._adapters.use(adapter, policy_version, self._engine)
         else:
-            with self._adapters.written() as folder:
-                self._use_adapters(folder, policy_version)
-        if not self._engine.reset_prefix_cache():
+            self._finish_whole_weights()
+        if not self._open and not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM still uses keys and values of earlier weights, though nothing is in progress")
+        self._versions[adapter] = policy_version
+
+    def _finish_whole_weights(self) -> None:
+        """Finish loading weights, of which adapters are no part: those do not change what is seen of images."""
+        arrived, self._arrived = self._arrived or set(), None
+        lacking = sorted(self._on_worker(_finish_loading) - arrived)
+        if lacking:
+            raise RuntimeError(f"{len(lacking)} of vLLM's weights have not been sent, such as {lacking[0]}")
         if self.settings.sees_images:
             self._engine.reset_encoder_cache()  # it keeps what earlier weights have seen of images
-        self._policy_version = policy_version
-
-    def _use_adapters(self, folder: str, policy_version: int) -> None:
-        """Load adapters in place of those before.
-
-        Their number is new and their folder is soon gone, so that a request cannot get any others.
-        """
-        from vllm.lora.request import LoRARequest
-
-        number = 1
-        if (before := self._lora_request) is not None:
-            number = before.lora_int_id + 1
-            self._engine.remove_lora(before.lora_int_id)
-        request = LoRARequest(f"policy-{policy_version}", number, folder)
-        if not self._engine.add_lora(request) or set(self._engine.list_loras()) != {number}:
-            raise RuntimeError(f"vLLM has not loaded the adapters of policy version {policy_version}")
-        self._lora_request = request
 
     def sleep(self, *, keep_weights: bool) -> None:
         """See `Driver`. An accelerator copies weights that are kept to host memory, as those to which adapters belong.
@@ -234,7 +276,7 @@ class VllmWorker:
         """
         self._abort_all()
         if self._is_on_accelerator:
-            self._engine.sleep(level=1 if keep_weights or self._adapters is not None else 2)
+            self._engine.sleep(level=1 if keep_weights or self.settings.adapters else 2)
         else:
             self._engine.reset_prefix_cache()
             self._cache_bytes = self._on_worker(_give_memory)
@@ -253,17 +295,18 @@ class VllmWorker:
 
 def _weights_of(settings: Settings) -> dict[str, object]:
     """Arguments of vLLM for the origin of its weights: the rank, or the model's folder if adapters come."""
-    if settings.adapters is None:
+    if not settings.adapters:
         return {"load_format": "dummy"}
     from vllm.config.lora import MaxLoRARanks
 
-    rank, known = settings.adapters["r"], get_args(MaxLoRARanks)
+    rank, known = max(cast("int", said["r"]) for said in settings.adapters.values()), get_args(MaxLoRARanks)
+    count = len(settings.adapters)
     if not (able := [one for one in known if one >= rank]):
         raise RuntimeError(
             f"vLLM takes adapters of rank {max(known)} at most, and these have {rank}: lower models.ROLE.lora.rank, or "
             "set rollout.external.merge_adapters"
         )
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": min(able)}
+    return {"enable_lora": True, "max_loras": count, "max_cpu_loras": count, "max_lora_rank": min(able)}
 
 
 def _decoded(text: str) -> Picture:

@@ -315,9 +315,6 @@ def make_engine(setup: EngineSetup) -> MegatronEngine:
     if apart is None or shutil.which(apart.python) is None:
         reason = "is not given" if apart is None else f"'{apart.python}' is not a program on this machine"
         raise RecipeError.at(key, f"{reason}: name the interpreter of an environment with Megatron-Bridge")
-    if setup.layout.ep > 1 and setup.layout.pp > 1:
-        reason = f"{setup.layout}: all ranks would have experts of every layer, but stages have other layers"
-        raise RecipeError.at("layout", f"{reason}; leave out ep or pp")
     model, rank = empty_causal_lm(setup.model, setup.role), setup.process_group.rank
     if isinstance(model, VisionLM):
         raise RecipeError.at(f"models.{setup.role}", "a model that sees images cannot be in Megatron yet: use fsdp")
@@ -339,7 +336,7 @@ def settings_of(setup: EngineSetup, vocab_size: int, meeting: str, timeout_s: fl
     adam = None
     if optimizer is not None:
         adam = {
-            "lr": optimizer.learning_rate,
+            "lr": optimizer.peak,
             "weight_decay": optimizer.weight_decay,
             "adam_beta1": optimizer.beta1,
             "adam_beta2": optimizer.beta2,

@@ -3,6 +3,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 SIZES: dict[str, int] = {}
+PLACES: list[int] = []
+"""The rank at each place in Megatron's order, for processes that have met in another one."""
 _GROUPS: dict[str, object] = {}
 _PEERS: dict[str, list[int]] = {}
 
@@ -19,7 +21,8 @@ def initialize(tp: int, pp: int, ep: int) -> None:
         "pp": [list(range(first, world, per_stage)) for first in range(per_stage)],
     }
     for axis, groups in along.items():
-        for peers in groups:
+        for places in groups:
+            peers = [PLACES[place] for place in places] if PLACES else places
             group = dist.new_group(peers) if world > 1 else None
             if rank in peers:
                 _GROUPS[axis], _PEERS[axis] = group, peers
