@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from generate_markup import cell, table_of
 
 from leaderless.convert.convert import TABLES, Framework
 from leaderless.convert.table import Row
+from leaderless.convert.trl_preferences import TABLES as PREFERENCES
 
+FRAMEWORKS: tuple[Framework, ...] = ("verl", "trl")
+"""Frameworks with a guide."""
 BEGIN, END = "<!-- settings, written by docs/generate.py -->", "<!-- end of settings -->"
+BEGIN_PREFERENCES = "<!-- settings of preferences, written by docs/generate.py -->"
 
 
 def with_settings(page: str, framework: Framework) -> str:
@@ -30,8 +35,37 @@ def with_settings(page: str, framework: Framework) -> str:
     text = (
         f"{taken}\n\nThese have their effect without a setting:\n\n{needless}\n\nThese have no counterpart:\n\n{left}"
     )
-    begin, end = page.index(BEGIN) + len(BEGIN), page.index(END)
-    return f"{page[:begin]}\n\n{text}\n\n{page[end:]}"
+    page = _filled(page, BEGIN, text)
+    return _filled(page, BEGIN_PREFERENCES, _preferences()) if framework == "trl" else page
+
+
+def _filled(page: str, mark: str, text: str) -> str:
+    begin = page.index(mark) + len(mark)
+    return f"{page[:begin]}\n\n{text}\n\n{page[page.index(END, begin) :]}"
+
+
+def _preferences() -> str:
+    """The keys of DPO, KTO and reward models that are others than GRPO's, or mean something else."""
+    known = {_said(row) for row in TABLES["trl"]}
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name, rows in PREFERENCES.items():
+        for row in rows:
+            if _said(row) not in known:
+                found.setdefault(_said(row), []).append(name.removeprefix("trl-"))
+    order = list(dict.fromkeys(key[0] for key in found))
+    return table_of(
+        ("trl", "of", "leaderless", "how"),
+        [
+            (f"`{theirs}`", ", ".join(names), ours, how)
+            for (theirs, ours, how), names in sorted(found.items(), key=lambda item: order.index(item[0][0]))
+        ],
+    )
+
+
+def _said(row: Row) -> tuple[str, str, str]:
+    """What a guide says about a row; what holds for a reward model is said as for a policy."""
+    row = replace(row, ours=row.ours.replace("models.reward_model.", "models.policy."))
+    return row.theirs, _ours(row) if row.ours else ("not needed" if row.is_needless else "none"), cell(row.meaning)
 
 
 def _ours(row: Row) -> str:

@@ -12,13 +12,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from leaderless.algorithms.preferences import PREFERENCE_LOSSES
 from leaderless.cli.main import app
 from leaderless.config import RecipeError, all_keys, load_recipe
 from leaderless.config.functions import load_callable
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig
 from leaderless.config.other_names import own_name
-from leaderless.convert import trl, verl
+from leaderless.convert import trl, trl_preferences, verl
 from leaderless.convert.convert import TABLES, Converted, Framework, convert, guess, read_configuration
 from leaderless.convert.table import LOGGERS, Row
 from leaderless.loggers.registry import BUILT_IN
@@ -57,6 +58,14 @@ TRL = {
     "beta": 0.04,
     "bf16": True,
     "save_steps": 100,
+}
+PAIRS = {
+    "model_name_or_path": "some/model",
+    "dataset_name": "some/pairs",
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 100,
+    "max_length": 600,
 }
 ROWS = [(name, row) for name, rows in TABLES.items() for row in rows]
 
@@ -155,6 +164,104 @@ def test_a_configuration_of_trl_becomes_a_recipe_with_the_same_sizes(tmp_path: P
     assert not made.left
 
 
+def test_each_trainer_of_preferences_becomes_its_workflow(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    more: Mapping[Framework, Mapping[str, Any]] = {
+        "trl-dpo": {"loss_type": ["ipo"], "beta": 0.5, "eval_strategy": "steps"},
+        "trl-kto": {"desirable_weight": 1.3, "beta": 0.5},
+        "trl-reward": {"center_rewards_coefficient": 0.02, "use_peft": True},
+    }
+    roles = {"trl-dpo": "policy", "trl-kto": "policy", "trl-reward": "reward_model"}
+    for name, given in more.items():
+        values = PAIRS | given
+        assert guess(values) == name
+        made = convert(values, name, workers=4)
+        file.write_text(made.text("x"))
+        recipe = load_recipe(file).recipe
+        assert recipe.models[roles[name]].path == "some/model"
+        assert (recipe.batch.prompts_per_step, recipe.batch.updates_per_step, recipe.steps) == (32, 1, 100)
+        assert (recipe.data.max_prompt_tokens, recipe.data.max_response_tokens) == (600, 600)
+        assert recipe.data.preferences == ("singles" if name == "trl-kto" else "pairs")
+        assert recipe.data.shuffle == (name != "trl-kto"), "a default of TRL"
+        assert recipe.optimizer.learning_rate == (1e-4 if name == "trl-reward" else 1e-6), "a default of TRL"
+        assert Run(file).plan(2).nodes
+        assert not made.left
+        if name == "trl-dpo":
+            assert recipe.data.evaluation is not None
+            assert recipe.data.evaluation.chosen == "chosen"
+            assert recipe.evaluation.every_steps == 10, "logging_steps, whose default is 10"
+            loss = recipe.algorithm.preference_loss.model_dump()
+            assert (loss["type"], loss["beta"]) == ("ipo", 0.5)
+        elif name == "trl-kto":
+            loss = recipe.algorithm.preference_loss.model_dump()
+            assert (loss["type"], loss["desirable_weight"], loss["undesirable_weight"]) == ("kto", 1.3, 1.0)
+        else:
+            assert recipe.algorithm.reward_model.centering == 0.02
+            assert recipe.models["reward_model"].lora is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"type": "sigmoid"}),
+        ({"loss_type": "hinge"}, {"type": "hinge"}),
+        ({"loss_type": "apo_zero"}, {"type": "apo_zero"}),
+        ({"loss_type": "sigmoid_norm"}, {"type": "sigmoid", "length_normalized": True}),
+        ({"loss_type": "robust", "label_smoothing": 0.2}, {"type": "robust", "label_smoothing": 0.2}),
+        ({"loss_type": "robust"}, {"type": "sigmoid", "label_smoothing": 0.0}),
+        ({"loss_type": "sigmoid", "label_smoothing": 0.2}, {"type": "sigmoid", "label_smoothing": 0.0}),
+        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}, {"type": "sigmoid", "sft_coefficient": 0.3}),
+        ({"loss_type": ["sft", "ipo"]}, {"type": "ipo", "sft_coefficient": 1.0}),
+    ],
+)
+def test_losses_of_pairs_keep_their_meaning(
+    tmp_path: Path, given: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    made = convert(PAIRS | given, "trl-dpo")
+    (tmp_path / "recipe.yaml").write_text(made.text("x"))
+    loss = load_recipe(tmp_path / "recipe.yaml").recipe.algorithm.preference_loss.model_dump()
+    assert {key: loss[key] for key in expected} == expected
+    assert not made.left
+    assert {one["type"] for one in trl_preferences.LOSSES.values()} < set(PREFERENCE_LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("framework", "given", "reason"),
+    [
+        ("trl-dpo", {"loss_type": "bco_pair"}, "there is one for sigmoid, sigmoid_norm, hinge"),
+        ("trl-dpo", {"loss_type": ["sigmoid", "ipo"]}, "there is one loss of weight 1"),
+        ("trl-dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 1.0]}, "scale the weights"),
+        ("trl-dpo", {"loss_type": ["sft"]}, "use the workflow sft"),
+        ("trl-dpo", {"loss_weights": [1.0, 2.0]}, "2 entries for 1 of loss_type"),
+        ("trl-dpo", {"f_divergence_type": "js_divergence"}, "there is one for reverse_kl"),
+        ("trl-dpo", {"max_length": None}, "set data.max_prompt_tokens"),
+        ("trl-kto", {"loss_type": "apo_zero_unpaired"}, "there is one for kto"),
+        ("trl-kto", {"num_generations": 8}, "not known"),
+        ("trl-reward", {"eos_token": "<end>"}, "the tokenizer's is used"),
+    ],
+)
+def test_what_trainers_of_preferences_have_and_we_have_not_is_listed(
+    framework: Framework, given: Mapping[str, Any], reason: str
+) -> None:
+    assert [reason in left.reason for left in convert(PAIRS | given, framework).left] == [True]
+
+
+def test_a_long_row_of_a_pair_has_room_in_a_pass(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(convert(PAIRS | {"max_length": 8000}, "trl-dpo").text("x"))
+    assert load_recipe(file).recipe.batch.micro_batch_tokens == "auto"
+    assert Run(file).plan(1).nodes
+
+
+def test_a_file_that_fits_several_trainers_needs_a_word() -> None:
+    common = {"model_name_or_path": "m", "dataset_name": "d"}
+    with pytest.raises(RecipeError, match="any of trl, trl-dpo, trl-kto, trl-reward: say which with --from"):
+        guess(common)
+    assert guess(common | {"loss_type": "hinge"}) == "trl-dpo"
+    assert guess(common | {"loss_type": "kto"}) == "trl-kto"
+    assert guess(common | {"loss_type": "dapo"}) == "trl"
+
+
 @pytest.mark.parametrize("estimator", verl.ESTIMATORS)
 def test_every_estimator_of_verl_gives_a_recipe_that_can_be_planned(tmp_path: Path, estimator: str) -> None:
     file = tmp_path / "recipe.yaml"
@@ -176,6 +283,20 @@ def test_every_loss_of_trl_gives_a_valid_recipe(tmp_path: Path, loss: str, level
     file = tmp_path / "recipe.yaml"
     file.write_text(convert(TRL | {"loss_type": loss, "importance_sampling_level": level}, "trl").text("x"))
     load_recipe(file)
+
+
+@pytest.mark.parametrize("scaling", ["group", "batch", "none"])
+def test_rewards_that_trl_normalizes_one_by_one_are_gdpo(tmp_path: Path, scaling: str) -> None:
+    given = {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": scaling}
+    made = convert(TRL | given, "trl")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(made.text("x"))
+    advantage = load_recipe(file).recipe.algorithm.advantage.model_dump()
+    assert (advantage["type"], advantage["epsilon"], advantage["normalize_over_step"]) == ("gdpo", 1e-4, True)
+    assert not made.left, "TRL divides by the deviation of each reward whatever scale_rewards is"
+    summed = convert(TRL | {"multi_objective_aggregation": "sum_then_normalize"}, "trl")
+    assert setting(summed, "algorithm.advantage.type") == "grpo"
+    assert not summed.left
 
 
 @pytest.mark.parametrize(
@@ -256,6 +377,7 @@ def test_what_verl_has_and_we_have_not_is_listed_with_a_reason(key: str, value: 
     [
         ({"loss_type": "luspo"}, "has no counterpart"),
         ({"scale_rewards": "batch"}, "there is one for group and none"),
+        ({"multi_objective_aggregation": "other"}, "there is one for sum_then_normalize, normalize_then_sum"),
         ({"num_generations": 7}, "must be a multiple of num_generations=7"),
         ({"reward_funcs": ["reasoning_accuracy_reward"], "reward_weights": None}, "name a function as package.module"),
         ({"reward_weights": [1.0]}, "1 entries for 2 reward_funcs"),
@@ -274,6 +396,7 @@ def test_other_parts_of_trl() -> None:
         "use_peft": True,
         "lora_r": 4,
         "lora_target_modules": ["q_proj"],
+        "lora_dropout": 0.1,
         "use_vllm": True,
         "delta": 4.0,
         "epsilon_high": 0.3,
@@ -284,7 +407,16 @@ def test_other_parts_of_trl() -> None:
         "save_total_limit": 3,
     }
     made = convert(TRL | more, "trl")
-    assert setting(made, "models.policy.lora") == {"rank": 4, "alpha": 32.0, "targets": ["q_proj"]}
+    assert setting(made, "models.policy.lora") == {
+        "rank": 4,
+        "alpha": 32.0,
+        "targets": ["q_proj"],
+        "dropout": 0.1,
+    }
+    by_default = setting(convert(TRL | {"use_peft": True}, "trl"), "models.policy.lora")
+    assert by_default == {"rank": 16, "alpha": 32.0, "targets": "all-linear", "dropout": 0.05}
+    without = setting(convert(TRL | {"use_peft": True, "lora_dropout": 0.0}, "trl"), "models.policy.lora")
+    assert "dropout" not in without
     loss = setting(made, "algorithm.policy_loss")
     assert (loss["clip_low"], loss["clip_high"], loss["dual_clip"]) == (0.2, 0.3, 4.0)
     assert setting(made, "rollout.engine") == "vllm"

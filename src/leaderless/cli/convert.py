@@ -12,11 +12,13 @@ from rich.table import Table
 from leaderless.config import RecipeError, nearest
 from leaderless.observability.console import console, errors, print_line, print_path
 
+FROM = "Framework: verl, trl (GRPO), trl-dpo, trl-kto or trl-reward"
+
 
 def convert(
     file: Annotated[Path, typer.Argument(help="Configuration of verl or TRL as YAML, or a script that starts verl.")],
     out: Annotated[Path, typer.Option(help="Recipe to write.")] = Path("recipe.yaml"),
-    source: Annotated[str, typer.Option("--from", help="Framework, verl or trl; by default the one that fits.")] = "",
+    source: Annotated[str, typer.Option("--from", help=f"{FROM}; by default the one that fits.")] = "",
     workers: Annotated[int, typer.Option(min=1, help="Processes of TRL, on which its batch sizes depend.")] = 1,
 ) -> None:
     """Write a recipe from a configuration of verl or TRL, and list what it could not take over."""

@@ -15,11 +15,18 @@ from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.config import RecipeError
 from leaderless.config.errors import closest
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
-from leaderless.convert import trl, verl
+from leaderless.convert import trl, trl_preferences, verl
 from leaderless.convert.table import NotTakenError, Row, Values
 
-Framework = Literal["verl", "trl"]
-TABLES: Mapping[Framework, Sequence[Row]] = {"verl": verl.ROWS, "trl": trl.ROWS}
+Framework = Literal["verl", "trl", "trl-dpo", "trl-kto", "trl-reward"]
+"""What a configuration is for; `trl` is GRPO."""
+TABLES: Mapping[Framework, Sequence[Row]] = {
+    "verl": verl.ROWS,
+    "trl": trl.ROWS,
+    "trl-dpo": trl_preferences.DPO_ROWS,
+    "trl-kto": trl_preferences.KTO_ROWS,
+    "trl-reward": trl_preferences.REWARD_ROWS,
+}
 _PROGRAM = re.compile(r"verl\.trainer\.main_\w+|recipe\.\w+\.main_\w+")
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 _MACHINERY = re.compile(
@@ -27,9 +34,10 @@ _MACHINERY = re.compile(
     r"megatron|profiler|prometheus|router_replay|sandbox_fusion|tiled_mlp|trace|transfer_queue|ray_kwargs)\..*"
 )
 """Keys of verl that say how it runs, not what it computes."""
-BASE: Mapping[Framework, Mapping[str, Setting]] = {
+BASE: Mapping[str, Mapping[str, Setting]] = {
     "verl": {},
     "trl": {"workflow": "grpo", "algorithm.advantage.type": "grpo", "algorithm.advantage.epsilon": 1e-4},
+    **trl_preferences.BASES,
 }
 """What holds in each framework, whatever its configuration says."""
 PLACEHOLDER_STEPS = 100
@@ -105,18 +113,45 @@ def read_configuration(path: Path) -> Mapping[str, Setting]:
 
 
 def guess(values: Values) -> Framework:
-    """The framework that a configuration is for.
+    """The framework, and of TRL the trainer, that a configuration is for: the one that has most of its keys and values.
 
     Raises:
-        RecipeError: It is neither verl's nor TRL's.
+        RecipeError: It is neither verl's nor TRL's, or fits several trainers.
     """
-    known = {name: sum(row.theirs in values for row in rows) for name, rows in TABLES.items()}
-    best: Framework = "verl" if known["verl"] >= known["trl"] else "trl"
-    if not known[best]:
+    known = {name: _fit(values, name) for name in TABLES}
+    most = max(known.values())
+    best = [name for name, fit in known.items() if fit == most]
+    if not most[0]:
         raise RecipeError.at(
-            "", "no key of verl or TRL is in the file: give the configuration of verl.trainer.main_ppo or of trl grpo"
+            "",
+            "no key of verl or TRL is in the file: give the configuration of verl.trainer.main_ppo, or of trl grpo, "
+            "dpo, kto or reward",
         )
-    return best
+    if len(best) > 1:
+        raise RecipeError.at("", f"the file may be for any of {', '.join(best)}: say which with --from")
+    return best[0]
+
+
+def _fit(values: Values, framework: Framework) -> tuple[int, int]:
+    """How many keys of a configuration a framework has, and how many of them can be taken over."""
+    rows = [row for row in TABLES[framework] if row.theirs in values]
+    complete, num_taken = _complete(values, framework, 1), 0
+    for row in rows:
+        try:
+            row.made(values[row.theirs], complete)
+        except NotTakenError:
+            continue
+        num_taken += 1
+    return len(rows), num_taken
+
+
+def _complete(values: Values, framework: Framework, workers: int) -> Values:
+    """The settings of a configuration, with the framework's defaults for those that are not given."""
+    defaults = {row.theirs: row.default for row in TABLES[framework] if row.default is not None}
+    if framework == "verl":
+        return defaults | dict(values)
+    theirs = {row.theirs for row in TABLES[framework]}
+    return defaults | {key: one for key, one in values.items() if key in theirs} | {trl.PROCESSES: workers}
 
 
 def convert(values: Values, framework: Framework, workers: int = 1) -> Converted:
@@ -128,10 +163,7 @@ def convert(values: Values, framework: Framework, workers: int = 1) -> Converted
         workers: Number of its processes, which TRL's batch sizes depend on.
     """
     rows = {row.theirs: row for row in TABLES[framework]}
-    complete = {key: row.default for key, row in rows.items() if row.default is not None} | dict(values)
-    if framework == "trl":
-        complete.setdefault(trl.PROCESSES, workers)
-        complete[trl.PROCESSES] = workers
+    complete = _complete(values, framework, workers)
     made, left, taken, needless = dict(BASE[framework]), list(_unknown(values, rows)), [], []
     for key, row in rows.items():
         is_given = key in values
@@ -157,17 +189,8 @@ def _finished(
     made: dict[str, Setting], values: Values, framework: Framework, left: list[Left]
 ) -> Mapping[str, Setting]:
     """Complete what a recipe needs, and remove what does not go together."""
-    loss = str(made.setdefault("algorithm.policy_loss.type", "ppo"))
-    if framework == "verl":
-        made.setdefault("algorithm.policy_loss.clip_high", made["algorithm.policy_loss.clip_low"])
-    made = {
-        key: one for key, one in made.items() if not key.startswith(_LOSS) or key.removeprefix(_LOSS) in _fields(loss)
-    }
-    if loss in MEANS_OF_RESPONSES and made.get(_AGGREGATION) != MEAN_OF_RESPONSES:
-        if framework == "trl":  # verl's losses of this kind take no notice of the setting
-            reason = "a ratio of a whole response goes with a mean over responses, loss_type=grpo, which was taken"
-            left.append(Left("loss_type", values.get("loss_type", "dapo"), reason))
-        made[_AGGREGATION] = MEAN_OF_RESPONSES
+    if framework not in trl_preferences.TABLES:
+        made = _with_policy_loss(made, values, framework, left)
     if made.get("algorithm.advantage.type") != "grpo":
         made.pop("algorithm.advantage.normalize_by_std", None)
     if "data.evaluation.path" in made and framework == "verl":
@@ -181,13 +204,31 @@ def _finished(
     if "data.evaluation.path" not in made:
         made.pop("evaluation.every_steps", None)
     if "steps" not in made:
-        key = {"verl": "trainer.total_epochs", "trl": "num_train_epochs"}[framework]
+        key = "trainer.total_epochs" if framework == "verl" else "num_train_epochs"
         if key not in values:
             reason = f"steps={PLACEHOLDER_STEPS} is a placeholder: set epochs x rows / batch.prompts_per_step"
             left.append(Left("steps", None, reason))
         made["steps"] = PLACEHOLDER_STEPS
     order = ("name", "workflow", "models", "data", "reward", "batch", "rollout", "algorithm", "optimizer", "roles")
     return dict(sorted(made.items(), key=lambda item: _place(item[0], order)))
+
+
+def _with_policy_loss(
+    made: dict[str, Setting], values: Values, framework: Framework, left: list[Left]
+) -> dict[str, Setting]:
+    """Complete the loss of the policy, and leave out what it does not have."""
+    loss = str(made.setdefault("algorithm.policy_loss.type", "ppo"))
+    if framework == "verl":
+        made.setdefault("algorithm.policy_loss.clip_high", made["algorithm.policy_loss.clip_low"])
+    made = {
+        key: one for key, one in made.items() if not key.startswith(_LOSS) or key.removeprefix(_LOSS) in _fields(loss)
+    }
+    if loss in MEANS_OF_RESPONSES and made.get(_AGGREGATION) != MEAN_OF_RESPONSES:
+        if framework == "trl":  # verl's losses of this kind take no notice of the setting
+            reason = "a ratio of a whole response goes with a mean over responses, loss_type=grpo, which was taken"
+            left.append(Left("loss_type", values.get("loss_type", "dapo"), reason))
+        made[_AGGREGATION] = MEAN_OF_RESPONSES
+    return made
 
 
 def _fields(loss: str) -> Collection[str]:

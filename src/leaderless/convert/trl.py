@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -38,6 +39,10 @@ LOSSES: Mapping[str, Made] = {
     "sapo": {"algorithm.policy_loss.type": "sapo", "algorithm.aggregation": "sequence_mean_token_mean"},
 }
 LEVELS: Mapping[str, Made] = {"token": {}, "sequence": {"algorithm.policy_loss.type": "gspo"}}
+AGGREGATIONS: Mapping[str, Made] = {
+    "sum_then_normalize": {},
+    "normalize_then_sum": {"algorithm.advantage.type": "gdpo"},
+}
 SCHEDULES: Mapping[str, Made] = {name: {"optimizer.schedule": name} for name in ("constant", "linear", "cosine")} | {
     "constant_with_warmup": {"optimizer.schedule": "constant"}
 }
@@ -53,9 +58,14 @@ REWARDS: Mapping[str, Made] = {
 def sizes(values: Values) -> tuple[int, int, int]:
     """Prompts of a step, updates of a step, and epochs, as `GRPOConfig` derives them.
 
+    Without `num_generations` nothing is generated: each update has rows of its own.
+
     Raises:
         NotTakenError: They do not divide each other.
     """
+    if "num_generations" not in values:
+        keys = (PROCESSES, "per_device_train_batch_size", "gradient_accumulation_steps")
+        return math.prod(whole(values[key], key) for key in keys), 1, 1
     processes, per_device, accumulated, responses, epochs = (
         whole(values[key], key)
         for key in (
@@ -118,11 +128,13 @@ def _evaluating(value: Setting, values: Values) -> Made:
     made: dict[str, Setting] = {"data.evaluation.path": path, "data.evaluation.split": split}
     if values.get("dataset_config") is not None:
         made["data.evaluation.subset"] = values["dataset_config"]
-    every = whole(values["logging_steps"] if given is None else given, "eval_steps")
+    every = whole(values.get("logging_steps", 10) if given is None else given, "eval_steps")
     return made | {"evaluation.every_steps": max(1, every // sizes(values)[1])}
 
 
-def _scaling(value: Setting, _: Values) -> Made:
+def _scaling(value: Setting, values: Values) -> Made:
+    if str(values.get("multi_objective_aggregation")) == "normalize_then_sum":
+        return {}  # each reward is divided by its deviation, whatever this says
     key = "algorithm.advantage.normalize_by_std"
     names = {"group": True, "true": True, "none": False, "false": False}
     if str(value).lower() not in names:
@@ -134,7 +146,7 @@ def _reward(value: Setting, values: Values) -> Made:
     """Rewards by name, or functions as `package.module.function`, with weights."""
     names = texts(value) if value is not None else []
     given = values.get("reward_weights")
-    weights = [1.0] * len(names) if given is None else [number(one, "reward_weights") for one in _list(given)]
+    weights = [1.0] * len(names) if given is None else [number(one, "reward_weights") for one in as_list(given)]
     if len(weights) != len(names):
         raise NotTakenError(f"reward_weights has {len(weights)} entries for {len(names)} reward_funcs")
     made: dict[str, Setting] = {}
@@ -153,7 +165,8 @@ def _reward(value: Setting, values: Values) -> Made:
     return made
 
 
-def _list(value: Setting) -> Sequence[Setting]:
+def as_list(value: Setting) -> Sequence[Setting]:
+    """The entries of a list, or the one that is given."""
     return cast("Sequence[Setting]", value) if isinstance(value, list | tuple) else [value]
 
 
@@ -165,11 +178,12 @@ def _adapters(value: Setting, values: Values) -> Made:
     if not is_on(value):
         return {}
     targets = values.get("lora_target_modules") or "all-linear"
-    names = texts(targets)
+    names, dropout = texts(targets), number(values.get("lora_dropout", 0.05), "lora_dropout")
     return {
         "models.policy.lora.rank": whole(values.get("lora_r", 16), "lora_r"),
         "models.policy.lora.alpha": number(values.get("lora_alpha", 32), "lora_alpha"),
         "models.policy.lora.targets": "all-linear" if names == ["all-linear"] else names,
+        **({"models.policy.lora.dropout": dropout} if dropout else {}),
     }
 
 
@@ -211,7 +225,12 @@ ROWS: tuple[Row, ...] = (
     Row("use_peft", "models.policy.lora", False, "with `lora_r`, `lora_alpha`, `lora_target_modules`", _adapters),
     *(
         part(key, f"models.policy.lora.{ours}")
-        for key, ours in (("lora_r", "rank"), ("lora_alpha", "alpha"), ("lora_target_modules", "targets"))
+        for key, ours in (
+            ("lora_r", "rank"),
+            ("lora_alpha", "alpha"),
+            ("lora_target_modules", "targets"),
+            ("lora_dropout", "dropout"),
+        )
     ),
     Row("dataset_name", "data.train.path"),
     Row("dataset_config", "data.train.subset"),
@@ -258,7 +277,14 @@ ROWS: tuple[Row, ...] = (
     part("epsilon_high", "algorithm.policy_loss.clip_high"),
     as_optional("delta", "algorithm.policy_loss.dual_clip"),
     as_number("beta", "algorithm.kl.coefficient", 0.0, "in the loss, by `k3`"),
-    Row("scale_rewards", "algorithm.advantage.normalize_by_std", "group", "", _scaling),
+    as_name(
+        "multi_objective_aggregation",
+        "algorithm.advantage.type",
+        AGGREGATIONS,
+        "sum_then_normalize",
+        "`normalize_then_sum` is `gdpo`, else `grpo`",
+    ),
+    Row("scale_rewards", "algorithm.advantage.normalize_by_std", "group", "without effect in `gdpo`", _scaling),
     as_switch("mask_truncated_completions", "algorithm.overlong.filter"),
     as_number("entropy_coef", "algorithm.entropy_coefficient"),
     Row("use_bias_correction_kl", "algorithm.kl.unbiased_gradient", True, "with `beta` above 0", _unbiased),
@@ -320,7 +346,6 @@ ROWS: tuple[Row, ...] = (
         "no such penalty; `rollout` has temperature, top_p, top_k and min_p", "repetition_penalty", "generation_kwargs"
     ),
     *absent("the reference stays as it is", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
-    *absent("adapters have no dropout", "lora_dropout"),
     *absent("all tokens count alike", "top_entropy_quantile", "off_policy_mask_threshold"),
     *absent(
         "an engine runs next to the ranks, see the guide of engines",
@@ -328,6 +353,5 @@ ROWS: tuple[Row, ...] = (
         "vllm_server_host",
         "vllm_server_port",
     ),
-    *absent("rewards are added before they are normalized", "multi_objective_aggregation"),
     *absent("export to a folder, and push it yourself", "push_to_hub", "hub_model_id"),
 )
