@@ -3,7 +3,8 @@
     leaderless quickstart --robot
     python benchmarks/film_strip.py runs/quickstart-robot
 
-writes `docs/images/gallery-reach.png` and `docs/performance/robot.json`, which `docs/generate.py` reads.
+writes the numbers under the seed of the run in `docs/performance/robot.json`, which `docs/generate.py` reads, and for
+seed 0 also `docs/images/gallery-reach.png`. `leaderless quickstart --robot seed=1` runs another seed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from PIL import Image, ImageDraw
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -56,23 +58,31 @@ def picture(rows: list[tuple[str, Mapping[str, Any]]]) -> Image.Image:
     return page.quantize(64)
 
 
-def main() -> None:
-    """Write the picture and the numbers of the run that the command line names."""
-    run = Path(sys.argv[1])
-    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    success = {row["step"]: row["evaluation/mean@1"] for row in logged if "evaluation/mean@1" in row}
-    played = evaluations(run)
+def shown(played: Mapping[int, list[Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """What the picture has, before and after, each with the line above it."""
     first, last = min(played), max(played)
-    shown = [
+    return [
         (f"{row['prompt']}, {when}: {row['response']}", row)
         for group in chosen(played[first], played[last])
         for when, rows in ((f"before step {first + 1}", played[first]), (f"after step {last}", played[last]))
         for row in rows
         if row["group_id"] == group
     ]
-    picture(shown).save(DOCS / "images/gallery-reach.png", optimize=True)
+
+
+def main() -> None:
+    """Write the picture and the numbers of the run that the command line names."""
+    run = Path(sys.argv[1])
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    success = {row["step"]: row["evaluation/mean@1"] for row in logged if "evaluation/mean@1" in row}
+    seed = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")).get("seed", 0)
     numbers = {"success": success, "seconds": round(sum(row.get("time/step", 0.0) for row in logged), 1)}
-    (DOCS / "performance/robot.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    file = DOCS / "performance/robot.json"
+    table = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    table[str(seed)] = numbers
+    file.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n", encoding="utf-8")
+    if seed == 0:
+        picture(shown(evaluations(run))).save(DOCS / "images/gallery-reach.png", optimize=True)
 
 
 if __name__ == "__main__":

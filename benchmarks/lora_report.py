@@ -1,4 +1,4 @@
-"""The results of `lora.py` and `lora_sync.py` as tables."""
+"""The results of `lora.py`, `lora_sync.py` and `lora_vllm.py` as tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs/performance/lora.json"
-SYNCS = RESULTS.with_name("lora_sync.json")
+SYNCS, LOADS = RESULTS.with_name("lora_sync.json"), RESULTS.with_name("lora_vllm.json")
 EVERY, NUM_LAST = 10, 3
 """Steps between evaluations, and evaluations at the end of a run whose mean is its accuracy."""
 FULL = "all weights"
@@ -22,7 +22,7 @@ class Outcome:
     """One run.
 
     Attributes:
-        way: What is trained.
+        way: Weights that are trained.
         seed: Seed of the order of the prompts and of the sampling.
         curve: Held-out accuracy, from that of the model that runs begin with, evaluation by evaluation.
     """
@@ -48,7 +48,7 @@ class Sync:
     Attributes:
         model: Model whose size they have.
         mbit_per_s: Rate of the interface of each host.
-        way: What is sent.
+        way: Weights that are sent.
         num_bytes: Bytes on the wire.
         seconds: Seconds until all have arrived, once for each turn.
     """
@@ -58,6 +58,25 @@ class Sync:
     way: str
     num_bytes: int
     seconds: list[float]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What it takes until a vLLM in another process has weights.
+
+    Attributes:
+        model: Model whose size they have.
+        way: Weights that are loaded.
+        num_bytes: Bytes of these weights, in the type in which vLLM computes.
+        seconds: Seconds until vLLM has them, once for each version.
+        seconds_inside: Seconds of these in which vLLM's process reads and loads them.
+    """
+
+    model: str
+    way: str
+    num_bytes: int
+    seconds: list[float]
+    seconds_inside: list[float]
 
 
 def load(file: Path = RESULTS) -> list[Outcome]:
@@ -101,5 +120,21 @@ def sync_table(syncs: Sequence[Sync]) -> str:
         lines.append(
             f"| {one.model} | {one.way} | {one.num_bytes / 1e6:,.1f} | {100 * share:.2f} % | "
             f"{median(one.seconds):.2f} ({min(one.seconds):.2f}-{max(one.seconds):.2f}) |"
+        )
+    return "\n".join(lines)
+
+
+def load_loads(file: Path = LOADS) -> list[Load]:
+    """The loads into vLLM that have been measured."""
+    return [Load(**found) for found in json.loads(file.read_text(encoding="utf-8"))] if file.exists() else []
+
+
+def load_table(loads: Sequence[Load]) -> str:
+    """The loads into vLLM as a table in Markdown."""
+    lines = ["| size of | loaded | MB | seconds (range) | of these in vLLM |", "| --- | --- | --- | --- | --- |"]
+    for one in loads:
+        seconds = f"{median(one.seconds):.2f} ({min(one.seconds):.2f}-{max(one.seconds):.2f})"
+        lines.append(
+            f"| {one.model} | {one.way} | {one.num_bytes / 1e6:,.1f} | {seconds} | {median(one.seconds_inside):.2f} |"
         )
     return "\n".join(lines)

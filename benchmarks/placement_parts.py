@@ -17,7 +17,7 @@ from typing import TypedDict
 from leaderless import EngineSetup, RolloutSetup, rollout_engine, train_backend
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.decoder import load_value_model
+from leaderless.models.value_model import load_value_model
 from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.training.engine import Result
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine

@@ -25,6 +25,8 @@ from torch import Tensor
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 STORED = Path(__file__).parents[1] / "docs/performance/preferences_trl.json"
+Computed = tuple[float, Mapping[str, Tensor]]
+"""A loss, and the gradient of each weight."""
 SETTINGS: Mapping[str, Mapping[str, object]] = {
     "sigmoid": {"type": "sigmoid", "beta": 0.2},
     "sigmoid, length_normalized": {"type": "sigmoid", "beta": 2.0, "length_normalized": True},
@@ -38,6 +40,12 @@ SETTINGS: Mapping[str, Mapping[str, object]] = {
     "kto": {"type": "kto", "beta": 0.2, "desirable_weight": 1.0, "undesirable_weight": 1.5},
 }
 """What is compared, by name. TRL's label smoothing of `sigmoid` is gone, and its ORPO imitates prompts, too."""
+REWARD_MODELS: Mapping[str, tuple[float, bool]] = {
+    "reward model": (0.0, False),
+    "reward model, margins": (0.0, True),
+    "reward model, centering": (0.1, True),
+}
+"""Losses of reward models by name: the coefficient of centering, and whether pairs have margins."""
 
 
 def probe(gradients: Mapping[str, Tensor]) -> list[float]:
@@ -56,23 +64,28 @@ def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> floa
 
 def main() -> None:
     """Compare all losses, and store the result."""
-    from tests.preferences import loss_and_gradient
+    from tests.preferences import loss_and_gradient, reward_loss_and_gradient
     from tests.tiny import tiny_model
 
     from leaderless.config.algorithm import AlgorithmConfig
 
     rows = {}
+
+    def compare(name: str, mine: Computed, others: Computed) -> None:
+        rows[name] = {
+            "trl_loss": others[0],
+            "trl_gradient": probe(others[1]),
+            "loss_difference": abs(mine[0] - others[0]),
+            "gradient_difference": difference(mine[1], others[1]),
+        }
+        print(f"{name}: {mine[0]:.6f} {rows[name]}")
+
     for name, settings in SETTINGS.items():
         loss = AlgorithmConfig.model_validate({"preference_loss": settings}).preference_loss
-        value, gradients = loss_and_gradient(loss)
-        expected, others = _trl(dict(settings), tiny_model())
-        rows[name] = {
-            "trl_loss": expected,
-            "trl_gradient": probe(others),
-            "loss_difference": abs(value - expected),
-            "gradient_difference": difference(gradients, others),
-        }
-        print(f"{name}: {value:.6f} {rows[name]}")
+        compare(name, loss_and_gradient(loss), _trl(dict(settings), tiny_model()))
+    for name, (centering, has_margins) in REWARD_MODELS.items():
+        mine = reward_loss_and_gradient(centering, has_margins=has_margins)
+        compare(name, mine, _trl({"type": "reward", "centering": centering, "has_margins": has_margins}, ""))
     versions = {package: version(package) for package in ("trl", "torch", "transformers")}
     STORED.write_text(json.dumps({"versions": versions, "losses": rows}, indent=2) + "\n", encoding="utf-8")
 
@@ -80,7 +93,7 @@ def main() -> None:
 def _trl(settings: dict[str, Any], reference: str) -> tuple[float, Mapping[str, Tensor]]:
     """TRL's loss and gradient."""
     kind = settings.pop("type")
-    make: Callable[..., Any] = {"simpo": _cpo, "orpo": _orpo, "kto": _kto}.get(kind, _dpo)
+    make: Callable[..., Any] = {"simpo": _cpo, "orpo": _orpo, "kto": _kto, "reward": _reward}.get(kind, _dpo)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make(kind, settings, reference, _arguments(folder))
         inputs = next(iter(trainer.get_train_dataloader()))
@@ -163,6 +176,19 @@ def _orpo(kind: str, settings: dict[str, Any], reference: str, arguments: dict[s
 
     trainer.compute_loss = without_imitation
     return trainer
+
+
+def _reward(kind: str, settings: dict[str, Any], reference: str, arguments: dict[str, object]) -> Any:
+    from tests.preferences import MARGINS, PAIRS, scoring_model
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from trl import RewardConfig, RewardTrainer
+
+    del kind, reference
+    config = RewardConfig(center_rewards_coefficient=settings["centering"] or None, **arguments)
+    model = AutoModelForSequenceClassification.from_pretrained(scoring_model(), num_labels=1, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(scoring_model())
+    rows = _rows(MARGINS if settings["has_margins"] else PAIRS)
+    return RewardTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer)
 
 
 if __name__ == "__main__":

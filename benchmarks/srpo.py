@@ -4,8 +4,8 @@
 
 An arm over a table imitates a few demonstrations, and then learns from success alone, by each algorithm from the same
 weights. In `starts`, each start has a table of its own; in `tables`, there are few tables and many starts. The share of
-held-out starts that are a success is measured every few steps, and before: how much what SRPO gives to failed episodes
-has to do with how near they came to their goal.
+held-out starts that are a success is measured every few steps. Before, it is measured how much the rewards that SRPO
+gives to failed episodes have to do with how near these came to their goal.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from until import rows_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs/performance/srpo.json"
 LAYOUTS: Mapping[str, int] = {"starts": 0, "tables": 6}
@@ -56,27 +58,7 @@ def compare(num_layouts: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tasks(folder, num_layouts)
-        body = {"type": "table", "max_steps": 32, "num_environments": 128, "options": {"num_layouts": num_layouts}}
-        common = {
-            "body": {**body, "demonstrations": "demonstrations"},
-            "data": {"train": {"path": "train.jsonl"}, "evaluation": {"path": "test.jsonl"}},
-            "seed": seed,
-        }
-        imitation = {
-            **common,
-            "name": "imitation",
-            "workflow": "imitation",
-            "models": {"policy": {"body": "flow"}},
-            "data": {"train": {"path": "demonstrations/meta/episodes.jsonl"}},
-            "batch": {"prompts_per_step": NUM_DEMONSTRATIONS, "micro_batch_tokens": 4096},
-            "optimizer": {"learning_rate": 3e-3, "beta2": 0.99, "schedule": "cosine"},
-            "steps": 80,
-        }
-        write(folder, imitation)
-        count = ["--episodes", str(NUM_DEMONSTRATIONS), "--seed", str(1000 * seed)]
-        leaderless(folder, "demonstrate", "imitation.yaml", "demonstrations", *count)
-        leaderless(folder, "train", "imitation.yaml")
-        leaderless(folder, "export", "runs/imitation", "imitated")
+        common = imitate(folder, {"num_layouts": num_layouts}, NUM_DEMONSTRATIONS, seed)
         curves: dict[str, list[float]] = {}
         for algorithm, settings in ALGORITHMS.items():
             recipe = {
@@ -91,10 +73,8 @@ def compare(num_layouts: int, seed: int) -> dict[str, Any]:
             }
             write(folder, recipe)
             leaderless(folder, "train", f"{algorithm}.yaml")
-            lines = (folder / "runs" / algorithm / "metrics.jsonl").read_text().splitlines()
-            curves[algorithm] = [
-                row["evaluation/mean@1"] for row in map(json.loads, lines) if "evaluation/mean@1" in row
-            ]
+            rows = rows_of(folder / "runs" / algorithm)
+            curves[algorithm] = [row["evaluation/mean@1"] for row in rows if "evaluation/mean@1" in row]
             print(num_layouts, seed, algorithm, curves[algorithm], flush=True)
         agreement = {
             by: rank_correlation(folder / "imitated", num_layouts, seed, is_by_task=by == "task")
@@ -102,6 +82,42 @@ def compare(num_layouts: int, seed: int) -> dict[str, Any]:
         }
         print(num_layouts, seed, agreement, flush=True)
     return {"curves": curves, "agreement": agreement}
+
+
+def imitate(
+    folder: Path, world: Mapping[str, int], num_demonstrations: int, seed: int, steps: int = 80
+) -> dict[str, object]:
+    """Train a weak policy in `imitated`; returns what all recipes have in common.
+
+    Args:
+        folder: Folder with the tasks.
+        world: Options of the table.
+        num_demonstrations: Number of demonstrations of the script.
+        seed: Seed of demonstrations and runs.
+        steps: Steps of imitation.
+    """
+    body = {"type": "table", "max_steps": 32, "num_environments": 128, "options": world}
+    common: dict[str, object] = {
+        "body": {**body, "demonstrations": "demonstrations"},
+        "data": {"train": {"path": "train.jsonl"}, "evaluation": {"path": "test.jsonl"}},
+        "seed": seed,
+    }
+    imitation = {
+        **common,
+        "name": "imitation",
+        "workflow": "imitation",
+        "models": {"policy": {"body": "flow"}},
+        "data": {"train": {"path": "demonstrations/meta/episodes.jsonl"}},
+        "batch": {"prompts_per_step": min(20, num_demonstrations), "micro_batch_tokens": 4096},
+        "optimizer": {"learning_rate": 3e-3, "beta2": 0.99, "schedule": "cosine"},
+        "steps": steps,
+    }
+    write(folder, imitation)
+    count = ["--episodes", str(num_demonstrations), "--seed", str(1000 * seed)]
+    leaderless(folder, "demonstrate", "imitation.yaml", "demonstrations", *count)
+    leaderless(folder, "train", "imitation.yaml")
+    leaderless(folder, "export", "runs/imitation", "imitated")
+    return common
 
 
 def rank_correlation(policy: Path, num_layouts: int, seed: int, *, is_by_task: bool) -> float:
