@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple, get_args
 
-from generate_markup import cell, table_of
+from generate_markup import between, cell, table_of
 
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.catalogue import entries
@@ -75,7 +75,6 @@ PENALTIES: dict[str, dict[str, object]] = {
     "penalty in the reward": {"coefficient": 0.1, "place": "reward"},
     "penalty in the reward, `unbiased_gradient`": {"coefficient": 0.1, "place": "reward", "unbiased_gradient": True},
 }
-MARKS = "<!-- combinations: begin -->", "<!-- combinations: end -->"
 
 
 class Trial(NamedTuple):
@@ -90,8 +89,7 @@ class Trial(NamedTuple):
 
 def with_combinations(page: str) -> str:
     """A page with the table of combinations between its two marks."""
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n\n{combinations()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+    return between(page, "combinations", combinations())
 
 
 def combinations() -> str:

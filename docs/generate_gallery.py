@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from generate_markup import table_of
+from generate_markup import between, table_of
 
 DOCS = Path(__file__).parent
 WIDTH, HEIGHT = 720, 320
@@ -17,8 +17,10 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 190, 16, 40
 COLORS = ("#4053d3", "#ddb310", "#b51d14", "#00beff", "#fb49b0", "#00b25d", "#9a9a9a")
 """Colors that people with any vision can tell apart."""
 Curve = Sequence[tuple[float, float]]
-SHOWN = (0, 50, 100, 200)
+SHOWN = (0, 50, 100, 200, 300)
 """Steps of counting that its table shows."""
+COUNTING = {"GRPO": "performance/counting.json", "PPO": "performance/counting_ppo.json"}
+"""Files of what was learned of counting."""
 
 
 class Chart(NamedTuple):
@@ -40,6 +42,8 @@ def gallery_pictures() -> dict[str, str]:
         "gallery-signal": _signal(),
         "gallery-search": _search(),
         "gallery-srpo": _srpo(),
+        "gallery-srpo-steps": _to_target("srpo_steps", "step", {"grpo": "GRPO", "srpo": "SRPO"}),
+        "gallery-rlpd": _to_target("rlpd", "steps of the arm", {"rlpd": "RLPD", "sac": "SAC"}),
         "gallery-staleness": _staleness(),
         "gallery-lora": _lora(),
         "gallery-counting": _counting(),
@@ -48,7 +52,10 @@ def gallery_pictures() -> dict[str, str]:
 
 
 def draw_chart(chart: Chart) -> str:
-    """A chart of shares by step as SVG: the mean of each way, with a band from its lowest to its highest curve."""
+    """A chart of shares by step as SVG: the mean of each way, with a band from its lowest to its highest curve.
+
+    Curves that were measured at different steps have no mean: each is a line of its own.
+    """
     last = max(x for curves in chart.curves.values() for curve in curves for x, _ in curve)
     parts = [
         (
@@ -70,12 +77,17 @@ def draw_chart(chart: Chart) -> str:
         color = COLORS[number % len(COLORS)]
         dash = ' stroke-dasharray="6 3"' if number >= len(COLORS) else ""
         xs = [x for x, _ in curves[0]]
-        columns = list(zip(*([y for _, y in curve] for curve in curves), strict=True))
-        if len(curves) > 1:
-            edge = [*zip(xs, map(max, columns), strict=True), *reversed(list(zip(xs, map(min, columns), strict=True)))]
-            parts.append(f'<path d="{_line(edge, last)}Z" fill="{color}" fill-opacity="0.13"/>')
-        means = list(zip(xs, map(fmean, columns), strict=True))
-        parts.append(f'<path d="{_line(means, last)}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
+        lines = curves
+        if all([x for x, _ in curve] == xs for curve in curves):
+            columns = list(zip(*([y for _, y in curve] for curve in curves), strict=True))
+            lines = [list(zip(xs, map(fmean, columns), strict=True))]
+            if len(curves) > 1:
+                upper, lower = (list(zip(xs, map(bound, columns), strict=True)) for bound in (max, min))
+                edge = _line([*upper, *reversed(lower)], last)
+                parts.append(f'<path d="{edge}Z" fill="{color}" fill-opacity="0.13"/>')
+        parts += [
+            f'<path d="{_line(line, last)}" fill="none" stroke="{color}" stroke-width="2"{dash}/>' for line in lines
+        ]
         y = TOP + 8 + 19 * number
         x = WIDTH - RIGHT + 14
         parts.append(f'<path d="M{x} {y}h20" stroke="{color}" stroke-width="2"{dash}/>')
@@ -140,6 +152,12 @@ def _srpo() -> Chart:
     return Chart("evaluation", {names[key]: [list(enumerate(curve)) for curve in some] for key, some in curves.items()})
 
 
+def _to_target(name: str, x_label: str, names: Mapping[str, str]) -> Chart:
+    """Success of each seed until the run was stopped."""
+    curves = _read(f"performance/{name}.json")
+    return Chart(x_label, {names[key]: list(curves[key].values()) for key in names})
+
+
 def _staleness() -> Chart:
     runs = _by(_read("performance/staleness.json"), "bound", "bound {}")
     return Chart("evaluation", {name: [list(enumerate(run["curve"])) for run in some] for name, some in runs.items()})
@@ -151,7 +169,7 @@ def _lora() -> Chart:
 
 
 def _counting() -> Chart:
-    runs = _read("performance/counting.json")
+    runs = _read(COUNTING["GRPO"])
     return Chart(
         "step", {f"seed {run['seed']}": [[(int(step), y) for step, y in run["curve"].items()]] for run in runs}
     )
@@ -159,37 +177,51 @@ def _counting() -> Chart:
 
 def with_counting(page: str) -> str:
     """The page about images with what `benchmarks/counting.py` has measured between its marks."""
-    runs = _read("performance/counting.json")
-    shown = {
-        f"{step} steps of GRPO" if step else "imitation": [run["curve"][str(step)] for run in runs] for step in SHOWN
-    }
-    shown[f"{SHOWN[-1]} steps, pictures of other questions"] = [run["shuffled"] for run in runs]
-    seeds = [f"seed {run['seed']}" for run in runs]
-    rows = [(name, *(f"{share:.1%}" for share in shares)) for name, shares in shown.items()]
-    seconds = {name: median(run[name] for run in runs) for name in ("imitation_s", "reinforcement_s")}
-    return _between(
-        page,
-        "counting",
-        f"With one worker and one thread, imitation took {seconds['imitation_s']:.0f} seconds and reinforcement "
-        f"{seconds['reinforcement_s']:.0f} (medians, start and evaluations included, next to other programs). Right "
-        "answers to 512 held-out questions; a guess is right once in six, which is 16.7%:\n\n"
-        + table_of(("after", *seeds), rows),
+    alone, critic = (_read(file) for file in COUNTING.values())
+    imitation, reinforcement = (median(run[f"{name}_s"] for run in alone) for name in ("imitation", "reinforcement"))
+    text = (
+        f"With one worker and one thread, imitation took {imitation:.0f} seconds and reinforcement {reinforcement:.0f} "
+        "(medians, start and evaluations included, two runs at a time on two cores that did nothing else). Right "
+        "answers to 512 held-out questions; a guess is right once in six, which is 16.7%:"
     )
+    slower = f"With a critic, in {median(run['reinforcement_s'] for run in critic):.0f} seconds next to other programs:"
+    return between(page, "counting", "\n\n".join((text, _learned("GRPO"), slower, _learned("PPO"))))
+
+
+def _learned(name: str) -> str:
+    """A table of the accuracy of some seeds after imitation, and in the steps of reinforcement."""
+    runs = _read(COUNTING[name])
+    last = max(map(int, runs[0]["curve"]))
+    shown = {
+        f"{step} steps of {name}" if step else "imitation": [run["curve"][str(step)] for run in runs]
+        for step in SHOWN
+        if step <= last
+    }
+    shown[f"{last} steps, pictures of other questions"] = [run["shuffled"] for run in runs]
+    rows = [(label, *(f"{share:.1%}" for share in shares)) for label, shares in shown.items()]
+    return table_of(("after", *(f"seed {run['seed']}" for run in runs)), rows)
 
 
 def with_gallery(page: str) -> str:
     """The gallery with its table, and with what the arm has learned, between their marks."""
-    return _between(_between(page, "gallery robot", _robot()), "gallery table", _outcomes())
+    return between(between(page, "gallery robot", _robot()), "gallery table", _outcomes())
 
 
 def _robot() -> str:
-    run = _read("performance/robot.json")
-    steps = [int(step) for step in run["success"]]
-    first, last = (run["success"][str(step)] for step in (min(steps), max(steps)))
+    runs = _read("performance/robot.json")
+    steps = [int(step) for step in runs["0"]["success"]]
+    shares = {step: [run["success"][str(step)] for run in runs.values()] for step in steps}
+    rows = [
+        (seed, *(f"{run['success'][str(step)]:.1%}" for step in steps), f"{run['seconds']:.0f}")
+        for seed, run in runs.items()
+    ]
+    rows.append(("mean", *(f"{fmean(some):.1%}" for some in shares.values()), ""))
+    rows.append(("spread, points", *(f"{100 * (max(some) - min(some)):.1f}" for some in shares.values()), ""))
     return (
-        "A line below each strip is green where the arm has reached the right block, and red where it has not. Success "
-        f"on tables that it has never seen rose from {first:.1%} after imitation to {last:.1%} after {max(steps)} "
-        f"steps, in {run['seconds']:.0f} s of steps on a busy core."
+        "A line below each strip of seed 0 is green where the arm has reached the right block, and red where it has "
+        "not. Success on 512 tables that it has never seen, after imitation (step 0) and by step of reinforcement "
+        "learning, from the same demonstrations, and seconds of all steps on busy cores; the spread is from the lowest "
+        "seed to the highest:\n\n" + table_of(("seed", *map(str, steps), "seconds"), rows)
     )
 
 
@@ -202,6 +234,10 @@ def _outcomes() -> str:
     for name, runs in _by(_read("performance/lora.json"), "way").items():
         ends = [(run["curve"][0], run["curve"][-1]) for run in runs]
         rows.append((f"`grpo`, {name} (LoRA page)", "additions", *_from_to(ends)))
+    for name, file in COUNTING.items():
+        curves = [[*run["curve"].values()] for run in _read(file)]
+        ends = [(curve[0], curve[-1]) for curve in curves]
+        rows.append((f"`{name.lower()}`", "counting in pictures", *_from_to(ends)))
     searches = _read("performance/search.json")["runs"]
     rows.append(
         ("`grpo` with a search tool", "questions", *_from_to([(r["search"]["0"], r["search"]["60"]) for r in searches]))
@@ -227,7 +263,7 @@ def _range(values: Sequence[float]) -> str:
 
 def with_evidence(page: str) -> str:
     """The page about controllers with what `benchmarks/data_coordinator.py` has measured between its marks."""
-    return _between(_between(page, "why measured", _sentences()), "why table", _table())
+    return between(between(page, "why measured", _sentences()), "why table", _table())
 
 
 WAYS = {
@@ -286,9 +322,3 @@ def _table() -> str:
                 )
             )
     return table_of(("hosts", "way", "seconds", "busiest interface, MB", "fullest process, MB"), rows)
-
-
-def _between(page: str, name: str, content: str) -> str:
-    first, last = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, _, rest = page.partition(first)
-    return f"{before}{first}\n\n{content}\n\n{last}{rest.partition(last)[2]}"

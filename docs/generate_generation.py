@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-MARKS = "<!-- generation: begin -->", "<!-- generation: end -->"
+from generate_markup import between
 
 
 def with_generation(page: str) -> str:
     """A page with the newest results of `benchmarks/generation.py` between its two marks."""
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n\n{measured()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+    return between(page, "generation", measured())
 
 
 def measured() -> str:

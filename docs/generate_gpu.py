@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 
-MARKS = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+from generate_markup import between
 
 
 def with_gpu(page: str) -> str:
     """A page with the newest results of `benchmarks/gpu.py` between its two marks."""
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n\n{measured()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+    return between(page, "gpu", measured())
 
 
 def measured() -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-MARKS = "<!-- several hosts: begin -->", "<!-- several hosts: end -->"
+from generate_markup import between
+
 ALTS = {
     "hosts": "Seconds, bytes and memory of a transition by number of hosts, for ours and the controllers",
     "batch": "Seconds, bytes and memory of a transition by number of prompts, for ours and the controllers",
@@ -13,8 +14,7 @@ ALTS = {
 
 def with_hosts(page: str) -> str:
     """A page with the newest results of `benchmarks/data_coordinator.py` between its two marks."""
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n\n{measured()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+    return between(page, "several hosts", measured())
 
 
 def measured() -> str:

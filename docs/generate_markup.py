@@ -28,3 +28,19 @@ def table_of(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """A table in Markdown; the cells must be safe."""
     lines = [titles, tuple("---" for _ in titles), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+NO_RESULTS = "There are no results yet: the script has not been run."
+
+
+def between(page: str, name: str, content: str | None) -> str:
+    """A page with a content between the two marks of a name; None says that nothing has been measured.
+
+    Raises:
+        ValueError: The page does not have each of the marks once.
+    """
+    first, last = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if page.count(first) != 1 or page.count(last) != 1:
+        raise ValueError(f"a page must have '{first}' and '{last}' once each")
+    before, _, rest = page.partition(first)
+    return f"{before}{first}\n\n{NO_RESULTS if content is None else content}\n\n{last}{rest.partition(last)[2]}"

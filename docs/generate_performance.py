@@ -6,23 +6,16 @@ import json
 from collections import Counter
 from pathlib import Path
 
-MARKS = "<!-- training step: begin -->", "<!-- training step: end -->"
+from generate_markup import between
+
 ALT = "Seconds of generation, log-probs and update of a step, ours next to TRL's, for four workloads"
 MEMORY = Path(__file__).parent / "performance/real_size.json"
 LOADING = Path(__file__).parent / "performance/loading.json"
 
 
-def _between(page: str, name: str, results: str | None) -> str:
-    """A page with the newest results between two marks of a name."""
-    begin, end = (f"<!-- {name}: {place} -->" for place in ("begin", "end"))
-    before, _, rest = page.partition(begin)
-    content = "There are no results yet: the script has not been run." if results is None else results
-    return f"{before}{begin}\n\n{content}\n\n{end}{rest.partition(end)[2]}"
-
-
 def with_real_size(page: str) -> str:
     """A page with the newest results of `benchmarks/real_size.py` between its two marks."""
-    return _between(page, "real size", _memory_table() if MEMORY.exists() else None)
+    return between(page, "real size", _memory_table() if MEMORY.exists() else None)
 
 
 def _memory_table() -> str:
@@ -40,7 +33,7 @@ def _memory_table() -> str:
 
 def with_loading(page: str) -> str:
     """A page with the newest results of `benchmarks/loading.py` between its two marks."""
-    return _between(page, "loading", _loading_table() if LOADING.exists() else None)
+    return between(page, "loading", _loading_table() if LOADING.exists() else None)
 
 
 def _loading_table() -> str:
@@ -66,7 +59,7 @@ def with_fixed_lag(page: str) -> str:
     if results is not None:
         on = f"{results['cores']} cores, {results['iterations']} iterations, {MEAN_S:g} s of each kind on average."
         content = f"{on}\n\n{table(results)}"
-    return _between(page, "fixed lag", content)
+    return between(page, "fixed lag", content)
 
 
 def with_placement(page: str) -> str:
@@ -76,7 +69,7 @@ def with_placement(page: str) -> str:
     results, content = load(), None
     if results is not None:
         content = f"{summary(results)}\n\n{table(results)}"
-    return _between(_with_continuous_placement(page), "placement", content)
+    return between(_with_continuous_placement(page), "placement", content)
 
 
 def _with_continuous_placement(page: str) -> str:
@@ -86,16 +79,17 @@ def _with_continuous_placement(page: str) -> str:
     results, content = load(), None
     if results is not None:
         content = f"{summary(results)}\n\n{table(results)}"
-    return _between(page, "continuous placement", content)
+    return between(page, "continuous placement", content)
 
 
 def with_lora(page: str) -> str:
-    """A page with the newest results of `benchmarks/lora.py` and `lora_sync.py`, each between its two marks."""
-    from benchmarks.lora_report import load, load_syncs, sync_table, table
+    """A page with the newest results of `benchmarks/lora*.py`, each between its two marks."""
+    from benchmarks.lora_report import load, load_loads, load_syncs, load_table, sync_table, table
 
-    outcomes, syncs = load(), load_syncs()
-    page = _between(page, "lora", table(outcomes) if outcomes else None)
-    return _between(page, "lora sync", sync_table(syncs) if syncs else None)
+    outcomes, syncs, loads = load(), load_syncs(), load_loads()
+    page = between(page, "lora vllm", load_table(loads) if loads else None)
+    page = between(page, "lora", table(outcomes) if outcomes else None)
+    return between(page, "lora sync", sync_table(syncs) if syncs else None)
 
 
 def with_slow_host(page: str) -> str:
@@ -105,7 +99,7 @@ def with_slow_host(page: str) -> str:
     results, content = load(), None
     if results is not None:
         content = f"{summary(results)}\n\n{summary_of_search(results)}\n\n{table(results)}"
-    return _between(page, "slow host", content)
+    return between(page, "slow host", content)
 
 
 def with_episodes(page: str) -> str:
@@ -115,13 +109,12 @@ def with_episodes(page: str) -> str:
     results, content = load(), None
     if results is not None:
         content = f"{summary(results)}\n\n{table(results)}"
-    return _between(page, "episodes", content)
+    return between(page, "episodes", content)
 
 
 def with_training_step(page: str) -> str:
     """A page with the newest results of `benchmarks/training_step.py` between its two marks."""
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n\n{measured()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+    return between(page, "training step", measured())
 
 
 def measured() -> str:

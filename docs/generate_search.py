@@ -6,17 +6,15 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-MARKS = "<!-- search: begin -->", "<!-- search: end -->"
+from generate_markup import between
+
 RESULTS = Path(__file__).parent / "performance/search.json"
 
 
 def with_search(page: str) -> str:
     """A page with the newest results of `benchmarks/search.py` between its two marks."""
-    before, _, rest = page.partition(MARKS[0])
-    content = "There are no results yet: the script has not been run."
-    if RESULTS.exists():
-        content = _table(json.loads(RESULTS.read_text(encoding="utf-8"))["runs"])
-    return f"{before}{MARKS[0]}\n\n{content}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+    content = _table(json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]) if RESULTS.exists() else None
+    return between(page, "search", content)
 
 
 def _table(runs: list[Mapping[str, Mapping[str, float]]]) -> str:

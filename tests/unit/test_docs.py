@@ -41,6 +41,12 @@ ATTRIBUTES = {"batch.episode_ids", "batch.group_ids", "batch.ids", "batch.prompt
 """Attributes of a `Batch`, which only look like settings."""
 PLACEHOLDERS = {"RECIPE", "RUN", "COMMAND"}
 
+CONTINUOUS = (
+    *("channels.rollout.capacity=2", "channels.rollout.mode=continuous", "layout.rollout.ranks=0"),
+    *(f"layout.{node}.ranks=1" for node in ("reward", "old", "reference", "advantage", "policy")),
+)
+"""Settings of a run that may follow another one."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -169,6 +175,14 @@ def test_every_page_is_on_the_site() -> None:
     assert sorted(listed) == sorted(name for name in there if not name.endswith(".zh.md"))
 
 
+def test_each_title_of_the_site_has_one_translation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    block = text.partition("nav_translations:\n")[2]
+    titles = re.findall(r"^ {12}(.+?): .+$", re.split(r"^ {0,11}\S", block, maxsplit=1, flags=re.M)[0], re.M)
+    assert len(titles) > 40
+    assert sorted(titles) == sorted(set(titles))
+
+
 def numbers_in(rows: list[str]) -> list[str]:
     """The numbers in the prose of a table, sorted."""
     return sorted(re.findall(r"\d+(?:[.,]\d+)*", re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", "\n".join(rows))))
@@ -210,7 +224,7 @@ def test_a_chinese_page_says_what_the_english_one_says(chinese: Path) -> None:
 
 def test_code_blocks_have_a_language() -> None:
     assert not [str(block) for block in blocks("")]
-    known = {"python", "yaml", "shell", "bash", "text", "json"}
+    known = {"python", "yaml", "shell", "text", "json"}  # one name for each, or a test of blocks would miss some
     assert {block.language for page in PAGES for block in blocks_of(page)} <= known
 
 
@@ -294,12 +308,17 @@ def named_commands() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("place", "words"), commands(), ids=lambda value: str(value)[:60])
 def test_commands_are_taken_and_can_be_planned(place: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = typer.main.get_command(app)
-    name, *arguments = words[: words.index(">")] if ">" in words else words
+    end = next((place for place, word in enumerate(words) if word in {">", "&"}), len(words))
+    name, *arguments = words[:end]
     if name == "--help" or not arguments:
         assert name in {"--help", *group.commands}, place
         return
     params = group.commands[name].make_context(name, list(arguments)).params
     target = Path(str(params.get("target", "")))
+    if target == Path("recipe.yaml"):
+        target = Path("recipes/quickstart/grpo.yaml")  # stands for a reader's own
+        if any(one.startswith("run.follow=") for one in params["overrides"] or []):  # of a run that was continuous
+            params["overrides"] = [*params["overrides"], *CONTINUOUS]
     if target.suffix == ".yaml":
         monkeypatch.chdir(ROOT)
         overrides = params["overrides"] or []
@@ -343,6 +362,54 @@ def test_the_chinese_readme_has_the_same_sections_code_links_and_pictures() -> N
     assert levels(english) == levels(chinese)
     assert [b.text for b in blocks_of(english)] == [b.text for b in blocks_of(chinese)]
     assert links(english) == links(chinese)
+
+
+def test_lines_of_the_readme_fit_on_a_screen() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if len(line) > 120]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_line_becomes_a_list_or_part_of_a_table_by_chance(page: Path) -> None:
+    before, width = "", 0
+    for line in BLOCK.sub("", page.read_text(encoding="utf-8")).splitlines():
+        if line.startswith("|"):
+            cells = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line)))
+            width = width if before.startswith("|") else cells
+            assert cells == width, line
+        elif re.match(r"([-*]|\d+\.) ", line):
+            assert not before.strip() or re.match(r"\s|([-*]|\d+\.) ", before), f"{before}\n{line}"
+        before = line
+
+
+def test_pages_name_files_that_exist() -> None:
+    folders = (ROOT, ROOT / "src", ROOT / "src/leaderless", ROOT / "tests")
+    for page in PAGES:
+        for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", page.read_text(encoding="utf-8")):
+            assert any((folder / name).exists() for folder in folders), f"{page.relative_to(ROOT)}: {name}"
+
+
+def shown(number: float) -> str:
+    """A difference as tables have it."""
+    return re.sub(r"e-0(\d)$", r"e-\1", f"{number:.1e}") if number else "0"
+
+
+def test_differences_from_trl_are_those_that_were_measured() -> None:
+    measured = json.loads((ROOT / "docs/performance/preferences_trl.json").read_text(encoding="utf-8"))["losses"]
+    page = (ROOT / "docs/algorithms/dpo.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\|.*\| (0|\d\S*) \| (0|\d\S*) \|$", page.partition("\n## Compared with TRL\n")[2], re.M)
+    expected = [(shown(one["loss_difference"]), shown(one["gradient_difference"])) for one in measured.values()]
+    assert table == expected
+
+
+def test_differences_from_verl_are_those_that_were_measured() -> None:
+    measured = json.loads((ROOT / "docs/performance/verl.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs/guides/from-verl.md").read_text(encoding="utf-8").partition("\n## Formulas compared\n")[2]
+    table = re.findall(r"^\| (.+) \| (0|\d\S*) \| (\d\S*) \|$", page.partition("\n## ")[0], re.M)
+    assert table == [
+        (name, shown(one["difference"]), f"{one['largest']:.2f}") for name, one in measured["formulas"].items()
+    ]
+    assert f"verl {measured['versions']['verl']} " in page
 
 
 def test_pages_name_settings_that_exist() -> None:

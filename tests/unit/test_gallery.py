@@ -18,6 +18,15 @@ DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))
 
 from generate_gallery import Chart, _smoothed, _stride, draw_chart, with_evidence, with_gallery  # noqa: E402
+from generate_markup import NO_RESULTS, between  # noqa: E402
+
+
+def test_results_stand_between_their_marks() -> None:
+    page = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb\n"
+    assert between(page, "x", "new") == "a\n<!-- x: begin -->\n\nnew\n\n<!-- x: end -->\nb\n"
+    assert NO_RESULTS in between(page, "x", None)
+    with pytest.raises(ValueError, match="a page must have '<!-- y: begin -->'"):
+        between(page, "y", "new")
 
 
 def test_a_chart_has_the_means_of_its_curves_and_a_band_from_the_lowest_to_the_highest() -> None:
@@ -28,6 +37,14 @@ def test_a_chart_has_the_means_of_its_curves_and_a_band_from_the_lowest_to_the_h
     assert mean == f"M{left:.1f} {bottom - 0.25 * height:.1f}L{right:.1f} {top:.1f}"
     points = [tuple(map(float, point.split())) for point in band.strip("MZ").split("L")]
     assert points == [(left, bottom - 0.5 * height), (right, top), (right, top), (left, bottom)]
+
+
+def test_curves_that_end_at_different_steps_are_lines_of_their_own() -> None:
+    chart = draw_chart(Chart("step", {"a": [[(0, 0.0), (10, 1.0)], [(0, 0.5), (5, 1.0)]]}))
+    assert re.findall(r'<path d="(M[^"]+)" fill="([^"]+)"', chart) == [
+        ("M52.0 280.0L530.0 16.0", "none"),
+        ("M52.0 148.0L291.0 16.0", "none"),
+    ]
 
 
 def test_curves_are_averaged_over_ten_steps() -> None:
