@@ -37,8 +37,8 @@ class Simulator(NamedTuple):
         title: Heading of its page.
         install: Commands.
         recipe: Part of a recipe that uses it.
-        traps: What one may not expect.
-        tried: What was tried but is not in the tables, or how to try it.
+        traps: Behavior that users may not expect.
+        tried: Trials that are not in the tables, or how to make them.
     """
 
     title: str

@@ -414,10 +414,8 @@ class Roles:
         """Whether the engines of a role compare the trainer's log-probabilities of a text with their own."""
         if self._recipe.body is not None:
             return False
-        recipe, name = (
-            self._recipe.as_seen_by(role),
-            next(one.engine for one in self._plan.instances if one.role == role),
-        )
+        recipe = self._recipe.as_seen_by(role)
+        name = next(one.engine for one in self._plan.instances if one.role == role)
         spec, model = engine_for(recipe.rollout, name), recipe.model_of(role)
         return spec.compares(has_adapters=model is not None and model.lora is not None)
 
@@ -425,9 +423,8 @@ class Roles:
         """The trainer's log-probabilities of a probe, where an engine is to be asked for its own."""
         if source is None or not self._is_probed(action.role) or not self._is_engine_only(action):
             return None
-        probe = probe_of(
-            cast("TrainEngine", source), self._probe_text(self._recipe.as_seen_by(action.role), action.role)
-        )
+        text = self._probe_text(self._recipe.as_seen_by(action.role), action.role)
+        probe = probe_of(cast("TrainEngine", source), text)
         return None if probe is None else probe.log_probs
 
     def _probe_text(self, recipe: Recipe, role: str) -> list[int]:
