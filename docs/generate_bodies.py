@@ -25,8 +25,8 @@ FETCH_HEAD = """
 ## PPO on FetchReach
 
 Steps of the environment per second, updates included, of `recipes/robots/fetch_reach.yaml` and of PPO of
-Stable-Baselines3 with the same network, rows, epochs and dense reward, in turns on the same two cores, which other
-programs used as well (`benchmarks/fetch_reach.py`):
+Stable-Baselines3 with the same network, rows, epochs and dense reward, in turns on the same two cores, which did
+nothing else (`benchmarks/fetch_reach.py`):
 
 | | steps/s | from | to |
 | --- | ---: | ---: | ---: |
@@ -36,8 +36,7 @@ RACE_HEAD = """
 How soon both reach 95 % success in the same 64 held-out episodes, by the likeliest actions: steps of the environment,
 and seconds of training without starts and evaluations. There is an evaluation every 3,200 steps, and a run ends after
 38,400. Stable-Baselines3 has sixteen processes with one environment each. Seed by seed they take turns, and the one
-that begins alternates (`benchmarks/fetch_reach.py --race`). Other programs used the cores more at some times than
-at others, so that the seconds of a single seed say little:
+that begins alternates (`benchmarks/fetch_reach.py --race`):
 
 """
 RACE_TARGET = 0.95
