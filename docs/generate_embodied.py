@@ -17,11 +17,17 @@ TARGET = 0.9
 MARKS = (1000, 2000, 3000)
 """Steps of the arm by which a run is judged."""
 HEAD = (
-    "The table of blocks with the settings of the quickstart, from policies that had imitated 40 demonstrations; the "
+    "The table of blocks with the settings of the quickstart, from policies that had imitated some demonstrations; the "
     "only reward is success. A step is 384 episodes and two updates; 256 held-out starts are played every ten steps, "
-    "so steps are exact to ten (`benchmarks/srpo_steps.py`). SRPO compares the episodes of each start. A run ended at "
-    "90 %, or after its last step:"
+    "so steps are exact to ten (`benchmarks/srpo_steps.py`). A run ended at 90 %, or after its last step."
 )
+WAYS = {
+    "start": "After 40 demonstrations. Each start has a table of its own, and SRPO compares its episodes:",
+    "task": (
+        "After 8 demonstrations. There are six tables with many starts, and SRPO compares all episodes on a table "
+        "(`task: task`):"
+    ),
+}
 Curve = Sequence[tuple[int, float]]
 Curves = Mapping[str, Mapping[str, Curve]]
 """Steps and success, by algorithm and seed."""
@@ -29,11 +35,14 @@ Curves = Mapping[str, Mapping[str, Curve]]
 
 def with_srpo(page: str) -> str:
     """The page of SRPO with what `benchmarks/srpo_steps.py` has measured."""
-    return between(page, "srpo steps", srpo_steps(json.loads(SRPO.read_text(encoding="utf-8"))))
+    ways = json.loads(SRPO.read_text(encoding="utf-8"))
+    return between(
+        page, "srpo steps", "\n\n".join([HEAD, *(f"{WAYS[way]}\n\n{srpo_steps(ways[way])}" for way in ways)])
+    )
 
 
 def srpo_steps(curves: Curves) -> str:
-    """Tables of steps and success, with what they say."""
+    """A table of steps and success, with what it says."""
     seeds = [seed for seed in curves["grpo"] if seed in curves["srpo"]]
     pairs = [(curves["grpo"][seed], curves["srpo"][seed]) for seed in seeds]
     rows = []
@@ -49,7 +58,7 @@ def srpo_steps(curves: Curves) -> str:
             )
         )
     titles = ("seed", "before", "GRPO, steps to 90 %", "SRPO, steps to 90 %", "both at step", "GRPO", "SRPO")
-    return f"{HEAD}\n\n{table_of(titles, rows)}\n\n{_srpo_sentences(pairs)}"
+    return f"{table_of(titles, rows)}\n\n{_srpo_sentences(pairs)}"
 
 
 def _srpo_sentences(pairs: Sequence[tuple[Curve, Curve]]) -> str:

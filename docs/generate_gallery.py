@@ -42,8 +42,10 @@ def gallery_pictures() -> dict[str, str]:
         "gallery-signal": _signal(),
         "gallery-search": _search(),
         "gallery-srpo": _srpo(),
-        "gallery-srpo-steps": _to_target("srpo_steps", "step", {"grpo": "GRPO", "srpo": "SRPO"}),
-        "gallery-rlpd": _to_target("rlpd", "steps of the arm", {"rlpd": "RLPD", "sac": "SAC"}),
+        "gallery-srpo-steps": _to_target(
+            _read("performance/srpo_steps.json")["start"], "step", {"grpo": "GRPO", "srpo": "SRPO"}
+        ),
+        "gallery-rlpd": _to_target(_read("performance/rlpd.json"), "steps of the arm", {"rlpd": "RLPD", "sac": "SAC"}),
         "gallery-staleness": _staleness(),
         "gallery-lora": _lora(),
         "gallery-counting": _counting(),
@@ -152,9 +154,8 @@ def _srpo() -> Chart:
     return Chart("evaluation", {names[key]: [list(enumerate(curve)) for curve in some] for key, some in curves.items()})
 
 
-def _to_target(name: str, x_label: str, names: Mapping[str, str]) -> Chart:
+def _to_target(curves: Mapping[str, Mapping[str, Curve]], x_label: str, names: Mapping[str, str]) -> Chart:
     """Success of each seed until the run was stopped."""
-    curves = _read(f"performance/{name}.json")
     return Chart(x_label, {names[key]: list(curves[key].values()) for key in names})
 
 
