@@ -56,8 +56,19 @@ def main() -> None:
     if options.subprocesses:
         table["fetch_reach"] = compare(options.seconds)
     else:
-        table["environments"] = {name: measure(name, options.seconds) for name in CASES}
+        names = [name for name, (_, _, package) in CASES.items() if is_installed(package)]
+        table["environments"] = {name: measure(name, options.seconds) for name in names}
     options.results.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be measured here; says so if not."""
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        print(f"left out: {package} is not installed", flush=True)
+        return False
+    return True
 
 
 def measure(name: str, seconds: float) -> dict[str, object]:

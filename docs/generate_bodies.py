@@ -52,12 +52,14 @@ HALVES_HEAD = """
 ## Lockstep and halves
 
 Environments in processes (`body.processes`) step by halves: one half steps while the policy decides for the
-other. Steps of the table of blocks per second with 32 environments and a small `cnn`, medians of two rounds in turns,
-on two cores that other programs used as well (`benchmarks/halves.py`):
+other. Steps of the table of blocks per second with 32 environments and a small `cnn` on one thread, medians of five
+rounds in turns, on two cores that did nothing else (`benchmarks/halves.py`):
 
 """
-HALVES_TAIL = """A half is a smaller pass of the policy, and steps are hidden behind it only where a core is free or the
-environment waits. Cores that no other program uses were not tried.
+HALVES_TAIL = """
+A half is a smaller pass of the policy, and steps are hidden behind it where a core is free or the environment waits.
+How long environments compute or wait is not known in advance, so halves are not turned off where no core is free. Up to
+the rounding of smaller passes, episodes are the same: the noise of a decision follows from its episode and its number.
 """
 MEMORY_HEAD = """
 ## Memory
@@ -70,15 +72,15 @@ HEAD = """# Simulators
 
 Each was tried with its package: the rules that every environment of bodies must keep
 (`python -m leaderless.environments.bodies.conformance TYPE '{options}'`), and steps per second of random actions in one
-process, with resets: the middle, least and most of three measurements on two shared cores of a virtual machine, which
-other programs used as well. `make test-bodies` tries the rules again, and
+process, with resets: the middle, least and most of three measurements on two cores of a virtual machine that did
+nothing else. `make test-bodies` tries the rules again, and
 `.venv-bodies/bin/python benchmarks/bodies.py` writes this table.
 
 | environment | `body.type` | package | rules kept | steps/s | from | to |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 COMPARISON = """
-Eight episodes of FetchReach at a time, random actions, five measurements in turns, on the same busy cores:
+Eight episodes of FetchReach at a time, random actions, five measurements in turns, on the same cores:
 
 | stepped by | steps/s | from | to |
 | --- | --- | --- | --- |
@@ -180,7 +182,7 @@ def _halves() -> str:
     ways = list(next(iter(table.values())))
     lines = [f"| a step of an environment | {' | '.join(ways)} |", f"| --- |{' ---: |' * len(ways)}"]
     lines += [f"| {name} | {' | '.join(f'{rates[way]:,}' for way in ways)} |" for name, rates in table.items()]
-    return f"{HALVES_HEAD}{chr(10).join(lines)}\n\n{halves_said(table)} {HALVES_TAIL}"
+    return f"{HALVES_HEAD}{chr(10).join(lines)}\n\n{halves_said(table)}\n{HALVES_TAIL}"
 
 
 def halves_said(table: Mapping[str, Mapping[str, int]]) -> str:

@@ -133,7 +133,7 @@ def _tried(name: str, more: str) -> str:
 
 
 MEASURED = (
-    "Random actions, single steps in one process, on two shared cores that other programs used as well. "
+    "Random actions, single steps in one process, on two cores that did nothing else. "
     "[Simulators](../bodies.md) explains the rules, and how to try them again."
 )
 

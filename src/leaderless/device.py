@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -26,6 +28,10 @@ VISIBLE_DEVICES: dict[AcceleratorKind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "
 DEVICE_FILES: dict[AcceleratorKind, str] = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}
 """Files of devices in `DEVICE_FOLDER`, as a pattern."""
 DEVICE_FOLDER = Path("/dev")
+THREADS = "OMP_NUM_THREADS"
+"""Environment variable from which torch has its number of threads."""
+SHARE = "LEADERLESS_SHARE"
+"""Environment variable that is set where the launcher has set `THREADS` to a worker's share, and not the user."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - nothing is written there
 SMALL_SHARED_MEMORY = 1 << 30
 """Bytes of shared memory below which ranks of a machine may be unable to exchange tensors; containers have 64 MiB."""
@@ -93,9 +99,35 @@ def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
             f"{_why_unavailable(torch.cuda)}; install a build of torch for this driver, or set CUDA_VISIBLE_DEVICES to "
             "nothing to train on the CPU"
         )
-    if "OMP_NUM_THREADS" not in os.environ:  # torch has read it already
+    if THREADS not in os.environ:  # torch has read it already
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
     return DeviceSetup(torch.device("cpu"), "gloo")
+
+
+def threads_of_workers(num_workers: int) -> dict[str, str]:
+    """Environment variables by which the workers of a machine share its cores, unless the user has set threads."""
+    if THREADS in os.environ:
+        return {}
+    threads = str(max(1, len(os.sched_getaffinity(0)) // num_workers))
+    return {THREADS: threads, SHARE: threads}
+
+
+@contextmanager
+def cores_left(num_processes: int) -> Iterator[None]:
+    """Let torch have fewer threads while processes next to this rank compute: one less for each, but at least one.
+
+    Threads that the user has set by `OMP_NUM_THREADS` stay.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    is_shared = THREADS not in os.environ or SHARE in os.environ
+    fewer = max(1, threads - num_processes) if is_shared else threads
+    torch.set_num_threads(fewer)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _device_index(kind: AcceleratorKind, count: int, local_rank: int, local_world_size: int) -> int:

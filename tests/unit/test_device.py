@@ -13,7 +13,7 @@ import torch
 
 from leaderless import device
 from leaderless.config.models import ModelConfig
-from leaderless.device import find_accelerator, own_device_environment, setup_device
+from leaderless.device import cores_left, find_accelerator, own_device_environment, setup_device, threads_of_workers
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 
@@ -53,6 +53,28 @@ def test_the_number_of_threads_is_the_users_where_the_environment_says_it(monkey
     torch.set_num_threads(3)  # as torch does when it is loaded
     setup_device(0, 1)
     assert torch.get_num_threads() == 3
+
+
+def test_processes_next_to_a_rank_leave_it_fewer_threads_unless_they_are_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("LEADERLESS_SHARE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    given = threads_of_workers(2)
+    assert given["OMP_NUM_THREADS"] == "4"
+    torch.set_num_threads(4)  # as torch does when it is loaded
+    for variables, num_processes, expected in ((given, 1, 3), (given, 9, 1), ({}, 3, 1), ({}, 0, 4)):
+        with monkeypatch.context() as inner:
+            for name, value in variables.items():
+                inner.setenv(name, value)
+            with cores_left(num_processes):
+                assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert threads_of_workers(2) == {}
+    with cores_left(3):
+        assert torch.get_num_threads() == 4
 
 
 def test_models_compute_in_bfloat16_where_there_is_an_accelerator(

@@ -1,10 +1,15 @@
-"""Recipes that come with the package, so that a command needs no copy of the repository. Imports no torch."""
+"""What comes with the package, so that a command needs no copy of the repository. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from leaderless.config.errors import RecipeError, nearest
+
+if TYPE_CHECKING:
+    from leaderless.config.source import Setting
 
 FOLDER = Path("recipes")
 """First part of their names, as in `recipes/gsm8k/grpo.yaml`."""
@@ -33,10 +38,46 @@ def find_packaged(path: Path) -> Path:
         if found.is_file():
             return found
     known = [str(FOLDER / file.relative_to(recipes_folder())) for file in recipes_folder().rglob("*.yaml")]
+    known += [str(file) for file in path.parent.glob("*.yaml")]
     remedy = f"recipes of the package have names such as {FOLDER}/gsm8k/grpo.yaml; `leaderless new DIR` writes one"
     raise RecipeError.at(
         "", f"{path} does not exist (looked for from {Path.cwd()}){nearest(str(path), known)}; {remedy}"
     )
+
+
+def with_packaged_files(path: Path, settings: dict[str, Setting]) -> dict[str, Setting]:
+    """Settings of a file, where names of packaged files are made absolute if the file is packaged, too.
+
+    In a copy of the repository they stay as they are, since they are there.
+
+    Args:
+        path: File that the settings are from.
+        settings: Its settings.
+    """
+    if path.resolve().is_relative_to(recipes_folder().resolve()):
+        return {key: _with_packaged_files(value) for key, value in settings.items()}
+    return settings
+
+
+def _with_packaged_files(value: Setting) -> Setting:
+    if isinstance(value, Mapping):
+        return {key: _with_packaged_files(one) for key, one in value.items()}
+    if isinstance(value, str) and value.startswith(f"{FOLDER}/") and not Path(value).exists():
+        found = recipes_folder() / Path(value).relative_to(FOLDER)
+        return str(found) if found.exists() else value
+    return value
+
+
+def how_to_install(*extras: str) -> str:
+    """The command that installs what optional parts need: of the installed package, or of a copy that is developed.
+
+    Args:
+        extras: Names of the parts, such as `serve`.
+    """
+    names = ",".join(extras)
+    if (_PACKAGE / FOLDER).is_dir():
+        return f"pip install 'leaderless[{names}]'"
+    return f"from a copy of the project, pip install --editable '.[{names}]'"
 
 
 def how_to_make(path: Path) -> str:

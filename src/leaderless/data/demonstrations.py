@@ -1,7 +1,7 @@
 """Demonstrations of bodies: folders in the format of LeRobot, read and written. Imports no torch.
 
-Version 2 has a Parquet file for each episode, version 3 files of many episodes. Images are columns of the files;
-folders with videos are refused.
+Version 2 has a Parquet file for each episode, version 3 files of many episodes. Images are columns of these files, or
+frames of videos, which are divided likewise.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from leaderless.config import Json
+from leaderless.data.videos import check_decoder, read_frames
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,11 +29,15 @@ VERSION = "v2.1"
 """Version of the format that is written."""
 IMAGES, STATE, ACTION = "observation.images.", "observation.state", "action"
 REWARD, DONE = "next.reward", "next.done"
+TIME = "timestamp"
+"""Seconds from the beginning of the episode."""
 EPISODES_PER_CHUNK = 1000
 KEPT_BYTES = 1 << 28
-"""Number of decoded episodes kept in memory; once it is reached, other episodes are decoded each time."""
+"""Bytes of decoded episodes kept in memory; once they are used up, other episodes are decoded each time."""
 EPISODES_FILE = Path("meta", "episodes.jsonl")
-"""File with a line for each episode, which a recipe names as its dataset."""
+"""File of version 2 with a line for each episode, which a recipe names as its dataset."""
+EPISODES_FOLDER = Path("meta", "episodes")
+"""Folder of version 3 with a row for each episode in its Parquet files."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ class Demonstrations:
         """Open a folder.
 
         Raises:
-            ValueError: It does not hold demonstrations, or its version is not supported.
+            ValueError: It does not hold demonstrations, or its version, what its cameras show, or their videos are not
+                supported here.
         """
         self.folder, about = folder, folder / "meta" / "info.json"
         if not about.is_file():
@@ -84,17 +90,21 @@ class Demonstrations:
             self._info = json.loads(about.read_text(encoding="utf-8"))
             self._features = dict(self._info["features"])
             version = str(self._info["codebase_version"])
+            strange = sorted(
+                name for name, one in self._features.items() if name.startswith(IMAGES) and not _has_colors(one)
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{about} does not describe demonstrations: {error!r}") from error
         self._is_joint = version.startswith("v3.")
         if not (version.startswith("v2.") or self._is_joint):
             raise ValueError(f"{folder} has version {version} of the format; v2 and v3 are read")
-        videos = sorted(name for name, one in self._features.items() if one.get("dtype") == "video")
-        if videos:
+        if strange:
             raise ValueError(
-                f"{folder} holds {', '.join(videos)} as videos, which are not read: convert them to images, as "
-                "lerobot does with use_videos=False"
+                f"{folder} holds {', '.join(strange)}, and only images of three colors are read, not depth: leave them "
+                f"out of the features in {about}"
             )
+        if any(one.get("dtype") == "video" for one in self._features.values()):
+            check_decoder()
         self._table = lru_cache(maxsize=8)(self._read)
         self._kept: dict[int, Demonstration] = {}
         self._room = KEPT_BYTES
@@ -102,8 +112,8 @@ class Demonstrations:
     @property
     def cameras(self) -> Mapping[str, tuple[int, int]]:
         """Height and width of each camera."""
-        shapes = {name: one["shape"] for name, one in self._features.items() if name.startswith(IMAGES)}
-        return {name.removeprefix(IMAGES): (int(shape[0]), int(shape[1])) for name, shape in shapes.items()}
+        shapes = {name: _image_shape(one) for name, one in self._features.items() if name.startswith(IMAGES)}
+        return {name.removeprefix(IMAGES): (shape[0], shape[1]) for name, shape in shapes.items()}
 
     @property
     def state_size(self) -> int:
@@ -119,13 +129,22 @@ class Demonstrations:
         feature = self._features.get(name)
         return int(np.prod(feature["shape"])) if feature else 0
 
+    @property
+    def list_path(self) -> str:
+        """Path, or pattern of paths, that a recipe names as its dataset."""
+        return str(self.folder / EPISODES_FOLDER / "*" / "*.parquet" if self._is_joint else self.folder / EPISODES_FILE)
+
     @cached_property
     def _episodes(self) -> list[dict[str, Json]]:
         if self._is_joint:
             from pyarrow import parquet
 
-            files = sorted((self.folder / "meta" / "episodes").glob("*/*.parquet"))
-            return [row for file in files for row in parquet.read_table(file).to_pylist()]
+            rows: list[dict[str, Json]] = []
+            for path in sorted((self.folder / EPISODES_FOLDER).glob("*/*.parquet")):
+                file = parquet.ParquetFile(path)
+                names = [name for name in file.schema_arrow.names if not name.startswith("stats/")]  # most of a row
+                rows += file.read(names).to_pylist()
+            return rows
         lines = (self.folder / EPISODES_FILE).read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines if line.strip()]
 
@@ -152,10 +171,7 @@ class Demonstrations:
         try:
             table = self._rows(number, episode)
             columns = {name: table.column(name) for name in table.column_names}
-            images = {
-                camera: np.stack([_decoded(cell.as_py()) for cell in columns[f"{IMAGES}{camera}"]])
-                for camera in self.cameras
-            }
+            images = {camera: self._images(camera, number, columns) for camera in self.cameras}
             actions = np.array(columns[ACTION].to_pylist())
             if actions.dtype.kind == "f":
                 actions = actions.astype(np.float32)
@@ -175,10 +191,28 @@ class Demonstrations:
             self._kept[number] = found
         return found
 
+    def _images(self, camera: str, number: int, columns: Mapping[str, pa.ChunkedArray]) -> NDArray[np.uint8]:
+        """What a camera shows in an episode, [T, height, width, 3]."""
+        name = f"{IMAGES}{camera}"
+        if self._features[name]["dtype"] != "video":
+            return np.stack([_decoded(cell.as_py()) for cell in columns[name]])
+        place: dict[str, int] = {"episode_chunk": number // self._chunk_size, "episode_index": number}
+        begin = 0.0
+        if self._is_joint:
+            episode = self._episodes[number]
+            place = {f"{part}_index": int(str(episode[f"videos/{name}/{part}_index"])) for part in ("chunk", "file")}
+            begin = float(str(episode[f"videos/{name}/from_timestamp"]))
+        file = self.folder / str(self._info["video_path"]).format(video_key=name, **place)
+        return read_frames(file, [begin + time for time in columns[TIME].to_pylist()], self.cameras[camera])
+
+    @property
+    def _chunk_size(self) -> int:
+        return int(self._info.get("chunks_size", EPISODES_PER_CHUNK))
+
     def _rows(self, number: int, episode: Mapping[str, Json]) -> pa.Table:
         if not self._is_joint:
-            size = int(self._info.get("chunks_size", EPISODES_PER_CHUNK))
-            place = str(self._info["data_path"]).format(episode_chunk=number // size, episode_index=number)
+            chunk = number // self._chunk_size
+            place = str(self._info["data_path"]).format(episode_chunk=chunk, episode_index=number)
             return self._table(self.folder / place)
         chunk, file = (int(str(episode[f"data/{name}_index"])) for name in ("chunk", "file"))
         table = self._table(self.folder / str(self._info["data_path"]).format(chunk_index=chunk, file_index=file))
@@ -194,7 +228,7 @@ class Recorder:
         """Begin a folder, or continue one.
 
         Raises:
-            ValueError: The folder holds something else.
+            ValueError: The folder holds something else, or demonstrations that are not continued.
         """
         self.folder, self._steps_per_s, self._robot = folder, steps_per_s, robot
         self._tasks: dict[str, int] = {}
@@ -202,6 +236,12 @@ class Recorder:
         self._features: dict[str, Json] = {}
         if (folder / "meta" / "info.json").exists():
             earlier = Demonstrations(folder)
+            kinds = {str(one.get("dtype")) for one in earlier._features.values()}  # noqa: SLF001
+            if earlier._is_joint or "video" in kinds:  # noqa: SLF001
+                raise ValueError(
+                    f"{folder} was recorded elsewhere, with videos or with several episodes in a file, and is not "
+                    "continued: name another folder"
+                )
             self._features = dict(earlier._features)  # noqa: SLF001
             for episode in earlier._episodes:  # noqa: SLF001
                 self._lengths.append(int(str(episode["length"])))
@@ -250,7 +290,7 @@ class Recorder:
             STATE: pa.array(episode.states.tolist(), pa.list_(pa.float32())),
             ACTION: pa.array(episode.actions.tolist()),
             **_outcome(episode),
-            "timestamp": pa.array([step / self._steps_per_s for step in range(length)], pa.float32()),
+            TIME: pa.array([step / self._steps_per_s for step in range(length)], pa.float32()),
             "frame_index": pa.array(range(length), pa.int64()),
             "episode_index": pa.array([number] * length, pa.int64()),
             "index": pa.array(range(first, first + length), pa.int64()),
@@ -315,7 +355,7 @@ def _features_of(episode: Demonstration) -> dict[str, Json]:
         for camera, values in episode.images.items()
     }
     counted: Sequence[str] = ("frame_index", "episode_index", "index", "task_index")
-    times: dict[str, Json] = {"timestamp": {"dtype": "float32", "shape": [1], "names": None}}
+    times: dict[str, Json] = {TIME: {"dtype": "float32", "shape": [1], "names": None}}
     whole: dict[str, Json] = {name: {"dtype": "int64", "shape": [1], "names": None} for name in counted}
     ends: dict[str, Json] = {}
     if episode.rewards is not None:
@@ -334,6 +374,24 @@ def _outcome(episode: Demonstration) -> dict[str, object]:
     last = len(episode.rewards) - 1
     done = [episode.is_terminated and step == last for step in range(last + 1)]
     return {REWARD: pa.array(episode.rewards.tolist(), pa.float32()), DONE: pa.array(done, pa.bool_())}
+
+
+def _image_shape(feature: Mapping[str, Json]) -> tuple[int, ...]:
+    """Height, width and colors of images, which come in another order where the names say so."""
+    shape, names = cast("list[int]", feature["shape"]), feature.get("names")
+    if isinstance(names, list) and names and str(names[0]).startswith("channel"):
+        shape = [*shape[1:], shape[0]]
+    return tuple(map(int, shape))
+
+
+def _has_colors(feature: Mapping[str, Json]) -> bool:
+    about = {**_mapping(feature.get("video_info")), **_mapping(feature.get("info"))}
+    is_depth = about.get("is_depth_map") or about.get("video.is_depth_map")
+    return len(_image_shape(feature)) == 3 and _image_shape(feature)[2] == 3 and not is_depth
+
+
+def _mapping(value: Json) -> Mapping[str, Json]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _encoded(image: NDArray[np.uint8]) -> bytes:

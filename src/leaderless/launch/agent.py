@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from leaderless.device import threads_of_workers
 from leaderless.launch.meeting import ManyMachines, Nodes, Seats
 from leaderless.launch.restarts import Restarts
 from leaderless.supervision.failure import FAILED, FOLDER_VARIABLE, STEPS_BEGUN, STOPPED, WorkersFailed
@@ -131,8 +132,8 @@ class Agent:
         # Python warns of shared memory that a killed worker has left behind, though it is cleared up.
         hushed = "ignore::UserWarning:multiprocessing.resource_tracker"
         environment = {
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // launch.num_workers)),
             **os.environ,
+            **threads_of_workers(launch.num_workers),
             **seats.variables,
             "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), hushed])),
             LAUNCHER_VARIABLE: str(os.getpid()),

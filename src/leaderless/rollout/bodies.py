@@ -14,6 +14,7 @@ from torch import Tensor
 from leaderless.config import Json
 from leaderless.config.body import BodyConfig
 from leaderless.config.models import ModelConfig
+from leaderless.device import cores_left
 from leaderless.environments.bodies.protocol import Observations, Spaces, Steps
 from leaderless.environments.protocol import Task
 from leaderless.observability.clock import Clock
@@ -148,8 +149,8 @@ class BodyEngine:
         """Play episodes to their ends; returns them in the order of the tasks."""
         if self._worlds is None:
             self._worlds = self._open_worlds()
-        game = _Game(self, self._worlds, tasks, seed, temperature, clock)
-        return game.play(progress)
+        with cores_left(self._worlds.num_processes):
+            return _Game(self, self._worlds, tasks, seed, temperature, clock).play(progress)
 
     @torch.no_grad()
     def decide(

@@ -26,9 +26,11 @@ class Worlds(Protocol):
 
     Attributes:
         repeats_starts: Whether the same task and seed lead to the same start, as in all but real robots.
+        num_processes: Number of processes next to this one in which they are.
     """
 
     repeats_starts: bool
+    num_processes: int
 
     def halves(self) -> Sequence[Sequence[int]]:
         """The numbers of environments that step together: some step while the others' actions are computed."""
@@ -56,6 +58,8 @@ class Worlds(Protocol):
 
 class OwnWorlds:
     """See `Worlds`. Environments in this process: what one raises ends the episodes that step together."""
+
+    num_processes = 0
 
     def __init__(self, environment: VectorEnvironment, num: int) -> None:
         """Take an environment with room for `num` episodes."""
@@ -108,7 +112,7 @@ class ProcessWorlds:
         num, count = config.num_environments, min(config.processes, config.num_environments)
         self._shares = [range(num * k // count, num * (k + 1) // count) for k in range(count)]
         self._spaces, self.repeats_starts = _opened(config.model_dump_json())
-        self._chunk = chunk
+        self._chunk, self.num_processes = chunk, count
         self._processes = [EnvironmentProcess(config, self._spaces, len(share), chunk) for share in self._shares]
 
     def halves(self) -> Sequence[Sequence[int]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from leaderless.config import Json, RecipeError
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.demonstrations import EPISODES_FILE, Demonstration, Demonstrations
+from leaderless.data.demonstrations import Demonstration, Demonstrations
 from leaderless.environments.bodies.protocol import Continuous, Spaces
 from leaderless.policies.protocol import BodyPolicy
 from leaderless.policies.seen import frame_bytes
@@ -93,7 +93,7 @@ def _read(folder: Demonstrations, row: Json) -> Demonstration:
     if not isinstance(number, int) or isinstance(number, bool):
         raise RecipeError.at(
             "data.train.path",
-            f"a row has no whole number as '{NUMBER}': let it be {folder.folder / EPISODES_FILE}",
+            f"a row has no whole number as '{NUMBER}': let it be {folder.list_path}",
         )
     try:
         return folder.read(number)

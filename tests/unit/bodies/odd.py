@@ -22,3 +22,4 @@ class Unmade(gymnasium.Env):
 
 
 gymnasium.register("Unmade-v0", Unmade, max_episode_steps=5)
+gymnasium.register("Drawing-v0", "tests.unit.bodies.drawing:World", max_episode_steps=5)

@@ -14,8 +14,10 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from leaderless.config import RecipeError
 from leaderless.config.body import BodyConfig
+from leaderless.environments import adapters
 from leaderless.environments.bodies.adapters.babyai import VIEW, BabyAI
 from leaderless.environments.bodies.adapters.gymnasium import GymnasiumBody, Panda
+from leaderless.environments.bodies.adapters.libero import _Suite
 from leaderless.environments.bodies.adapters.metaworld import MT10, MetaWorld
 from leaderless.environments.bodies.adapters.packing import is_plain, pack, unpack
 from leaderless.environments.bodies.adapters.singles import Outcome, Seen, Single, Singles
@@ -213,6 +215,23 @@ def test_missing_graphics_are_named_with_their_remedy(monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", "nothing")
     assert "MUJOCO_GL=osmesa" in refusal("gymnasium", id="HalfCheetah-v5", image_size=16)
     gc.collect()
+
+
+def test_a_missing_library_of_opengl_is_named_with_its_remedy(monkeypatch, tmp_path):
+    monkeypatch.setenv("MUJOCO_GL", "osmesa")
+    said = [refusal("gymnasium", id=f"tests.unit.bodies.{place}:Drawing-v0") for place in ("drawing", "odd")]
+    monkeypatch.setattr(adapters, "import_module", lambda _: importlib.import_module("tests.unit.bodies.drawing"))
+    for text in [*said, refusal("metaworld")]:
+        assert "OpenGL cannot be loaded with MUJOCO_GL=osmesa ('NoneType' object has no attribute 'glGetError')" in text
+        assert "apt-get install libosmesa6" in text
+        assert "where no images are drawn, unset MUJOCO_GL" in text
+    with pytest.raises(OSError, match="apt-get install libosmesa6"):
+        _Suite(tmp_path, "libero_spatial", ["lift"]).open("lift", 0)
+
+
+def test_other_errors_of_packages_stay_as_they_are():
+    with pytest.raises(AttributeError, match="glGetError"), adapters.graphics():
+        None.glGetError  # noqa: B018
 
 
 PLAIN = st.recursive(

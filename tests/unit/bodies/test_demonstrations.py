@@ -101,10 +101,6 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         Demonstrations(tmp_path / "demos").read(0)
     about = tmp_path / "demos/meta/info.json"
     info = json.loads(about.read_text())
-    info["features"]["observation.images.top"]["dtype"] = "video"
-    about.write_text(json.dumps(info))
-    with pytest.raises(ValueError, match="videos, which are not read"):
-        Demonstrations(tmp_path / "demos")
     about.write_text(json.dumps(info | {"codebase_version": "v1.6"}))
     with pytest.raises(ValueError, match=r"version v1\.6"):
         Demonstrations(tmp_path / "demos")

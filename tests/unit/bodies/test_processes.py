@@ -112,6 +112,21 @@ def test_siblings_of_an_episode_that_did_not_begin_keep_their_instruction(opened
     assert whole.instruction
 
 
+@pytest.mark.parametrize(("processes", "expected"), [(0, 3), (2, 1), (9, 1)])
+def test_the_policy_leaves_cores_to_the_processes_while_they_step(
+    opened: list[Worlds], monkeypatch: pytest.MonkeyPatch, processes: int, expected: int
+) -> None:
+    seen, act, before = set(), Bins.act, torch.get_num_threads()
+    monkeypatch.setattr(Bins, "act", lambda *given: (seen.add(torch.get_num_threads()), act(*given))[1])
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(3)
+    try:
+        played(config_of(processes=processes), opened, 2)
+        assert (seen, torch.get_num_threads()) == ({expected}, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_nothing_is_left_behind(opened: list[Worlds]) -> None:
     def left() -> set[str]:
         return {file.name for file in Path("/dev/shm").glob("leaderless-*")}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from leaderless.config import Json
-from leaderless.environments.adapters import needed
+from leaderless.environments.adapters import GL_REMEDY, graphics, needed
 from leaderless.environments.bodies.adapters.mujoco_state import draw, is_mujoco, restore_mujoco, save_mujoco
 from leaderless.environments.bodies.adapters.packing import pack, unpack
 from leaderless.environments.bodies.adapters.singles import Outcome, Seen, Single, Singles
@@ -25,7 +25,6 @@ CAMERA = "camera"
 """Name of the images of an environment that has only one kind."""
 EXTRAS: Mapping[str, str] = {"gymnasium_robotics": "fetch", "gym_pusht": "pusht", "panda_gym": "panda"}
 """Extras of this package that install packages of environments."""
-GL_REMEDY = "without a display, apt-get install libosmesa6 and set MUJOCO_GL=osmesa, or MUJOCO_GL=egl with a GPU"
 
 
 class GymnasiumBody(Singles):
@@ -62,7 +61,7 @@ class GymnasiumBody(Singles):
         Raises:
             ModuleNotFoundError: A package is missing.
             ValueError: There is no such environment, or its spaces do not fit.
-            OSError: It cannot render here.
+            OSError: It cannot render here, or loads a library of OpenGL that is missing.
         """
         make = partial(_Gym, id, max_steps, image_size, instruction, ends_on_success, success_return, options or {})
         super().__init__(num, make)
@@ -126,9 +125,10 @@ class _Gym(Single):
             needed(package, EXTRAS.get(package, package))
         drawn = {"render_mode": "rgb_array", "width": image_size, "height": image_size} if image_size else {}
         try:
-            self._world: gymnasium.Env[Any, Any] = library.make(
-                name, max_episode_steps=-1, disable_env_checker=True, **{**drawn, **options}
-            )
+            with graphics():
+                self._world: gymnasium.Env[Any, Any] = library.make(
+                    name, max_episode_steps=-1, disable_env_checker=True, **{**drawn, **options}
+                )
             registered = library.spec(name).max_episode_steps
         except library.error.DependencyNotInstalled as error:
             raise ModuleNotFoundError(f"'{name}' lacks a package: {error}") from error

@@ -14,8 +14,7 @@ import yaml
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from leaderless.environments.adapters import needed
-from leaderless.environments.bodies.adapters.gymnasium import GL_REMEDY
+from leaderless.environments.adapters import GL_REMEDY, needed
 from leaderless.environments.bodies.adapters.libero_files import starts_of
 from leaderless.environments.bodies.adapters.singles import Outcome, Seen, Single, Singles
 from leaderless.environments.bodies.protocol import Continuous, Floats, Spaces

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from leaderless.environments.adapters import needed
-from leaderless.environments.bodies.adapters.gymnasium import GL_REMEDY
+from leaderless.environments.adapters import GL_REMEDY, needed
 from leaderless.environments.bodies.adapters.mujoco_state import draw, restore_mujoco, save_mujoco
 from leaderless.environments.bodies.adapters.packing import pack, unpack
 from leaderless.environments.bodies.adapters.singles import Outcome, Seen, Single, Singles
