@@ -9,6 +9,7 @@ import pytest
 from tests.unit.recipes import make_recipe, only_problem, plan_of, write_model
 
 from leaderless.config import Recipe, RecipeError
+from leaderless.planner.fit import fit_plan
 from leaderless.planner.judges import as_judged, judge_lines
 from leaderless.planner.parts import answering
 from leaderless.planner.picture import draw_plan
@@ -44,6 +45,24 @@ def test_the_engine_of_a_judge_has_room_for_questions_and_answers(tmp_path: Path
     assert memory.cpu.phases["judge judges"]["kv cache"] == 16 * (4096 + 2048) * 4 * 2 * 2 * 16 * 4
     assert "judge weights" in memory.cpu.resident
     assert "judge scores" not in memory.cpu.phases
+
+
+@pytest.mark.parametrize(
+    ("sequences", "remedy"), [(64, "lower reward.judge-pairs.max_requests=50"), (40, "lower rollout.max_sequences=40")]
+)
+def test_of_two_judges_the_one_that_asks_most_is_named_where_memory_is_short(
+    tmp_path: Path, sequences: int, remedy: str
+) -> None:
+    models = {name: write_model(tmp_path / name) for name in MODELS}
+    pairs = JUDGE | {"pairwise": {}, "max_requests": 50, "max_question_tokens": 3900}
+    sections = {"models": models, "reward": {"judge": JUDGE | {"max_requests": 3}, "judge-pairs": pairs}}
+    sections |= {"rollout": {"max_sequences": sequences, "max_response_tokens": 20}}
+    sections |= {"data": {"train": {"path": "rows.jsonl"}, "max_prompt_tokens": 20}}
+    plan = plan_of("grpo", **sections)
+    assert plan.memory is not None
+    fit = fit_plan(make_recipe(**sections), plan, plan.memory.cpu.peak, is_cpu=True)
+    assert "in its fullest phase, 'judge judges'" in fit.problem
+    assert remedy in fit.problem
 
 
 REFUSED: list[tuple[Mapping[str, object], str, str]] = [

@@ -6,7 +6,7 @@ import json
 import re
 import string
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from leaderless.config.judges import JudgeOptions
 from leaderless.config.models import ModelConfig
-from leaderless.data.transport import ProcessGroup
+from leaderless.data.transport import ProcessGroup, Round
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tiny import write_tiny_model
 from leaderless.models.tokenizer import load_chat_tokenizer
@@ -104,6 +104,16 @@ class ThreadGroup(ProcessGroup):
 
     def max(self, values: Tensor, what: str) -> Tensor:
         return torch.stack(self.gather(values, what)).amax(0)
+
+    def exchange(self, messages: Mapping[int, Tensor], senders: Sequence[int], what: str) -> dict[int, Tensor]:  # noqa: ARG002
+        brought = dict(zip(self.ranks, self.meeting.bring(self.rank, messages), strict=True))
+        return {sender: brought[sender][self.rank] for sender in senders}  # type: ignore[index]
+
+    def exchange_rounds(self, rounds: Iterable[Round], what: str) -> None:
+        for sent, received in rounds:
+            arrived = self.exchange(dict(sent), [sender for sender, _ in received], what)
+            for sender, message in received:
+                message.copy_(arrived[sender])
 
     def broadcast_text(self, text: str, source: int, what: str) -> str:  # noqa: ARG002
         return str(self.meeting.bring(self.rank, text)[self.ranks.index(source)])
@@ -270,7 +280,7 @@ def test_judges_of_other_ranks_say_the_same_and_read_it_once() -> None:
         own = None
         if group.rank:
             own = asker(servings[group.rank], ranks=ThreadGroup((1, 2), group.rank, meeting=judges))
-        others = AskerOfOthers(group, own, max(0, group.rank - 1), 2, read_points)
+        others = AskerOfOthers(group, (1, 2), own, read_points)
         unread = questions(20, read_nothing)  # those that ask do not read
         return others.ask([*unread, *unread[:2]] if group.rank == 0 else [], lambda: None)
 

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
-from tests.tiny import mixture_model, tiny_model, tiny_recipe
+from tests.tiny import judge_model, mixture_model, tiny_model, tiny_recipe
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
@@ -301,3 +301,34 @@ def test_leaderless_eval_answers_with_engines_that_span_ranks_if_there_are_enoug
     loaded = tiny_recipe(tmp_path, tiny_model(), settings)
     (node,) = plan_evaluation(loaded, None, workers).plan.nodes
     assert (node.layout.tp, node.layout.dp) == (tp, workers // tp)
+
+
+@pytest.mark.parametrize(
+    ("layout", "engines", "tps"),
+    [
+        ({"rollout": {"ranks": "0-1", "tp": 2}, "reward": {"ranks": "2-3"}}, ("vllm", "native"), (2, 1)),
+        ({"rollout": {"ranks": "0-1"}, "reward": {"ranks": "2-3", "tp": 2}}, ("native", "vllm"), (1, 2)),
+    ],
+)
+def test_leaderless_eval_judges_with_engines_that_span_ranks_as_in_training(
+    tmp_path: Path, layout: dict[str, object], engines: tuple[str, str], tps: tuple[int, int]
+) -> None:
+    held_out = {"path": "held_out.jsonl", "prompt": "question", "template": "plain"}
+    rollouts = [
+        {"engine": engine, **({"external": {"python": "python"}} if engine == "vllm" else {})} for engine in engines
+    ]
+    settings = {
+        "models.judge": judge_model(),
+        "reward": {"judge": {"role": "judge", "max_question_tokens": 100, "max_answer_tokens": 4}},
+        "rollout": {**rollouts[0], "max_response_tokens": 6},
+        "roles.judge.rollout": {"max_response_tokens": 6, **rollouts[1]},
+        "layout": layout,
+        "data.evaluation": held_out,
+    }
+    loaded = tiny_recipe(tmp_path, tiny_model(), settings)
+    plan = plan_evaluation(loaded, None, 4).plan
+    assert [(one.role, one.serving_layout.tp, one.serving_layout.dp) for one in plan.instances] == [
+        ("policy", tps[0], 4 // tps[0]),
+        ("judge", tps[1], 4 // tps[1]),
+    ]
+    assert {one.layout.ranks for one in plan.instances} == {(0, 1, 2, 3)}

@@ -259,6 +259,19 @@ def test_a_step_is_predicted_for_layouts_that_are_written_too():
         predict_step(apart, plan, profile)
 
 
+def test_a_judge_that_is_a_model_takes_the_seconds_that_were_measured():
+    models = {"policy": "/no/such/model", "judge": "/no/such/judge"}
+    recipe = auto_recipe(models=models, reward={"judge": {"role": "judge"}})
+    laws = {name: make_profile(recipe, StageSeconds(row_s=0.01), StageSeconds()).stages for name in ("quick", "slow")}
+    laws["slow"] = {**laws["slow"], "reward": StageSeconds(row_s=0.1)}
+    quick, slow = (
+        choose_layout(recipe, GRPO, Cluster(2), make_profile(recipe, StageSeconds(), StageSeconds(), stages=stages))
+        for stages in laws.values()
+    )
+    gained = slow.best.predicted.seconds - quick.best.predicted.seconds
+    assert gained == pytest.approx(16 * 8 * 0.1 / 2), "both ranks judge half of the responses"
+
+
 def test_the_pace_of_two_loops_is_that_of_the_slower_one_unless_they_wait_for_each_other():
     slow, fast = np.array([3.0, 3.0]), np.array([1.0, 1.0])
     assert _pace([slow, fast], [1, 0]) == pytest.approx(3.0)

@@ -10,13 +10,17 @@ import pytest
 import torch
 from tests.unit.recipes import make_recipe, plan_of
 
+from leaderless.config import Recipe
 from leaderless.config.training import Whole
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Transport
-from leaderless.training.engine import EngineSetup
+from leaderless.planner import Cluster, RoleInstance, make_plan
+from leaderless.stages.context import ModelRole
+from leaderless.training.engine import EngineSetup, Trainable
 from leaderless.worker import roles
 from leaderless.worker.roles import Roles
 from leaderless.worker.turns import Turns
+from leaderless.workflow import Workflow
 
 
 class MadeError(Exception):
@@ -46,3 +50,46 @@ def test_ranks_keep_whole_what_the_recipe_says_or_has_room(
     with pytest.raises(MadeError) as made:
         Roles(recipe, plan, transport, turns, cast("Tokenizer", None), Path(), print, "weights")
     assert made.value.args == (expected, 7)
+
+
+def test_a_role_whose_engine_is_to_be_shared_leaves_the_one_of_its_own() -> None:
+    """Else there would be two engines where the plan counts one."""
+    models = {role: {"path": "/no/model", "lora": {"rank": 2}} for role in ("planner", "solver")}
+    workflow = Workflow("two")
+    for role in models:
+        workflow = workflow.node(f"{role}_rollout", run="rollout", role=role)
+        workflow = workflow.node(f"{role}_reward", run="reward", after=f"{role}_rollout")
+        workflow = workflow.node(f"{role}_advantage", run="advantage", after=f"{role}_reward")
+        workflow = workflow.node(role, run="update", role=role, after=f"{role}_advantage")
+
+    def recipe_with(ranks: str) -> Recipe:
+        stages = ("_rollout", "_reward", "_advantage", "")
+        layout = {f"solver{stage}": {"ranks": ranks} for stage in stages} | {
+            f"planner{stage}": {"ranks": "0-1"} for stage in stages
+        }
+        external = {"python": "python"}
+        return make_recipe(models=models, layout=layout, rollout={"engine": "vllm", "external": external})
+
+    apart, together = recipe_with("1"), recipe_with("0-1")
+    before, after = (make_plan(one, workflow, Cluster(2)) for one in (apart, together))
+
+    class Held(Roles):
+        def __init__(self) -> None:
+            self._recipe, self._plan, self._transport = together, after, cast("Transport", SimpleNamespace(rank=0))
+            self._models = {("planner", (0, 1)): ModelRole(None, None)}
+            self.engines, self.made = {("planner", (0, 1)): cast("Trainable", trainer)}, dict[str, object]()
+
+        def _add(self, instance: RoleInstance, trainer: Trainable | None = None) -> None:
+            self.made[instance.role] = trainer
+
+        def _move(self, *_: object) -> None:
+            pass
+
+    trainer = object()
+    held = Held()
+    for role in models:
+        held._adopt_role(role, before)
+    assert held.made == {"planner": trainer, "solver": None}, "its weights stay where they are"
+    held = Held()
+    held._adopt_role("planner", after)
+    assert held.made == {}

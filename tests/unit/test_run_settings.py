@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from leaderless import RewardInput, Run, Workflow
 from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput
 from leaderless.config import RecipeError
 from leaderless.config.data import TrainingSetConfig
+from leaderless.run.planned import plan_training
 from leaderless.workflow import resolve_workflow
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
@@ -120,3 +123,25 @@ def test_nothing_is_written_for_a_recipe_that_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(RecipeError):
         make_run(tmp_path / "runs", steps=-1)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "lora", "continues"),
+    [
+        (1e-6, None, None, True),  # what was the default of an earlier version
+        (None, 1e-6, None, True),
+        (1e-6, None, {"rank": 2}, False),  # adapters would be trained ten times as fast
+        (1e-5, None, None, False),
+    ],
+)
+def test_a_run_continues_if_a_rate_that_is_left_out_means_the_one_that_it_was_begun_with(
+    tmp_path: Path, then: float | None, now: float | None, lora: Mapping[str, int] | None, *, continues: bool
+) -> None:
+    changes = {"models.policy": {"path": tiny_model(), "lora": lora}}
+    folder = tmp_path / "runs/tiny"
+    begun = Run(write_recipe(tmp_path, "", {**changes, "optimizer": {"learning_rate": then}}))
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(json.dumps(begun.recipe.model_dump(mode="json")))
+    planned = Run(write_recipe(tmp_path, "", {**changes, "optimizer": {"learning_rate": now}}))
+    with nullcontext() if continues else pytest.raises(RecipeError, match=f"begun with {then}"):
+        plan_training(planned.loaded, 1)._check_same_settings()

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from leaderless.data.balance import Int
 from leaderless.data.blocks import Mesh
@@ -115,6 +116,32 @@ def hold(process_group: ProcessGroup, talk: Talk[Result], what: str) -> Result:
     except StopIteration as end:
         result: Result = end.value
         return result
+
+
+def exchange_unannounced(messages: Mapping[int, Tensor], process_group: ProcessGroup, what: str) -> dict[int, Tensor]:
+    """Send messages to ranks that do not know who sends to them; all ranks of the process group call it together.
+
+    Only the sizes go through blocks. The messages themselves go straight to their receivers, over host memory.
+
+    Args:
+        messages: [num_bytes] uint8 for each receiver, as numbered in the whole run; this rank may be one.
+        process_group: All ranks that may send or receive.
+        what: Name of the messages, for errors.
+
+    Returns:
+        The messages that have come, by their senders, ascending.
+    """
+    ranks, own = np.array(process_group.ranks), process_group.rank
+    others = {rank: message for rank, message in sorted(messages.items()) if rank != own}
+    place = Place(Mesh(len(ranks)), process_group.ranks.index(own))
+    sizes = np.array([[place.number, len(message)] for message in others.values()], dtype=np.int64).reshape(-1, 2)
+    found = hold(process_group, place.route(np.searchsorted(ranks, list(others)).astype(np.int64), sizes), what)
+    senders = zip(ranks[found[:, 0]].tolist(), found[:, 1].tolist(), strict=True)
+    received = {sender: torch.empty(size, dtype=torch.uint8) for sender, size in sorted(senders)}
+    group = replace(process_group, payload_device=torch.device("cpu"))
+    group.exchange_rounds([([*others.items()], [*received.items()])], what)
+    here = {own: messages[own]} if own in messages else {}
+    return dict(sorted({**received, **here}.items()))
 
 
 def _bytes(numbers: Int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

@@ -88,8 +88,7 @@ def _remedies(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None) ->
             setting = recipe.key_of("rollout.max_sequences", role)
             remedies.append(f"lower {setting}={recipe.as_seen_by(role).rollout.max_sequences}")
         elif does == "judges":
-            name = next(name for name, own in recipe.reward.roles().items() if own == role)
-            remedies.append(f"lower reward.{name}.max_requests={recipe.reward.judges()[name].max_requests}")
+            remedies.append(f"lower {_most_asked(recipe, role)}")
         else:
             remedies.append(f"lower batch.micro_batch_tokens={tokens}")
     if recipe.body is not None:
@@ -103,3 +102,13 @@ def _remedies(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None) ->
         remedies.append(f"set models.{unchecked[0]}.gradient_checkpointing")
     remedies.append("use more ranks (on a CPU, of more machines), or a smaller model")
     return "; ".join(remedies)
+
+
+def _most_asked(recipe: Recipe, role: str) -> str:
+    """The setting that bounds how many questions the engine of a judge answers at a time, with its value."""
+    judges = {name: recipe.reward.judges()[name] for name, own in recipe.reward.roles().items() if own == role}
+    name, options = max(judges.items(), key=lambda judge: judge[1].max_requests)
+    sequences = recipe.as_seen_by(role).rollout.max_sequences
+    if sequences < options.max_requests:
+        return f"{recipe.key_of('rollout.max_sequences', role)}={sequences}"
+    return f"reward.{name}.max_requests={options.max_requests}"

@@ -36,10 +36,12 @@ def _line(recipe: Recipe, options: JudgeOptions, num_ranks: int) -> str:
 def _asked(recipe: Recipe, options: JudgeOptions) -> str:
     """The most questions of a step, without those that are repeated; rows of other sources and equal ones are fewer."""
     groups, siblings = recipe.batch.prompts_per_step, recipe.batch.responses_per_prompt
-    if options.pairwise is None:
-        return f"{groups * siblings:,} questions a step"
-    pairs = siblings * min(options.pairwise.opponents, (siblings - 1) / 2)
-    return f"{int(2 * groups * pairs):,} questions a step"
+    return f"{groups * siblings * questions_per_response(options, siblings):,} questions a step"
+
+
+def questions_per_response(options: JudgeOptions, siblings: int) -> int:
+    """Number of questions of a judge for each response, if as many are compared; each pair is asked about twice."""
+    return 1 if options.pairwise is None else min(2 * options.pairwise.opponents, siblings - 1)
 
 
 def longest_question(recipe: Recipe, options: JudgeOptions) -> int:

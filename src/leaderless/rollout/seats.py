@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
-from leaderless.planner import RoleInstance
+from leaderless.planner import Layout, RoleInstance
 from leaderless.rollout.apart.messages import Ask, Gain
 from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.external import ENDS
@@ -155,18 +155,27 @@ class Host:
                 driver.abort(found)
 
 
+Sharing = tuple[tuple[str, Layout, str], ...]
+"""Role, ranks and engine of each instance that shares an engine with others."""
+
+
+def shared_by(companions: Sequence[RoleInstance]) -> Sharing:
+    """The instances that have one engine together; empty for one that is alone, whose engine is its own."""
+    return tuple((one.role, one.layout, one.engine) for one in companions) if len(companions) > 1 else ()
+
+
 class Hosts:
     """The engines of a rank that several roles share, each as long as one of these has it."""
 
     def __init__(self) -> None:
         """Have none yet."""
-        self._kept = WeakValueDictionary[tuple[object, ...], Host]()
+        self._kept = WeakValueDictionary[Sharing, Host]()
 
     def of(self, companions: Sequence[RoleInstance], recipe: Recipe) -> Host | None:
         """The engine of some instances; None for one that is alone, whose engine is its own."""
-        if len(companions) < 2:
+        key = shared_by(companions)
+        if not key:
             return None
-        key = tuple((one.role, one.layout, one.engine) for one in companions)
         if (host := self._kept.get(key)) is None:
             models = {one.role: recipe.model_of(one.role) for one in companions}
             host = self._kept[key] = Host(

@@ -20,16 +20,18 @@ from leaderless.loggers.running import loggers_running
 from leaderless.observability.console import print_line, print_path
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, Plan, make_plan
+from leaderless.planner.adapters import optimizer_of
 from leaderless.planner.auto.profile import read_profile
 from leaderless.planner.replan import alternatives
 from leaderless.rollout.choose import choose_engine
 from leaderless.run.settings import leaves_of
 from leaderless.workflow import Workflow, load_recipe, resolve_workflow, spec_of
-from leaderless.workflow.evaluation import ANSWER, evaluation_workflow
+from leaderless.workflow.evaluation import ANSWER, JUDGE, evaluation_workflow
 
 if TYPE_CHECKING:
     from leaderless.planner.auto.choose import Choice
 
+RATE = "optimizer.learning_rate"
 FREE_KEYS = (
     "steps",
     "run.",
@@ -214,8 +216,17 @@ class Planned:
             for key in sorted({*before, *now})
             if before.get(key) != now.get(key) and not key.startswith(FREE_KEYS)
         ]
+        if _peaks(begun_with) == _peaks(self.recipe):  # a rate that is left out, perhaps of a default that was a number
+            problems = [one for one in problems if not one.key.endswith(RATE)]
         if problems:
             raise self.loaded.locate(RecipeError(problems))
+
+
+def _peaks(recipe: Recipe) -> dict[str, float]:
+    """The peak learning rates of the roles that a recipe names, and of others, as ""."""
+    models = {role: recipe.model_of(role) for role in (*recipe.models, *recipe.roles)}
+    known = {role: optimizer_of(recipe.as_seen_by(role), model).peak for role, model in models.items() if model}
+    return {**known, "": recipe.optimizer.peak}
 
 
 @contextmanager
@@ -260,8 +271,8 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
         batch = recipe.batch.model_copy(update={"prompts_per_step": max(recipe.batch.prompts_per_step, num_workers)})
         checkpoint = recipe.checkpoint.model_copy(update={"best_metric": None})
         evaluation = recipe.evaluation.model_copy(update={"role": role})
-        layout = _engine_layout(recipe, role, num_workers)
         judges = {*recipe.reward.roles().values()}
+        layout = _engine_layouts(recipe, role, num_workers)
         update = {
             "models": {role: model} | {name: one for name, one in recipe.models.items() if name in judges},
             "layout": layout,
@@ -273,18 +284,25 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
             "evaluation": evaluation,
         }
         recipe = recipe.as_seen_by(role).model_copy(update=update)
-        return _plan(LoadedRecipe(recipe, loaded.source), evaluation_workflow(role), num_workers)
+        workflow = evaluation_workflow(role, is_judged=bool(judges))
+        return _plan(LoadedRecipe(recipe, loaded.source), workflow, num_workers)
 
 
-def _engine_layout(recipe: Recipe, role: str, num_workers: int) -> dict[str, LayoutConfig]:
-    """The layout of an evaluation on all workers: engines that span ranks in training do so, if there are enough."""
+def _engine_layouts(recipe: Recipe, role: str, num_workers: int) -> dict[str, LayoutConfig]:
+    """The layouts of an evaluation on all workers: engines that span ranks in training do so, if there are enough.
+
+    The engine of the role that answers may span others than those of judges.
+    """
+    layouts: dict[str, LayoutConfig] = {}
     for node in resolve_workflow(recipe.workflow).nodes:
-        spec = spec_of(node)
-        if any(own == role and spec.roles[name] == "generate" for name, own in spec.roles_of(node).items()):
-            given = recipe.layout.get(node.name, LayoutConfig())
-            sizes = {"tp": given.tp, "pp": given.pp, "cp": given.cp}
-            return {ANSWER: LayoutConfig(**sizes)} if num_workers % prod(sizes.values()) == 0 else {}
-    return {}
+        spec, given = spec_of(node), recipe.layout.get(node.name, LayoutConfig())
+        generates = any(own == role and spec.roles[name] == "generate" for name, own in spec.roles_of(node).items())
+        judges = spec.grades and bool(recipe.reward.roles())
+        sizes = {"tp": given.tp, "pp": given.pp, "cp": given.cp}
+        fitting = sizes if num_workers % prod(sizes.values()) == 0 else {}
+        for name in [ANSWER] * generates + [JUDGE] * judges:
+            layouts.setdefault(name, LayoutConfig(**fitting))
+    return layouts
 
 
 def _plan(loaded: LoadedRecipe, workflow: Workflow, num_workers: int) -> Planned:

@@ -111,6 +111,9 @@ class EngineAsker:
     The noise of an answer follows from what is asked, so that it is the same on any number of ranks, in any order and
     after a restart, as far as the engine promises that. Ranks that make one engine together must ask it the same, so
     the first of them decides what is known and how it is read.
+
+    Attributes:
+        shard: Ranks that make one engine together.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class EngineAsker:
         self._terms, self._options, self._model = terms, terms.options, model
         self._tokenizer, self._writer = tokenizer, ChatWriter(tokenizer, is_chat=True)
         self._kept = kept if terms.options.kept_answers else AnswerCache(None, 0)
-        self._ranks, self._shard = ranks, shard
+        self._ranks, self.shard = ranks, shard
         self._failed_in_row = 0
 
     def ask(self, questions: Sequence[Question], on_news: Callable[[], None]) -> list[Reply]:
@@ -186,7 +189,7 @@ class EngineAsker:
     def _seconds_since(self, start: float) -> float:
         """The time, the same on all ranks of an engine, which must give up the same questions."""
         seconds = torch.tensor([time.monotonic() - start], dtype=torch.float64)
-        return float(self._shard.max(seconds, "the time that a judge has taken"))
+        return float(self.shard.max(seconds, "the time that a judge has taken"))
 
     @property
     def _late(self) -> str:
@@ -246,9 +249,9 @@ class EngineAsker:
 
         Other ranks may keep other answers, and may run out of time in a search that the first one finishes.
         """
-        first = self._shard.ranks[0]
+        first = self.shard.ranks[0]
         mine = None if answer is None else asdict(_read(talk.question, answer))
-        heard = json.loads(self._shard.broadcast_text(json.dumps(mine), first, "what a judge has said"))
+        heard = json.loads(self.shard.broadcast_text(json.dumps(mine), first, "what a judge has said"))
         return None if heard is None else _Heard(**heard)
 
     def _reply(self, talk: _Talk, now: float, error: str | None) -> Reply:

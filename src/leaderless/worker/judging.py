@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from leaderless.config import Json, Recipe
+from leaderless.data.crossing import exchange_unannounced
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.planner import Layout, Plan, PlannedNode, RoleInstance
 from leaderless.planner.judges import judge_of, longest_question, shares_ranks
@@ -88,64 +90,86 @@ class Judging:
         is_here = self.transport.rank in layout
         if layout.holds_rows_like(answers.serving_layout):
             return self._asker(name, role, layout)
-        options, rank = self._recipe.reward.judges()[name], self.transport.rank
         return AskerOfOthers(
             self.transport.process_group(all_ranks(answers.layout, judge.layout)),
+            layout.ranks,
             self._asker(name, role, layout) if is_here else None,
-            layout.shard_of(rank) if is_here else 0,
-            layout.dp,
-            verdict_reader(options, f"reward.{name}"),
+            verdict_reader(self._recipe.reward.judges()[name], f"reward.{name}"),
         )
 
 
 class AskerOfOthers:
     """Asks a judge that may be on other ranks. All ranks that ask or judge call it together. See `Asker`.
 
-    Who answers a question follows from the question, so that equal ones are asked once, whoever has them.
+    Which rank is sent a question follows from the question, so that equal ones meet there and are asked once, whoever
+    has them. It sends the answer straight back. No rank knows the questions of all.
     """
 
     def __init__(
         self,
         ranks: ProcessGroup,
+        judging: Sequence[int],
         judge: EngineAsker | None,
-        shard: int,
-        num_shards: int,
         read: Callable[[str], object],
     ) -> None:
         """Ask nothing yet.
 
         Args:
             ranks: Ranks that ask or judge.
+            judging: Ranks of the judge, as numbered in the whole run.
             judge: Asker of the judge's engine, on its ranks; None elsewhere.
-            shard: Number of this rank's engine.
-            num_shards: Number of engines.
             read: Function that finds the verdict in what the judge says.
         """
-        self._ranks, self._judge, self._shard, self._num_shards = ranks, judge, shard, num_shards
-        self._read = read
+        self._ranks, self._judging, self._judge, self._read = ranks, judging, judge, read
 
     def ask(self, questions: Sequence[Question], on_news: Callable[[], None]) -> list[Reply]:
         """See `Asker`."""
         keys = [key_of_question(question.messages) for question in questions]
-        mine: dict[str, Json] = {
-            key: [dict(message) for message in question.messages] for key, question in zip(keys, questions, strict=True)
-        }
-        asked = self._gathered(mine, "questions to a judge")
-        answered: dict[str, Json] = {}
-        if self._judge is not None:
-            here = sorted(key for key in asked if int(key, 16) % self._num_shards == self._shard)
-            wanted = [Question(_messages(asked[key]), self._read) for key in here]
-            answered = {key: asdict(reply) for key, reply in zip(here, self._judge.ask(wanted, on_news), strict=True)}
-        known = self._gathered(answered, "answers of a judge")
+        mine = {key: question.messages for key, question in zip(keys, questions, strict=True)}
+        sent: dict[int, dict[str, Json]] = {}
+        for key, messages in mine.items():
+            sent.setdefault(self._home(key), {})[key] = [dict(message) for message in messages]
+        parcels = {rank: _packed(some) for rank, some in sent.items()}
+        arrived = exchange_unannounced(parcels, self._ranks, "questions to a judge")
+        asked = {rank: _unpacked(parcel) for rank, parcel in arrived.items()}
+        answered = self._answered([*asked.values()], on_news)
+        replies = {rank: _packed({key: answered[key] for key in some}) for rank, some in asked.items()}
+        return self._returned(replies, [*sent], keys)
+
+    def _home(self, key: str) -> int:
+        """The rank that is sent a question."""
+        return self._judging[int(key, 16) % len(self._judging)]
+
+    def _answered(self, parts: Sequence[Mapping[str, Json]], on_news: Callable[[], None]) -> dict[str, Json]:
+        """The replies to what this rank was sent, and to what others were that make one engine with it."""
+        if self._judge is None:
+            return {}
+        here = {key: messages for part in parts for key, messages in part.items()}
+        parcels = self._judge.shard.gather(_packed(here), "questions to an engine of a judge")
+        asked = {key: messages for parcel in parcels for key, messages in _unpacked(parcel).items()}
+        order = sorted(asked)  # ranks of one engine ask it the same
+        replies = self._judge.ask([Question(_messages(asked[key]), self._read) for key in order], on_news)
+        return {key: asdict(reply) for key, reply in zip(order, replies, strict=True)}
+
+    def _returned(self, replies: dict[int, Tensor], homes: Sequence[int], keys: Sequence[str]) -> list[Reply]:
+        """Send replies to those that have asked; returns those to this rank's questions."""
+        own, group = self._ranks.rank, replace(self._ranks, payload_device=torch.device("cpu"))
+        here = {own: replies.pop(own)} if own in replies else {}
+        arrived = group.exchange(replies, sorted({*homes} - {own}), "answers of a judge")
+        known: dict[str, Json] = {}
+        for parcel in {**arrived, **here}.values():
+            known |= _unpacked(parcel)
         return [_received(known[key]) for key in keys]
 
-    def _gathered(self, mine: Mapping[str, Json], what: str) -> dict[str, Json]:
-        """What all ranks have."""
-        text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        found: dict[str, Json] = {}
-        for part in self._ranks.gather(text, what):
-            found |= json.loads(bytes(part.numpy()))
-        return found
+
+def _packed(values: Mapping[str, Json]) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+
+
+def _unpacked(parcel: Tensor) -> dict[str, Json]:
+    values = json.loads(bytes(parcel.numpy()))
+    assert isinstance(values, dict), "as it was sent"
+    return values
 
 
 def _messages(value: Json) -> tuple[Message, ...]:

@@ -33,7 +33,7 @@ from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.probe import probe_of
-from leaderless.rollout.seats import Hosts
+from leaderless.rollout.seats import Hosts, Sharing, shared_by
 from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, shapes_of
 from leaderless.rollout.shared import SharedEngine
 from leaderless.rollout.worlds import spaces_of
@@ -453,10 +453,11 @@ class Roles:
                 self.sync(channel.sync, self._transport.lane(channel.name, channel.sync.ranks))
 
 
-def _instances_of(role: str, plan: Plan, recipe: Recipe) -> dict[RoleInstance, bool]:
-    """The instances of a role in a plan, and whether each has an engine: to generate, or to answer held-out prompts."""
-    answers = answering(plan.instances, recipe.evaluation.role)
-    return {one: one.has_engine or one == answers for one in plan.instances if one.role == role}
+def _instances_of(role: str, plan: Plan, recipe: Recipe) -> dict[RoleInstance, tuple[bool, Sharing]]:
+    """The instances of a role in a plan: whether each has an engine, if only for held-out prompts; who shares it."""
+    every = plan.instances
+    answers, own = answering(every, recipe.evaluation.role), [one for one in every if one.role == role]
+    return {one: (one.has_engine or one == answers, shared_by(companions_of(recipe, every, one))) for one in own}
 
 
 def _is_merged(instance: RoleInstance, recipe: Recipe) -> bool:

@@ -1,4 +1,4 @@
-"""The workflow of `leaderless eval`: a model answers, and the worker grades its responses."""
+"""The workflow of `leaderless eval`: a model answers, and the worker grades its responses, perhaps by other models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from leaderless.config.functions import name_of
-from leaderless.workflow.stage import STAGES
+from leaderless.workflow.stage import STAGES, StageSpec
 from leaderless.workflow.stages import BUILTIN_STAGES
 from leaderless.workflow.workflow import Workflow
 
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 ANSWER = "answer"
 """Name of the node that samples the responses."""
+JUDGE = "judge"
+"""Name of the node that has the judges which are models of the recipe."""
 
 
-def evaluation_workflow(role: str) -> Workflow:
-    """A workflow of one node, in which a role answers."""
-    return Workflow("evaluation").node(ANSWER, run=name_of(answer), role=role)
+def evaluation_workflow(role: str, *, is_judged: bool = False) -> Workflow:
+    """A workflow in which a role answers; with judges that are models, they have a node, and so a layout, as well."""
+    workflow = Workflow("evaluation").node(ANSWER, run=name_of(answer), role=role)
+    return workflow.node(JUDGE, run=name_of(judge), after=ANSWER) if is_judged else workflow
 
 
 def answer(batch: Batch, context: StageContext) -> Batch:
@@ -31,4 +34,10 @@ def answer(batch: Batch, context: StageContext) -> Batch:
     return rollout(batch, context)
 
 
-STAGES.declare(answer, replace(BUILTIN_STAGES["rollout"], has_effect=True, grades=True, check=None))
+def judge(batch: Batch, context: StageContext) -> Batch:  # noqa: ARG001
+    """Leave the responses as they are: what evaluates asks the judges of this node itself."""
+    return batch
+
+
+STAGES.declare(answer, replace(BUILTIN_STAGES["rollout"], has_effect=True, check=None))
+STAGES.declare(judge, StageSpec(name_of(judge), has_effect=True, grades=True))

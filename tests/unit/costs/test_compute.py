@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.costs.clusters import equal_rows, network
 from tests.unit.recipes import make_recipe
 
+from leaderless.config.judges import JudgeOptions
 from leaderless.config.models import ModelConfig
 from leaderless.data.balance import sequence_cost
 from leaderless.planner import Layout
@@ -35,9 +36,12 @@ SIZE = ModelSize(
 """A million weights; attention costs 200 operations for each token's square; 100 numbers per token in the cache."""
 
 
-def model(num_ranks=1, dtype="float32", *, tp=1, checkpointing=False, batch=None, rollout=None, **constants):
+def model(
+    num_ranks=1, dtype="float32", *, tp=1, checkpointing=False, batch=None, rollout=None, keeps="auto", **constants
+):
     config = ModelConfig(path="m", compute_dtype=dtype, gradient_checkpointing=checkpointing)
-    recipe = make_recipe(batch={"updates_per_step": 1, **(batch or {})}, rollout=rollout or {})
+    batch = {"updates_per_step": 1, **(batch or {})}
+    recipe = make_recipe(batch=batch, rollout=rollout or {}, training={"keep_whole": keeps})
     ranks = Layout(tuple(range(num_ranks)), num_ranks // tp, tp=tp)
     return ModelCost(SIZE, config, ranks, network(num_ranks, **constants), recipe)
 
@@ -120,6 +124,30 @@ def test_every_pass_of_training_gathers_weights_twice_and_sums_gradients_once():
     slow = model(2, "bfloat16", batch={"micro_batch_tokens": 50}, links__host__bandwidth_gb_per_s=0.001)
     one_pass = (2 * 2 * MILLION / 2 + 4 * MILLION / 2) / 1e6
     assert slow.training_seconds(rows, np.array([0, 1])) == pytest.approx(2 * one_pass)
+
+
+@pytest.mark.parametrize(("keeps", "gathered", "summed"), [("nothing", 8, 4), ("weights", 4, 4), ("all", 4, 2)])
+def test_ranks_that_keep_weights_or_gradients_whole_send_them_less_often(keeps, gathered, summed):
+    """Two updates, each of two passes."""
+    rows, shards = equal_rows(8, response=100), np.arange(8) % 2
+    batch = {"micro_batch_tokens": 100, "updates_per_step": 2}
+    slow = model(2, "bfloat16", keeps=keeps, batch=batch, links__host__bandwidth_gb_per_s=0.001)
+    seconds = (gathered * 2 * MILLION / 2 + summed * 4 * MILLION / 2) / 1e6
+    assert slow.training_seconds(rows, shards) == pytest.approx(seconds)
+    num_gathers = 4 if keeps == "nothing" else 1
+    assert slow.scoring_seconds(rows, shards) == pytest.approx(num_gathers * 2 * MILLION / 2 / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "times"), [({}, 10 + 90, 1), ({"pairwise": {"opponents": 1}}, 10 + 180, 2)]
+)
+def test_a_judge_reads_what_it_is_shown_and_writes_as_much_as_it_may(options, shown, times):
+    rows = equal_rows(2, siblings=3, prompt=10, response=90)
+    judge, shards = model(2, rollout={"max_sequences": 64}), np.array([0, 0, 0, 1, 1, 1])
+    judged = judge.judging_seconds(JudgeOptions(role="judge", max_answer_tokens=5, **options), rows, shards)
+    asked = equal_rows(6 * times, prompt=shown, response=5)
+    assert judged == pytest.approx(judge.generation_seconds(asked, np.repeat([0, 1], 3 * times)))
+    assert judged.min() > 0
 
 
 def test_decoding_reads_the_weights_at_each_step_and_all_that_went_before():

@@ -311,3 +311,21 @@ def test_the_model_of_a_role_decides(tmp_path):
     large = pools_recipe(tmp_path, models={"policy": write_model(tmp_path / "large", num_hidden_layers=16)})
     constants = everything_matters()
     assert step_of(large, 4, constants)["ours"].seconds > 1.5 * step_of(small, 4, constants)["ours"].seconds
+
+
+def test_a_judge_that_is_a_model_takes_its_time_where_it_runs(tmp_path):
+    models = {"policy": write_model(tmp_path / "model"), "judge": write_model(tmp_path / "judge")}
+    layout = {node: {"ranks": "0%-50%"} for node in ("rollout", "advantage")}
+    layout |= {node: {"ranks": "50%-100%"} for node in ("reward", "policy")}
+    constants, found = everything_matters(), {}
+    for tokens in (100, 200):
+        judge = {"role": "judge", "max_answer_tokens": tokens}
+        recipe = pools_recipe(tmp_path, models=models, reward={"judge": judge}, layout=layout)
+        workload = sample_workload(recipe, constants.workload)
+        events = events_of(plan_for(recipe, 4), recipe, workload, Network(constants, 4))
+        (judged,) = (event for event in events if isinstance(event, Worked) and event.node.name == "reward")
+        assert judged.seconds.shape == (2,)
+        found[tokens] = judged.seconds.max(), walk_peers(events, Network(constants, 4)).seconds
+    (short, first), (long, second) = found.values()
+    assert 1.5 * short < long
+    assert second - first == pytest.approx(long - short), "all ranks wait for it"

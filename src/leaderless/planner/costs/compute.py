@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from leaderless.config import Recipe
+from leaderless.config.judges import JudgeOptions
 from leaderless.config.models import ModelConfig
 from leaderless.planner import Layout
 from leaderless.planner.costs.network import GIGA, Float, Network
 from leaderless.planner.costs.rows import Int, Rows
+from leaderless.planner.judges import questions_per_response
 from leaderless.planner.model_memory import number_bytes
 from leaderless.planner.model_size import ModelSize
 
@@ -88,14 +90,21 @@ class ModelCost:
         rate = device.peak_tflops * TERA * device.scoring_utilization
         work = self._per_shard(shards, self.forward_flops(rows, shards)).max() / (rate * self.layout.ranks_per_shard)
         work = (work + self._sums(rows, shards)) * self._filling(rows, shards)
-        return max(float(work), self._num_passes(rows, shards) * self.part_seconds())
+        num_gathers = 1 if self._keeps_weights else self._num_passes(rows, shards)
+        return max(float(work), num_gathers * self.part_seconds())
+
+    @property
+    def _keeps_weights(self) -> bool:
+        """Whether weights stay gathered. What `auto` means is known only where a run begins: it counts as nothing."""
+        return self.recipe.training.keep_whole in {"weights", "all"}
 
     def training_seconds(self, rows: Rows, shards: Int) -> float:
         """All updates of a step. Shards wait for each other at each of them, while weights and gradients are sent."""
         device = self.network.cluster.device
         passes = 1 + BACKWARD + self.config.gradient_checkpointing
         rate = device.peak_tflops * TERA * device.training_utilization / passes * self.layout.ranks_per_shard
-        pass_s = 2 * self.part_seconds() + self._gather_part(GRADIENT_BYTES)
+        pass_s, sum_s = (1 if self._keeps_weights else 2) * self.part_seconds(), self._gather_part(GRADIENT_BYTES)
+        sums_once = self.recipe.training.keep_whole == "all"
         num_updates = self.recipe.batch.parts_per_step
         update_of_row = rows.groups * num_updates // (int(rows.groups[-1]) + 1)
         total = 0.0
@@ -105,7 +114,8 @@ class ModelCost:
             work = self._per_shard(shards[chosen], self.forward_flops(part, shards[chosen])).max() / rate
             work += (2 + self.config.gradient_checkpointing) * self._sums(part, shards[chosen])
             work *= self._filling(part, shards[chosen])
-            total += max(float(work), self._num_passes(part, shards[chosen]) * pass_s)
+            num_passes = self._num_passes(part, shards[chosen])
+            total += max(float(work), num_passes * pass_s + (min(1, num_passes) if sums_once else num_passes) * sum_s)
         return total * self.recipe.batch.epochs_per_step
 
     def generation_seconds(self, rows: Rows, shards: Int) -> Float:
@@ -128,6 +138,19 @@ class ModelCost:
         prompts_s = self._per_shard(shards, 2 * active * read_once) / rate
         own: Float = (prompts_s + np.maximum(memory_s, compute_s)) / self.layout.ranks_per_shard + self.gather_seconds()
         return own
+
+    def judging_seconds(self, options: JudgeOptions, rows: Rows, shards: Int) -> Float:
+        """[dp] time in which the engine of a judge answers what each shard asks about its rows.
+
+        A question is as long as what it shows, without the words around it, and an answer as long as it may be. Nothing
+        is known from before.
+        """
+        siblings = len(rows) // max(1, len(np.unique(rows.groups)))
+        asked = np.repeat(np.arange(len(rows)), questions_per_response(options, siblings))
+        shown = rows.prompt_tokens + rows.response_tokens * (2 if options.pairwise else 1)
+        answers = np.full(len(asked), options.max_answer_tokens)
+        questions = Rows(np.arange(len(asked)), shown[asked], answers, are_samples=False)
+        return self.generation_seconds(questions, shards[asked])
 
     def _sums(self, rows: Rows, shards: Int) -> float:
         """What ranks send to each other of the fullest shard's tokens, in one direction, pass by pass.

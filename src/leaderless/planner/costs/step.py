@@ -27,6 +27,7 @@ from leaderless.planner.costs.compute import ModelCost, tokenizing_seconds
 from leaderless.planner.costs.moves import Cost, peer_cost, put_cost, updates_cost, weights_cost
 from leaderless.planner.costs.network import Float, Network, sums
 from leaderless.planner.costs.rows import Int, Placement, Routes, Rows, Workload, sending_ranks
+from leaderless.planner.judges import as_judged
 from leaderless.planner.model_memory import FLOAT32_BYTES, number_bytes
 
 Models = Mapping[tuple[str | None, tuple[int, ...]], ModelCost]
@@ -95,7 +96,7 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
                 took = tokenizing_seconds(rows, network.cluster.dataloader.tokens_per_s, shards, layout.dp)
                 events.append(Loaded(action, rows, took, sending_ranks(shards, layout)))
             case RunNode(name):
-                events.append(_work(plan[name], models, placement, recipe.batch.updates_per_step))
+                events.append(_work(plan[name], models, placement, recipe))
             case Reshard():
                 events.append(Moved(action, placement.reshard(action)))
             case SyncWeights():
@@ -128,7 +129,7 @@ def _synced(plan: Plan, recipe: Recipe, models: Models, action: SyncWeights) -> 
     return Synced(action, num_parameters * width, is_gathered)
 
 
-def _work(node: PlannedNode, models: Models, placement: Placement, num_updates: int) -> Worked:
+def _work(node: PlannedNode, models: Models, placement: Placement, recipe: Recipe) -> Worked:
     rows, shards = placement.rows(node.row_set), placement.shards(node.row_set, node.layout)
     # What joins rows puts those of one node into a table that holds others, too.
     row_set_after = node.row_set if node.spec.rows == "join" else node.row_set_after
@@ -143,8 +144,11 @@ def _work(node: PlannedNode, models: Models, placement: Placement, num_updates: 
                 took = took + model.scoring_seconds(rows, shards)
             case "train":
                 took = took + model.training_seconds(rows, shards)
+    for name, role in node.node.judges:  # they are asked one after the other
+        judge = replace(models[role, node.layout.ranks], layout=node.layout)
+        took = took + judge.judging_seconds(recipe.reward.judges()[name], rows, shards)
     holders, holders_after = sending_ranks(shards, node.layout), sending_ranks(shards_after, node.layout)
-    return Worked(node, rows, holders, after, holders_after, took, num_updates)
+    return Worked(node, rows, holders, after, holders_after, took, recipe.batch.updates_per_step)
 
 
 def _model_costs(plan: Plan, recipe: Recipe, network: Network) -> Models:
@@ -158,9 +162,8 @@ def _model_costs(plan: Plan, recipe: Recipe, network: Network) -> Models:
                 f"the size of '{model.name}' is not known, because its config.json is not on this machine or is of no "
                 "known family: name a folder that holds one",
             )
-        costs[instance.role, instance.layout.ranks] = ModelCost(
-            size, model, instance.layout, network, recipe.as_seen_by(instance.role)
-        )
+        own = as_judged(recipe, instance.role) if instance.is_judge else recipe.as_seen_by(instance.role)
+        costs[instance.role, instance.layout.ranks] = ModelCost(size, model, instance.layout, network, own)
     return costs
 
 
@@ -220,7 +223,7 @@ class Walk:
     def work(self, event: Worked, begin: float = 0.0) -> None:
         """A node runs; models begin together, because their weights are gathered."""
         chosen = np.array(event.node.layout.ranks)
-        if event.node.spec.role_use != "none":
+        if event.node.uses:
             begin = max(begin, float(self.clocks[chosen].max()))
             self.clocks[chosen] = begin + np.repeat(event.seconds, event.node.layout.ranks_per_shard)
 
