@@ -277,6 +277,7 @@ def training_rows(training: Results, speeds: Results | None) -> list[tuple[str, 
             f"{1e3 * training['forward_backward_s']:.0f} ms",
         ),
         ("operations that it has to do", f"{speed / 1e12:.0f} TFLOP/s{share}"),
+        *compiled_row(training),
         ("of it the head", f"{training['head_s'] / training['forward_backward_s']:.0%}"),
         ("an update with its optimizer step", f"{1e3 * training['step_s']:.0f} ms"),
         ("log-probs of a pass", f"{1e3 * training['log_probs_s']:.0f} ms"),
@@ -285,6 +286,11 @@ def training_rows(training: Results, speeds: Results | None) -> list[tuple[str, 
         peaks = f"{training['peak_bytes'] / 2**30:.1f} of {training['planned_bytes'] / 2**30:.1f} GiB"
         lines.append(("peak memory, of what `plan` says", peaks))
     return lines
+
+
+def compiled_row(training: Results) -> list[tuple[str, str]]:
+    seconds = training.get("compiled_forward_backward_s")
+    return [("the same with compiled layers", f"{1e3 * seconds:.0f} ms")] if seconds else []
 
 
 def table(results: Results) -> str:

@@ -32,6 +32,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
+from leaderless.models.compiled_layers import compile_layers
 from leaderless.models.scoring import score_tokens
 from leaderless.planner import Layout
 from leaderless.planner.memory_parts import Memory
@@ -383,12 +384,18 @@ def training(machine: Machine) -> Result:
         peak = torch.cuda.max_memory_allocated() if machine.device.type == "cuda" else 0
         weights = num_weights(trainer.model)
         planned = planned_memory(machine, folder)
+        compiled = None
+        if machine.device.type == "cuda":
+            compile_layers(trainer.model)
+            compiled = machine.seconds(add_gradients)
+            trainer.discard_gradient()
     head = head_seconds(machine, num_scored)
     flops = training_flops(preset, weights, num_tokens, num_scored)
     return {
         "tokens": num_tokens,
         "step_s": step,
         "forward_backward_s": backward,
+        "compiled_forward_backward_s": compiled,
         "log_probs_s": scoring,
         "head_s": head,
         "model_flops": flops,

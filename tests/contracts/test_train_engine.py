@@ -401,14 +401,15 @@ def test_a_back_end_that_cannot_do_it_is_refused_by_the_plan(backend: str, workf
     assert "training" in str(caught.value)
 
 
-def test_keeping_weights_whole_is_refused_where_nothing_is_gathered() -> None:
-    kept = {"training": {"backend": OWN, "keep_whole": "weights"}}
+@pytest.mark.parametrize(("setting", "value"), [("keep_whole", "weights"), ("compile", True)])
+def test_settings_of_the_own_back_end_are_refused_for_another(setting: str, value: object) -> None:
+    other = {"training": {"backend": OWN, setting: value}}
     with pytest.raises(
-        RecipeError, match=r"^training.keep_whole: 'weights' has no effect on other back ends than fsdp"
+        RecipeError, match=rf"^training.{setting}: '{value}' has no effect on other back ends than fsdp"
     ):
-        plan_of("grpo", **kept)
-    with pytest.raises(RecipeError, match=r"^roles.policy.training.keep_whole: 'weights' has no effect"):
-        plan_of("grpo", roles={"policy": kept})
+        plan_of("grpo", **other)
+    with pytest.raises(RecipeError, match=rf"^roles.policy.training.{setting}: '{value}' has no effect"):
+        plan_of("grpo", roles={"policy": other})
 
 
 def test_a_role_may_have_a_back_end_of_its_own(tmp_path: Path) -> None:

@@ -43,14 +43,16 @@ class Messages(TorchDispatchMode):
 
 
 def train(
-    path: str, keeps: Whole, sizes: dict[str, int], settings: dict[str, object]
+    path: str, keeps: Whole, sizes: dict[str, int], settings: dict[str, object], *, compiles: bool = False
 ) -> tuple[dict[str, Tensor], Counter[str]]:
     """Gradients, weights after two updates, log-probabilities by them, and the messages of the last update."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     layout = Layout(transport.world.ranks, **sizes)
     setup = setup_of(transport, layout, path)
     config = ModelConfig(path=path, **settings)
-    engine = make_train_engine("fsdp", replace(setup, model=config, micro_batch_tokens=31, keeps=keeps))
+    engine = make_train_engine(
+        "fsdp", replace(setup, model=config, micro_batch_tokens=31, keeps=keeps, compiles=compiles)
+    )
     assert isinstance(engine, FsdpEngine)
     place = layout.coordinates(transport.rank)["dp"]
     batch = random_samples(LENGTHS, siblings=3).select(torch.arange(place, len(LENGTHS), layout.dp))

@@ -31,7 +31,7 @@ class MadeError(Exception):
     ("sections", "expected"),
     [
         ({}, "weights"),
-        ({"training": {"keep_whole": "all"}}, "all"),
+        ({"training": {"keep_whole": "all", "compile": False}}, "all"),
         ({"training": {"keep_whole": "nothing"}}, "nothing"),
         ({"roles": {"policy": {"training": {"keep_whole": "all"}}}}, "all"),
     ],
@@ -40,7 +40,7 @@ def test_ranks_keep_whole_what_the_recipe_says_or_has_room(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, object], expected: Whole
 ) -> None:
     def make(_: str, setup: EngineSetup) -> None:
-        raise MadeError(setup.keeps, setup.seed)
+        raise MadeError(setup.keeps, setup.seed, setup.compiles)
 
     monkeypatch.setattr(roles, "make_train_engine", make)
     monkeypatch.setattr(roles, "check_policy", lambda *_: None)
@@ -49,7 +49,7 @@ def test_ranks_keep_whole_what_the_recipe_says_or_has_room(
     recipe, plan = make_recipe(seed=7, **sections), plan_of("grpo", seed=7, **sections)
     with pytest.raises(MadeError) as made:
         Roles(recipe, plan, transport, turns, cast("Tokenizer", None), Path(), print, "weights")
-    assert made.value.args == (expected, 7)
+    assert made.value.args == (expected, 7, recipe.as_seen_by("policy").training.compile)
 
 
 def test_a_role_whose_engine_is_to_be_shared_leaves_the_one_of_its_own() -> None:

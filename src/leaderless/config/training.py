@@ -38,6 +38,10 @@ class TrainingConfig(Section):
     after each micro-batch. `auto` is, on accelerators, the most for which the estimated memory has room, and `nothing`
     on the CPU and where layouts may change during the run. With `all` sums have another order, so that last digits
     differ. For language models, with the back end `fsdp`."""
+    compile: Literal["auto"] | bool = "auto"
+    """Whether decoder layers are compiled (`torch.compile`), all but their attention: fewer kernels, and last digits
+    that differ. `auto` does so on CUDA if a trial succeeds on all ranks. Layers with experts, those that ranks divide
+    along `tp`, and adapters with dropout are not compiled. For language models, with the back end `fsdp`."""
     megatron: MegatronConfig = MegatronConfig()
     """Settings of the back end `megatron`."""
 

@@ -88,6 +88,11 @@ def _attention_function(
 AttentionInterface.register(ATTENTION_NAME, _attention_function)
 
 
+def keep_attention_apart() -> None:
+    """Leave attention out of layers that `torch.compile` compiles, from now on: they call it as it is."""
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attention_function))  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True)
 class LengthBucket:
     """Sequences of similar length that are computed together, padded to the longest."""

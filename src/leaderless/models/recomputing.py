@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from leaderless.config import RecipeError
 from leaderless.models.dropout import current_pass
+
+# Without the wrapper that keeps what is called within from being compiled.
+_checkpoint = inspect.unwrap(checkpoint)
 
 
 def recompute_layers(model: PreTrainedModel, key: str) -> None:
@@ -48,5 +52,14 @@ def _recompute(layer: nn.Module, forward: Callable[..., Tensor], *arguments: obj
         with current.drops(dropout):
             return forward(*arguments, **named)
 
-    result: Tensor = checkpoint(compute, *arguments, use_reentrant=False)
+    result: Tensor = _checkpoint(compute, *arguments, use_reentrant=False)
     return result
+
+
+def replace_forward(layer: nn.Module, change: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    """Replace what a layer computes by a function of it; where it recomputes its activations, it goes on doing so."""
+    forward = layer.forward
+    if isinstance(forward, partial) and forward.func is _recompute:
+        layer.forward = partial(_recompute, layer, change(forward.args[1]))
+    else:
+        layer.forward = change(forward)

@@ -167,15 +167,17 @@ def check_backends(recipe: Recipe, instances: Sequence[RoleInstance]) -> None:
                     f"'{name}' cannot {capability}, as role '{role}' needs: use another back end, such as fsdp, or "
                     "declare it with @leaderless.train_backend(...) if it can",
                 )
-        _check_whole(recipe, role, spec)
+        _check_settings(recipe, role, spec)
 
 
-def _check_whole(recipe: Recipe, role: str, spec: BackendSpec) -> None:
-    kept = recipe.as_seen_by(role).training.keep_whole
-    if kept != "auto" and (recipe.body is not None or not spec.gathers_layers):
-        others = "models of bodies" if recipe.body is not None else "other back ends than fsdp"
-        key = recipe.key_of("training.keep_whole", role)
-        raise RecipeError.at(key, f"'{kept}' has no effect on {others}: leave it out")
+def _check_settings(recipe: Recipe, role: str, spec: BackendSpec) -> None:
+    """Refuse settings that only layers of language models have, which the package's own back end holds."""
+    training = recipe.as_seen_by(role).training
+    for name, value in (("keep_whole", training.keep_whole), ("compile", training.compile)):
+        if value not in {"auto", False} and (recipe.body is not None or not spec.gathers_layers):
+            others = "models of bodies" if recipe.body is not None else "other back ends than fsdp"
+            key = recipe.key_of(f"training.{name}", role)
+            raise RecipeError.at(key, f"'{value}' has no effect on {others}: leave it out")
 
 
 def check_axes(recipe: Recipe, node: PlannedNode) -> None:

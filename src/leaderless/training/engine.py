@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,6 +104,7 @@ class EngineSetup:
         is_reward_model: Whether it is a value model that is trained to score whole responses.
         seed: Seed of the run.
         keeps: Parts of a divided model that each rank keeps whole; see `TrainingConfig.keep_whole`.
+        compiles: Whether decoder layers are compiled; see `TrainingConfig.compile`.
     """
 
     role: str
@@ -122,6 +123,7 @@ class EngineSetup:
     is_reward_model: bool = False
     seed: int = 0
     keeps: Whole = "nothing"
+    compiles: Literal["auto"] | bool = False
 
     def mesh(self) -> DeviceMesh:
         """The ranks of the layout as a mesh whose axes are those of the layout, `dp` the outermost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import cast
 
@@ -12,6 +13,7 @@ from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
+from leaderless.models.compiled_layers import compile_layers, compiler_failure, why_not_compiled
 from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder
 from leaderless.models.dropout import Dropout, DroppingAttention
@@ -26,6 +28,7 @@ from leaderless.models.scoring import Entropy
 from leaderless.models.tensor_parallel import TensorParallel
 from leaderless.models.value_model import ValueModel
 from leaderless.models.vision import VisionDecoder, VisionLM
+from leaderless.planner.adapters import lora_of
 from leaderless.planner.backends import check_divides, check_experts
 from leaderless.planner.layout import BACK, EXPERTS
 from leaderless.training.bodies import make_body_engine
@@ -198,6 +201,7 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     if layout.pp > 1:
         check_stages(model.model, opened.trial, layout.pp, key)
     _divide(model, setup, key)
+    _compile(model, setup, key)
     mesh = setup.weight_mesh() if layout.tp * layout.pp > 1 else None
     if setup.is_reward_model and isinstance(model, ValueModel):
         model.become_reward_model(key)
@@ -241,6 +245,23 @@ def _divide(model: Decoder, setup: EngineSetup, key: str) -> None:
         lines, is_tied = (groups["pp"], groups[BACK]), model.has_tied_words and setup.model.lora is None
         stages = PipelineParallel(layout, *lines, shapes, base_shapes, hidden_size, is_tied=is_tied)
         cut_into_stages(model, stages)
+
+
+def _compile(model: Decoder, setup: EngineSetup, key: str) -> None:
+    """Compile the layers of a model if its ranks are to, and all of them can."""
+    if not (setup.compiles is True or (setup.compiles == "auto" and setup.device.type == "cuda")):
+        return
+    lora = lora_of(setup.model, key)
+    unfit = why_not_compiled(model, has_dropout=lora is not None and lora.dropout > 0)
+    failure = "" if unfit else compiler_failure(setup.device, getattr(torch, setup.model.compute_dtype))
+    problems = setup.process_group.max(torch.tensor([bool(unfit), bool(failure)]).int(), "whether layers are compiled")
+    if not problems.any():
+        compile_layers(model)
+    elif setup.compiles is True:
+        reason = unfit or failure or "another rank cannot compile its layers"
+        raise RecipeError.at("training.compile", f"role '{setup.role}' cannot have it, since {reason}: leave it out")
+    elif failure:
+        warnings.warn(f"training is slower, since torch.compile failed: {failure}", RuntimeWarning, stacklevel=2)
 
 
 def _open(setup: EngineSetup) -> Opened:

@@ -157,6 +157,7 @@ class Roles:
             is_reward_model=trains_reward_model(self._plan, role),
             seed=recipe.seed,
             keeps=self._keeps if recipe.training.keep_whole == "auto" else recipe.training.keep_whole,
+            compiles=recipe.training.compile,
         )
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
