@@ -572,7 +572,7 @@ def test_a_server_that_dies_is_reported_and_started_again(engines: Engines, name
     engine, trainer = engines.external(name, tiny_model()), make_trainer(tiny_model())
     engines.messages.clear()
     with colocated(engine, trainer).phase():
-        number = engine.submit(requests()[0], params())
+        number = engine.submit(requests()[0], replace(params(), tokens_at_once=3))
         completions = requests()[0].begin()
         take(engine, {number: 0}, [completions])
         server = engines.kept[name, tiny_model()][1]

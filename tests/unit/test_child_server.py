@@ -84,27 +84,30 @@ def test_asking_whether_a_server_is_ready_leaves_no_error_in_its_log(tmp_path: P
 
 def test_a_server_may_close_connections_between_calls(server: ChildServer) -> None:
     for number in range(2):
-        assert server.call("/echo", number) == number
+        assert server.call("/echo", number) == server.call_numbered("/echo", number) == number
         time.sleep(0.6)
 
 
 def test_an_error_is_told_with_the_end_of_the_log(server: ChildServer) -> None:
-    with pytest.raises(
-        EngineError, match=r"(?s)answered /fail with 500: went wrong; .*server.log:\n  the server begins"
-    ):
-        server.call("/fail", {})
+    for call in (server.call, server.call_numbered):
+        with pytest.raises(
+            EngineError, match=r"(?s)answered /fail with 500: went wrong; .*server.log:\n  the server begins"
+        ):
+            call("/fail", {})
 
 
-def test_a_server_that_dies_is_told_with_its_exit_code_and_its_last_words(server: ChildServer) -> None:
+@pytest.mark.parametrize("name", ["call", "call_numbered"])
+def test_a_server_that_dies_is_told_with_its_exit_code_and_its_last_words(server: ChildServer, name: str) -> None:
     with pytest.raises(EngineError, match=r"(?s)broke off at /die, as it has ended with code 3; .*  dying of this"):
-        server.call("/die", {})
+        getattr(server, name)("/die", {})
 
 
 def test_a_server_that_hangs_is_given_up_in_time(server: ChildServer) -> None:
-    begin = time.monotonic()
-    with pytest.raises(EngineError, match=r"did not answer /hang within rollout.external.answer_timeout_s=1 s"):
-        server.call("/hang", {})
-    assert time.monotonic() - begin < 30
+    for call in (server.call, server.call_numbered):
+        begin = time.monotonic()
+        with pytest.raises(EngineError, match=r"did not answer /hang within rollout.external.answer_timeout_s=1 s"):
+            call("/hang", {})
+        assert time.monotonic() - begin < 30
 
 
 def test_closing_ends_what_the_server_has_started_too(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +22,9 @@ from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.models.routers import UNKNOWN
 from leaderless.models.saved_form import saved_form
 from leaderless.planner import Layout
-from leaderless.rollout.apart.messages import Gain
+from leaderless.rollout.apart.messages import Ask, Gain
 from leaderless.rollout.child_server import EngineError
-from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
+from leaderless.rollout.engine import TOKENS_AT_ONCE, Completion, Request, SamplingParams, generate
 from leaderless.rollout.external import ExternalEngine, derive_seed
 from leaderless.rollout.probe import PROBE_TOLERANCE, check_probe, make_probe, probe_of
 from leaderless.rollout.serving import Fed, held_by, shapes_of
@@ -149,6 +150,20 @@ def test_an_engine_that_fails_while_it_takes_other_weights_loses_nothing(failing
         for answer in group:
             assert answer.policy_versions == [0] + [1] * (len(answer.tokens) - 1)
             assert answer.log_probs[1:] == pytest.approx(expected_log_probs(trainer, request, answer)[1:], abs=1e-4)
+
+
+def test_many_tokens_are_asked_for_at_once_only_where_nobody_waits_for_each() -> None:
+    class Asked(CopyDriver):
+        def submit(self, asks: Sequence[Ask]) -> None:
+            numbers.append({ask.tokens_at_once for ask in asks})
+            super().submit(asks)
+
+    numbers, engine = list[set[int]](), make_external(Asked(tiny_model()))
+    with colocated(engine, make_trainer(tiny_model())).phase():
+        generate(engine, REQUESTS[:1], PARAMS)
+        generate(engine, REQUESTS[:1], replace(PARAMS, stop=("no text has this in it",)))
+        engine.submit(REQUESTS[0], PARAMS)  # as a conversation, a judge and a client do
+    assert numbers == [{TOKENS_AT_ONCE}, {1}, {1}]
 
 
 def test_an_engine_that_fails_twice_while_it_serves_ends_the_run() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from tests.engines import (
@@ -59,7 +58,7 @@ class Adapted(CopyDriver):
         gain = super()._draw(ask, logits)
         if ask.adapter == self.tired:
             self.tired = ""
-            return replace(gain, tokens=[], log_probs=[], finish_reason="abort")
+            return gain._replace(tokens=[], log_probs=[], finish_reason="abort")
         return gain
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from leaderless.config import Json
+from leaderless.rollout.apart.http import NUMBER
 
 LOG_LINES = 30
 """Lines of a server's log in an error."""
@@ -66,10 +67,13 @@ class ChildServer:
         self._name, self._log, self._beat = name, log, beat
         self._start_timeout_s, self.answer_timeout_s = start_timeout_s, answer_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._kept: http.client.HTTPConnection | None = None
+        self._num_numbered = 0
         self.port, self.token = 0, ""
 
     def prepare(self) -> None:
         """Choose a free port and a new token."""
+        self._hang_up()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -122,12 +126,45 @@ class ChildServer:
             EngineError: The server is not there, does not answer in time, or answers with an error.
         """
         with self._answer(path, body) as response:
-            answer = response.read()
-        try:
-            content: Json = json.loads(answer)
-        except ValueError:
-            return answer.decode(errors="replace")
-        return content
+            return _content(response.read())
+
+    def call_numbered(self, path: str, body: Json) -> Json:
+        """Like `call`, for a server that is a `Handler`, over a connection that is kept from call to call.
+
+        If that is lost, the call is sent again over another one. By its number the server knows whether it has arrived
+        before, and what the answer was. Only one thread makes such calls.
+        """
+        self._num_numbered += 1
+        headers = {**self._headers, "Content-Type": "application/json", NUMBER: str(self._num_numbered)}
+        text = json.dumps(body)
+        for is_last in (False, True):
+            try:
+                status, answer = self._exchange(path, text, headers)
+                break
+            except (OSError, http.client.HTTPException) as error:
+                self._hang_up()
+                if isinstance(error, TimeoutError):
+                    raise self.failed_to_answer(path) from error
+                if is_last:
+                    raise self.broke_off(path) from error
+        if status != http.client.OK:
+            raise self._refused(path, status, answer)
+        return _content(answer)
+
+    def _exchange(self, path: str, text: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """Send a call over the connection that is kept, and read the whole answer: its status and its body."""
+        self._kept = self._kept or self._connect()
+        self._kept.request("POST", path, text, headers)
+        response = self._kept.getresponse()
+        return response.status, response.read()
+
+    def _hang_up(self) -> None:
+        if self._kept is not None:
+            if self._kept.sock is not None:
+                with suppress(OSError):  # so that the server notices even if a forked process has the socket, too
+                    self._kept.sock.shutdown(socket.SHUT_RDWR)
+            self._kept.close()
+            self._kept = None
 
     def stream(self, path: str, body: Json) -> Iterator[bytes]:
         """Like `call`, but yield each line that is not empty; other threads may make calls at the same time."""
@@ -139,14 +176,13 @@ class ChildServer:
 
     @contextmanager
     def _answer(self, path: str, body: Json) -> Iterator[http.client.HTTPResponse]:
-        # The server may close a connection that is kept, and then it would be unknown which calls have arrived.
+        # The server may close a connection that is kept, and then it would be unknown whether a call has arrived.
         with closing(self._connect()) as connection:
             try:
                 connection.request("POST", path, json.dumps(body), self._headers | {"Content-Type": "application/json"})
                 response = connection.getresponse()
                 if response.status != http.client.OK:
-                    text = response.read().decode(errors="replace")[:2000]
-                    raise self._failed(f"answered {path} with {response.status}: {text}")
+                    raise self._refused(path, response.status, response.read())
                 yield response
             except TimeoutError as error:
                 raise self.failed_to_answer(path) from error
@@ -166,6 +202,9 @@ class ChildServer:
                 state = f"as it has ended with code {self._process.wait(POLL_S)}"
         return self._failed(f"broke off at {path}, {state}")
 
+    def _refused(self, path: str, status: int, answer: bytes) -> EngineError:
+        return self._failed(f"answered {path} with {status}: {answer.decode(errors='replace')[:2000]}")
+
     def failed_to_answer(self, path: str) -> EngineError:
         """Make the error for an answer that takes too long."""
         limit = f"{self._section}.answer_timeout_s={self.answer_timeout_s:g} s"
@@ -181,6 +220,7 @@ class ChildServer:
 
     def close(self) -> None:
         """Stop the server and everything that it has started."""
+        self._hang_up()
         if self._process is None:
             return
         with suppress(ProcessLookupError):
@@ -192,6 +232,15 @@ class ChildServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+
+
+def _content(answer: bytes) -> Json:
+    """Read an answer; text that is not JSON is taken as it is."""
+    try:
+        content: Json = json.loads(answer)
+    except ValueError:
+        return answer.decode(errors="replace")
+    return content
 
 
 def bound_command(python: str, program: str, *arguments: str) -> list[str]:

@@ -16,6 +16,9 @@ from leaderless.workflow.columns import IMAGES
 FinishReason = Literal["stop", "length", "aborted"]
 """`stop` for an end token or a stop text, `length` for a response that was cut off, `aborted` for any other."""
 
+TOKENS_AT_ONCE = 16
+"""Most tokens of a response that a step may bring where nobody waits for them one by one."""
+
 
 @dataclass
 class Completion:
@@ -110,12 +113,15 @@ class SamplingParams:
         max_tokens: Length at which a response is cut.
         stop: Texts that end a response.
         seed: Seed of the noise.
+        tokens_at_once: Most tokens of a response that a step may bring. An engine in another process then sends fewer
+            messages; any engine may bring fewer tokens.
     """
 
     distribution: SamplingConfig
     max_tokens: int
     stop: tuple[str, ...] = ()
     seed: int = 0
+    tokens_at_once: int = 1
 
     def limited_to(self, max_tokens: int) -> SamplingParams:
         """The same, with responses of at most some tokens."""
@@ -225,6 +231,7 @@ def generate(
     After every step `progress` gets the number of responses that ended since its last call, also 0, as a sign of life.
     The responses of each request are returned in the order of its sample ids.
     """
+    params = replace(params, tokens_at_once=TOKENS_AT_ONCE)
     results = {engine.submit(request, params): request.begin() for request in requests}
     num_left = sum(map(len, results.values()))
     try:

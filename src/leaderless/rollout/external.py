@@ -211,6 +211,7 @@ class ExternalEngine:
             images=[base64.b64encode(plain_file(image.data)).decode() for image in response.images],
             num_tokens=len(response.prompt) + len(begun),
             impossible=self._impossible,
+            tokens_at_once=1 if params.stop else params.tokens_at_once,  # what follows a stop text is in vain
         )
 
     def step(self) -> list[Delta]:

@@ -140,7 +140,7 @@ class Host:
             if (owner := self._owners.get(gain.id)) is None:
                 continue  # it has been aborted in the meantime
             seat, number = owner
-            seat.gains.append(replace(gain, id=number))
+            seat.gains.append(gain._replace(id=number))
             if gain.finish_reason is not None:
                 del self._owners[gain.id]
                 self._has_failed |= gain.finish_reason not in ENDS  # its role will have the engine started again

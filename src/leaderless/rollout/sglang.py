@@ -8,7 +8,6 @@ import pickle
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from typing import cast
 
@@ -228,10 +227,10 @@ class SglangServer:
                 if line.startswith(b"data:") and line != b"data: [DONE]":
                     answer = json.loads(line.removeprefix(b"data:"))
                     gain = _read_gain(answer, known)
-                    gain = replace(gain, policy_version=versions.get(gain.id, gain.policy_version))
+                    gain = gain._replace(policy_version=versions.get(gain.id, gain.policy_version))
                     if gain.finish_reason in ENDS and self._is_recording:  # an aborted response may have none
                         num_read = prompts[gain.id] + known[gain.id] - 1
-                        gain = replace(gain, experts=self._experts(answer["meta_info"], num_read))
+                        gain = gain._replace(experts=self._experts(answer["meta_info"], num_read))
                     news.put(gain)
                     if gain.finish_reason is not None:
                         del known[gain.id]

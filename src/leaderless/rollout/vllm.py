@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from leaderless.config import Json
 from leaderless.device import own_device_environment
 from leaderless.rollout import apart
-from leaderless.rollout.apart.messages import Ask, Gain, Settings, checksum
+from leaderless.rollout.apart.messages import Ask, Gain, Settings, checksum, from_columns
 from leaderless.rollout.apart.vllm_worker import VllmWorker
 from leaderless.rollout.child_server import ChildServer, bound_command
 from leaderless.rollout.weights import CudaStaging, HostStaging, LocalStaging, make_buckets
@@ -61,11 +61,11 @@ class VllmServer:
 
     def wake(self) -> None:
         """See `Driver`."""
-        self._server.call("/wake", {})
+        self._server.call_numbered("/wake", {})
 
     def sleep(self, *, keep_weights: bool) -> None:
         """See `Driver`."""
-        self._server.call("/sleep", {"keep_weights": keep_weights})
+        self._server.call_numbered("/sleep", {"keep_weights": keep_weights})
 
     def load(self, weights: WeightStream, adapter: str = "") -> None:
         """See `Driver`. Weights are packed in memory that both processes see: of the device, or of the host."""
@@ -75,27 +75,28 @@ class VllmServer:
                 packed: Json = [asdict(weight) for weight in bucket.weights]
                 body = {"place": staging.place(), "weights": packed, "bytes": len(bucket.data), "adapter": adapter}
                 # The checksum waits for copies on an accelerator, so that the server may read the bucket from now on.
-                self._server.call("/load", body | {"checksum": checksum(bucket.data)})
-            self._server.call("/finish_load", {"policy_version": weights.policy_version, "adapter": adapter})
+                self._server.call_numbered("/load", body | {"checksum": checksum(bucket.data)})
+            self._server.call_numbered("/finish_load", {"policy_version": weights.policy_version, "adapter": adapter})
         finally:
             staging.close()
 
     def prompt_log_probs(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         """See `Driver`."""
-        return cast("list[float]", self._server.call("/prompt_log_probs", {"tokens": tokens, "adapter": adapter}))
+        return cast(
+            "list[float]", self._server.call_numbered("/prompt_log_probs", {"tokens": tokens, "adapter": adapter})
+        )
 
     def submit(self, asks: Sequence[Ask]) -> None:
         """See `Driver`."""
-        self._server.call("/submit", {"asks": [asdict(ask) for ask in asks]})
+        self._server.call_numbered("/submit", {"asks": [vars(ask) for ask in asks]})
 
     def step(self) -> list[Gain]:
         """See `Driver`."""
-        gains = cast("Sequence[Mapping[str, Json]]", self._server.call("/step", {}))
-        return [Gain(**gain) for gain in gains]  # type: ignore[arg-type]
+        return from_columns(cast("Mapping[str, Sequence[Any]]", self._server.call_numbered("/step", {})))
 
     def abort(self, ids: Sequence[int]) -> None:
         """See `Driver`."""
-        self._server.call("/abort", {"ids": ids})
+        self._server.call_numbered("/abort", {"ids": ids})
 
     def close(self) -> None:
         """See `Driver`."""

@@ -11,9 +11,20 @@ from leaderless.config import Json, Recipe
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, make_sample_ids
 from leaderless.data.errors import memory_explained
-from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams, prompts_of
+from leaderless.rollout.engine import TOKENS_AT_ONCE, Completion, Delta, Request, SamplingParams, prompts_of
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.rollout import TOO_MUCH
+
+TOKENS_PER_WAIT = 64
+"""Tokens of the longest response for each token that a step may bring."""
+
+
+def at_once(max_tokens: int) -> int:
+    """Tokens of a response of at most some length that a step may bring.
+
+    The place of one that has ended stays empty until the next step, which should be a small part of its time.
+    """
+    return max(1, min(TOKENS_AT_ONCE, max_tokens // TOKENS_PER_WAIT))
 
 
 class Advance(NamedTuple):
@@ -126,14 +137,15 @@ class ResponseField:
 
     def begin(self, prompts: Batch) -> None:
         """Begin the groups of some prompts."""
-        rollout, siblings = self._recipe.rollout, len(self._distributions)
+        rollout, siblings, seed = self._recipe.rollout, len(self._distributions), self._recipe.seed
+        longest = rollout.max_response_tokens
         for row, (group, (prompt, images)) in enumerate(zip(prompts.ids.tolist(), prompts_of(prompts), strict=True)):
             one = self._groups[group] = _Group([Completion() for _ in range(siblings)], [], siblings)
             group_ids = prompts.ids[row].expand(siblings)
             ids = make_sample_ids(group_ids, prompts.ids.new_tensor(range(siblings))).tolist()
             for distribution in dict.fromkeys(self._distributions):
                 places = [place for place, wanted in enumerate(self._distributions) if wanted == distribution]
-                params = SamplingParams(distribution, rollout.max_response_tokens, rollout.stop, self._recipe.seed)
+                params = SamplingParams(distribution, longest, rollout.stop, seed, at_once(longest))
                 with memory_explained(TOO_MUCH):
                     request = Request(prompt, [ids[place] for place in places], images=images)
                     number = self._engine.submit(request, params)

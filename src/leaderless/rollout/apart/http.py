@@ -7,7 +7,7 @@ import json
 import traceback
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,12 +43,29 @@ def _map(place: Mapping[str, Any]) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
 
+NUMBER = "Call-Number"
+"""Header with the number of a call that may be sent again over another connection."""
+
+
+class _Answer(NamedTuple):
+    """The answer to a call with a number; None for a call without one."""
+
+    number: str | None
+    status: int
+    body: bytes
+
+
 class Handler(BaseHTTPRequestHandler):
-    """One HTTP call, with the token that the rank and this server share; arguments and results are JSON."""
+    """One HTTP call, with the token that the rank and this server share; arguments and results are JSON.
+
+    The answer to a call with a number is kept until the next call. If its connection is lost, the rank sends the call
+    again with the same number, and gets the same answer: nothing is done twice.
+    """
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # an answer is two packets, and the second must not wait
     memory = SharedMemory()
+    last: ClassVar[_Answer] = _Answer(None, 0, b"")
     token: str
 
     def do_GET(self) -> None:
@@ -57,22 +74,31 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Answer a call."""
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if not hmac.compare_digest(self.headers.get("Authorization") or "", f"Bearer {self.token}"):
-            self._send(401, {"error": "wrong token"})
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        if len(body) < length:  # the connection is lost, and the call will be sent again
+            self.close_connection = True
             return
+        if not hmac.compare_digest(self.headers.get("Authorization") or "", f"Bearer {self.token}"):
+            self._send(401, b'{"error": "wrong token"}')
+            return
+        number = self.headers.get(NUMBER)
+        if number is None or number != self.last.number:
+            type(self).last = _Answer(number, *self._result(body))
+        self._send(self.last.status, self.last.body)
+
+    def _result(self, body: bytes) -> tuple[int, bytes]:
         try:
-            self._send(200, self.answer(self.path.removeprefix("/"), json.loads(body or b"{}")))
+            return 200, json.dumps(self.answer(self.path.removeprefix("/"), json.loads(body or b"{}"))).encode()
         except Exception as error:  # noqa: BLE001  (it is sent to the rank)
             traceback.print_exc()
-            self._send(500, {"error": f"{type(error).__name__}: {error}"})
+            return 500, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
 
     def answer(self, name: str, body: Mapping[str, Any]) -> object:
         """Answer a call by its name, with something that JSON can hold; what is raised is sent to the rank."""
         raise NotImplementedError
 
-    def _send(self, status: int, content: object) -> None:
-        body = json.dumps(content).encode()
+    def _send(self, status: int, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

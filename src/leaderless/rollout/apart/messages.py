@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from itertools import chain
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Ask:
 
     A prompt with images has one token for each; `images` are their files in base64, and with all tokens that these
     become it has `num_tokens`. Tokens that are `impossible` are never drawn. `adapter` names the
-    adapters with which it is computed.
+    adapters with which it is computed. Up to `tokens_at_once` tokens of it may be reported together.
     """
 
     id: int
@@ -66,10 +67,10 @@ class Ask:
     num_tokens: int = 0
     impossible: Sequence[int] = ()
     adapter: str = ""
+    tokens_at_once: int = 1
 
 
-@dataclass(frozen=True)
-class Gain:
+class Gain(NamedTuple):
     """New tokens of a response, with their log-probabilities under the distribution they were drawn from.
 
     `finish_reason` is `stop` or `length`, or None while the response continues; `policy_version` is the version of the
@@ -85,6 +86,35 @@ class Gain:
     policy_version: int
     cached_tokens: int = 0
     experts: Sequence[str] = ()
+
+
+def joined(gains: Iterable[Gain]) -> list[Gain]:
+    """Join the gains of each response, which come in order, and were all sampled with the same weights."""
+    found: dict[int, list[Gain]] = {}
+    for gain in gains:
+        found.setdefault(gain.id, []).append(gain)
+    return [parts[0] if len(parts) == 1 else _join(parts) for parts in found.values()]
+
+
+def _join(parts: Sequence[Gain]) -> Gain:
+    ids, tokens, log_probs, reasons, versions, cached, experts = zip(*parts, strict=True)
+    assert versions[0] == versions[-1], "other weights abort what is in progress"
+    return Gain(
+        ids[0], [*chain(*tokens)], [*chain(*log_probs)], reasons[-1], versions[0], cached[0], [*chain(*experts)]
+    )
+
+
+def to_columns(gains: Sequence[Gain]) -> dict[str, list[Any]]:
+    """Write gains as lists that JSON can hold, one for each field; the last one, of experts, only if there are any."""
+    columns = {name: [gain[place] for gain in gains] for place, name in enumerate(Gain._fields)}
+    if not any(columns["experts"]):
+        del columns["experts"]
+    return columns
+
+
+def from_columns(columns: Mapping[str, Sequence[Any]]) -> list[Gain]:
+    """Read what `to_columns` has written."""
+    return [*map(Gain, *columns.values())]
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from .http import Handler, bind
-from .messages import Ask, PackedWeight, Settings
+from .messages import Ask, PackedWeight, Settings, to_columns
 from .vllm_worker import VllmWorker
 
 
@@ -24,7 +23,7 @@ class _Handler(Handler):
             case "submit":
                 self.worker.submit(Ask(**ask) for ask in body["asks"])
             case "step":
-                return [asdict(gain) for gain in self.worker.step()]
+                return to_columns(self.worker.step())
             case "load":
                 data = self.memory.open(body["place"])[: body["bytes"]]
                 weights = [PackedWeight(**weight) for weight in body["weights"]]

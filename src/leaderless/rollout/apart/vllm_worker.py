@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .adapters import VllmAdapters
 from .experts import packed, record_on_cpu, recorded_by_each_rank
-from .messages import Ask, Gain, PackedWeight, Settings, checksum
+from .messages import Ask, Gain, PackedWeight, Settings, checksum, joined
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -37,10 +37,11 @@ PROBE = "probe"
 
 
 class _Open(NamedTuple):
-    """A response in progress: vLLM's own name for it, and the adapters with which it is sampled."""
+    """A response in progress: vLLM's own name for it, its adapters, and how many tokens may be reported together."""
 
     name: str
     adapter: str
+    tokens_at_once: int = 1
 
 
 class VllmWorker:
@@ -137,14 +138,20 @@ class VllmWorker:
                 self._expected[str(ask.id)] = ask.num_tokens
             request = self._adapters.request(ask.adapter)
             name = self._engine.add_request(str(ask.id), prompt, params, lora_request=request)
-            self._open[str(ask.id)] = _Open(name, ask.adapter)
+            self._open[str(ask.id)] = _Open(name, ask.adapter, ask.tokens_at_once)
 
     def step(self) -> list[Gain]:
-        """See `Driver`."""
-        while not self._ready:
+        """See `Driver`. It takes as many steps of vLLM as all responses in progress allow.
+
+        They are counted, not timed, so that the parts of an engine that spans ranks take the same steps. An end is no
+        reason to stop: what waits for its place is known to vLLM already.
+        """
+        num_left = 0 if self._ready else min((one.tokens_at_once for one in self._open.values()), default=1)
+        while not self._ready or (num_left > 0 and self._open):
             self._advance()
+            num_left -= 1
         gains, self._ready = self._ready, []
-        return gains
+        return joined(gains)
 
     def _advance(self) -> RequestOutput | None:
         """Take a step of vLLM; return its answer about a probe, if there is one."""
