@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ THREADS = "OMP_NUM_THREADS"
 SHARE = "LEADERLESS_SHARE"
 """Environment variable that is set where the launcher has set `THREADS` to a worker's share, and not the user."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - nothing is written there
+COMPILERS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
+"""Environment variable with the number of processes in which torch compiles kernels, next to each rank."""
+MOST_COMPILERS = 32
+"""Most of these processes next to a rank, as in torch."""
 SMALL_SHARED_MEMORY = 1 << 30
 """Bytes of shared memory below which ranks of a machine may be unable to exchange tensors; containers have 64 MiB."""
 
@@ -75,13 +80,16 @@ def _is_supported(kind: AcceleratorKind) -> bool:
 def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
     """Choose and prepare this rank's device: CUDA, Ascend where `torch_npu` is installed, else the CPU.
 
-    On the CPU the ranks of a machine share its cores, unless `OMP_NUM_THREADS` sets the number of threads.
+    On the CPU the ranks of a machine share its cores, unless `OMP_NUM_THREADS` sets the number of threads. Processes
+    that compile kernels share them on all devices, unless `TORCHINDUCTOR_COMPILE_THREADS` sets their number.
 
     Raises:
         RuntimeError: There are more ranks on the machine than accelerators, or a CUDA device that torch cannot use.
     """
     import torch
 
+    num_cores = max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    _limit_compilers(min(MOST_COMPILERS, num_cores))
     for kind, backend in BACKENDS.items():
         if kind == "npu" and find_spec("torch_npu") is None:
             continue
@@ -100,7 +108,7 @@ def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
             "nothing to train on the CPU"
         )
     if THREADS not in os.environ:  # torch has read it already
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+        torch.set_num_threads(num_cores)
     return DeviceSetup(torch.device("cpu"), "gloo")
 
 
@@ -128,6 +136,15 @@ def cores_left(num_processes: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _limit_compilers(most: int) -> None:
+    """Bound the processes in which torch compiles kernels; each rank would start one for each core of the machine."""
+    if COMPILERS_VARIABLE in os.environ:
+        return
+    os.environ[COMPILERS_VARIABLE] = str(most)
+    if (config := sys.modules.get("torch._inductor.config")) is not None:  # it has read the variable already
+        config.compile_threads = most  # type: ignore[attr-defined]
 
 
 def _device_index(kind: AcceleratorKind, count: int, local_rank: int, local_world_size: int) -> int:

@@ -77,6 +77,22 @@ def test_processes_next_to_a_rank_leave_it_fewer_threads_unless_they_are_the_use
         assert torch.get_num_threads() == 4
 
 
+@pytest.mark.parametrize(("num_cores", "num_ranks", "expected"), [(128, 8, 16), (128, 1, 32), (2, 4, 1)])
+def test_the_ranks_of_a_machine_share_its_cores_when_they_compile(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, num_ranks: int, expected: int
+) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    monkeypatch.setenv(device.COMPILERS_VARIABLE, "5")
+    with config.patch(compile_threads=7):
+        setup_device(0, num_ranks)
+        assert (os.environ[device.COMPILERS_VARIABLE], config.compile_threads) == ("5", 7), "the user has set it"
+        monkeypatch.delenv(device.COMPILERS_VARIABLE)
+        setup_device(0, num_ranks)
+        assert config.compile_threads == config.decide_compile_threads() == expected
+
+
 def test_models_compute_in_bfloat16_where_there_is_an_accelerator(
     device_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
