@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.transport import Transport
+from leaderless.data.transport import MESSAGES_AHEAD, ProcessGroup, Transport
+from leaderless.data.under_way import mark
 from leaderless.device import setup_device
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.products import _can_write_float32, bmm_in_float32, linear_in_float32
@@ -267,3 +268,40 @@ def sum_on_both() -> tuple[float, float]:
     dist.all_reduce(host)
     dist.all_reduce(there)
     return float(host), float(there)
+
+
+def test_a_mark_is_reached_when_the_work_before_it_is_done() -> None:
+    device, group = torch.device("cuda"), ProcessGroup((0, 1), 0, timeout_s=60.0)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    place = mark(device)
+    assert not place.query()
+    for _ in range(MESSAGES_AHEAD):
+        group._run_ahead(device, "words")
+    assert not place.query(), "the host has not waited"
+    group._catch_up(device, "rows")
+    assert place.query()
+    assert not group.queued
+
+
+def exchange_in_a_pass() -> list[bool]:
+    """What a rank gets by each message of a pass, compared with what it should be."""
+    transport, device = join()
+    group, rank = transport.world, transport.rank
+    values = torch.arange(4.0, device=device).view(2, 2) + 10 * rank
+    found = []
+    for _ in range(2 * MESSAGES_AHEAD):
+        other = values + 10 - 20 * rank
+        swapped = torch.stack([(values if peer == rank else other)[rank] for peer in range(2)])
+        found.append(torch.equal(group.swap(values, "rows"), swapped))
+        found.append(torch.equal(group.swap_uneven(values, [1, 1], [1, 1], "rows"), swapped))
+        found.append(torch.equal(group.pass_on(values, "rows").wait(), other))
+        found.append(torch.equal(group.sum(values, "rows"), values + other))
+        found.append(group.swap_numbers(values[:, 0].long(), "counts") == swapped[:, 0].long().tolist())
+    return found
+
+
+@needs_two
+def test_messages_of_a_pass_are_right_while_the_host_runs_ahead(ranks: RankPool) -> None:
+    for found in ranks.run(2, exchange_in_a_pass, init_group=False):
+        assert all(found)

@@ -1,6 +1,8 @@
 """How ranks communicate: small numbers that all agree on, and bytes from peer to peer. Nothing is pickled.
 
 Every wait has the deadline that the run gave its process groups, and an error names the rank and what it waited for.
+An accelerator waits by itself, while the host goes on: after few more messages the host waits, too, to notice a rank
+that is missing before the backend ends the process.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -26,12 +28,24 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from leaderless.data.activity import Activity
 from leaderless.data.blocks import Mesh, is_in_blocks
 from leaderless.data.errors import CollectiveError
-from leaderless.data.under_way import Passing, PendingGather, RoundUnderWay, Sending, fetch, incoming, outgoing
+from leaderless.data.under_way import (
+    Passing,
+    PendingGather,
+    Queued,
+    RoundUnderWay,
+    Sending,
+    fetch,
+    incoming,
+    mark,
+    outgoing,
+)
 from leaderless.planner import Layout, format_ranks
 from leaderless.planner.layout import BACK
 
 ROLL_CALL_S = 1.0
 """Time for ranks that stop waiting to report it, so that the missing ones can be named."""
+MESSAGES_AHEAD = 8
+"""Messages on an accelerator, in the middle of a pass, for which the host does not wait yet."""
 ROUNDS_AHEAD = 2
 """Rounds of an exchange that are in progress at a time: one is filled while another is sent."""
 POLL_S = 0.0002
@@ -61,6 +75,7 @@ class ProcessGroup:
         hosts: Number of each rank's machine; ranks that are not named are on machines of their own.
         activity: Record of when this rank waits for others.
         timeout_s: Longest wait for an exchange on an accelerator.
+        queued: Messages for which only the accelerator waits, those of all process groups of this rank, in their order.
     """
 
     ranks: tuple[int, ...]
@@ -70,6 +85,7 @@ class ProcessGroup:
     hosts: Mapping[int, int] = field(default_factory=dict)
     activity: Activity = field(default_factory=Activity)
     timeout_s: float = math.inf
+    queued: deque[Queued] = field(default_factory=deque)
 
     @property
     def size(self) -> int:
@@ -108,6 +124,7 @@ class ProcessGroup:
         if self.size > 1:
             with self._waiting(what):
                 dist.all_reduce(result, operation, group=self.handle)
+            self._catch_up(result.device, what)
         return result
 
     def _all_reduce_in_blocks(self, values: Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> Tensor:
@@ -142,6 +159,7 @@ class ProcessGroup:
         gathered = padded.new_empty((self.size, *padded.shape))
         with self._waiting(what):
             dist.all_gather(list(gathered.unbind(0)), padded, group=self.handle)
+        self._catch_up(rows.device, what)
         return [part[:count] for part, count in zip(gathered.unbind(0), counts.tolist(), strict=True)]
 
     def gather_even(self, values: Tensor, what: str) -> Tensor:
@@ -149,6 +167,7 @@ class ProcessGroup:
         gathered = values.new_empty((self.size, *values.shape))
         with self._waiting(what):
             _all_gather(gathered.view(-1), values.flatten(), group=self.handle)
+        self._run_ahead(values.device, what)
         return gathered
 
     def swap(self, values: Tensor, what: str) -> Tensor:
@@ -156,7 +175,16 @@ class ProcessGroup:
         received = torch.empty_like(values)
         with self._waiting(what):
             dist.all_to_all_single(received, values, group=self.handle)
+        self._run_ahead(values.device, what)
         return received
+
+    def swap_numbers(self, values: Tensor, what: str) -> list[int]:
+        """Like `swap`, with a number for each rank, which the host waits for."""
+        received = torch.empty_like(values)
+        with self._waiting(what):
+            dist.all_to_all_single(received, values, group=self.handle)
+        self._catch_up(values.device, what)
+        return received.tolist()
 
     def pass_on(self, values: Tensor, what: str) -> Passing:
         """Begin to send values to the next rank, and to receive those of the one before, of the same shape.
@@ -183,8 +211,8 @@ class ProcessGroup:
         """Fill values with those that one rank sends, of the same shape and type; messages come in their order."""
         with self._waiting(what):
             work = dist.irecv(values, sender, group=self.handle)
-            assert work is not None
-            work.wait()
+        assert work is not None
+        self._wait([work], what, values.device)
         return values
 
     def swap_uneven(self, values: Tensor, sent: list[int], received: list[int], what: str) -> Tensor:
@@ -199,6 +227,7 @@ class ProcessGroup:
         arrived = values.new_empty(sum(received), *values.shape[1:])
         with self._waiting(what):
             dist.all_to_all_single(arrived, values, received, sent, group=self.handle)
+        self._run_ahead(values.device, what)
         return arrived
 
     def unlike_first(self, text: str, what: str) -> tuple[int, ...]:
@@ -267,6 +296,7 @@ class ProcessGroup:
         if self.size > 1:
             with self._waiting(what):
                 dist.broadcast(result, source, group=self.handle)
+            self._catch_up(result.device, what)
         return result
 
     def _begin(
@@ -283,27 +313,47 @@ class ProcessGroup:
         return RoundUnderWay(works, [(message, there) for _, message, there in here], [there for _, there in away])
 
     def _finish(self, under_way: RoundUnderWay, what: str) -> None:
-        self._wait(under_way.works, what)
+        self._wait(under_way.works, what, self.payload_device)
         if self.payload_device.type != "cpu":
             fetch(under_way.received, self.payload_device)
 
-    def _wait(self, works: Sequence[dist.Work], what: str) -> None:
+    def _wait(self, works: Sequence[dist.Work], what: str, device: torch.device) -> None:
+        """Wait for operations on the memory of a device."""
+        if device.type != "cpu":
+            self._wait_for_queued(0)
         with self._waiting(what):
-            if self.payload_device.type == "cpu":
-                for work in works:
-                    work.wait()
-            else:
-                self._poll(works)
+            begin = time.monotonic()
+            for work in works:
+                if device.type != "cpu":  # there `wait` only queues, and would never name a missing rank
+                    self._poll(work.is_completed, begin)
+                work.wait()  # what follows on the device comes after it
 
-    def _poll(self, works: Sequence[dist.Work]) -> None:
-        """Wait for an accelerator: its `wait` only queues, and would never name a missing rank."""
-        end = time.monotonic() + DEADLINE_SHARE * self.timeout_s
-        for work in works:
-            while not work.is_completed():
-                if time.monotonic() > end:
-                    raise RuntimeError(f"nothing has come for {DEADLINE_SHARE * self.timeout_s:g} s")
-                time.sleep(POLL_S)
-            work.wait()  # what follows on the device comes after it
+    def _run_ahead(self, device: torch.device, what: str) -> None:
+        """Let an accelerator's work be queued behind a message, but not behind too many; a CPU has waited already."""
+        if device.type != "cpu":
+            self.queued.append(Queued(self, what, mark(device)))
+            self._wait_for_queued(MESSAGES_AHEAD)
+
+    def _catch_up(self, device: torch.device, what: str) -> None:
+        """Wait on the host, too, for a message that an accelerator waits for, and for all before."""
+        if device.type != "cpu":
+            self.queued.append(Queued(self, what, mark(device)))
+            self._wait_for_queued(0)
+
+    def _wait_for_queued(self, most: int) -> None:
+        """Wait until at most some messages are left, the newest."""
+        while len(self.queued) > most:
+            one = self.queued.popleft()
+            with one.process_group._waiting(one.what):  # noqa: SLF001
+                one.process_group._poll(one.mark.query, one.queued_s)  # noqa: SLF001
+
+    def _poll(self, is_done: Callable[[], bool], begin: float) -> None:
+        """Wait for an accelerator, for some time since `begin`."""
+        end = begin + DEADLINE_SHARE * self.timeout_s
+        while not is_done():
+            if time.monotonic() > end:
+                raise RuntimeError(f"nothing has come for {DEADLINE_SHARE * self.timeout_s:g} s")
+            time.sleep(POLL_S)
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,37 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from leaderless.data.transport import ProcessGroup
+
+
+class Mark(Protocol):
+    """A place in the work of an accelerator, as torch's events are."""
+
+    def query(self) -> bool:
+        """Check whether the accelerator has come so far."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Mark the place up to which work is queued on an accelerator."""
+    event: torch.Event = torch.get_device_module(device).Event()
+    event.record()
+    return event
+
+
+@dataclass
+class Queued:
+    """A message on which work of an accelerator depends, though the host has not waited for it.
+
+    Attributes:
+        process_group: Ranks of the message.
+        what: Name of the message.
+        mark: Place in the work of the device right after it.
+        queued_s: Time at which it was queued.
+    """
+
+    process_group: ProcessGroup
+    what: str
+    mark: Mark
+    queued_s: float = field(default_factory=monotonic)
 
 
 @dataclass
@@ -26,7 +58,7 @@ class PendingGather:
 
     def wait(self) -> Tensor:
         """[ranks, bytes] uint8, in the order of the process group's ranks."""
-        self.process_group._wait([self.work], self.what)  # noqa: SLF001
+        self.process_group._wait([self.work], self.what, self.data.device)  # noqa: SLF001
         return self.gathered
 
 
@@ -45,6 +77,7 @@ class Passing:
         with self.process_group._waiting(self.what):  # noqa: SLF001
             for work in self.works:
                 work.wait()
+        self.process_group._run_ahead(self.received.device, self.what)  # noqa: SLF001
         return self.received
 
 
@@ -59,8 +92,7 @@ class Sending:
 
     def wait(self) -> None:
         """Wait until they have left."""
-        with self.process_group._waiting(self.what):  # noqa: SLF001
-            self.work.wait()
+        self.process_group._wait([self.work], self.what, self.values.device)  # noqa: SLF001
 
 
 @dataclass

@@ -141,8 +141,7 @@ class _Experts:
         order = top_k_index.flatten().argsort(stable=True)
         experts = top_k_index.flatten()[order]
         counts = torch.bincount(experts // self._num_own, minlength=self._peers.size)
-        arriving = self._peers.swap(counts, ROUTED)
-        sent, received = counts.tolist(), arriving.tolist()
+        received, sent = self._peers.swap_numbers(counts, ROUTED), counts.tolist()
         # A token's results, and its gradients, are added up over its choices, in float32 and in a fixed order; adding
         # them to their places one by one would round each time, and on accelerators in the order in which they come.
         copies = hidden_states.unsqueeze(1).expand(-1, num_choices, -1).flatten(0, 1)
