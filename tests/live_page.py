@@ -16,12 +16,9 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-import uvicorn
-
 from leaderless.serve.port import take_port
-from leaderless.serve.uvicorn_config import uvicorn_config
-from leaderless.ui.app import make_app
 from leaderless.ui.desk import Desk
+from leaderless.ui.server import PageServer
 
 CHROMEDRIVER = shutil.which("chromedriver")
 
@@ -30,12 +27,12 @@ CHROMEDRIVER = shutil.which("chromedriver")
 def served(*roots: Path, token: str | None = None) -> Iterator[str]:
     """The address of the live page about some folders."""
     with take_port("127.0.0.1", 0, token) as listener:
-        listener.listen()
-        server = uvicorn.Server(uvicorn_config(make_app(Desk(roots), token), leaving_s=0))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+        server, has_started = PageServer(Desk(roots), token), threading.Event()
+        thread = threading.Thread(target=lambda: asyncio.run(server.answer(listener, has_started.set)), daemon=True)
         thread.start()
+        assert has_started.wait(30)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
         thread.join(30)
 
 
@@ -89,11 +86,12 @@ class Browser:
 
     def wait(self, script: str, *arguments: object) -> Any:
         """Wait until an expression of the page is true, and return it."""
-        for _ in range(600):
+        end_s = time.monotonic() + 60
+        while time.monotonic() < end_s:
             value = self.run(f"return {script}", *arguments)
             if value:
                 return value
-            time.sleep(0.1)
+            time.sleep(0.02)
         raise AssertionError(f"never true: {script}; {self.run('return document.body.innerText')[:2000]}")
 
     def press(self, *keys: str) -> None:

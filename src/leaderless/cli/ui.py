@@ -10,6 +10,7 @@ import typer
 
 from leaderless.cli.signals import ended_by_signals
 from leaderless.config import RecipeError
+from leaderless.config.packaged import how_to_install
 from leaderless.observability.console import print_line
 from leaderless.serve.port import TOKEN_VARIABLE
 
@@ -33,8 +34,7 @@ def ui(
     It reads the folders of runs, so that it may run on any machine that shares them, and no run depends on it.
     """
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        remedy = "from a copy of the project, pip install --editable '.[serve]'"
-        raise RecipeError.at("", f"`leaderless ui` needs more packages: {remedy}")
+        raise RecipeError.at("", f"`leaderless ui` needs more packages: {how_to_install('serve')}")
     if token is not None and (not token.isascii() or not token.isprintable() or not token.strip() or " " in token):
         raise RecipeError.at("--token", "must consist of printable ASCII characters, without blanks")
     folders = [folder.resolve() for folder in runs or [Path("runs")]]
@@ -45,11 +45,11 @@ def ui(
 
     from leaderless.serve.port import take_port
     from leaderless.ui.desk import Desk
-    from leaderless.ui.server import answer
+    from leaderless.ui.server import PageServer
 
     with ended_by_signals(), take_port(host, port, token) as listener:
         address, number = listener.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         secret = f"?token={token}" if token else ""
         text = f"the runs are at http://{shown}:{number}/{secret} - Ctrl-C ends it"
-        asyncio.run(answer(Desk(folders), listener, token, lambda: print_line(text)))
+        asyncio.run(PageServer(Desk(folders), token).answer(listener, lambda: print_line(text)))

@@ -40,9 +40,9 @@ class SeveralRunsError(Exception):
 class Pages:
     """Answers requests for pages, for what is new on them, and to stop a run."""
 
-    def __init__(self, desk: Desk, token: str | None) -> None:
+    def __init__(self, desk: Desk, token: str | None, is_closing: asyncio.Event) -> None:
         """See `make_app`."""
-        self._desk, self._token = desk, token
+        self._desk, self._token, self._is_closing = desk, token, is_closing
         self._cookie = cookie_name(token or "")
         self._scripts = {name: plotly() if name == "plotly.js" else asset(name) for name in SCRIPTS}
 
@@ -109,9 +109,8 @@ class Pages:
             except UnknownRunError:
                 news = {"reload": True}  # its folder is gone
             yield _event(news) if news else b": nothing new\n\n"
-            if "reload" in news:
+            if "reload" in news or await self._closes_within(TICK_S):
                 return
-            await asyncio.sleep(TICK_S)
 
     async def _lists(self) -> AsyncIterator[bytes]:
         before = None
@@ -119,7 +118,16 @@ class Pages:
             now = await run_in_threadpool(self._desk.list)
             yield _event(now) if now != before else b": nothing new\n\n"
             before = now
-            await asyncio.sleep(2 * TICK_S)
+            if await self._closes_within(2 * TICK_S):
+                return
+
+    async def _closes_within(self, seconds: float) -> bool:
+        """Wait, but not for longer than the server goes on; returns whether it stops."""
+        try:
+            await asyncio.wait_for(self._is_closing.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def guarded(self, answer: Answer) -> Answer:
         """An answer for those who may see the runs, with headers that keep a page to itself."""
@@ -167,9 +175,15 @@ def cookie_name(token: str) -> str:
     return f"leaderless-{blake2b(token.encode(), digest_size=6).hexdigest()}"
 
 
-def make_app(desk: Desk, token: str | None) -> Starlette:
-    """The application; without a token, it answers those alone who address this machine as itself."""
-    pages = Pages(desk, token)
+def make_app(desk: Desk, token: str | None, is_closing: asyncio.Event) -> Starlette:
+    """The application.
+
+    Args:
+        desk: Source of the pages and of what is new on them.
+        token: Token that readers need; None to answer those alone who address this machine as itself.
+        is_closing: Event that ends the streams of all pages.
+    """
+    pages = Pages(desk, token, is_closing)
     addresses: Mapping[str, Answer] = {
         "/": pages.index,
         "/runs/{key:path}": pages.run,

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from leaderless.observability.report.catalogue import CATALOGUE, MAX_OWN_CHARTS, Chart, Topic, charts_of
 from leaderless.observability.report.curves import Series
 from leaderless.observability.report.run_files import Logged, RunFiles, flatten_recipe, read_run
 from leaderless.observability.report.samples import Judge, Samples
-from leaderless.observability.report.view import Card, curve_card, rounded
+from leaderless.observability.report.view import Card, curve_card, rounded, shown_values
 from leaderless.observability.seconds import PREFIX
-from leaderless.ui.table import FullSeries, StepTable
+from leaderless.ui.table import AllSeries, StepTable
 
 SAMPLE_BUDGETS = 1_500_000, 400_000
 """Largest sizes of the samples of training and of held-out prompts on a live page, in bytes."""
 MAX_ADDED = 2000
 """Number of points that are added to a chart before all of its points are chosen anew."""
+
+_NOTHING = Series((), ())
 
 Groups = list[tuple[str, list[Card]]]
 Data = Mapping[str, object]
@@ -38,50 +41,49 @@ class _Plot(NamedTuple):
     curves: tuple[_Curve, ...]
     band: str | None
 
+    @property
+    def metrics(self) -> tuple[_Curve, ...]:
+        """All that it is drawn from."""
+        return self.curves if self.band is None else (*self.curves, _Curve(self.curves[0].place, self.band))
+
 
 class Board:
-    """Charts of some runs, as one reader has them; `news` says what to add.
-
-    Attributes:
-        groups: Charts under headings, as they are now.
-    """
+    """Charts of some runs, as one reader has them; `news` says what to add."""
 
     def __init__(self, tables: Mapping[str, StepTable]) -> None:
-        """Draw what the tables hold.
+        """Choose charts for what the tables hold.
 
         Args:
             tables: Numbers of each run, by its name.
         """
         self._names, self._tables = list(tables), list(tables.values())
-        self._draw()
+        self._begin()
 
-    def _draw(self) -> None:
+    def _begin(self) -> None:
         self._rows = [len(table) for table in self._tables]
         self._first_rows = list(self._rows)
         self._generations = [table.generation for table in self._tables]
-        thinned = [{name: table.thinned(name) for name in table.names} for table in self._tables]
-        found = _charts(thinned)
-        self._plots: dict[str, _Plot] = {}
-        self.groups: Groups = []
-        for title, charts in found:
-            cards = []
-            for chart, plot in charts:
-                identifier = f"chart-{len(self._plots)}"
-                self._plots[identifier] = plot
-                labels = [self._names[curve.place] for curve in plot.curves] if len(self._tables) > 1 else []
-                cards.append(curve_card(identifier, chart, labels))
-            self.groups.append((title, cards))
+        self._revisions = [dict(table.revisions) for table in self._tables]
         self._known = [set(table.names) for table in self._tables]
+        self._titles: list[tuple[str, list[str]]] = []
+        self._charts: dict[str, tuple[Chart, _Plot]] = {}
+        for title, charts in _charts([dict.fromkeys(table.names, _NOTHING) for table in self._tables]):
+            named = {f"chart-{len(self._charts) + number}": chart for number, chart in enumerate(charts)}
+            self._titles.append((title, list(named)))
+            self._charts |= named
 
-    @property
-    def data(self) -> dict[str, Data]:
-        """What the page's script draws, by the identifier of the chart."""
-        return {card.identifier: card.data for _, cards in self.groups for card in cards}
+    def groups(self) -> Groups:
+        """Charts under headings, with all points that the tables have now."""
+        return [(title, [self._card(identifier) for identifier in named]) for title, named in self._titles]
+
+    def everything(self) -> dict[str, Data]:
+        """What a page needs that shows other points."""
+        return {identifier: _anew(self._card(identifier)) for identifier in self._charts}
 
     @property
     def structure(self) -> list[tuple[str, object]]:
         """Which curves each chart has."""
-        return [(identifier, plot) for identifier, plot in self._plots.items()]
+        return [(identifier, plot) for identifier, (_, plot) in self._charts.items()]
 
     def news(self) -> tuple[dict[str, Data], bool]:
         """What is new since the last call, by chart, and whether the page has to be loaded again for other charts."""
@@ -90,16 +92,46 @@ class Board:
         has_dropped = [table.generation for table in self._tables] != self._generations
         added = max(len(table) - first for table, first in zip(self._tables, self._first_rows, strict=True))
         if has_dropped or added > MAX_ADDED:
-            self._draw()
-            return {identifier: {"data": data} for identifier, data in self.data.items()}, False
+            self._begin()
+            return self.everything(), False
         found: dict[str, Data] = {}
-        for identifier, plot in self._plots.items():
+        revised = self._revised()
+        for identifier, (_, plot) in self._charts.items():
+            if not revised.isdisjoint(plot.metrics):
+                found[identifier] = _anew(self._card(identifier))
+                continue
             added_points = [self._tables[c.place].since(c.metric, self._rows[c.place]) for c in plot.curves]
             if any(steps for steps, _ in added_points):
                 traces = [{"steps": steps, "values": rounded(values)} for steps, values in added_points]
-                found[identifier] = {"traces": traces, **self._band(plot)}
+                shown = shown_values(self._filled(identifier), self._labels(plot))
+                found[identifier] = {"traces": traces, "shown": shown, **self._band(plot)}
         self._rows = [len(table) for table in self._tables]
         return found, False
+
+    def _revised(self) -> set[_Curve]:
+        """Metrics of which other logs have added values to rows that have been sent."""
+        now = [dict(table.revisions) for table in self._tables]
+        found = {
+            _Curve(place, name)
+            for place, (revisions, before) in enumerate(zip(now, self._revisions, strict=True))
+            for name, number in revisions.items()
+            if number != before.get(name)
+        }
+        self._revisions = now
+        return found
+
+    def _card(self, identifier: str) -> Card:
+        return curve_card(identifier, self._filled(identifier), self._labels(self._charts[identifier][1]))
+
+    def _filled(self, identifier: str) -> Chart:
+        """A chart with its curves as they are now."""
+        chart, plot = self._charts[identifier]
+        series = [self._tables[curve.place].series(curve.metric) for curve in plot.curves]
+        band = None if plot.band is None else self._tables[plot.curves[0].place].series(plot.band)
+        return replace(chart, series=dict(zip(chart.series, series, strict=True)), band=band)
+
+    def _labels(self, plot: _Plot) -> list[str]:
+        return [self._names[curve.place] for curve in plot.curves] if len(self._tables) > 1 else []
 
     def _band(self, plot: _Plot) -> Data:
         if plot.band is None:
@@ -122,11 +154,16 @@ class Board:
         return {"band": sides}
 
 
+def _anew(card: Card) -> Data:
+    return {"data": card.data, "shown": card.shown}
+
+
 def read_live(table: StepTable, *, has_samples: bool = True) -> RunFiles:
     """All that the folder of a run holds, with the numbers that are in memory, and with or without samples."""
-    times = [second for second in table.seconds if second == second]  # noqa: PLR0124 - NaN where there is none
-    passed = sum(now - before if now >= before else now for before, now in pairwise([0.0, *times]))
-    logged = Logged(FullSeries(table), tuple(table.steps), passed if times else None)
+    times = table.seconds[~np.isnan(table.seconds)]
+    passed = np.diff(times, prepend=0.0)
+    passed_s = float(np.where(passed >= 0, passed, times).sum()) if len(times) else None
+    logged = Logged(AllSeries(table), tuple(table.steps.tolist()), passed_s)
     return read_run(table.directory, logged, SAMPLE_BUDGETS if has_samples else None)
 
 
@@ -138,52 +175,44 @@ def differences(recipes: Sequence[str]) -> list[tuple[str, ...]]:
     return [row for row in rows if len(set(row[1:])) > 1 and row[0] != "name"]
 
 
-def _charts(thinned: Sequence[Mapping[str, Series]]) -> list[tuple[str, list[tuple[Chart, _Plot]]]]:
+def _charts(logged: Sequence[Mapping[str, Series]]) -> list[tuple[str, list[tuple[Chart, _Plot]]]]:
     """Charts as in the report for a single run; for several, one for each metric, with a curve for each run."""
-    if len(thinned) == 1:
-        (series,) = thinned
+    if len(logged) == 1:
+        (series,) = logged
         found, _ = charts_of(_only(series))
-        return [
-            (
-                title,
-                [
-                    (
-                        chart,
-                        _Plot(
-                            tuple(_Curve(0, name) for name in chart.series), chart.topic.band if chart.band else None
-                        ),
-                    )
-                    for chart in charts
-                ],
-            )
-            for title, charts in found
-        ]
-    names = dict.fromkeys(name for series in thinned for name in series)
+        return [(title, [(chart, _plot(chart)) for chart in charts]) for title, charts in found]
+    names = dict.fromkeys(name for series in logged for name in series)
     groups: list[tuple[str, list[tuple[Chart, _Plot]]]] = []
     drawn: set[str] = set()
     # A pattern such as `reward/*` takes the metrics that no other topic names.
     named = {name for topics in CATALOGUE.values() for topic in topics for name in (*topic.metrics, topic.band)}
-    everything = _only(dict.fromkeys(names, Series((), ())))
+    everything = _only(dict.fromkeys(names, _NOTHING))
     for title, topics in CATALOGUE.items():
         charts = []
         for topic in topics:
             for name in everything.matching(*topic.metrics):
                 if name not in drawn and (name in topic.metrics or name not in named):
                     drawn.add(name)
-                    charts.append(_overlay(thinned, name, topic))
+                    charts.append(_overlay(logged, name, topic))
         if charts:
             groups.append((title, charts))
     rest = [name for name in names if name not in drawn and not name.startswith(PREFIX)][:MAX_OWN_CHARTS]
     if rest:
-        groups.append(("More metrics", [_overlay(thinned, name, Topic(name, "", (name,))) for name in rest]))
+        groups.append(("More metrics", [_overlay(logged, name, Topic(name, "", (name,))) for name in rest]))
     return groups
 
 
-def _overlay(thinned: Sequence[Mapping[str, Series]], name: str, topic: Topic) -> tuple[Chart, _Plot]:
+def _plot(chart: Chart) -> _Plot:
+    """A chart of a single run."""
+    band = None if chart.band is None else chart.topic.band
+    return _Plot(tuple(_Curve(0, name) for name in chart.series), band)
+
+
+def _overlay(logged: Sequence[Mapping[str, Series]], name: str, topic: Topic) -> tuple[Chart, _Plot]:
     """A chart of one metric with a curve for each run, also for those that have none, so that colors stay the same."""
     title = topic.title if topic.metrics == (name,) else f"{topic.title}: {name}"
-    series = {f"{place} {name}": one.get(name, Series((), ())) for place, one in enumerate(thinned)}
-    curves = tuple(_Curve(place, name) for place in range(len(thinned)))
+    series = {f"{place} {name}": one.get(name, _NOTHING) for place, one in enumerate(logged)}
+    curves = tuple(_Curve(place, name) for place in range(len(logged)))
     # What is said of a band is not true of several curves.
     explanation = name if topic.band or not topic.explanation else topic.explanation
     return Chart(replace(topic, title=title, explanation=explanation), series), _Plot(curves, None)

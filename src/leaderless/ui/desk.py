@@ -103,7 +103,7 @@ class Desk:
         with one.lock:
             one.table.read()
             board, run = Board({key: one.table}), read_live(one.table)
-            values = report_values(run, board.groups, _notes(one.table))
+            values = report_values(run, board.groups(), _notes(one.table))
             now = now_values(line, one.events)
         picture, values["picture"] = values["picture"], ""
         return render(
@@ -125,13 +125,14 @@ class Desk:
                 one.table.read()
             tables = [one.table for one in watched.values()]
             board = Board({key: one.table for key, one in watched.items()})
+            groups = board.groups()
         recipes = [_text(self.path(key) / "config.yaml") for key in keys]
         return render(
             "live_compare.html",
             keys=list(keys),
             differences=differences(recipes),
-            curves=board.groups,
-            chart_data=json_of(board.data),
+            curves=groups,
+            chart_data=json_of({card.identifier: card.data for _, cards in groups for card in cards}),
             at=stamp(board, tables),
         )
 
@@ -181,7 +182,7 @@ class Reader:
                 charts: Mapping[str, object] = {}
                 must_reload = given[0] != here[0]
                 if given != here:
-                    charts = {identifier: {"data": data} for identifier, data in self._board.data.items()}
+                    charts = self._board.everything()
             else:
                 charts, must_reload = self._board.news()
             if must_reload:

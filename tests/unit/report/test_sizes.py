@@ -7,6 +7,8 @@ import random
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.report.runs import (
     Page,
     metrics_row,
@@ -32,9 +34,9 @@ def test_thinned_curve_keeps_ends_and_spikes():
     series = thin(Series(tuple(range(10_000)), tuple(values)))
     assert 1000 < len(series.steps) <= MAX_POINTS
     assert (series.steps[0], series.steps[-1]) == (0, 9_999)
-    assert {(1234, 99.0), (7777, -99.0)} <= set(series.finite)
+    assert {(1234, 99.0), (7777, -99.0)} <= set(zip(series.steps, series.values, strict=True))
     assert list(series.steps) == sorted(set(series.steps))
-    assert all(values[step] == value for step, value in series.finite)
+    assert all(values[step] == value for step, value in zip(series.steps, series.values, strict=True))
 
 
 def test_thinning_leaves_short_curves_alone_and_shows_long_gaps():
@@ -42,6 +44,41 @@ def test_thinning_leaves_short_curves_alone_and_shows_long_gaps():
     assert thin(short) is short
     gap = Series(tuple(range(100)), tuple(None if 40 <= i < 60 else 1.0 for i in range(100)))
     assert None in thin(gap, 20).values
+
+
+@given(
+    values=st.lists(st.one_of(st.none(), st.integers(-3, 3), st.floats(-9, 9)), min_size=1, max_size=60),
+    max_points=st.integers(4, 20),
+)
+def test_thinned_curve_is_that_of_a_loop(values, max_points):
+    series = Series(range(0, 2 * len(values), 2), values)
+    kept, num_runs = {0, len(values) - 1}, (max_points - 2) // 2
+    for run in range(num_runs):
+        places = range(1 + run * (len(values) - 2) // num_runs, 1 + (run + 1) * (len(values) - 2) // num_runs)
+        finite = [(values[place], place) for place in places if values[place] is not None]
+        kept |= {min(finite)[1], max(finite)[1]} if finite else {places[0]} if places else set()
+    expected = (
+        series if len(values) <= max_points else Series(*zip(*((2 * i, values[i]) for i in sorted(kept)), strict=True))
+    )
+    assert thin(series, max_points) == expected
+
+
+@given(
+    points=st.lists(
+        st.dictionaries(st.integers(0, 30), st.one_of(st.none(), st.floats(-9, 9))), min_size=1, max_size=3
+    ),
+    max_runs=st.integers(1, 9),
+)
+def test_stacked_means_are_those_of_a_loop(points, max_runs):
+    series = {str(name): Series(sorted(one), [one[step] for step in sorted(one)]) for name, one in enumerate(points)}
+    steps = sorted(set().union(*points))
+    count = min(max_runs, len(steps))
+    runs = [steps[run * len(steps) // count : (run + 1) * len(steps) // count] for run in range(count)]
+    first, means = mean_per_run(series, max_runs)
+    assert first == [run[0] for run in runs]
+    for name, one in enumerate(points):
+        expected = [sum(one.get(step) or 0.0 for step in run) / len(run) for run in runs]
+        assert means[str(name)] == pytest.approx(expected)
 
 
 def test_page_of_a_long_run_stays_small_and_says_so(run):

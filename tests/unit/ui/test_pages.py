@@ -10,7 +10,7 @@ import shutil
 import time
 from pathlib import Path
 from urllib.error import HTTPError
-from urllib.request import HTTPCookieProcessor, HTTPRedirectHandler, Request, build_opener
+from urllib.request import HTTPCookieProcessor, HTTPRedirectHandler, Request, build_opener, urlopen
 
 import pytest
 from tests.live_page import ask, events, served, write_status
@@ -22,6 +22,7 @@ from leaderless.ui.app import cookie_name
 from leaderless.ui.board import Board, differences
 from leaderless.ui.desk import Desk
 from leaderless.ui.folders import GONE_S, TAIL_BYTES, RunIndex, last_record
+from leaderless.ui.server import LEAVING_S
 from leaderless.ui.table import StepTable
 
 
@@ -54,6 +55,18 @@ def test_a_live_page_shows_what_the_report_shows(run: Path) -> None:
         assert (title in live.text) == (title in report.text), title
 
 
+def test_a_live_page_of_a_long_run_shows_what_the_report_shows(run: Path) -> None:
+    rng = random.Random(0)
+    write_lines(run / "metrics.jsonl", [metrics_row(step, 40, rng) for step in range(2200)])
+    live, report = (
+        Page(Desk([run.parent]).run_page("alpha")).data("chart-data"),
+        Page(render_report(run)).data("chart-data"),
+    )
+    assert live == report
+    (band,) = [card["band"] for card in live.values() if card.get("band")]
+    assert len(band["low"]["steps"]) > 1000
+
+
 def test_a_stream_sends_what_is_new_and_nothing_else(run: Path) -> None:
     write_status(run, 0, doing="rollout")
     write_status(run, 1, doing="policy", waiting_for="the rows of rank 0")
@@ -77,6 +90,7 @@ def test_a_stream_sends_what_is_new_and_nothing_else(run: Path) -> None:
         ]
         reward = next(news for news in last["charts"].values() if "band" in news)
         assert reward["traces"] == [{"steps": [42], "values": [0.25]}]
+        assert reward["shown"].endswith("→ 0.25")
         assert reward["band"]["low"] == {"steps": [42], "values": [-0.25]}
         assert len(last["charts"]) <= len(number)
         assert len(json.dumps(last["charts"])) < 10_000, "points, not curves"
@@ -331,6 +345,39 @@ def test_the_band_of_new_points_has_those_of_no_width(run: Path) -> None:
     assert not must_reload
     (reward,) = [news for news in charts.values() if "band" in news]
     assert reward["band"]["high"] == {"steps": [41], "values": [0.5]}
+
+
+def test_what_another_loop_says_of_earlier_steps_is_drawn_anew(run: Path) -> None:
+    held_out = run / "metrics-evaluation.jsonl"
+    held_out.write_text('{"step": 10, "evaluation/late": 0.25}\n')
+    table = StepTable(run)
+    table.read()
+    board = Board({"alpha": table})
+    add_step(run, 41)
+    with held_out.open("a") as file:
+        file.write('{"step": 40, "evaluation/late": 0.5}\n')
+    table.read()
+    charts, must_reload = board.news()
+    assert not must_reload
+    (late,) = [news for news in charts.values() if "data" in news]
+    assert late["data"]["traces"] == [{"name": "late", "steps": [10, 40], "values": [0.25, 0.5]}]
+    assert late["shown"] == "0.25 → 0.5"
+    assert board.news() == ({}, False)
+
+
+def test_a_server_that_stops_ends_the_streams_of_open_pages(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with served(run.parent) as address:
+        streams = [
+            urlopen(f"{address}/{path}", timeout=60) for path in ("stream", "stream?run=alpha&at=0/1.0", "stream")
+        ]
+        for stream in streams:
+            assert stream.readline().startswith(b"data: ")
+        began = time.monotonic()
+    assert time.monotonic() - began < LEAVING_S
+    for stream in streams:
+        stream.read()
+        stream.close()
+    assert not caplog.records
 
 
 def test_a_page_shows_how_busy_accelerators_are(run: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from leaderless.observability.report.curves import Series
 from leaderless.observability.report.run_files import RunFiles
 from leaderless.observability.report.view import format_number
 
@@ -77,9 +80,8 @@ def review(run: RunFiles) -> Review:
 
 
 def _non_finite(run: RunFiles) -> Finding | None:
-    first = {
-        name: series.steps[series.values.index(None)] for name, series in run.series.items() if None in series.values
-    }
+    is_bad = {name: np.isnan(series.value_array) for name, series in run.series.items()}
+    first = {name: run.series[name].point(int(bad.argmax()))[0] for name, bad in is_bad.items() if bad.any()}
     if not first:
         return None
     named = sorted(first, key=lambda name: (first[name], name))
@@ -96,10 +98,10 @@ def _non_finite(run: RunFiles) -> Finding | None:
 
 def _reward_failures(run: RunFiles) -> Finding | None:
     logged = run.series["reward/failed"].finite
-    failed = [(step, count) for step, count in logged if count > 0]
+    failed = logged.at(logged.value_array > 0)
     if not failed:
         return None
-    total, last = sum(count for _, count in failed), failed[-1][0]
+    total, last = failed.value_array.sum(), failed.point(-1)[0]
     return Finding(
         "Rewards that could not be computed",
         f"{total:,.0f} responses in {len(failed)} of {len(logged)} logged steps, the last at step {last}.",
@@ -112,10 +114,10 @@ def _reward_failures(run: RunFiles) -> Finding | None:
 
 def _mismatch(run: RunFiles) -> Finding | None:
     points = run.series["mismatch/abs_mean"].finite
-    above = [point for point in points if point[1] > MAX_MISMATCH]
+    above = points.at(points.value_array > MAX_MISMATCH)
     if not above:
         return None
-    step, worst = max(above, key=lambda point: point[1])
+    step, worst = above.point(int(above.value_array.argmax()))
     return Finding(
         "Engine and trainer disagree about log-probs",
         f"The mean difference was above {MAX_MISMATCH:g} in {len(above)} of {len(points)} logged steps, "
@@ -131,7 +133,7 @@ def _no_signal(run: RunFiles) -> Finding | None:
     recent, mean = _recent_mean(run, "group/no_signal")
     if mean <= MAX_NO_SIGNAL:
         return None
-    points = reward.recent(RECENT) if (reward := run.series.get("reward/mean")) else ()
+    points = reward.recent(RECENT) if (reward := run.series.get("reward/mean")) else None
     reached = f" The mean reward there is {format_number(_mean(points))}." if points else ""
     return Finding(
         "Most groups teach nothing",
@@ -162,7 +164,7 @@ def _truncated(run: RunFiles) -> Finding | None:
 def _entropy_collapse(run: RunFiles) -> Finding | None:
     points = run.series["policy/entropy"].finite
     count = max(1, len(points) // 10)
-    start, end = _mean(points[:count]), _mean(points[-count:])
+    start, end = _mean(points.at(slice(count))), _mean(points.at(slice(-count, None)))
     if start <= 0 or end >= MIN_ENTROPY_LEFT * start:
         return None
     return Finding(
@@ -178,16 +180,22 @@ def _entropy_collapse(run: RunFiles) -> Finding | None:
 
 def _gradient_spikes(run: RunFiles) -> Finding | None:
     points = run.series["policy/grad_norm"].finite
-    spikes: list[tuple[float, int, float]] = []
-    for index in range(5, len(points)):
-        # A step without signal has no gradient, which says nothing about the usual size of one.
-        before = [value for _, value in points[max(0, index - SPIKE_WINDOW) : index] if value > 0]
-        step, value = points[index]
-        if len(before) >= 5 and value > SPIKE_FACTOR * statistics.median(before):
-            spikes.append((value / statistics.median(before), step, value))
+    values = points.value_array
+    # A step without signal has no gradient, which says nothing about the usual size of one.
+    usual = np.where(values > 0, values, np.inf)
+    before = sliding_window_view(np.concatenate([np.full(SPIKE_WINDOW, np.inf), usual[:-1]]), SPIKE_WINDOW)
+    places = np.flatnonzero(values > SPIKE_FACTOR * before.min(axis=1))  # no others are above that of the median
+    known = np.sort(before[places], axis=1)
+    counts = np.isfinite(known).sum(axis=1)
+    middle = [known[np.arange(len(places)), np.maximum(counts - 1 + more, 0) // 2] for more in (0, 1)]
+    medians = (middle[0] + middle[1]) / 2
+    is_spike = (counts >= 5) & (values[places] > SPIKE_FACTOR * medians)
+    spikes = points.at(places[is_spike])
     if not spikes:
         return None
-    factor, step, value = max(spikes)
+    factors = spikes.value_array / medians[is_spike]
+    largest = int(np.lexsort((spikes.step_array, factors))[-1])
+    factor, (step, value) = factors[largest], spikes.point(largest)
     number = "1 step has" if len(spikes) == 1 else f"{len(spikes)} steps have"
     return Finding(
         "The gradient norm spikes",
@@ -206,7 +214,7 @@ def _failed_episodes(run: RunFiles) -> Finding | None:
     if not num_episodes or mean <= MAX_FAILED_EPISODES * num_episodes:
         return None
     counts = {
-        name.removeprefix("episode/failed_"): sum(value for _, value in series.finite)
+        name.removeprefix("episode/failed_"): series.finite.value_array.sum()
         for name, series in run.matching("episode/failed_*").items()
     }
     causes = ", ".join(f"{cause} {count:,.0f}" for cause, count in counts.items() if count)
@@ -263,12 +271,12 @@ def _misread_calls(run: RunFiles) -> Finding | None:
 
 def _recent_mean(run: RunFiles, metric: str) -> tuple[str, float]:
     points = run.series[metric].recent(RECENT)
-    first, last = points[0][0], points[-1][0]
+    first, last = points.point(0)[0], points.point(-1)[0]
     return f"step {last}" if first == last else f"steps {first} to {last}", _mean(points)
 
 
-def _mean(points: Sequence[tuple[int, float]]) -> float:
-    return statistics.fmean(value for _, value in points)
+def _mean(points: Series) -> float:
+    return float(points.value_array.mean())
 
 
 CHECKS = (

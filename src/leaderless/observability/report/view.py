@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
+import numpy as np
+
 from leaderless.observability.report.catalogue import TIME_PATTERN, Chart, Unit, charts_of
-from leaderless.observability.report.curves import MAX_POINTS, Series, mean_per_run, thin
+from leaderless.observability.report.curves import MAX_POINTS, Numbers, Series, all_steps, mean_per_run, thin
 from leaderless.observability.report.run_files import RunFiles
 from leaderless.observability.report.untrusted import as_list, as_mapping, as_number, as_step, as_text
 from leaderless.observability.seconds import by_pool, in_short
@@ -147,7 +148,7 @@ def curves(run: RunFiles) -> tuple[Sequence[tuple[str, Sequence[Card]]], Sequenc
     numbers = count()
     groups = [(title, [curve_card(f"chart-{next(numbers)}", chart) for chart in charts]) for title, charts in found]
     notes = []
-    if max((len(one.steps) for one in run.series.values()), default=0) > MAX_POINTS:
+    if max((len(one) for one in run.series.values()), default=0) > MAX_POINTS:
         notes.append(f"Curves of more than {MAX_POINTS:,} points are thinned; the lowest and highest values are kept.")
     if num_left_out:
         notes.append(f"{num_left_out} more metrics are in metrics.jsonl and are not drawn here.")
@@ -177,7 +178,7 @@ def times(run: RunFiles) -> tuple[Card | None, Sequence[Part]]:
         "Stacked by what a rank does. The line is the whole step; evaluation and checkpoints come on top of it, "
         "and what different ranks do at the same time is stacked too."
     )
-    if len({step for one in every.values() for step in one.steps}) > MAX_STACK_POINTS:
+    if len(all_steps(every.values())) > MAX_STACK_POINTS:
         explanation += " Each point is a mean over neighboring steps."
     shown = "" if whole is None else f"whole step {_first_and_last(whole, 'number')} s"
     described = f"Stacked seconds per step of {', '.join(ordered) or 'the whole step'}"
@@ -244,14 +245,14 @@ def _format(value: float, unit: Unit) -> str:
 
 
 def _median(series: Series | None) -> float | None:
-    return statistics.median(value for _, value in series.finite) if series and series.finite else None
+    return float(np.median(series.finite.value_array)) if series and series.finite else None
 
 
 def _change(label: str, series: Series | None, unit: Unit) -> Iterator[Figure]:
     """The last value of a metric and its change since the first."""
     if series is None or not series.finite:
         return
-    (first_step, first), (_, last) = series.finite[0], series.finite[-1]
+    (first_step, first), (_, last) = series.finite.point(0), series.finite.point(-1)
     since = f"since step {first_step} ({_format(first, unit)})"
     if len(series.finite) == 1:
         since = f"at step {first_step}, the only value"
@@ -265,7 +266,7 @@ def _change(label: str, series: Series | None, unit: Unit) -> Iterator[Figure]:
 def _first_and_last(series: Series, unit: Unit) -> str:
     if not series.finite:
         return "no finite value"
-    first, last = _format(series.finite[0][1], unit), _format(series.finite[-1][1], unit)
+    first, last = (_format(series.finite.point(place)[1], unit) for place in (0, -1))
     return last if len(series.finite) == 1 else f"{first} → {last}"
 
 
@@ -282,31 +283,40 @@ def _stacked(means: Mapping[str, list[float]]) -> dict[str, list[float]]:
 def curve_card(identifier: str, chart: Chart, labels: Sequence[str] = ()) -> Card:
     """The card of a chart, whose curves have these labels, or the last parts of the names of their metrics."""
     topic, series = chart.topic, chart.series
-    labels = labels or [name.rpartition("/")[2] for name in series]
-    if len(set(labels)) < len(labels):
-        labels = list(series)
-    if len(series) == 1:
-        shown = _first_and_last(next(iter(series.values())), topic.unit)
-    else:
-        last = [_format(one.finite[-1][1], topic.unit) if one.finite else "–" for one in series.values()]
-        shown = ", ".join(f"{label} {value}" for label, value in zip(labels, last, strict=True))
     described = f"{topic.title} over steps: " + "; ".join(_described(name, one) for name, one in series.items())
     data = {
         "kind": "curves",
         "unit": topic.unit,
         "is_log": topic.is_log,
-        "traces": [_trace(label, one) for label, one in zip(labels, series.values(), strict=True)],
-        "band": None if chart.band is None else _band(next(iter(series.values())), dict(chart.band.finite)),
+        "traces": [_trace(label, one) for label, one in zip(_labels(chart, labels), series.values(), strict=True)],
+        "band": None if chart.band is None else _band(next(iter(series.values())), chart.band),
     }
-    return Card(identifier, topic.title, shown, topic.explanation or next(iter(series)), described, data)
+    explanation = topic.explanation or next(iter(series))
+    return Card(identifier, topic.title, shown_values(chart, labels), explanation, described, data)
 
 
-def _band(center: Series, half: Mapping[int, float]) -> Mapping[str, object]:
+def shown_values(chart: Chart, labels: Sequence[str] = ()) -> str:
+    """The values of a chart in short: the first and the last of a curve, or the last of each of several."""
+    unit, series = chart.topic.unit, chart.series
+    if len(series) == 1:
+        return _first_and_last(next(iter(series.values())), unit)
+    last = [_format(one.finite.point(-1)[1], unit) if one.finite else "–" for one in series.values()]
+    return ", ".join(f"{label} {value}" for label, value in zip(_labels(chart, labels), last, strict=True))
+
+
+def _labels(chart: Chart, labels: Sequence[str]) -> Sequence[str]:
+    """Names of the curves of a chart, which differ."""
+    labels = labels or [name.rpartition("/")[2] for name in chart.series]
+    return labels if len(set(labels)) == len(labels) else list(chart.series)
+
+
+def _band(center: Series, half: Series) -> Mapping[str, object]:
     """A band around a series, whose half width is known at some of its steps."""
-    points = [(step, value, half[step]) for step, value in center.finite if step in half]
-    steps = tuple(step for step, _, _ in points)
-    low, high = (Series(steps, tuple(value + sign * by for _, value, by in points)) for sign in (-1, 1))
-    return {"low": _trace("low", low), "high": _trace("high", high)}
+    steps, here, there = np.intersect1d(
+        center.finite.step_array, half.finite.step_array, assume_unique=True, return_indices=True
+    )
+    middle, by = center.finite.value_array[here], half.finite.value_array[there]
+    return {"low": _trace("low", Series(steps, middle - by)), "high": _trace("high", Series(steps, middle + by))}
 
 
 def _trace(name: str, series: Series) -> Mapping[str, object]:
@@ -322,8 +332,8 @@ def rounded(values: Sequence[float | None]) -> list[float | None]:
 def _described(name: str, series: Series) -> str:
     if not series.finite:
         return f"{name} has no finite value"
-    (first_step, first), (last_step, last) = series.finite[0], series.finite[-1]
-    low, high = min(value for _, value in series.finite), max(value for _, value in series.finite)
+    (first_step, first), (last_step, last) = series.finite.point(0), series.finite.point(-1)
+    low, high = float(series.finite.value_array.min()), float(series.finite.value_array.max())
     return (
         f"{name} from {format_number(first)} at step {first_step} to {format_number(last)} at step {last_step}, "
         f"lowest {format_number(low)}, highest {format_number(high)}"
@@ -331,13 +341,14 @@ def _described(name: str, series: Series) -> str:
 
 
 def _time_table(parts: Mapping[str, Series], whole: Series | None) -> Sequence[Part]:
-    totals = {name: sum(value for _, value in one.finite) for name, one in parts.items()}
+    values = {name: one.finite.value_array for name, one in parts.items()}
+    totals = {name: float(numbers.sum()) for name, numbers in values.items()}
     on_top = sum(total for name, total in totals.items() if name in OUTSIDE_STEP)
-    all_seconds = on_top + sum(value for _, value in whole.finite) if whole else sum(totals.values())
+    all_seconds = on_top + float(whole.finite.value_array.sum()) if whole else sum(totals.values())
     rows = []
     for name in sorted(parts, key=lambda name: -totals[name]):
-        values = [value for _, value in parts[name].finite] or [0.0]
+        numbers: Numbers = values[name] if len(values[name]) else np.zeros(1)
         share = totals[name] / all_seconds if all_seconds > 0 else 0.0
-        median, longest = format_number(statistics.median(values)), format_number(max(values))
-        rows.append((name, median, longest, len(parts[name].finite), share))
+        median, longest = format_number(float(np.median(numbers))), format_number(float(numbers.max()))
+        rows.append((name, median, longest, len(values[name]), share))
     return rows
