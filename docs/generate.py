@@ -20,9 +20,11 @@ from generate_convert import FRAMEWORKS, with_settings
 from generate_embodied import with_rlpd, with_srpo
 from generate_families import families_page
 from generate_gallery import gallery_pictures, with_counting, with_evidence, with_gallery
+from generate_gdpo import gdpo_pictures, with_gdpo
 from generate_generation import with_generation
 from generate_gpu import with_gpu
 from generate_hosts import with_hosts
+from generate_live_page import with_live_page
 from generate_markup import cell, sections_of, table_of
 from generate_performance import (
     with_episodes,
@@ -138,12 +140,17 @@ def render() -> dict[Path, str]:
     files[images] = with_counting(images.read_text(encoding="utf-8"))
     reasons = DOCS / "why-no-controller.md"
     files[reasons] = with_evidence(reasons.read_text(encoding="utf-8"))
+    gdpo = DOCS / "algorithms/gdpo.md"
+    files[gdpo] = with_gdpo(gdpo.read_text(encoding="utf-8"))
     srpo = DOCS / "algorithms/srpo.md"
     files[srpo] = with_srpo(srpo.read_text(encoding="utf-8"))
     robots = DOCS / "guides/robots.md"
     files[robots] = with_rlpd(robots.read_text(encoding="utf-8"))
     scaling = DOCS / "scaling.md"
     files[scaling] = with_hosts(scaling.read_text(encoding="utf-8"))
+    for language, name in (("en", "ui.md"), ("zh", "ui.zh.md")):
+        live = DOCS / "guides" / name
+        files[live] = with_live_page(live.read_text(encoding="utf-8"), language)
     search = DOCS / "guides/search.md"
     files[search] = with_search(search.read_text(encoding="utf-8"))
     lora = DOCS / "guides/lora.md"
@@ -155,7 +162,7 @@ def render() -> dict[Path, str]:
     files[performance] = with_gpu(
         with_episodes(with_loading(with_real_size(with_fixed_lag(with_generation(with_training_step(page))))))
     )
-    pictures = {name: draw(picture) for name, picture in PICTURES.items()} | gallery_pictures()
+    pictures = {name: draw(picture) for name, picture in PICTURES.items()} | gallery_pictures() | gdpo_pictures()
     return files | {DOCS / "images" / f"{name}.svg": text for name, text in pictures.items()}
 
 

@@ -10,6 +10,7 @@ from generate_markup import cell, table_of
 from leaderless.convert.convert import TABLES, Framework
 from leaderless.convert.table import Row
 from leaderless.convert.trl_preferences import TABLES as PREFERENCES
+from leaderless.convert.verl import OTHER_NAMES
 
 FRAMEWORKS: tuple[Framework, ...] = ("verl", "trl")
 """Frameworks with a guide."""
@@ -22,7 +23,7 @@ def with_settings(page: str, framework: Framework) -> str:
     rows = TABLES[framework]
     taken = table_of(
         (f"{framework}", "leaderless", "how"),
-        [(f"`{row.theirs}`", _ours(row), cell(row.meaning)) for row in rows if row.ours],
+        [(_theirs(row), _ours(row), cell(row.meaning)) for row in rows if row.ours],
     )
     needless = table_of(
         (f"{framework}", "why it is not needed"),
@@ -66,6 +67,12 @@ def _said(row: Row) -> tuple[str, str, str]:
     """What a guide says about a row; what holds for a reward model is said as for a policy."""
     row = replace(row, ours=row.ours.replace("models.reward_model.", "models.policy."))
     return row.theirs, _ours(row) if row.ours else ("not needed" if row.is_needless else "none"), cell(row.meaning)
+
+
+def _theirs(row: Row) -> str:
+    """The names of a key in one release and another as code."""
+    names = [row.theirs, *(name for name, older in OTHER_NAMES.items() if older == row.theirs)]
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _ours(row: Row) -> str:

@@ -13,7 +13,7 @@ from tests.end_to_end.cli import ROOT, environment, finish, metrics, run, start,
 
 from leaderless.config import RecipeError, load_recipe
 from leaderless.config import packaged as packaged_recipes
-from leaderless.config.packaged import find_packaged, recipes_folder
+from leaderless.config.packaged import find_packaged, how_to_install, recipes_folder
 from leaderless.quickstart import commands
 from leaderless.quickstart.commands import CommandError, Show
 from leaderless.quickstart.language import show_language
@@ -98,9 +98,13 @@ def test_recipes_of_the_package_are_found_from_anywhere(
     package = tmp_path / "site-packages/leaderless"
     (package / "recipes").mkdir(parents=True)
     (package / "recipes/a.yaml").touch()
+    judged = succeed(ranks, tmp_path, "reward", "recipes/code/grpo.yaml", "--rows", "1")
+    assert "reward" in judged, "its rows are part of the package, too"
+    assert how_to_install("serve", "search") == "from a copy of the project, pip install --editable '.[serve,search]'"
     monkeypatch.setattr(packaged_recipes, "_PACKAGE", package)
     assert recipes_folder() == package / "recipes"
     assert find_packaged(Path("recipes/a.yaml")) == package / "recipes/a.yaml"
+    assert how_to_install("serve", "search") == "pip install 'leaderless[serve,search]'", "there may be no copy"
 
 
 @pytest.mark.parametrize(
@@ -109,12 +113,15 @@ def test_recipes_of_the_package_are_found_from_anywhere(
         ("recipes/gsm8k/grp.yaml", "did you mean 'recipes/gsm8k/grpo.yaml'?"),
         ("recipes/../../secret.yaml", "`leaderless new DIR` writes one"),
         ("mine.yaml", "`leaderless new DIR` writes one"),
+        ("own/recip.yaml", "did you mean 'own/recipe.yaml'?"),
     ],
 )
 def test_a_recipe_that_is_not_there_is_refused_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    Path("own/recipe.yaml").touch()
     with pytest.raises(RecipeError) as refused:
         find_packaged(Path(name))
     assert f"{name} does not exist (looked for from {tmp_path})" in str(refused.value)

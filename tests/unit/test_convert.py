@@ -277,6 +277,95 @@ def test_every_loss_of_verl_gives_a_valid_recipe(tmp_path: Path, loss: str) -> N
     assert load_recipe(file).recipe.algorithm.policy_loss.type == verl.LOSSES[loss]["algorithm.policy_loss.type"]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {"policy_loss__loss_mode": "dppo_tv", "clip_ratio_low": 0.15, "clip_ratio_high": 0.15, "clip_ratio_c": 20},
+            {"type": "dppo", "divergence": "total_variation", "threshold": 0.15, "max_ratio": 20},
+        ),
+        (
+            {"policy_loss__loss_mode": "dppo_kl"},
+            {"type": "dppo", "divergence": "kl", "threshold": 0.2, "max_ratio": 3.0},
+        ),
+        (
+            {"policy_loss__loss_mode": "sapo", "tau_neg": 1.2},
+            {"type": "sapo", "temperature_positive": 1.0, "temperature_negative": 1.2},
+        ),
+        (
+            {"policy_loss__loss_mode": "clip_cov", "policy_loss__clip_cov_ub": 4.0},
+            {"type": "clip_cov", "clip_low": 0.2, "clip_high": 0.2, "fraction": 2e-4, "lowest": 1.0, "highest": 4.0},
+        ),
+        ({"policy_loss__loss_mode": "kl_cov"}, {"type": "kl_cov", "fraction": 2e-4, "coefficient": 0.1}),
+        ({"clip_ratio_high": 0.28}, {"type": "ppo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}),
+    ],
+)
+def test_losses_of_verl_keep_their_settings_and_their_defaults(
+    tmp_path: Path, given: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    made = of_verl(**{f"actor_rollout_ref__actor__{key}": value for key, value in given.items()})
+    assert setting(made, "algorithm.policy_loss") == expected
+    assert [left.key for left in made.left] == ["steps"]
+    (tmp_path / "recipe.yaml").write_text(made.text("x"))
+    load_recipe(tmp_path / "recipe.yaml")
+
+
+def test_advantages_of_verl_keep_their_settings() -> None:
+    of: Any = lambda name, **more: of_verl(algorithm__adv_estimator=name, **more)  # noqa: E731
+    with_baseline = setting(of("reinforce_plus_plus_baseline", algorithm__gamma=0.9), "algorithm.advantage")
+    assert with_baseline == {"type": "reinforce_pp", "group_baseline": True}, "which has no discount in verl"
+    discounted = setting(of("reinforce_plus_plus", algorithm__gamma=0.9), "algorithm.advantage")
+    assert discounted == {"type": "reinforce_pp", "discount": 0.9}
+    made = of("gdpo", algorithm__gdpo_reward_keys=["format", "accuracy"], algorithm__gdpo_reward_weights=[0.5, 1])
+    assert setting(made, "algorithm.advantage") == {"type": "gdpo"}
+    assert [left.key for left in made.left] == ["algorithm.gdpo_reward_keys", "steps"]
+    assert "one for each of format, accuracy, and name them in `reward`" in made.left[0].reason
+    assert not [left for left in of("grpo", algorithm__gdpo_reward_keys=["format"]).left if left.key != "steps"]
+
+
+def test_verl_gives_rewards_to_gdpo_as_they_are(tmp_path: Path) -> None:
+    given = {"use_kl_in_reward": True, "norm_adv_by_std_in_grpo": False, "adv_estimator": "gdpo"}
+    made = of_verl(
+        **{f"algorithm__{key}": value for key, value in given.items()},
+        reward_model__overlong_buffer__enable=True,
+        reward_model__overlong_buffer__len=64,
+        actor_rollout_ref__rollout__n=4,
+    )
+    assert {left.key for left in made.left} == {
+        "algorithm.use_kl_in_reward",
+        "algorithm.norm_adv_by_std_in_grpo",
+        "reward_model.overlong_buffer.enable",
+        "steps",
+    }
+    (tmp_path / "recipe.yaml").write_text(made.text("x"))
+    assert Run(tmp_path / "recipe.yaml").plan(2).nodes
+
+
+def test_keys_have_other_names_in_newer_releases_of_verl() -> None:
+    newer = {
+        "custom_reward_function": {"path": "my/score.py", "name": "grade"},
+        "reward_manager": {"name": "dapo"},
+        "reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 64, "penalty_factor": 0.5}},
+        "num_workers": 8,
+        "reward_model": {"enable": False, "rollout": {"seed": 42}},
+    }
+    whole = {f"reward__{key}": value for key, value in flat(newer)} | {"custom_reward_function__path": None}
+    made = of_verl(**whole)
+    assert setting(made, "reward") == {"my.score:grade": 1.0}
+    assert [left.key for left in made.left] == ["reward.reward_kwargs.overlong_buffer_cfg.enable", "steps"]
+    made = of_verl(reward__reward_model__enable=True, reward__reward_model__model_path="rm")
+    assert setting(made, "models.reward_model.path") == "rm"
+    assert guess({"reward.custom_reward_function.path": "my/score.py"}) == "verl"
+
+
+def flat(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found = []
+    for key, value in settings.items():
+        inner = flat(value) if isinstance(value, Mapping) else [("", value)]
+        found += [(f"{key}__{name}".removesuffix("__"), one) for name, one in inner]
+    return found
+
+
 @pytest.mark.parametrize("loss", trl.LOSSES)
 @pytest.mark.parametrize("level", trl.LEVELS)
 def test_every_loss_of_trl_gives_a_valid_recipe(tmp_path: Path, loss: str, level: str) -> None:
@@ -365,6 +454,8 @@ def test_other_parts_of_verl() -> None:
             "of an unknown number: set optimizer.warmup_updates",
         ),
         ("data__train_batchsize", 3, "did you mean data.train_batch_size?"),
+        ("actor_rollout_ref__actor__clip_ratio", 0.3, "verl takes clip_ratio_low and clip_ratio_high"),
+        ("reward__reward_manager__name", "prime", "there is no counterpart of prime"),
         ("trainer__total_epochs", 15, "100 is a placeholder: epochs x rows / batch.prompts_per_step"),
     ],
 )
@@ -551,6 +642,15 @@ def test_what_cannot_be_converted_is_refused(
     code, output = command(tmp_path, name, *words)
     assert code != 0
     assert message in output
+
+
+def test_keys_are_shown_whole_on_a_narrow_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    key = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
+    Path("a.yaml").write_text(f"actor_rollout_ref.model.path: m\ndata.train_files: t\n{key}: true\n")
+    output = CliRunner().invoke(app, ["convert", "a.yaml"]).output
+    cells = [line.split("│")[1].strip() for line in output.splitlines() if line.startswith("│")]
+    assert key in "".join(cells)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

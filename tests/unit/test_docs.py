@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import chdir
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,9 +18,12 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from tests.pages import BLOCK, PAGES, ROOT, Block, blocks, blocks_of
 
 import leaderless
 from leaderless import Run
+from leaderless.algorithms.advantages import ADVANTAGES
+from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.cli.main import app
 from leaderless.cli.simulate import world_sizes
 from leaderless.config import Recipe, load_recipe, load_section
@@ -29,13 +31,7 @@ from leaderless.config.source import Setting, apply_overrides, read_yaml
 from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.workflow import read_workflow
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")],
-    key=lambda path: path.relative_to(ROOT).parts,
-)
 MAX_IMAGE_BYTES = 300_000
-BLOCK = re.compile(r"(?:<!-- from: (?P<source>\S+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 NAMED_BY = {"models": "role", "layout": "node", "channels": "node"}
 ATTRIBUTES = {"batch.episode_ids", "batch.group_ids", "batch.ids", "batch.prompts"}
 """Attributes of a `Batch`, which only look like settings."""
@@ -46,36 +42,6 @@ CONTINUOUS = (
     *(f"layout.{node}.ranks=1" for node in ("reward", "old", "reference", "advantage", "policy")),
 )
 """Settings of a run that may follow another one."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A code block of a page."""
-
-    page: Path
-    line: int
-    language: str
-    text: str
-    source: str | None
-
-    def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
-
-
-def blocks_of(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    return [
-        Block(page, text.count("\n", 0, m.start()) + 1, m["language"], m["text"], m["source"])
-        for m in BLOCK.finditer(text)
-    ]
-
-
-def blocks(*languages: str) -> list[Block]:
-    """The code blocks of all pages, each text once: Chinese pages repeat those of English ones."""
-    found: dict[tuple[str, str], Block] = {}
-    for block in (block for page in PAGES for block in blocks_of(page) if block.language in languages):
-        found.setdefault((block.language, block.text), block)
-    return list(found.values())
 
 
 def prose_of(page: Path) -> str:
@@ -410,6 +376,13 @@ def test_differences_from_verl_are_those_that_were_measured() -> None:
         (name, shown(one["difference"]), f"{one['largest']:.2f}") for name, one in measured["formulas"].items()
     ]
     assert f"verl {measured['versions']['verl']} " in page
+
+
+def test_each_advantage_and_each_loss_is_in_the_table_to_choose_from() -> None:
+    page = (ROOT / "docs/algorithms/index.md").read_text(encoding="utf-8")
+    for kind, registered in (("advantage", ADVANTAGES), ("loss", POLICY_LOSSES)):
+        rows = re.findall(r"^\| (`.*?) \|", page.partition(f"\n| {kind} | ")[2].partition("\n\n")[0], re.M)
+        assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(registered)
 
 
 def test_pages_name_settings_that_exist() -> None:

@@ -18,6 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))
 
 from generate_gallery import Chart, _smoothed, _stride, draw_chart, with_evidence, with_gallery  # noqa: E402
+from generate_gdpo import _first_at, gdpo_pictures, with_gdpo  # noqa: E402
 from generate_markup import NO_RESULTS, between  # noqa: E402
 
 
@@ -104,3 +105,13 @@ def test_a_film_strip_shows_first_what_has_failed_before(tmp_path: Path) -> None
     page = picture([("before", played[0][0]), ("after", played[40][0])])
     assert page.size == (10 * SCALE + 2 * MARGIN, 2 * (5 * SCALE + LABEL + MARGIN) + MARGIN)
     assert page.convert("RGB").getpixel((MARGIN + 1, MARGIN + LABEL + 1)) == (255, 0, 0)
+
+
+def test_a_reward_is_learned_when_several_steps_in_a_row_reach_the_target() -> None:
+    assert _first_at([0.2, 0.95, 0.8, 0.9, 0.9, 1.0, 0.9, 0.91]) == "4"
+    assert _first_at([0.9] * 4) == "never"
+    page = with_gdpo((DOCS / "algorithms/gdpo.md").read_text(encoding="utf-8"))
+    rows = re.findall(r"^\| (GRPO|GDPO)[^|]*\| ([^|]+) \| ([^|]+) \|", page, re.M)
+    assert [name for name, *_ in rows] == ["GRPO", "GRPO", "GDPO"]
+    assert all(len(steps.split(", ")) == 3 for _, *both in rows for steps in both)
+    assert all(label in gdpo_pictures()["gdpo"] for label in ("GRPO", "GRPO, both in one scale", "GDPO"))

@@ -40,7 +40,7 @@ def convert(
     if made.left:
         table = Table(title="not taken over", title_justify="left")
         for title in ("key", "value", "why, and what to do"):
-            table.add_column(title)
+            table.add_column(title, overflow="fold")  # a key that is cut names nothing
         for left in made.left:
             table.add_row(escape(left.key), escape(str(left.value)), escape(left.reason))
         console.print(table)

@@ -67,8 +67,9 @@ def replay_episodes(
     episodes = RunEpisodes.of(target, overrides or [])
     steps = [one for one in episodes.steps(kind) if step in {None, one}]
     if not steps:
-        known = ", ".join(map(str, episodes.steps(kind))) or "none"
-        raise RecipeError.at("", f"{target} has no episodes of this {kind}; there are those of {known}")
+        known = ", ".join(map(str, episodes.steps(kind)))
+        remedy = f"there are those of {known}" if known else "none were played yet, or `run.kept_episodes` is 0"
+        raise RecipeError.at("", f"{target} has no episodes of this {kind}: {remedy}")
     try:
         if reward:
             _print_graded_again(episodes.regrade(steps, reward), episode)

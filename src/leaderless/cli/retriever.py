@@ -10,6 +10,7 @@ import typer
 
 from leaderless.cli.signals import ended_by_signals
 from leaderless.config import RecipeError
+from leaderless.config.packaged import how_to_install
 from leaderless.observability.console import print_line
 
 LOOPBACK = "127.0.0.1"
@@ -24,8 +25,7 @@ def retriever(
 ) -> None:
     """Find pages for programs on this machine, as Search-R1's server does at /retrieve, until Ctrl-C."""
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        remedy = "from a copy of the project, pip install --editable '.[serve,search]'"
-        raise RecipeError.at("", f"`leaderless retriever` needs more packages: {remedy}")
+        raise RecipeError.at("", f"`leaderless retriever` needs more packages: {how_to_install('serve', 'search')}")
     import asyncio
 
     from leaderless.environments.search.bm25 import open_pages

@@ -9,6 +9,7 @@ import typer
 
 from leaderless.cli.signals import ended_by_signals
 from leaderless.config import RecipeError
+from leaderless.config.packaged import how_to_install
 from leaderless.observability.console import print_line
 from leaderless.serve.port import TOKEN_VARIABLE
 from leaderless.worker.place import Place
@@ -70,8 +71,7 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
 def _check(token: str | None) -> None:
     """Refuse what is wrong before anything is loaded."""
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        remedy = "from a copy of the project, pip install --editable '.[serve]'"
-        raise RecipeError.at("", f"`leaderless serve` needs more packages: {remedy}")
+        raise RecipeError.at("", f"`leaderless serve` needs more packages: {how_to_install('serve')}")
     if Place.is_given() and Place.from_environment().world_size > 1:
         raise RecipeError.at("", "`leaderless serve` is one process: start it without torchrun")
     if token is not None and (not token.isascii() or not token.isprintable() or not token.strip() or " " in token):

@@ -10,6 +10,7 @@ import typer
 
 from leaderless.cli.plan import LAYOUT, with_layout
 from leaderless.config import Json, load_section
+from leaderless.config.packaged import find_packaged
 from leaderless.observability.console import console, print_json
 from leaderless.planner.auto.profile import read_profile
 from leaderless.planner.auto.show import print_predicted
@@ -41,7 +42,7 @@ def simulate(
         own = [] if prompts_per_rank is None else [f"batch.prompts_per_step={prompts_per_rank * size}"]
         runs[size] = Run(target, *settings, *own)
     if cluster is not None:
-        found = _estimates(runs, load_section(cluster, ClusterConfig), as_json=as_json)
+        found = _estimates(runs, load_section(find_packaged(cluster), ClusterConfig), as_json=as_json)
     else:
         assert profile is not None
         found = _predictions(runs, profile, as_json=as_json)

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from leaderless.config.errors import Problem, RecipeError
+from leaderless.config.packaged import with_packaged_files
 
 Setting = object
 """A value as YAML gives it: text, number, boolean, null, list or mapping."""
@@ -66,6 +67,7 @@ def read_yaml(path: Path) -> RecipeSource:
         raise RecipeError(
             [Problem(".".join(key), "is written twice; keep one", f"{path}:{line}") for key, line in twice]
         )
+    settings = with_packaged_files(path, settings)
     return RecipeSource(settings, {(): str(path)} | {key: f"{path}:{line}" for key, line, _ in keys})
 
 

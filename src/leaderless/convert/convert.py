@@ -134,6 +134,7 @@ def guess(values: Values) -> Framework:
 
 def _fit(values: Values, framework: Framework) -> tuple[int, int]:
     """How many keys of a configuration a framework has, and how many of them can be taken over."""
+    values = verl.with_names_of_rows(values)[0] if framework == "verl" else values
     rows = [row for row in TABLES[framework] if row.theirs in values]
     complete, num_taken = _complete(values, framework, 1), 0
     for row in rows:
@@ -163,6 +164,7 @@ def convert(values: Values, framework: Framework, workers: int = 1) -> Converted
         workers: Number of its processes, which TRL's batch sizes depend on.
     """
     rows = {row.theirs: row for row in TABLES[framework]}
+    values, given_as = verl.with_names_of_rows(values) if framework == "verl" else (values, {})
     complete = _complete(values, framework, workers)
     made, left, taken, needless = dict(BASE[framework]), list(_unknown(values, rows)), [], []
     for key, row in rows.items():
@@ -182,7 +184,9 @@ def convert(values: Values, framework: Framework, workers: int = 1) -> Converted
             left.append(Left(key, value, str(error)))
         else:
             taken += [key] if is_given else []
-    return Converted(_nested(_finished(made, values, framework, left)), taken, needless, left)
+    settings = _nested(_finished(made, values, framework, left))
+    left = [Left(given_as.get(one.key, one.key), one.value, one.reason) for one in left]
+    return Converted(settings, taken, needless, left)
 
 
 def _finished(
@@ -218,8 +222,6 @@ def _with_policy_loss(
 ) -> dict[str, Setting]:
     """Complete the loss of the policy, and leave out what it does not have."""
     loss = str(made.setdefault("algorithm.policy_loss.type", "ppo"))
-    if framework == "verl":
-        made.setdefault("algorithm.policy_loss.clip_high", made["algorithm.policy_loss.clip_low"])
     made = {
         key: one for key, one in made.items() if not key.startswith(_LOSS) or key.removeprefix(_LOSS) in _fields(loss)
     }
@@ -244,7 +246,7 @@ def _place(key: str, order: Sequence[str]) -> int:
 def _unknown(values: Values, rows: Mapping[str, Row]) -> Iterator[Left]:
     """Keys that no row is about, but for those that are off, that refer to another key, or that are machinery."""
     off = [] if values.get("algorithm.adv_estimator", "gae") == "gae" else ["critic."]
-    off += [] if values.get("reward_model.enable") else ["reward_model."]
+    off += [] if values.get("reward_model.enable") else ["reward_model.", "reward.reward_model."]
     for key, value in values.items():
         is_off = value is None or value is False or str(value).startswith("${") or key.startswith(tuple(off))
         if key not in rows and not is_off and not key.endswith("_target_") and not _MACHINERY.fullmatch(key):

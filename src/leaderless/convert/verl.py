@@ -1,4 +1,4 @@
-"""verl's configuration (`verl.trainer.main_ppo`, release 0.7) key by key."""
+"""verl's configuration (`verl.trainer.main_ppo`, releases 0.7 to 0.9) key by key."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ ESTIMATORS: Mapping[str, Made] = {
     "gae": {"workflow": "ppo", "algorithm.advantage.type": "gae"},
     "grpo": {"workflow": "grpo", "algorithm.advantage.type": "grpo"},
     "grpo_vectorized": {"workflow": "grpo", "algorithm.advantage.type": "grpo"},
+    "gdpo": {"workflow": "grpo", "algorithm.advantage.type": "gdpo"},
     "reinforce_plus_plus": {"workflow": "grpo", "algorithm.advantage.type": "reinforce_pp"},
+    "reinforce_plus_plus_baseline": {
+        "workflow": "grpo",
+        "algorithm.advantage.type": "reinforce_pp",
+        "algorithm.advantage.group_baseline": True,
+    },
     "rloo": {"workflow": "grpo", "algorithm.advantage.type": "rloo"},
     "rloo_vectorized": {"workflow": "grpo", "algorithm.advantage.type": "rloo"},
     "opo": {"workflow": "grpo", "algorithm.advantage.type": "opo"},
@@ -52,7 +58,13 @@ LOSSES: Mapping[str, Made] = {
         "cispo": "cispo",
         "sapo": "sapo",
     }.items()
+} | {
+    f"dppo_{name}": {"algorithm.policy_loss.type": "dppo", "algorithm.policy_loss.divergence": divergence}
+    for name, divergence in (("tv", "total_variation"), ("kl", "kl"))
 }
+_LOSS, _LOW, _HIGH = (f"{ACTOR}.{key}" for key in ("policy_loss.loss_mode", "clip_ratio_low", "clip_ratio_high"))
+_MANAGERS = {"naive", "dapo", "gdpo"}
+"""Ways to call rewards that give what the other settings say."""
 AGGREGATIONS: Mapping[str, Made] = {
     "token-mean": {"algorithm.aggregation": "token_mean"},
     "seq-mean-token-mean": {"algorithm.aggregation": "sequence_mean_token_mean"},
@@ -68,6 +80,27 @@ ENGINES: Mapping[str, Made] = {
 }
 MATH_REWARD = "leaderless.rewards.others:math_of_verl"
 """Reward for verl's rows without a custom function."""
+OTHER_NAMES: Mapping[str, str] = {
+    **{f"reward.{key}": key for key in ("custom_reward_function.path", "custom_reward_function.name")},
+    "reward.reward_model.enable": "reward_model.enable",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    **{
+        f"{section}.reward_kwargs.overlong_buffer_cfg.{key}": f"reward_model.overlong_buffer.{key}"
+        for section in ("reward", "reward_model")
+        for key in ("enable", "len", "penalty_factor")
+    },
+}
+"""Keys that another release has under the name of a row."""
+
+
+def with_names_of_rows(values: Values) -> tuple[Values, Mapping[str, str]]:
+    """The settings under the names that rows have, and for each of these the name that was given.
+
+    A whole configuration of verl has both names, of which one is null.
+    """
+    given = {theirs: name for name, theirs in OTHER_NAMES.items() if values.get(name) is not None}
+    renamed = {theirs: values[name] for theirs, name in given.items()}
+    return {key: value for key, value in values.items() if key not in OTHER_NAMES} | renamed, given
 
 
 def _path(value: Setting, key: str) -> str:
@@ -114,9 +147,61 @@ def _kl_in_loss(value: Setting, values: Values) -> Made:
     }
 
 
+def _clip_low(value: Setting, values: Values) -> Made:
+    """The lower bound, or of DPPO the threshold, which is one for both directions here."""
+    low, high = (number(one, key) for one, key in ((value, "clip_ratio_low"), (values[_HIGH], "clip_ratio_high")))
+    if str(values[_LOSS]).startswith("dppo_"):
+        if low != high:
+            raise NotTakenError(
+                f"DPPO has one threshold here, but clip_ratio_low={low:g} and clip_ratio_high={high:g}: set "
+                "algorithm.policy_loss.threshold"
+            )
+        return {"algorithm.policy_loss.threshold": low}
+    return {"algorithm.policy_loss.clip_low": low}
+
+
+def _clip(value: Setting, values: Values) -> Made:
+    """Nothing: verl itself takes the two bounds, which have defaults of their own."""
+    bounds = {number(values[_LOW], "clip_ratio_low"), number(values[_HIGH], "clip_ratio_high")}
+    if number(value, "clip_ratio") not in bounds:
+        raise NotTakenError(
+            "verl takes clip_ratio_low and clip_ratio_high, whose defaults are 0.2, and so does this recipe: correct "
+            "algorithm.policy_loss if you meant otherwise"
+        )
+    return {}
+
+
+def _largest_ratio(value: Setting, values: Values) -> Made:
+    key = "max_ratio" if str(values[_LOSS]).startswith("dppo_") else "dual_clip"
+    return {f"algorithm.policy_loss.{key}": number(value, "clip_ratio_c")}
+
+
+def _by_std(value: Setting, values: Values) -> Made:
+    if values["algorithm.adv_estimator"] == "gdpo" and not is_on(value):
+        raise NotTakenError("GDPO divides each reward by its deviation here")
+    return {"algorithm.advantage.normalize_by_std": is_on(value)}
+
+
+def _reward_keys(value: Setting, values: Values) -> Made:
+    if values["algorithm.adv_estimator"] != "gdpo" or value is None:
+        return {}
+    raise NotTakenError(
+        f"each reward is a function here: write one for each of {', '.join(texts(value))}, and name them in `reward`, "
+        "each with its weight, in place of the one that is there"
+    )
+
+
+def _reward_manager(value: Setting, _: Values) -> Made:
+    if str(value) not in _MANAGERS:
+        raise NotTakenError(f"there is no counterpart of {value}: name its function in `reward`")
+    return {}
+
+
 def _kl_in_reward(value: Setting, values: Values) -> Made:
     if not is_on(value):
         return {}
+    if values["algorithm.adv_estimator"] == "gdpo":
+        raise NotTakenError("gdpo compares the rewards without it, also in verl: set use_kl_loss")
     if is_on(values[f"{ACTOR}.use_kl_loss"]):
         raise NotTakenError("there is one penalty: use_kl_loss was taken, and use_kl_in_reward was not")
     kind = str(values["algorithm.kl_penalty"])
@@ -217,6 +302,8 @@ def _filter_groups(value: Setting, _: Values) -> Made:
 def _overlong(value: Setting, values: Values) -> Made:
     if not is_on(value):
         return {}
+    if values["algorithm.adv_estimator"] == "gdpo":
+        raise NotTakenError("gdpo compares the rewards without it, also in verl: make it one of the rewards")
     key = "reward_model.overlong_buffer"
     if number(values.get(f"{key}.penalty_factor", 1.0), "penalty_factor") != 1:
         raise NotTakenError("overlong_buffer.penalty_factor must be 1, by which the reward falls at most")
@@ -241,13 +328,19 @@ def _overlong_prompts(value: Setting, values: Values) -> Made:
     return {"data.overlong": "drop" if is_on(value) else "error"}
 
 
-def _only_gae(row: Row) -> Row:
-    """A row that matters with a critic alone."""
+def _only_with(row: Row, key: str, *names: str) -> Row:
+    """A row that matters with some values of another key alone."""
 
     def convert(value: Setting, values: Values) -> Made:
-        return row.made(value, values) if values["algorithm.adv_estimator"] == "gae" else {}
+        return row.made(value, values) if values[key] in names else {}
 
-    return Row(row.theirs, row.ours, row.default, row.meaning or "with `adv_estimator=gae`", convert)
+    said = ", ".join(f"`{key.rpartition('.')[2]}={name}`" for name in names)
+    return Row(row.theirs, row.ours, row.default, row.meaning or f"with {said}", convert)
+
+
+def _only_gae(row: Row) -> Row:
+    """A row that matters with a critic alone."""
+    return _only_with(row, "algorithm.adv_estimator", "gae")
 
 
 ROWS: tuple[Row, ...] = (
@@ -262,8 +355,20 @@ ROWS: tuple[Row, ...] = (
     as_name("algorithm.adv_estimator", "workflow, algorithm.advantage.type", ESTIMATORS, "gae", "the workflow, too"),
     Row("algorithm.filter_groups.enable", "workflow", convert=_filter_groups, meaning="true: `dapo`"),
     as_whole("algorithm.filter_groups.max_num_gen_batches", "algorithm.repeat.max_rounds"),
-    as_switch("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage.normalize_by_std"),
-    _only_gae(as_number("algorithm.gamma", "algorithm.advantage.discount", 1.0)),
+    Row("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage.normalize_by_std", convert=_by_std),
+    Row(
+        "algorithm.gdpo_reward_keys",
+        "reward",
+        meaning="a function of its own for each, with the advantage `gdpo`",
+        convert=_reward_keys,
+    ),
+    part("algorithm.gdpo_reward_weights", "reward", None, "the weight of each function"),
+    _only_with(
+        as_number("algorithm.gamma", "algorithm.advantage.discount", 1.0),
+        "algorithm.adv_estimator",
+        "gae",
+        "reinforce_plus_plus",
+    ),
     _only_gae(as_number("algorithm.lam", "algorithm.advantage.decay", 1.0)),
     Row("algorithm.use_kl_in_reward", "algorithm.kl", False, "with `kl_penalty` and `kl_ctrl`", _kl_in_reward),
     Row(
@@ -313,11 +418,31 @@ ROWS: tuple[Row, ...] = (
     ),
     part(f"{ACTOR}.ppo_epochs", "batch.epochs_per_step", 1, "and more updates"),
     as_whole(f"{ACTOR}.ppo_max_token_len_per_gpu", "batch.micro_batch_tokens"),
-    as_name(f"{ACTOR}.policy_loss.loss_mode", "algorithm.policy_loss.type", LOSSES, "vanilla", "`vanilla` is `ppo`"),
-    as_number(f"{ACTOR}.clip_ratio", "algorithm.policy_loss.clip_low", 0.2, "both, unless one of the next is given"),
-    as_number(f"{ACTOR}.clip_ratio_low", "algorithm.policy_loss.clip_low"),
-    as_number(f"{ACTOR}.clip_ratio_high", "algorithm.policy_loss.clip_high"),
-    as_number(f"{ACTOR}.clip_ratio_c", "algorithm.policy_loss.dual_clip", 3.0, "for the loss `vanilla`"),
+    as_name(
+        _LOSS, "algorithm.policy_loss.type", LOSSES, "vanilla", "`vanilla` is `ppo`; `dppo_tv`, `dppo_kl` are `dppo`"
+    ),
+    Row(f"{ACTOR}.clip_ratio", "algorithm.policy_loss", None, "nothing, as in verl: the next two count", _clip),
+    Row(_LOW, "algorithm.policy_loss.clip_low", 0.2, "`threshold` of `dppo`", _clip_low),
+    as_number(_HIGH, "algorithm.policy_loss.clip_high", 0.2),
+    Row(
+        f"{ACTOR}.clip_ratio_c",
+        "algorithm.policy_loss.dual_clip",
+        3.0,
+        "for the loss `vanilla`; `max_ratio` of `dppo`",
+        _largest_ratio,
+    ),
+    as_number(f"{ACTOR}.tau_pos", "algorithm.policy_loss.temperature_positive", 1.0, "for the loss `sapo`"),
+    as_number(f"{ACTOR}.tau_neg", "algorithm.policy_loss.temperature_negative", 1.05, "for the loss `sapo`"),
+    *(
+        _only_with(as_number(f"{ACTOR}.policy_loss.{theirs}", f"algorithm.policy_loss.{ours}", default), _LOSS, loss)
+        for loss, theirs, ours, default in (
+            ("clip_cov", "clip_cov_ratio", "fraction", 0.0002),
+            ("clip_cov", "clip_cov_lb", "lowest", 1.0),
+            ("clip_cov", "clip_cov_ub", "highest", 5.0),
+            ("kl_cov", "kl_cov_ratio", "fraction", 0.0002),
+            ("kl_cov", "ppo_kl_coef", "coefficient", 0.1),
+        )
+    ),
     as_name(f"{ACTOR}.loss_agg_mode", "algorithm.aggregation", AGGREGATIONS, "token-mean", ""),
     as_number(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coefficient", 0),
     Row(f"{ACTOR}.use_kl_loss", "algorithm.kl", False, "with `kl_loss_coef` and `kl_loss_type`", _kl_in_loss),
@@ -399,6 +524,8 @@ ROWS: tuple[Row, ...] = (
         *(f"critic.{name}" for name in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz")),
         *(f"critic.{name}" for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")),
     ),
+    Row("reward.reward_manager.name", "", None, "follows from the other settings", _reward_manager, is_needless=True),
+    *needless("`run.reward_processes`", "reward.num_workers"),
     *needless("there is no padding", f"{MODEL}.use_remove_padding"),
     *needless(
         "placed by the planner",

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from leaderless.config.packaged import how_to_install
+
 if TYPE_CHECKING:
     import av
 
@@ -25,8 +27,8 @@ def check_decoder() -> None:
     try:
         import av  # noqa: F401
     except ModuleNotFoundError as error:
-        remedy = "from a copy of the project, pip install --editable '.[lerobot]'"
-        raise ValueError(f"there is no package '{error.name}', which decodes videos: {remedy}") from error
+        text = f"there is no package '{error.name}', which decodes videos: {how_to_install('lerobot')}"
+        raise ValueError(text) from error
 
 
 def read_frames(file: Path, times: Sequence[float], size: tuple[int, int]) -> NDArray[np.uint8]:

@@ -10,6 +10,7 @@ from typing import cast
 from leaderless.config import Problem, RecipeError, nearest
 from leaderless.config.functions import is_function_name, load_callable
 from leaderless.config.loggers import LoggerConfig
+from leaderless.config.packaged import how_to_install
 from leaderless.loggers.protocol import Logger
 
 BUILT_IN: Mapping[str, str] = {
@@ -47,8 +48,7 @@ def find_logger(config: LoggerConfig, key: str) -> Callable[..., Logger]:
         hint = nearest(name, BUILT_IN)
         raise RecipeError.at(f"{key}.type", f"unknown logger '{name}'{hint}; a custom one is 'package.module:Class'")
     if name in BUILT_IN and find_spec(name) is None:
-        remedy = f"from a copy of the project, pip install --editable '.[{name}]'"
-        raise RecipeError.at(f"{key}.type", f"logger '{name}' needs its package: {remedy}")
+        raise RecipeError.at(f"{key}.type", f"logger '{name}' needs its package: {how_to_install(name)}")
     found = load_callable(BUILT_IN.get(name, name), f"{key}.type", "class")
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if not isinstance(found, type) or missing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from leaderless.config.packaged import how_to_install
 from leaderless.environments.programs.chat import Chat
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ def doorway_refusal() -> str | None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if not missing:
         return None
-    return f"needs the package {' and '.join(missing)}: from a copy of the project, pip install --editable '.[serve]'"
+    return f"needs the package {' and '.join(missing)}: {how_to_install('serve')}"
 
 
 class LazyDoorway:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaderless.config import RecipeError
+from leaderless.config.packaged import how_to_install
 from leaderless.environments.search.retriever import Hit, Page
 
 WORD = r"(?u)\b\w+\b"
@@ -35,8 +36,8 @@ class Bm25Retriever:
         if not pages:
             raise RecipeError.at("", "there are no pages to search: give at least one")
         if find_spec("bm25s") is None:
-            remedy = "pip install bm25s (from a copy of the project: pip install --editable '.[search]')"
-            raise RecipeError.at("", f"searching pages needs the package bm25s: {remedy}, or name a server's address")
+            remedy = f"{how_to_install('search')}, or name a server's address"
+            raise RecipeError.at("", f"searching pages needs the package bm25s: {remedy}")
         self._pages = pages
         self._index = _index_of([page.contents for page in pages])
 

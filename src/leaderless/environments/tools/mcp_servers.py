@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from leaderless.config import Json, RecipeError
 from leaderless.config.mcp import McpServerConfig
+from leaderless.config.packaged import how_to_install
 from leaderless.environments.tools.calls import Tool, WrongArgumentsError
 from leaderless.environments.tools.function_tool import ToolError
 from leaderless.environments.world import TOOL, Failure
@@ -47,8 +48,7 @@ class McpServers:
             RecipeError: The client library is missing, or a server does not answer.
         """
         if configs and find_spec("mcp") is None:
-            remedy = "from a copy of the project, pip install --editable '.[mcp]'"
-            raise RecipeError.at("environment.mcp", f"needs the package 'mcp': {remedy}")
+            raise RecipeError.at("environment.mcp", f"needs the package 'mcp': {how_to_install('mcp')}")
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._configs = configs
