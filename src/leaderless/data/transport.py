@@ -85,7 +85,7 @@ class ProcessGroup:
     hosts: Mapping[int, int] = field(default_factory=dict)
     activity: Activity = field(default_factory=Activity)
     timeout_s: float = math.inf
-    queued: deque[Queued] = field(default_factory=deque)
+    queued: deque[Queued] = field(default_factory=deque, repr=False, compare=False)
 
     @property
     def size(self) -> int:

@@ -48,7 +48,7 @@ NUMBER = "Call-Number"
 
 
 class _Answer(NamedTuple):
-    """The answer to a call with a number; None for a call without one."""
+    """The last answer, with the number of its call; None if the call had none."""
 
     number: str | None
     status: int
