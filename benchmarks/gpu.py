@@ -279,6 +279,10 @@ def training_rows(training: Results, speeds: Results | None) -> list[tuple[str, 
         ("operations that it has to do", f"{speed / 1e12:.0f} TFLOP/s{share}"),
         *compiled_row(training),
         ("of it the head", f"{training['head_s'] / training['forward_backward_s']:.0%}"),
+        (
+            "the head, in chunks of 2²⁵ and of 2²⁸ logits",
+            f"{1e3 * training['head_in_small_chunks_s']:.0f} ms, {1e3 * training['head_s']:.0f} ms",
+        ),
         ("an update with its optimizer step", f"{1e3 * training['step_s']:.0f} ms"),
         ("log-probs of a pass", f"{1e3 * training['log_probs_s']:.0f} ms"),
     ]

@@ -35,7 +35,8 @@ from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_l
 from leaderless.models.compiled_layers import compile_layers
 from leaderless.models.scoring import score_tokens
 from leaderless.planner import Layout
-from leaderless.planner.memory_parts import Memory
+from leaderless.planner.memory import estimate_memory
+from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Memory, Room
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.serving import Colocated
@@ -149,6 +150,7 @@ class Machine:
             optimizer=OptimizerConfig(),
             num_updates=100,
         )
+        engine.model.max_logits = LARGE_MAX_LOGITS  # as in a run with room for them
         try:
             yield engine
         finally:
@@ -371,7 +373,7 @@ def training(machine: Machine) -> Result:
 
         def add_gradients() -> None:
             for micro_batch in micro_batches:
-                trainer.forward(micro_batch, 1.0).log_probs.mean().backward()
+                trainer.forward(micro_batch, "value").log_probs.mean().backward()
 
         def update() -> None:
             add_gradients()
@@ -389,7 +391,7 @@ def training(machine: Machine) -> Result:
             compile_layers(trainer.model)
             compiled = machine.seconds(add_gradients)
             trainer.discard_gradient()
-    head = head_seconds(machine, num_scored)
+    small, head = (head_seconds(machine, num_scored, most) for most in (MAX_LOGITS, LARGE_MAX_LOGITS))
     flops = training_flops(preset, weights, num_tokens, num_scored)
     return {
         "tokens": num_tokens,
@@ -398,9 +400,10 @@ def training(machine: Machine) -> Result:
         "compiled_forward_backward_s": compiled,
         "log_probs_s": scoring,
         "head_s": head,
+        "head_in_small_chunks_s": small,
         "model_flops": flops,
         "peak_bytes": peak,
-        "planned_bytes": None if planned is None else planned.peak,
+        "planned_bytes": None if planned is None else planned.totals["policy trains"],
         "planned": None if planned is None else planned.to_json(),
     }
 
@@ -413,13 +416,18 @@ def training_flops(preset: Preset, weights: int, num_tokens: int, num_scored: in
     return 3 * (2 * (weights - head) * num_tokens + 2 * head * num_scored + attention)
 
 
-def head_seconds(machine: Machine, rows: int) -> float:
-    """Scoring of tokens by the head alone, forward and backward."""
+def head_seconds(machine: Machine, rows: int, max_logits: int) -> float:
+    """Scoring of tokens by the head alone, forward and backward, in chunks of a size."""
     preset = machine.preset
     head = torch.nn.Linear(preset.hidden, preset.vocabulary, bias=False, device=machine.device, dtype=machine.dtype)
     hidden = torch.randn(rows, preset.hidden, device=machine.device, dtype=machine.dtype, requires_grad=True)
     targets = torch.randint(0, preset.vocabulary, (rows,), device=machine.device)
-    return machine.seconds(lambda: score_tokens(hidden, head, targets, 1.0, "value")[0].sum().backward())
+
+    def score() -> None:
+        scores, _ = score_tokens(hidden, head, targets, 1.0, "value", max_logits=max_logits)
+        scores.sum().backward()
+
+    return machine.seconds(score)
 
 
 def planned_memory(machine: Machine, folder: str) -> Memory | None:
@@ -447,12 +455,13 @@ def planned_memory(machine: Machine, folder: str) -> Memory | None:
     path = Path(folder) / "recipe.yaml"
     path.write_text(json.dumps(recipe), encoding="utf-8")
     loaded = load_recipe(path, ()).recipe
-    memory = make_plan(loaded, resolve_workflow(loaded.workflow), Cluster(1)).memory
+    plan, room = make_plan(loaded, resolve_workflow(loaded.workflow), Cluster(1)), Room(max_logits=LARGE_MAX_LOGITS)
+    memory = estimate_memory(loaded, plan.instances, plan.channels, plan.sizes, preset.pass_tokens, room=room)
     return None if memory is None else (memory.cpu if machine.device.type == "cpu" else memory.accelerator)
 
 
 def weights(machine: Machine) -> Result:
-    """Packing all weights for an engine in another process: gathering, conversion, checksums."""
+    """Packing all weights for an engine in another process: gathering and conversion."""
     with machine.model_folder() as folder, machine.trainer(folder) as trainer:
         num_bytes = 0
 

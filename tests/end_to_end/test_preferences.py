@@ -26,10 +26,10 @@ from tests.tiny import tiny_model, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leaderless.config import RecipeError
-from leaderless.config.training import Whole
 from leaderless.data.dataset import make_batch
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
+from leaderless.planner.memory_parts import Room
 from leaderless.stages.preferences import score_sides
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.registry import make_train_engine
@@ -221,9 +221,9 @@ def test_the_reference_scores_once_and_its_model_is_gone(tmp_path: Path, monkeyp
     made: list[weakref.ref[object]] = []
     order: list[str] = []
 
-    def load(builder: process._Builder, keeps: Whole) -> None:
+    def load(builder: process._Builder, room: Room) -> None:
         order.append("policy")
-        load_roles(builder, keeps)
+        load_roles(builder, room)
 
     def make(backend: str, setup: EngineSetup) -> TrainEngine:
         order.append("reference")

@@ -21,10 +21,18 @@ from leaderless.data.transport import MESSAGES_AHEAD, ProcessGroup, Transport
 from leaderless.data.under_way import mark
 from leaderless.device import setup_device
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.products import _can_write_float32, bmm_in_float32, linear_in_float32
+from leaderless.models.products import (
+    _can_add_float32,
+    _can_write_float32,
+    add_product,
+    bmm_in_float32,
+    linear_in_float32,
+)
+from leaderless.models.scoring import score_tokens
 from leaderless.models.shared_prompts import Family, VarlenAttention, attention_over
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.observability.metrics import Metrics
+from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.lean_forward import forward_of
 from leaderless.rollout.native import NativeEngine
@@ -133,6 +141,31 @@ def test_bfloat16_is_multiplied_into_float32_on_cuda() -> None:
     for result in (linear_in_float32(rows, weight), bmm_in_float32(rows[None], weight.t()[None])[0]):
         assert result.dtype == torch.float32
         assert float((result.cpu() - expected).abs().max()) < 1e-3
+
+
+def test_products_are_added_to_float32_on_cuda() -> None:
+    """With `_can_add_float32`, in one kernel; without it in two, which torch may decide."""
+    generator = torch.Generator().manual_seed(0)
+    print(f"in one kernel: {_can_add_float32('cuda')}")
+    total, expected = torch.ones(64, 48, device="cuda"), torch.ones(64, 48, dtype=torch.float64)
+    for _ in range(64):
+        left, right = (torch.randn(n, m, generator=generator).to(torch.bfloat16) for n, m in ((32, 64), (32, 48)))
+        add_product(total, left.cuda().t(), right.cuda())
+        expected += left.double().t() @ right.double()
+    assert float((total.cpu() - expected).norm() / expected.norm()) < 1e-6
+
+
+def test_the_head_is_scored_in_large_chunks_as_in_small_ones_on_cuda() -> None:
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(64, 2000, bias=False, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(900, 64, generator=generator).to("cuda", torch.bfloat16).requires_grad_()
+    targets = torch.randint(0, 2000, (900,), generator=generator).cuda()
+    found = []
+    for max_logits in (2000 * 16, LARGE_MAX_LOGITS):
+        scores, entropies = score_tokens(hidden, head, targets, 0.7, "value", max_logits=max_logits)
+        found.append((scores, entropies, *torch.autograd.grad(scores.mean(), [hidden, head.weight])))
+    for small, large in zip(*found, strict=True):
+        assert float((small.float() - large.float()).norm() / large.float().norm()) < 5e-3
 
 
 @pytest.mark.parametrize("bias", [0, 60, 150])

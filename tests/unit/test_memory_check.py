@@ -17,6 +17,7 @@ from torch import Tensor
 from leaderless.config import RecipeError
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner.fit import MARGIN
+from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Room
 from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.worker import memory
 from leaderless.worker.memory import MemoryBounds, available_memory, check_memory
@@ -110,7 +111,7 @@ def test_ranks_keep_whole_what_fits_on_all_of_them(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(memory, "available_memory", lambda *_: mine)
         device, place = torch.device("cuda", 0), Place(0, 2, 0, 2)
         bounds = check_memory(recipe, plan, place, device, Pair(others), lambda _: None)  # type: ignore[arg-type]
-        return bounds.keeps
+        return bounds.room.keeps
 
     assert keeps(64 * GIB, 64 * GIB) == "all"
     assert keeps(64 * GIB, enough) == keeps(enough, 64 * GIB) == "nothing"
@@ -153,13 +154,16 @@ def test_freed_weights_go_back_to_the_system() -> None:
 
 
 def test_what_is_kept_whole_stays_as_it_was_when_the_run_began(tmp_path: Path) -> None:
-    directory, bounds = RunDirectory(tmp_path), MemoryBounds(GIB, is_cpu=False, pass_tokens=8, keeps="all")
-    less = replace(bounds, keeps="nothing")
-    assert bounds.as_begun(directory, Ranks(0, 2)).keeps == "all"
+    directory, much, little = RunDirectory(tmp_path), Room("all", LARGE_MAX_LOGITS), Room()
+    bounds = MemoryBounds(GIB, is_cpu=False, pass_tokens=8, room=much)
+    less = replace(bounds, room=little)
+    assert bounds.as_begun(directory, Ranks(0, 2)).room == much
     lower_limit(directory, "policy", 512)
-    assert less.as_begun(directory, Ranks(0, 2)).keeps == "all"
-    assert less.as_begun(directory, Ranks(1, 2, others=2)).keeps == "all", "as rank 0 has read"
-    assert less.as_begun(directory, Ranks(0, 4)).keeps == "nothing", "other ranks have other memory"
-    assert bounds.as_begun(directory, Ranks(0, 4)).keeps == "nothing"
+    assert less.as_begun(directory, Ranks(0, 2)).room == much
+    assert less.as_begun(directory, Ranks(1, 2, others=2)).room == Room("all", 2), "as rank 0 has read"
+    assert less.as_begun(directory, Ranks(0, 4)).room == little, "other ranks have other memory"
+    assert bounds.as_begun(directory, Ranks(0, 4)).room == little
     assert read_limits(directory) == {"policy": 512}
-    assert replace(bounds, is_cpu=True).as_begun(directory, Ranks(0, 2)).keeps == "all"
+    assert replace(bounds, is_cpu=True).as_begun(directory, Ranks(0, 2)).room == much
+    directory.limits.write_text('{"keep_whole": {"2": "weights"}}')  # of a run that began with an earlier version
+    assert bounds.as_begun(directory, Ranks(0, 2)).room == Room("weights", MAX_LOGITS)

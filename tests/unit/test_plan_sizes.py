@@ -14,7 +14,7 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.planner import Cluster, make_plan, memory
 from leaderless.planner.fit import MARGIN, Fit, fit_plan
-from leaderless.planner.memory_parts import format_bytes
+from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Room, format_bytes
 from leaderless.planner.model_size import FAMILIES, read_model_size
 from leaderless.workflow import load_recipe, resolve_workflow
 
@@ -439,15 +439,38 @@ def test_logits_are_held_in_chunks(tmp_path):
     for tokens in (1024, 65536):
         estimate = estimate_of("grpo", 1, large, batch={**MANY, "micro_batch_tokens": tokens})
         sizes.append([kind.phases["policy trains"]["logits"] for kind in (estimate.cpu, estimate.accelerator)])
-    kept = [memory.MAX_LOGITS // memory.CPU_MAX_LOGITS * memory.CPU_MAX_LOGITS, memory.MAX_LOGITS]
-    assert sizes == [[12 * memory.CPU_MAX_LOGITS + 4 * kept[0], 12 * memory.MAX_LOGITS + 4 * kept[1]]] * 2
+    kept = [MAX_LOGITS // memory.CPU_MAX_LOGITS * memory.CPU_MAX_LOGITS, MAX_LOGITS]
+    assert sizes == [[12 * memory.CPU_MAX_LOGITS + 4 * kept[0], 12 * MAX_LOGITS + 4 * kept[1]]] * 2
     assert memory_of("grpo", 1, large).phases["policy trains"]["gradient of the head"] == 200_000 * 64 * 4
+
+
+def test_chunks_of_logits_are_large_where_accelerators_have_room(tmp_path):
+    """At Qwen2.5's vocabulary, chunks of 220 tokens would read and write the gradient of the head 75 times a pass."""
+    sections = {
+        "models": {"policy": write_model(tmp_path / "large", vocab_size=151_936)},
+        "batch": {**MANY, "micro_batch_tokens": 16384},
+    }
+    recipe, plan = make_recipe(**sections), plan_of("grpo", 1, **sections)
+
+    def logits(room=None, kind="accelerator"):
+        estimate = memory.estimate_memory(recipe, plan.instances, [], plan.sizes, 16384, room=room)
+        return getattr(estimate, kind).phases["policy trains"]["logits"]
+
+    large = Room(max_logits=LARGE_MAX_LOGITS)
+    assert logits() == logits(Room()) == (12 + 4) * MAX_LOGITS
+    assert logits(large) == (12 + 4) * LARGE_MAX_LOGITS
+    assert logits(large, "cpu") == logits(kind="cpu")
+    least = int(plan.memory.accelerator.peak / MARGIN) + 1
+    more = least + int(16 * (LARGE_MAX_LOGITS - MAX_LOGITS) / MARGIN) + 1
+    assert fit_plan(recipe, plan, least, is_cpu=False).room.max_logits == MAX_LOGITS
+    assert fit_plan(recipe, plan, more, is_cpu=False).room.max_logits == LARGE_MAX_LOGITS
+    assert fit_plan(recipe, plan, more, is_cpu=True).room == Room()
 
 
 def test_the_constants_are_those_of_the_code_that_they_describe():
     scoring = pytest.importorskip("leaderless.models.scoring")
     cache = pytest.importorskip("leaderless.rollout.kv_cache")
-    assert (scoring.CHUNK_ELEMENTS, scoring.CPU_CHUNK_ELEMENTS) == (memory.MAX_LOGITS, memory.CPU_MAX_LOGITS)
+    assert (scoring.CHUNK_ELEMENTS, scoring.CPU_CHUNK_ELEMENTS) == (MAX_LOGITS, memory.CPU_MAX_LOGITS)
     weights = pytest.importorskip("leaderless.weights.route")
     assert cache.SMALLEST_SLOT == memory.SMALLEST_SLOT
     assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
@@ -569,7 +592,7 @@ def fit(model, available, workflow="grpo", **sections):
 
 def test_auto_begins_with_passes_that_fit(model):
     sizes = [fit(model, gigabytes << 30) for gigabytes in (64, 1)]
-    assert sizes[0] == Fit(16384, keeps="all")
+    assert sizes[0] == Fit(16384, room=Room("all", LARGE_MAX_LOGITS))
     assert 1024 <= sizes[1].pass_tokens < 16384
     assert 16384 % sizes[1].pass_tokens == 0
     recipe = {"batch": {**MANY, "micro_batch_tokens": sizes[1].pass_tokens}}
@@ -593,10 +616,10 @@ def test_ranks_keep_whole_what_the_memory_has_room_for(model):
     assert (begins["gradients"], ends["gradients"]) == (COUNT, 4 * COUNT), "of a quarter in float32, and of all"
     recipe, plan = make_recipe(**sections), plan_of("grpo", 4, **sections)
     for least, expected in ((nothing, "nothing"), (weights, "weights"), (everything, "all")):
-        assert fit_plan(recipe, plan, int(least.peak / MARGIN) + 1, is_cpu=False).keeps == expected
-        assert fit_plan(recipe, plan, 64 << 30, is_cpu=True).keeps == "nothing"
+        assert fit_plan(recipe, plan, int(least.peak / MARGIN) + 1, is_cpu=False).room.keeps == expected
+        assert fit_plan(recipe, plan, 64 << 30, is_cpu=True).room == Room()
     changing = make_recipe(**sections, schedule={"replan_every_steps": 1})
-    assert fit_plan(changing, plan, 64 << 30, is_cpu=False).keeps == "nothing"
+    assert fit_plan(changing, plan, 64 << 30, is_cpu=False).room == Room()
 
 
 def test_what_cannot_fit_is_hopeless_and_says_what_it_holds(model):

@@ -8,7 +8,15 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from leaderless.models import products
-from leaderless.models.products import BLOCK, FEW, LARGE, bmm_in_float32, linear_for_few, linear_in_float32
+from leaderless.models.products import (
+    BLOCK,
+    FEW,
+    LARGE,
+    add_product,
+    bmm_in_float32,
+    linear_for_few,
+    linear_in_float32,
+)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, FEW, FEW + 1])
@@ -71,3 +79,65 @@ def test_blocks_pass_gradients() -> None:
     ]
     for gradient, expected in zip(*results, strict=True):
         torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-4)
+
+
+def exact(left: Tensor, right: Tensor) -> Tensor:
+    """What a kernel writes that multiplies half precision into float32."""
+    return (left.double() @ right.double()).float()
+
+
+@pytest.fixture(params=["in one kernel", "in two", "rounded"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Kernels that a device has."""
+
+    def mm(left: Tensor, right: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        assert (out_dtype, request.param) == (torch.float32, "in two")
+        return exact(left, right)
+
+    def addmm(total: Tensor, left: Tensor, right: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        assert (out_dtype, request.param) == (torch.float32, "in one kernel")
+        assert total is out, "in place"
+        return out.add_(exact(left, right))
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(products, "_can_write_float32", lambda _: request.param != "rounded")
+    monkeypatch.setattr(products, "_can_add_float32", lambda _: request.param == "in one kernel")
+    return str(request.param)
+
+
+def test_a_sum_of_products_has_the_precision_of_its_total(kernels: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pairs = [
+        [torch.randn(n, m, generator=generator).to(torch.bfloat16) for n, m in ((24, 64), (64, 40))] for _ in range(64)
+    ]
+    total = torch.ones(24, 40)
+    for left, right in pairs:
+        add_product(total, left, right)
+    expected = 1 + sum(left.double() @ right.double() for left, right in pairs)
+    error = float((total - expected).norm() / expected.norm())
+    assert error < (1e-6 if kernels != "rounded" else 3e-3)
+    assert (error < 1e-5) == (kernels != "rounded"), "what rounding each product would cost"
+
+
+def test_a_product_is_added_to_a_total_of_its_own_type() -> None:
+    total, left, right = (torch.randn(n, m, dtype=torch.float64) for n, m in ((3, 5), (3, 2), (2, 5)))
+    expected = total + left @ right
+    add_product(total, left, right)
+    torch.testing.assert_close(total, expected)
+
+
+def test_the_trial_of_a_kernel_ends_with_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, the operation is missing; a kernel that rounds the total to bfloat16 is not used."""
+    monkeypatch.setattr(products, "_can_write_float32", lambda _: True)
+    trial = products._can_add_float32.__wrapped__
+    assert not trial("cpu")
+
+    def answering(digits: torch.dtype) -> bool:
+        def addmm(total: Tensor, left: Tensor, right: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+            return out.copy_((total + exact(left, right)).to(digits))
+
+        monkeypatch.setattr(torch, "addmm", addmm)
+        return bool(trial("cpu"))
+
+    assert (answering(torch.float32), answering(torch.bfloat16)) == (True, False)

@@ -15,6 +15,7 @@ from leaderless.config.training import Whole
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Transport
 from leaderless.planner import Cluster, RoleInstance, make_plan
+from leaderless.planner.memory_parts import Room
 from leaderless.stages.context import ModelRole
 from leaderless.training.engine import EngineSetup, Trainable
 from leaderless.worker import roles
@@ -40,7 +41,7 @@ def test_ranks_keep_whole_what_the_recipe_says_or_has_room(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, object], expected: Whole
 ) -> None:
     def make(_: str, setup: EngineSetup) -> None:
-        raise MadeError(setup.keeps, setup.seed, setup.compiles)
+        raise MadeError(setup.keeps, setup.seed, setup.compiles, setup.max_logits)
 
     monkeypatch.setattr(roles, "make_train_engine", make)
     monkeypatch.setattr(roles, "check_policy", lambda *_: None)
@@ -48,8 +49,8 @@ def test_ranks_keep_whole_what_the_recipe_says_or_has_room(
     transport, turns = cast("Transport", nothing), cast("Turns", SimpleNamespace(device=torch.device("cpu")))
     recipe, plan = make_recipe(seed=7, **sections), plan_of("grpo", seed=7, **sections)
     with pytest.raises(MadeError) as made:
-        Roles(recipe, plan, transport, turns, cast("Tokenizer", None), Path(), print, "weights")
-    assert made.value.args == (expected, 7, recipe.as_seen_by("policy").training.compile)
+        Roles(recipe, plan, transport, turns, cast("Tokenizer", None), Path(), print, Room("weights", 99))
+    assert made.value.args == (expected, 7, recipe.as_seen_by("policy").training.compile, 99)
 
 
 def test_a_role_whose_engine_is_to_be_shared_leaves_the_one_of_its_own() -> None:

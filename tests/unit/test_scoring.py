@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from leaderless.models import scoring
+from leaderless.models import products, scoring
 from leaderless.models.scoring import Entropy, score_tokens
+from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
 
 ROWS, HIDDEN, VOCABULARY = 23, 12, 30
 CHUNK = 4 * VOCABULARY
@@ -98,3 +101,59 @@ def test_an_unlikely_token_keeps_its_log_probability_and_a_sure_one_its_gradient
     (grad,) = torch.autograd.grad(scores.sum(), hidden)
     logit = (hidden * head.weight[0]).float()
     assert grad.item() == pytest.approx(200 * torch.sigmoid(-logit).item(), rel=0.02)
+
+
+class HeadTraffic(TorchDispatchMode):
+    """Counts bytes of tensors of one shape that operations read and write."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.num_bytes = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        if not getattr(func, "is_view", False):
+            for side in ((args, kwargs), result):  # what is changed in place is read and written
+                tensors = {id(leaf): leaf for leaf in pytree.tree_leaves(side) if isinstance(leaf, Tensor)}
+                counted = (leaf for leaf in tensors.values() if tuple(leaf.shape) == self.shape)
+                self.num_bytes += sum(leaf.nbytes for leaf in counted if leaf.dtype == torch.float32)
+        return result
+
+
+def test_large_chunks_move_the_gradient_of_the_head_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2.5 at 1.5B, with 12,288 scored tokens in a pass; nothing is computed."""
+    rows, hidden_size, vocabulary = 12_288, 1536, 151_936
+    monkeypatch.setattr(products, "_can_write_float32", lambda _: True)
+    monkeypatch.setattr(products, "_can_add_float32", lambda _: True)
+    addmm = torch.addmm
+
+    def in_place(total: Tensor, *factors: Tensor, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        assert total is out
+        assert out_dtype == torch.float32
+        return addmm(total, *(factor.float() for factor in factors), out=out)
+
+    monkeypatch.setattr(torch, "addmm", in_place)
+    with torch.device("meta"):
+        head = nn.Linear(hidden_size, vocabulary, bias=False, dtype=torch.bfloat16)
+        hidden = torch.empty(rows, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.empty(rows, dtype=torch.int64)
+    gigabytes = []
+    for max_logits in (None, LARGE_MAX_LOGITS):
+        scores, _ = score_tokens(hidden, head, targets, 1.0, "value", max_logits=max_logits)
+        with HeadTraffic((vocabulary, hidden_size)) as traffic:
+            scores.sum().backward()
+        gigabytes.append(traffic.num_bytes / 1e9)
+    assert gigabytes[0] > 100
+    assert 10 < gigabytes[1] < 16
+
+
+@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
+def test_scores_do_not_depend_on_the_chunks(entropy: Entropy) -> None:
+    hidden, head, targets = inputs(bias=True, dtype=torch.bfloat16)
+    found = []
+    for max_logits in (1, 3 * VOCABULARY, 100 * VOCABULARY, None):
+        results = score_tokens(hidden, head, targets, 0.7, entropy, max_logits=max_logits)
+        found.append((*results, *torch.autograd.grad(results[0].sum(), [hidden, head.weight])))
+    for other in found[1:]:
+        for place, (value, expected) in enumerate(zip(other, found[0], strict=True)):
+            torch.testing.assert_close(value, expected, atol=1e-5 if place < 3 else 0.06, rtol=1e-5)

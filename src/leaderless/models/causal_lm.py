@@ -39,7 +39,13 @@ class TokenOutputs:
 
 
 class CausalLM(Decoder):
-    """A language model of `transformers` for packed sequences."""
+    """A language model of `transformers` for packed sequences.
+
+    Attributes:
+        max_logits: Most logits that are computed at a time for scores; None for what any device can hold.
+    """
+
+    max_logits: int | None = None
 
     def forward(
         self,
@@ -68,7 +74,8 @@ class CausalLM(Decoder):
         offsets = self.offsets
         if part is not None:
             hidden, offsets = copied(hidden, part.peers), part.of(offsets)
-        return TokenOutputs(*score_tokens(hidden, self.head, targets, temperature, entropy, part, offsets))
+        how = temperature, entropy, part, offsets, self.max_logits
+        return TokenOutputs(*score_tokens(hidden, self.head, targets, *how))
 
     @property
     def head(self) -> nn.Linear:

@@ -68,6 +68,21 @@ def bmm_in_float32(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left.float(), right.float())
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the product of [n, k] and [k, m] to a total, [n, m], in place, and in one kernel where there is one.
+
+    To a total in float32, an accelerator adds products of half precision that are not rounded to it.
+    """
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif _can_add_float32(total.device.type):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    elif _can_write_float32(total.device.type):
+        total += torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        total += left @ right
+
+
 @cache
 def _can_write_float32(device_type: str) -> bool:
     """Try whether kernels on a device multiply bfloat16 matrices and write float32."""
@@ -80,3 +95,17 @@ def _can_write_float32(device_type: str) -> bool:
     except RuntimeError:  # not there for this kind of device, or this library
         return False
     return True
+
+
+@cache
+def _can_add_float32(device_type: str) -> bool:
+    """Try whether a kernel on a device multiplies bfloat16 matrices and adds them to float32, in place."""
+    if not _can_write_float32(device_type):
+        return False
+    matrix, total = (torch.full((16, 16), one, device=device_type) for one in (1.0, 2.0**-10))
+    matrix = matrix.to(torch.bfloat16)
+    try:
+        torch.addmm(total, matrix, matrix, out_dtype=torch.float32, out=total)
+        return bool((total == 16 + 2.0**-10).all())  # in bfloat16 the sum would be 16
+    except (RuntimeError, TypeError):  # as above, or the total has to be bfloat16, as in torch 2.8
+        return False

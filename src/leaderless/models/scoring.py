@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from leaderless.models.products import linear_in_float32
+from leaderless.models.products import add_product, linear_in_float32
 from leaderless.models.vocabulary import VocabularyPart
 
 Entropy = Literal["none", "value", "gradient"]
 """Whether entropies are computed, and whether the loss depends on them."""
 CHUNK_ELEMENTS = 1 << 25
-"""Most logits of one chunk, and most probabilities that are kept for the backward pass."""
+"""Most logits of one chunk, and most probabilities that are kept for the backward pass, unless there is more room."""
 CPU_CHUNK_ELEMENTS = 1 << 21
 """Most logits of one chunk in float32 on a CPU, so that it stays in the cache."""
 
@@ -65,6 +65,7 @@ def score_tokens(
     entropy: Entropy,
     part: VocabularyPart | None = None,
     offsets: Tensor | None = None,
+    max_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute [R] log-probabilities of tokens, and [R] entropies of the distributions they were drawn from.
 
@@ -72,16 +73,18 @@ def score_tokens(
     tokens, or [R] float32, above 0. Results are at least float32; without entropies the latter are [0]. Where the head
     has a part of the words only, so has each of the ranks with the others, and together they compute the same results.
     A gradient of the hidden states is an addend of each rank then. To the logits, offsets [vocabulary] may be added in
-    place of a bias of the head.
+    place of a bias of the head. A chunk has at most `max_logits`, and as many probabilities are kept, by default
+    `CHUNK_ELEMENTS`. The gradient of the head is read and written once for each chunk.
     """
     vocabulary = head.weight.shape[0]
     # Where weights are converted to float32 for each chunk, large chunks are the faster ones.
     is_small = hidden.device.type == "cpu" and hidden.dtype.itemsize >= 4
-    rows = max(1, (CPU_CHUNK_ELEMENTS if is_small else CHUNK_ELEMENTS) // vocabulary)
+    most = CHUNK_ELEMENTS if max_logits is None else max_logits
+    rows = max(1, (CPU_CHUNK_ELEMENTS if is_small else most) // vocabulary)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(torch.promote_types(hidden.dtype, torch.float32))
     is_training = torch.is_grad_enabled()
-    num_kept = CHUNK_ELEMENTS // (rows * vocabulary) if is_training and entropy != "gradient" else 0
+    num_kept = most // (rows * vocabulary) if is_training and entropy != "gradient" else 0
     are_here = None
     if part is not None:
         targets, are_here = part.locate(targets)
@@ -155,18 +158,18 @@ class _Scores(torch.autograd.Function):
             else:
                 logits = _scaled_logits(hidden, weight, ctx.bias, settings, chunk)
                 log_p = logits.sub_(normalizers[chunk].unsqueeze(1))
-                slope = log_p.exp()
                 if settings.entropy == "gradient":
-                    bend = slope * (log_p + entropies[chunk].unsqueeze(1)) * grad_entropies[chunk].unsqueeze(1)
-                    slope = settings.slope(slope, targets, chunk).mul_(grad_log_probs[chunk].unsqueeze(1)) + bend
+                    slope, bend = log_p.exp(), log_p.add_(entropies[chunk].unsqueeze(1))
+                    bend.mul_(slope).mul_(grad_entropies[chunk].unsqueeze(1))
+                    slope = settings.slope(slope, targets, chunk).mul_(grad_log_probs[chunk].unsqueeze(1)).add_(bend)
                     factor = torch.zeros_like(factor) - 1 / divisor
                 else:
-                    slope = settings.slope(slope, targets, chunk)
+                    slope = settings.slope(log_p.exp_(), targets, chunk)
                 slope = slope.to(hidden.dtype)
             factors = factor.to(hidden.dtype).unsqueeze(1)
             torch.mul(slope @ weight, factors, out=grad_hidden[chunk])
             if grad_weight is not None:
-                _add_product(grad_weight, slope.t(), hidden[chunk] * factors)
+                add_product(grad_weight, slope.t(), hidden[chunk] * factors)
             if grad_bias is not None:
                 grad_bias += (slope.t() @ factors).squeeze(1)
         return (
@@ -191,11 +194,3 @@ def _softmax(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # The probability of the likeliest token is never rounded to 0.
     normalizers = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
     return probabilities, normalizers, logits.gather(1, targets).squeeze(1)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to a total."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from leaderless.config import Recipe
 from leaderless.config.training import Whole
 from leaderless.planner.make_plan import longest_part
 from leaderless.planner.memory import estimate_memory
-from leaderless.planner.memory_parts import COMMANDS, Memory, format_bytes
+from leaderless.planner.memory_parts import COMMANDS, LARGE_MAX_LOGITS, Memory, Room, format_bytes
 from leaderless.planner.plan import Plan
 
 MARGIN = 0.85
@@ -23,29 +23,27 @@ class Fit:
         pass_tokens: Most tokens of one pass to begin with.
         problem: Reason why it does not fit, or only just, and settings to lower; empty if there is room.
         is_hopeless: Whether not even passes of one sample and one sequence at a time would fit.
-        keeps: Meaning of `training.keep_whole: auto`.
+        room: What is left is used for.
     """
 
     pass_tokens: int
     problem: str = ""
     is_hopeless: bool = False
-    keeps: Whole = "nothing"
+    room: Room = field(default_factory=Room)
 
 
 def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit:
     """Compare the estimate of a plan with what there is.
 
-    With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits. What is left then may
-    go into what ranks keep whole. A plan with a model of unknown size is taken to fit. `available` are the bytes that
-    each rank may use.
+    With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits. What is left then goes
+    into large chunks of logits, and into what ranks keep whole. A plan with a model of unknown size is taken to fit.
+    `available` are the bytes that each rank may use.
     """
     tokens = plan.batch.micro_batch_tokens
     longest = longest_part(recipe, plan.instances)
 
-    def memory(pass_tokens: int, sequences: int | None = None, keeps: Whole = "nothing") -> Memory:
-        estimate = estimate_memory(
-            recipe, plan.instances, plan.channels, plan.sizes, pass_tokens, sequences, keeps=keeps
-        )
+    def memory(pass_tokens: int, sequences: int | None = None, room: Room | None = None) -> Memory:
+        estimate = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, pass_tokens, sequences, room=room)
         assert estimate is not None, "checked before"
         return estimate.cpu if is_cpu else estimate.accelerator
 
@@ -59,9 +57,15 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit
     if expected.peak > MARGIN * available:
         return Fit(tokens, _shortage(recipe, plan, expected, tokens, available))
     # On the CPU ranks share the memory through which they send, and under another plan there may be less room.
-    may_keep: tuple[Whole, ...] = () if is_cpu or recipe.schedule.replan_every_steps else ("all", "weights")
-    fitting = (keeps for keeps in may_keep if memory(tokens, keeps=keeps).peak <= MARGIN * available)
-    return Fit(tokens, keeps=next(fitting, "nothing"))
+    if is_cpu or recipe.schedule.replan_every_steps:
+        return Fit(tokens)
+
+    def fits(room: Room) -> bool:
+        return memory(tokens, room=room).peak <= MARGIN * available
+
+    room, kinds = Room(max_logits=LARGE_MAX_LOGITS), tuple[Whole, ...](("all", "weights"))
+    room = room if fits(room) else Room()
+    return Fit(tokens, room=next(filter(fits, (replace(room, keeps=kind) for kind in kinds)), room))
 
 
 def _shortage(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None, available: int) -> str:

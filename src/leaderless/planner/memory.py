@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from leaderless.config import Recipe
-from leaderless.config.training import Whole
 from leaderless.environments.registry import environment_class
 from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
@@ -17,17 +16,17 @@ from leaderless.planner.memory_parts import (
     COMMUNICATION_BYTES,
     CONTEXT_BYTES,
     LIBRARIES_BYTES,
+    MAX_LOGITS,
     MIB,
     WRITE_BYTES,
     Memory,
     MemoryEstimate,
+    Room,
 )
 from leaderless.planner.model_memory import FLOAT32_BYTES, Guest, ModelMemory, number_bytes
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import Channel, RoleInstance, answering
 
-MAX_LOGITS = 1 << 25
-"""Logits of one chunk, and the most that are kept for the backward pass: `leaderless.models.scoring` has the same."""
 CPU_MAX_LOGITS = 1 << 21
 """Logits of one chunk on a CPU."""
 CPU_PASS_TOKENS = 2048
@@ -50,7 +49,7 @@ def estimate_memory(
     pass_tokens: int,
     max_sequences: int | None = None,
     among: Sequence[int] | None = None,
-    keeps: Whole = "nothing",
+    room: Room | None = None,
 ) -> MemoryEstimate | None:
     """Estimate the bytes on the rank that holds most, of all or `among` some.
 
@@ -63,11 +62,11 @@ def estimate_memory(
     asynchronous checkpoint is written from a copy, in host memory, that is kept for the next one; what is in flight in
     a channel is there too, on the ranks that push it, and new weights wait there where an engine takes them between
     two tokens. A pass has at most `pass_tokens`; at most `max_sequences` are
-    decoded at the same time, by default what the recipe allows each role. With `training.keep_whole: auto` ranks keep
-    what `keeps` says.
+    decoded at the same time, by default what the recipe allows each role. What ranks use `room` for is counted, too.
     """
     if recipe.body is not None:
         return estimate_body_memory(recipe, instances, pass_tokens, among)
+    room = room or Room()
     models, is_evaluated = list[list[ModelMemory]](), bool(recipe.evaluation.every_steps)
     for instance in instances:
         size, config = sizes.get(instance.role), recipe.model_of(instance.role)
@@ -85,7 +84,7 @@ def estimate_memory(
         part = size.part(tp, instance.layout.ep if backend.keeps_parts else 1)
         parts = [part.stage(pp, stage) for stage in range(pp)]
         kept = own.training.keep_whole
-        whole = "nothing" if not backend.gathers_layers else keeps if kept == "auto" else kept
+        whole = "nothing" if not backend.gathers_layers else room.keeps if kept == "auto" else kept
         common = config, width, shards, own.rollout, generates, is_shared, guest, whole
         models.append([ModelMemory(instance, size, part, pp - stage, *common) for stage, part in enumerate(parts)])
     if not models:
@@ -103,7 +102,7 @@ def estimate_memory(
     )
 
     def fullest(*, is_cpu: bool) -> Memory:
-        bounds = pass_tokens, max_sequences
+        bounds = pass_tokens, max_sequences, MAX_LOGITS if is_cpu else room.max_logits
         estimates = (
             _Rank(recipe, [models[i][stage] for i, stage in own], everywhere, sent, *bounds, is_cpu).memory()
             for own, sent in ((own, [channels[i] for i in pushed]) for own, pushed in held)
@@ -126,6 +125,7 @@ class _Rank:
     pushed: Sequence[Channel]
     pass_tokens: int
     max_sequences: int | None
+    max_logits: int
     is_cpu: bool
 
     def memory(self) -> Memory:
@@ -334,7 +334,7 @@ class _Rank:
         gradients, num_held = model.gradient_bytes(), min(model.num_ahead, num_passes)
         gathered, embedding = model.gathered_bytes(), size.vocab_size * size.hidden_size
         chunk = self._chunk(size, tokens)
-        logits = chunk * 3 * FLOAT32_BYTES + min(tokens * size.vocab_size, MAX_LOGITS // chunk * chunk) * width
+        logits = chunk * 3 * FLOAT32_BYTES + min(tokens * size.vocab_size, self.max_logits // chunk * chunk) * width
         head = embedding * FLOAT32_BYTES + (embedding * width if width != FLOAT32_BYTES else 0)
         yield {
             "gathered weights": gathered,
@@ -380,7 +380,8 @@ class _Rank:
 
     def _chunk(self, size: ModelSize, tokens: int) -> int:
         """Logits that are computed at the same time."""
-        return min(tokens * size.vocab_size, max(CPU_MAX_LOGITS if self.is_cpu else MAX_LOGITS, size.vocab_size))
+        most = CPU_MAX_LOGITS if self.is_cpu else self.max_logits
+        return min(tokens * size.vocab_size, max(most, size.vocab_size))
 
     def _commands(self, libraries: Mapping[str, int]) -> dict[str, dict[str, int]]:
         """Parts of other commands with the model that answers, on one rank."""

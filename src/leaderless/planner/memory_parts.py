@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from leaderless.config.training import Whole
+
 MIB = 1 << 20
 WRITE_BYTES = 256 * MIB
 """Most that writing or reading a checkpoint holds on top of the tensors themselves."""
@@ -14,6 +16,23 @@ CONTEXT_BYTES = 600 * MIB
 """Memory of an accelerator that its driver takes for a process."""
 COMMUNICATION_BYTES = 1024 * MIB
 """Buffers of the accelerator's communication library, where there are several ranks."""
+MAX_LOGITS = 1 << 25
+"""Logits of one chunk, and the most that are kept for the backward pass: `leaderless.models.scoring` has the same."""
+LARGE_MAX_LOGITS = 1 << 28
+"""Those of accelerators with room for them, which read and write the gradient of the head for each chunk."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What ranks with accelerators use memory for that is left.
+
+    Attributes:
+        keeps: Meaning of `training.keep_whole: auto`.
+        max_logits: Logits of one chunk, and the most that are kept for the backward pass.
+    """
+
+    keeps: Whole = "nothing"
+    max_logits: int = MAX_LOGITS
 
 
 def format_bytes(count: int) -> str:

@@ -8,8 +8,9 @@ from typing import cast
 
 from leaderless.config.training import Whole
 from leaderless.observability.run_directory import RunDirectory, write_atomically
+from leaderless.planner.memory_parts import MAX_LOGITS, Room
 
-_PASSES, _WHOLE = "micro_batch_tokens", "keep_whole"
+_PASSES, _WHOLE, _LOGITS = "micro_batch_tokens", "keep_whole", "max_logits"
 
 
 def read_limits(directory: RunDirectory) -> dict[str, int]:
@@ -24,14 +25,17 @@ def lower_limit(directory: RunDirectory, role: str, num_tokens: int) -> None:
     _write(directory, _PASSES, limits)
 
 
-def read_whole(directory: RunDirectory, num_ranks: int) -> Whole | None:
-    """What `training.keep_whole: auto` meant when the run began on as many ranks; None if it did not."""
-    return cast("Whole | None", _read(directory, _WHOLE).get(str(num_ranks)))
+def read_room(directory: RunDirectory, num_ranks: int) -> Room | None:
+    """What memory was used for when the run began on as many ranks; None if it did not."""
+    keeps = _read(directory, _WHOLE).get(str(num_ranks))
+    max_logits = _read(directory, _LOGITS).get(str(num_ranks), MAX_LOGITS)
+    return None if keeps is None else Room(cast("Whole", keeps), int(max_logits))
 
 
-def write_whole(directory: RunDirectory, num_ranks: int, keeps: Whole) -> None:
-    """Write what `training.keep_whole: auto` means on a number of ranks."""
-    _write(directory, _WHOLE, {**_read(directory, _WHOLE), str(num_ranks): keeps})
+def write_room(directory: RunDirectory, num_ranks: int, room: Room) -> None:
+    """Write what memory is used for on a number of ranks."""
+    for name, value in ((_LOGITS, room.max_logits), (_WHOLE, room.keeps)):
+        _write(directory, name, {**_read(directory, name), str(num_ranks): value})
 
 
 def _read_all(directory: RunDirectory) -> dict[str, Mapping[str, int | str]]:

@@ -105,6 +105,7 @@ class EngineSetup:
         seed: Seed of the run.
         keeps: Parts of a divided model that each rank keeps whole; see `TrainingConfig.keep_whole`.
         compiles: Whether decoder layers are compiled; see `TrainingConfig.compile`.
+        max_logits: Most logits that are computed at a time on an accelerator; see `CausalLM`.
     """
 
     role: str
@@ -124,6 +125,7 @@ class EngineSetup:
     seed: int = 0
     keeps: Whole = "nothing"
     compiles: Literal["auto"] | bool = False
+    max_logits: int | None = None
 
     def mesh(self) -> DeviceMesh:
         """The ranks of the layout as a mesh whose axes are those of the layout, `dp` the outermost."""

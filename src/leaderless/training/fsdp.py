@@ -219,6 +219,8 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     )
     engine.seed = setup.seed
     engine.keep_whole(setup.keeps)
+    if isinstance(model, CausalLM):
+        model.max_logits = setup.max_logits
     if setup.is_reward_model and isinstance(model, ValueModel):
         model.clear_offset()
     if layout.cp > 1:

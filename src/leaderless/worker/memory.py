@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
@@ -18,7 +18,8 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Plan, format_bytes
 from leaderless.planner.fit import fit_plan
 from leaderless.planner.memory import estimate_memory
-from leaderless.supervision.limits import read_whole, write_whole
+from leaderless.planner.memory_parts import Room
+from leaderless.supervision.limits import read_room, write_room
 from leaderless.worker.place import Place
 
 
@@ -30,32 +31,33 @@ class MemoryBounds:
         num_bytes: Bytes that each rank had before it held anything.
         is_cpu: Whether these are of the host.
         pass_tokens: Most tokens of one pass to begin with.
-        keeps: Meaning of `training.keep_whole: auto`.
+        room: What is left is used for.
     """
 
     num_bytes: int
     is_cpu: bool
     pass_tokens: int
-    keeps: Whole = "nothing"
+    room: Room = field(default_factory=Room)
 
     def fits(self, recipe: Recipe, plan: Plan) -> bool:
         """Whether a plan may run, by its estimate."""
         return not fit_plan(recipe, plan, self.num_bytes, is_cpu=self.is_cpu).is_hopeless
 
     def as_begun(self, directory: RunDirectory, world: ProcessGroup) -> MemoryBounds:
-        """Return these, with `keeps` of the first start on as many ranks, whatever memory there is now.
+        """Return these, with `room` of the first start on as many ranks, whatever memory there is now.
 
         Gradients that are added up in another order would not be those of the run that began. All ranks call it.
         """
         if self.is_cpu:
             return self
         kinds, is_first = get_args(Whole), world.rank == 0
-        earlier = read_whole(directory, world.size) if is_first else None
-        found = world.max(torch.tensor([kinds.index(earlier) if earlier else -1]), "what is kept whole")
-        if int(found) >= 0:
-            return replace(self, keeps=kinds[int(found)])
+        earlier = read_room(directory, world.size) if is_first else None
+        known = [kinds.index(earlier.keeps), earlier.max_logits] if earlier else [-1, -1]
+        kind, max_logits = world.max(torch.tensor(known), "what memory is used for").tolist()
+        if kind >= 0:
+            return replace(self, room=Room(kinds[kind], max_logits))
         if is_first:
-            write_whole(directory, world.size, self.keeps)
+            write_room(directory, world.size, self.room)
         return self
 
 
@@ -85,7 +87,7 @@ def check_memory(
     if on_host > least[1]:
         needed, there = format_bytes(on_host), format_bytes(least[1])
         say(f"[bold red]memory of the host may run out[/]: a rank needs {needed} of it, and there are {there}")
-    return MemoryBounds(least[0], device.type == "cpu", fit.pass_tokens, fit.keeps)
+    return MemoryBounds(least[0], device.type == "cpu", fit.pass_tokens, fit.room)
 
 
 def bytes_of_helper(recipe: Recipe, plan: Plan, rank: int) -> int:

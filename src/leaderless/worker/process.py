@@ -15,7 +15,6 @@ from rich.markup import escape
 from leaderless.checkpoint.reader import find_damage, load_checkpoint
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.config.training import Whole
 from leaderless.data.activity import Activity
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import open_training_set
@@ -33,6 +32,7 @@ from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.planner import Plan, RoleInstance, answering
+from leaderless.planner.memory_parts import Room
 from leaderless.rewards.judges.judge import AnswerFile
 from leaderless.rewards.pool import RewardPool
 from leaderless.stages.play import writer_of
@@ -76,7 +76,7 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         memory = memory.as_begun(directory, transport.world)
         builder = _Builder(recipe, plan, transport, turns, display, directory.logs)
         scored = builder.scored_sets(directory.data)  # before the models are loaded that are trained
-        builder.load_roles(memory.keeps)
+        builder.load_roles(memory.room)
         stack.callback(builder.roles.close)
         if plan.batch.adapts_to_memory:
             builder.roles.adapt_to_memory(directory, memory.pass_tokens)
@@ -179,11 +179,11 @@ class _Builder:
             display.say(f"[yellow]{escape(warning)}[/]")
         self._turns, self._logs = turns, logs
 
-    def load_roles(self, keeps: Whole = "nothing") -> None:
-        """Load the models of this rank, as `roles`; `keeps` is what `training.keep_whole: auto` stands for."""
+    def load_roles(self, room: Room | None = None) -> None:
+        """Load the models of this rank, as `roles`; `room` is what memory that is left is used for."""
         check_readers(self.recipe, self.plan)
         parts = self.recipe, self.plan, self.transport, self._turns, self.tokenizer, self._logs
-        self.roles = Roles(*parts, partial(_print_own, self.display), keeps)
+        self.roles = Roles(*parts, partial(_print_own, self.display), room)
 
     def open_sets(self, folder: Path) -> tuple[list[TrainingSet], Dataset | None]:
         """The datasets to train on, and the held-out rows if the run evaluates. All ranks call it together."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.training import Whole
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.environments.tools.use import close_tools
@@ -27,6 +26,7 @@ from leaderless.planner.adapters import base_of, companions_of, donor_of, optimi
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_for, engine_of
 from leaderless.planner.judges import as_judged
+from leaderless.planner.memory_parts import Room
 from leaderless.planner.sight import players_of
 from leaderless.rollout.bodies import body_shapes, make_body_rollout
 from leaderless.rollout.engine import RolloutEngine
@@ -79,9 +79,9 @@ class Roles:
         tokenizer: Tokenizer,
         logs: Path,
         report: Callable[[str], None],
-        keeps: Whole = "nothing",
+        room: Room | None = None,
     ) -> None:
-        """Load and shard models on this rank's device, which keeps `keeps` whole; engines print into `logs`."""
+        """Load and shard models on this rank's device, which uses `room`; engines print into `logs`."""
         self._device, self._turns, self._logs, self._report = turns.device, turns, logs, report
         self._recipe, self._plan, self._transport, self._tokenizer = recipe, plan, transport, tokenizer
         self.engines: dict[InstanceKey, Trainable] = {}
@@ -91,7 +91,7 @@ class Roles:
         self._native = WeakValueDictionary[InstanceKey, CausalLM]()  # models of engines, as long as these exist
         self._bounded_by: tuple[RunDirectory, int] | None = None
         self._check_players()
-        begin, self._keeps = time.monotonic(), keeps
+        begin, self._room = time.monotonic(), room or Room()
         for instance in sorted(plan.instances, key=lambda one: not one.is_trained):  # others may share their models
             if transport.rank in instance.layout:
                 self._add(instance)
@@ -156,8 +156,9 @@ class Roles:
             body=self._body(recipe),
             is_reward_model=trains_reward_model(self._plan, role),
             seed=recipe.seed,
-            keeps=self._keeps if recipe.training.keep_whole == "auto" else recipe.training.keep_whole,
+            keeps=self._room.keeps if recipe.training.keep_whole == "auto" else recipe.training.keep_whole,
             compiles=recipe.training.compile,
+            max_logits=self._room.max_logits,
         )
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
