@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from leaderless.rollout.apart.messages import checksum
+from leaderless.rollout.apart.messages import checksum, checksums
 from leaderless.rollout.weights import CudaStaging, make_buckets
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -40,3 +40,8 @@ def test_another_process_sees_the_buckets_of_device_memory() -> None:
         receiver.stdin.close()
     assert receiver.returncode == 0
     staging.close()
+
+
+def test_a_checksum_on_a_device_is_that_of_the_host() -> None:
+    rows = torch.randint(0, 256, (3, 5 << 23), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert checksums(rows.cuda()).tolist() == checksums(rows).tolist()

@@ -474,6 +474,8 @@ def test_the_constants_are_those_of_the_code_that_they_describe():
     weights = pytest.importorskip("leaderless.weights.route")
     assert cache.SMALLEST_SLOT == memory.SMALLEST_SLOT
     assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
+    messages = pytest.importorskip("leaderless.rollout.apart.messages")
+    assert 2 * 8 * messages.DEVICE_CHECKSUM_WORDS == memory.CHECKSUM_BYTES, "factors and products of eight bytes"
     assert pytest.importorskip("leaderless.weights.files").BLOCK_BYTES == memory.READ_BYTES
 
 

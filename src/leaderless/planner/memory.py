@@ -37,6 +37,8 @@ READ_BYTES = 64 * MIB
 """Bytes of a model's files that are read at a time: `leaderless.weights.files` has the same."""
 WEIGHT_BUCKET_BYTES = 32 * MIB
 """Bytes of a bucket of weights on the way to serving ranks: `leaderless.weights.route` has the same."""
+CHECKSUM_BYTES = 64 * MIB
+"""Bytes of factors and products of a checksum on an accelerator: see `leaderless.rollout.apart.messages`."""
 LOGIT_BYTES, TRUNCATED_LOGIT_BYTES = 12, 40
 """Bytes for each logit of a decoding step: itself, scaled, and its weight; for top-p or top-k, sorted as well."""
 
@@ -245,7 +247,7 @@ class _Rank:
         parts = {"largest weight": largest} if model.instance.is_engine_only else {}
         if model.has_adapters and not model.instance.is_engine_only and not model.engine.takes_adapters:
             parts["merged weights"] = model.adapted_bytes()
-        return {"buckets": 4 * WEIGHT_BUCKET_BYTES, **parts}
+        return {"buckets": 4 * WEIGHT_BUCKET_BYTES + CHECKSUM_BYTES * (not self.is_cpu), **parts}
 
     def _generation(self, model: ModelMemory) -> dict[str, int]:
         size, num_sequences = model.size, self._num_sequences(model)
