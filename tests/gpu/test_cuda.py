@@ -28,6 +28,7 @@ from leaderless.models.products import (
     bmm_in_float32,
     linear_in_float32,
 )
+from leaderless.models.repeats import Repeats
 from leaderless.models.scoring import score_tokens
 from leaderless.models.shared_prompts import Family, VarlenAttention, attention_over
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
@@ -185,9 +186,20 @@ def test_gradients_of_shared_prompts_repeat_bit_for_bit_on_cuda() -> None:
     attention = VarlenAttention([Family(200, (7,) * 64)], torch.device("cuda"))
     assert attention._copies is not None
     key = torch.randn(200 + 7 * 64, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    slope = torch.randn_like(attention._copies.lay_out(key))
-    first, second = (torch.autograd.grad(attention._copies.lay_out(key), key, slope)[0] for _ in range(2))
+    slope = torch.randn_like(attention._copies.take(key))
+    first, second = (torch.autograd.grad(attention._copies.take(key), key, slope)[0] for _ in range(2))
     assert torch.equal(first, second)
+
+
+def test_gradients_of_tokens_that_are_selected_again_repeat_bit_for_bit_on_cuda() -> None:
+    rows = torch.cat([torch.arange(200), torch.full((64,), 7)])
+    repeats = Repeats(rows, 300, torch.device("cuda"))
+    values = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    slope = torch.randn(264, 256, device="cuda", dtype=torch.bfloat16)
+    first, second = (torch.autograd.grad(repeats.take(values), values, slope)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    expected = torch.zeros(300, 256, dtype=torch.float64).index_add_(0, rows, slope.double().cpu())
+    assert float((first.cpu() - expected).norm() / expected.norm()) < 3e-3
 
 
 @needs_two

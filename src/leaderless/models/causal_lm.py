@@ -15,6 +15,7 @@ from leaderless.data.images import PromptImage
 from leaderless.models.attention import Attention
 from leaderless.models.decoder import Decoder, check_freezing, empty_decoder, load_decoder
 from leaderless.models.products import linear_in_float32
+from leaderless.models.repeats import Repeats
 from leaderless.models.scoring import Entropy, score_tokens
 from leaderless.models.sums import copied
 from leaderless.models.support import sees_images
@@ -52,7 +53,7 @@ class CausalLM(Decoder):
         tokens: Tensor,
         positions: Tensor,
         attention: Attention,
-        select: Tensor,
+        select: Tensor | Repeats,
         targets: Tensor | None = None,
         temperature: float | Tensor = 1.0,
         entropy: Entropy = "value",

@@ -29,6 +29,7 @@ from leaderless.models.classifiers import register_classifiers
 from leaderless.models.lora import add_adapters, give_adapters_values, trained_weights
 from leaderless.models.prefix_attention import PrefixAttention
 from leaderless.models.recomputing import recompute_layers
+from leaderless.models.repeats import Repeats, take_rows
 from leaderless.models.shared_prompts import Family, attention_over
 from leaderless.models.support import (
     attention_names,
@@ -89,12 +90,15 @@ class Decoder(nn.Module):
         """The layers, with the embeddings of tokens and the last norm."""
         return cast("nn.Module", self.model.base_model)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor | Repeats
+    ) -> Tensor:
         """Compute hidden states [R, hidden_size] of selected tokens, in the type in which the layers compute.
 
         Tokens are [T] int64, sequences one after the other, positions [T] int64 their places in the sequence, and
-        `select` [R] int64 the indices of the selected ones. A later stage of a pipeline takes hidden states
-        [T, hidden_size] in the place of tokens, and one that is not the last computes those of all tokens.
+        `select` [R] int64 the indices of the selected ones, or `Repeats` if some are selected again. A later stage of a
+        pipeline takes hidden states [T, hidden_size] in the place of tokens, and one that is not the last computes
+        those of all tokens.
         """
         check_window(self._sliding_window, attention)
         kind = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
@@ -103,7 +107,7 @@ class Decoder(nn.Module):
         )
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         if self.has_head:
-            return hidden.index_select(0, select)
+            return take_rows(hidden, select)
         return hidden.clone()  # a back end may hook onto what is returned, and a view could lose the hook
 
     @property

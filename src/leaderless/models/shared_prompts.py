@@ -10,11 +10,11 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.nn.attention.varlen import varlen_attn
 
 from leaderless.models.attention import Attention, LengthBuckets, PackedAttention
 from leaderless.models.cpu_attention import attend_on_cpu
+from leaderless.models.repeats import Repeats
 
 
 @dataclass(frozen=True)
@@ -92,52 +92,10 @@ class CpuAttention:
         return attend_on_cpu(query, key, value, self._buckets, self._crossings, scale)
 
 
-class _Copies:
+def _copies(blocks: Sequence[Block], device: torch.device) -> Repeats:
     """The tokens of a pass, laid out with each prompt once before each of its continuations."""
-
-    def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
-        rows = torch.cat([torch.arange(r.start, r.stop) for block in blocks for r in (block.before, block.own)])
-        counts, order = rows.bincount(), rows.argsort(stable=True)
-        begins = counts.cumsum(0) - counts
-        self.num_tokens = len(counts)
-        self.rows = rows.to(device)
-        # By number of copies: tokens, and [tokens, copies] places of their copies.
-        self.places: list[tuple[Tensor, Tensor]] = []
-        for count in sorted(set(counts.tolist())):
-            tokens = (counts == count).nonzero().squeeze(1)
-            places = order[begins[tokens][:, None] + torch.arange(count)]
-            self.places.append((tokens.to(device), places.to(device)))
-
-    def lay_out(self, values: Tensor) -> Tensor:
-        """Turn [T, ...] into [copies, ...]."""
-        result: Tensor = _LayOut.apply(values, self)  # type: ignore[no-untyped-call]
-        return result
-
-
-class _Context(FunctionCtx):
-    copies: _Copies
-
-
-class _LayOut(torch.autograd.Function):
-    """Copies of tokens. Their gradients are added up in float32 and in a fixed order.
-
-    The backward pass of `index_select` adds them up one by one, in bfloat16 and in the order in which threads arrive: a
-    prompt's gradient would lose digits with each sibling, and no pass could be repeated bit for bit.
-    """
-
-    @staticmethod
-    def forward(ctx: _Context, values: Tensor, copies: _Copies) -> Tensor:
-        ctx.copies = copies
-        return values.index_select(0, copies.rows)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.new_empty(ctx.copies.num_tokens, *grad.shape[1:])
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        for tokens, places in ctx.copies.places:
-            parts = grad.index_select(0, places.flatten()).view(*places.shape, *grad.shape[1:])
-            total.index_copy_(0, tokens, parts.sum(1, dtype=dtype).to(grad.dtype))
-        return total, None
+    rows = torch.cat([torch.arange(r.start, r.stop) for block in blocks for r in (block.before, block.own)])
+    return Repeats(rows, int(rows.max()) + 1, device)
 
 
 class VarlenAttention:
@@ -150,7 +108,7 @@ class VarlenAttention:
         lengths = torch.tensor([[0, 0], *([len(block.own), len(block.before) + len(block.own)] for block in blocks)])
         self._query_ends, self._key_ends = lengths.cumsum(0).int().t().contiguous().to(device)
         self._longest_query, self._longest_key = lengths.amax(0).tolist()
-        self._copies = _Copies(blocks, device) if any(block.before for block in blocks) else None
+        self._copies = _copies(blocks, device) if any(block.before for block in blocks) else None
         # torch 2.11 supports groups of heads without this argument, which it does not have.
         self._attend = (
             partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
@@ -159,7 +117,7 @@ class VarlenAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
         """See `Attention`. Where there are more keys than queries, the last query is aligned with the last key."""
         if self._copies is not None:
-            key, value = self._copies.lay_out(key), self._copies.lay_out(value)
+            key, value = self._copies.take(key), self._copies.take(value)
         output = self._attend(
             query,
             key,
@@ -180,7 +138,7 @@ class ExpandedAttention:
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
         """Plan the calls for consecutive families."""
         blocks = list(blocks_of(families))
-        self._copies = _Copies(blocks, device)
+        self._copies = _copies(blocks, device)
         self._packed = PackedAttention([len(block.before) + len(block.own) for block in blocks], device)
         self.longest = self._packed.longest
         is_own = [is_own for block in blocks for is_own in [False] * len(block.before) + [True] * len(block.own)]
@@ -188,5 +146,5 @@ class ExpandedAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Attention`."""
-        query, key, value = (self._copies.lay_out(values) for values in (query, key, value))
+        query, key, value = (self._copies.take(values) for values in (query, key, value))
         return self._packed.attend(layer, query, key, value, scale).index_select(0, self._own)

@@ -15,6 +15,7 @@ from leaderless.data.images import PromptImage
 from leaderless.models.attention import Attention
 from leaderless.models.classifiers import register_classifiers
 from leaderless.models.decoder import SCALAR_HEAD, Decoder, check_freezing, load_decoder
+from leaderless.models.repeats import Repeats
 from leaderless.models.support import sees_images
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class ValueModel(Decoder):
         tokens: Tensor,
         positions: Tensor,
         attention: Attention,
-        select: Tensor,
+        select: Tensor | Repeats,
         images: Pixels | Seen | None = None,
     ) -> Tensor:
         """Compute values [R] float32 of the states that end with selected tokens; see `Decoder.hidden_states`.

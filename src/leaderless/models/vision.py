@@ -21,6 +21,7 @@ from leaderless.models.attention import Attention, check_window
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.decoder import Decoder
 from leaderless.models.image_readers import Pixels, Reader
+from leaderless.models.repeats import Repeats, take_rows
 from leaderless.models.seen import Seen, grid_positions
 from leaderless.models.shared_prompts import Family
 from leaderless.models.support import reads_both_ways
@@ -95,7 +96,7 @@ class VisionDecoder(Decoder):
         tokens: Tensor,
         positions: Tensor,
         attention: Attention,
-        select: Tensor,
+        select: Tensor | Repeats,
         images: Pixels | Seen | None = None,
     ) -> Tensor:
         check_window(self._sliding_window, attention)
@@ -124,7 +125,7 @@ class VisionDecoder(Decoder):
             **options,
         )
         hidden: Tensor = output.last_hidden_state.squeeze(0)
-        return hidden.index_select(0, select) if self.has_head else hidden.clone()
+        return take_rows(hidden, select) if self.has_head else hidden.clone()
 
     @override
     def is_frozen(self, name: str) -> bool:

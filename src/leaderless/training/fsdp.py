@@ -22,6 +22,7 @@ from leaderless.models.image_readers import Pixels
 from leaderless.models.lora import is_adapter, share_weights, without_adapters
 from leaderless.models.opened import Opened, open_model
 from leaderless.models.pipeline import PipelineParallel, check_stages, cut_into_stages
+from leaderless.models.repeats import Repeats
 from leaderless.models.ring import RingParallel
 from leaderless.models.routers import Routers
 from leaderless.models.scoring import Entropy
@@ -133,7 +134,7 @@ class _Part:
         """Of numbers for all selected tokens, [R], those of this part."""
         return values[self._places[self._peers.place]] if self._peers else values
 
-    def inputs(self) -> tuple[Tensor, Tensor, Attention, Tensor]:
+    def inputs(self) -> tuple[Tensor, Tensor, Attention, Tensor | Repeats]:
         """Tokens, positions, attention and selected tokens of the part."""
         self._engine.process_group.activity.beat()
         device, pass_, select = self._engine.device, self._micro_batch, self.of(self._micro_batch.select)
@@ -149,7 +150,14 @@ class _Part:
         attention = self._dropping(attention)
         line = self._engine.line
         entering = tokens.to(device) if line is None or line.stages.is_first else line.enter(len(tokens))
-        return entering, positions.to(device), attention, _at_least_one(select).to(device)
+        return entering, positions.to(device), attention, self._selected(_at_least_one(select), len(tokens))
+
+    def _selected(self, select: Tensor, num_tokens: int) -> Tensor | Repeats:
+        """Selected tokens: the last one of a prompt once for each continuation."""
+        device = self._engine.device
+        if device.type == "cpu" or not torch.is_grad_enabled():
+            return select.to(device)
+        return Repeats(select, num_tokens, device)
 
     def images(self) -> tuple[Pixels, ...]:
         """The images of the part, for a rank that sees them; none for models of text."""
