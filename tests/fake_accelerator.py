@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -48,6 +49,7 @@ class Accelerator(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.num_reads = self.num_copies = 0
+        self.refused: dict[str, torch.dtype | None] = {}  # operations that the device has not, for a type or for all
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -55,6 +57,9 @@ class Accelerator(TorchDispatchMode):
         is_there = any(isinstance(leaf, Tensor) and leaf.device.type == KIND for leaf in leaves)
         if not is_there and not any(isinstance(leaf, torch.device) and leaf.type == KIND for leaf in leaves):
             return func(*args, **kwargs or {})
+        name, dtypes = func.overloadpacket.__name__, {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)}
+        if name in self.refused and self.refused[name] in {None, *dtypes}:
+            raise NotImplementedError(f"could not run '{name}' with {dtypes} on '{KIND}'")
         if func is torch.ops.aten._local_scalar_dense.default:
             self.num_reads += 1
             return torch.zeros((), dtype=args[0].dtype).item()
@@ -177,6 +182,28 @@ def decode(accelerator: Accelerator) -> dict[str, float]:
     return {"tokens": num_tokens, "copies to the host for each draw": (accelerator.num_copies - before) / num_draws}
 
 
+def refusals(accelerator: Accelerator) -> dict[str, int]:
+    """Sampling and an update on a device without sums of float64 and without a fused optimizer step."""
+    accelerator.refused = {"cumsum": torch.float64, "searchsorted": None, "_fused_adamw_": None}
+    config = ModelConfig(path=tiny_model(), compute_dtype="float32")
+    model = moved(load_causal_lm(config, "policy"), torch.bfloat16)
+    before, num_warnings = accelerator.num_copies, 0
+    generated = NativeEngine(model.eval(), None, frozenset(), 7, DEVICE)
+    groups = generate(generated, [Request([5] * 3, [1, 2])], SamplingParams(SamplingConfig(), 4, (), seed=1))
+    num_tokens = sum(len(completion.tokens) for group in groups for completion in group)
+    copies = accelerator.num_copies - before
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = FsdpEngine(model, config, ALONE, DEVICE, 64, optimizer=OptimizerConfig(), num_updates=2)
+        num_warnings = sum("AdamW starts many kernels" in str(one.message) for one in caught)
+    engine.compute_dtype = torch.bfloat16
+    add_gradients(engine, random_samples(LENGTHS, siblings=3), loss, entropy="value")
+    engine.optimizer_step()
+    steps = {moments["step"].device.type for moments in engine._optimizer.state.values()}
+    assert steps == {"cpu"}
+    return {"tokens": num_tokens, "copies to the host": copies, "warnings": num_warnings}
+
+
 def mistakes(accelerator: Accelerator) -> dict[str, int]:
     """Check that the mistakes are found."""
     there, here = torch.zeros(3, device=DEVICE), torch.arange(3)
@@ -190,7 +217,7 @@ def mistakes(accelerator: Accelerator) -> dict[str, int]:
 
 
 PASSES: dict[str, Callable[[Accelerator], dict[str, float]]] = {
-    function.__name__: function for function in (train, values, decode, mistakes)
+    function.__name__: function for function in (train, values, decode, refusals, mistakes)
 }
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,28 +85,30 @@ def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
     that compile kernels share them on all devices, unless `TORCHINDUCTOR_COMPILE_THREADS` sets their number.
 
     Raises:
-        RuntimeError: There are more ranks on the machine than accelerators, or a CUDA device that torch cannot use.
+        RuntimeError: There are more ranks on the machine than accelerators, or a device that torch cannot use.
     """
     import torch
 
     num_cores = max(1, len(os.sched_getaffinity(0)) // local_world_size)
     _limit_compilers(min(MOST_COMPILERS, num_cores))
     for kind, backend in BACKENDS.items():
-        if kind == "npu" and find_spec("torch_npu") is None:
-            continue
-        if kind == "npu":
-            __import__("torch_npu")
-        module = torch.get_device_module(kind)
-        if not module.is_available():
+        if (module := _usable_module(kind)) is None:
             continue
         device = torch.device(kind, _device_index(kind, module.device_count(), local_rank, local_world_size))
         module.set_device(device.index)
         return DeviceSetup(device, f"cpu:gloo,{kind}:{backend}")
-    if find_accelerator() == "cuda" and torch.version.cuda is not None:
+    kind_there = find_accelerator()
+    if kind_there == "cuda" and torch.version.cuda is not None:
         raise RuntimeError(
             f"this machine has a CUDA device that torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use: "
-            f"{_why_unavailable(torch.cuda)}; install a build of torch for this driver, or set CUDA_VISIBLE_DEVICES to "
+            f"{_why_unavailable('cuda')}; install a build of torch for this driver, or set CUDA_VISIBLE_DEVICES to "
             "nothing to train on the CPU"
+        )
+    if kind_there == "npu":
+        raise RuntimeError(
+            f"this machine has an NPU that torch {torch.__version__} cannot use: {_why_unavailable('npu')}; run CANN's "
+            "set_env.sh and install a torch_npu for this torch and driver, or set ASCEND_RT_VISIBLE_DEVICES to nothing "
+            "to train on the CPU"
         )
     if THREADS not in os.environ:  # torch has read it already
         torch.set_num_threads(num_cores)
@@ -159,12 +162,50 @@ def _device_index(kind: AcceleratorKind, count: int, local_rank: int, local_worl
     )
 
 
-def _why_unavailable(module: ModuleType) -> str:
+def _usable_module(kind: AcceleratorKind) -> ModuleType | None:
+    """The part of torch for a kind of device; None where there is none that can be used."""
+    import torch
+
     try:
-        module.init()
+        if kind == "npu":
+            import_module("torch_npu")
+        module = torch.get_device_module(kind)
+        return module if module.is_available() else None
+    except Exception:  # noqa: BLE001 - as where torch_npu is missing, or misses a library; `_why_unavailable` says why
+        return None
+
+
+def _why_unavailable(kind: AcceleratorKind) -> str:
+    import torch
+
+    try:
+        if kind == "npu":
+            import_module("torch_npu")
+        torch.get_device_module(kind).init()
     except Exception as error:  # noqa: BLE001  (whatever it is, it is the reason)
         return str(error).splitlines()[0]
     return "it is not available"
+
+
+class DeviceType(NamedTuple):
+    """Type of an accelerator.
+
+    Attributes:
+        name: Its model.
+        total_bytes: All of its memory.
+    """
+
+    name: str
+    total_bytes: int
+
+
+def first_device() -> DeviceType | None:
+    """Describe the first accelerator that this process can use; None without any."""
+    for kind in BACKENDS:
+        if (module := _usable_module(kind)) is not None:
+            properties = module.get_device_properties(0)
+            return DeviceType(str(properties.name), int(properties.total_memory))
+    return None
 
 
 def own_device_environment(device: torch.device) -> dict[str, str]:

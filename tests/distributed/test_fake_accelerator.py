@@ -17,6 +17,8 @@ from torch.utils import backend_registration
         ("train", {"gradients": 26, "reads in torch.float32": 0, "reads in torch.bfloat16": 0}),
         ("values", {"gradients": 28}),
         ("decode", {"tokens": 114, "copies to the host for each draw": 0.0}),  # besides `tolist` of what was drawn
+        # The sums of chunks, those in a chunk, the noise and the logit of each of four draws.
+        ("refusals", {"tokens": 8, "copies to the host": 16, "warnings": 1}),
         ("mistakes", {"found": 3}),
     ],
 )

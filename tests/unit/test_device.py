@@ -14,6 +14,7 @@ import torch
 from leaderless import device
 from leaderless.config.models import ModelConfig
 from leaderless.device import cores_left, find_accelerator, own_device_environment, setup_device, threads_of_workers
+from leaderless.run import profile
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 
@@ -149,3 +150,34 @@ def test_an_engine_sees_the_device_of_its_rank_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(variable, "4,6")
     assert own_device_environment(rank_device) == {variable: "6"}
     assert own_device_environment(torch.device("cpu")) == {}
+
+
+def test_an_npu_that_torch_cannot_use_ends_the_run(device_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (device_files / "davinci0").touch()
+    assert setup_device(0, 1).device.type == "cpu", "no torch_npu is installed"
+    monkeypatch.setattr(device, "find_spec", lambda name: name == "torch_npu")
+    with pytest.raises(RuntimeError, match=r"an NPU that torch .* cannot use: No module named 'torch_npu'; run "):
+        setup_device(0, 1)
+    module, load = SimpleNamespace(is_available=lambda: False, init=Mock(side_effect=OSError("no driver\n"))), Mock()
+    monkeypatch.setattr(device, "import_module", load)
+    whole = torch.get_device_module
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module if kind == "npu" else whole(kind))
+    with pytest.raises(RuntimeError, match=r"cannot use: no driver; run CANN's set_env.sh"):
+        setup_device(0, 1)
+    load.assert_called_with("torch_npu")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
+    assert setup_device(0, 1).device.type == "cpu", "the user wants it"
+
+
+def test_a_profile_describes_the_accelerator_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of another kind than CUDA, and the host where devices are hidden, or torch is built for the CPU."""
+    monkeypatch.setattr(profile, "has_accelerator", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(side_effect=AssertionError("not built with CUDA")))
+    assert profile.this_machine(1).accelerator is None
+    properties = SimpleNamespace(name="Ascend 910B", total_memory=64 << 30)
+    module = SimpleNamespace(is_available=lambda: True, get_device_properties=lambda _: properties)
+    whole = torch.get_device_module
+    monkeypatch.setattr(device, "import_module", Mock())
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module if kind == "npu" else whole(kind))
+    found = profile.this_machine(8)
+    assert (found.accelerator, found.memory_gib) == ("Ascend 910B", 64)

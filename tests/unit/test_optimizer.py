@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from tests.unit.recipes import write_recipe
-from torch import nn
+from torch import Tensor, nn
 
 from leaderless.config import RecipeError, load_recipe
 from leaderless.config.models import OptimizerConfig
-from leaderless.training.optimizer import learning_rate_at, make_optimizer
+from leaderless.data.transport import ProcessGroup
+from leaderless.training import optimizer as optimizer_module
+from leaderless.training.optimizer import learning_rate_at, make_optimizer, may_be_fused
 
 NUM_UPDATES = 12
 
@@ -53,3 +58,40 @@ def test_only_matrices_that_are_trained_decay() -> None:
     optimizer = make_optimizer([matrix, vector, frozen.requires_grad_(False)], OptimizerConfig(weight_decay=0.25))
     decays = {id(one): group["weight_decay"] for group in optimizer.param_groups for one in group["params"]}
     assert decays == {id(matrix): 0.25, id(vector): 0.0}
+
+
+class Ranks(ProcessGroup):
+    """A rank of two, of which the other one's device may refuse a fused step."""
+
+    def __init__(self, rank: int, *, others_refuse: bool) -> None:
+        super().__init__((0, 1), rank)
+        self.others_refuse = others_refuse
+
+    def max(self, values: Tensor, what: str) -> Tensor:
+        assert what == "whether AdamW is one kernel"
+        return values.clamp(min=int(self.others_refuse))
+
+
+@pytest.mark.parametrize("mine", [True, False])
+@pytest.mark.parametrize("others", [True, False])
+def test_ranks_agree_whether_a_step_is_one_kernel(monkeypatch: pytest.MonkeyPatch, mine: bool, others: bool) -> None:
+    monkeypatch.setattr(optimizer_module, "_can_be_fused", lambda _: mine)
+    npu = cast("torch.device", SimpleNamespace(type="npu"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [may_be_fused(npu, Ranks(rank, others_refuse=not others)) for rank in (0, 1)]
+    assert found == [mine and others] * 2
+    assert len(caught) == (not (mine and others)), "once"
+
+
+def test_a_step_in_many_kernels_is_that_in_one() -> None:
+    gradient = torch.tensor([[0.5, -2.0]])
+    weights = []
+    for is_fused in (True, False):
+        weight = nn.Parameter(torch.tensor([[1.0, 3.0]]))
+        optimizer = make_optimizer([weight], OptimizerConfig(weight_decay=0.1), is_fused=is_fused)
+        for _ in range(3):
+            weight.grad = gradient.clone()
+            optimizer.step()
+        weights.append(weight.detach())
+    torch.testing.assert_close(*weights)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from leaderless.models import npu_attention
+
 ATTENTION_NAME = "leaderless"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Arguments that some models pass to their attention besides queries, keys and values."""
@@ -177,6 +179,8 @@ def attend_padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     Queries are [n, query_heads, queries, head_dim], keys and values [n, kv_heads, keys, head_dim]. The mask, [n, 1,
     queries, keys] bool, says which keys each query attends to; without one it is causal.
     """
+    if query.dtype.itemsize == 2 and (fused := npu_attention.fusion_attention(query.device)) is not None:
+        return npu_attention.attend_padded(fused, query, key, value, mask, scale)
     is_grouped = query.shape[1] != key.shape[1]
     # Of an accelerator's fused kernels only flash attention supports groups of heads, and it takes neither float32 nor
     # a mask. Without a fused kernel all scores would be held until the backward pass.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from leaderless.models.attention import Attention, LengthBuckets, PackedAttention
 from leaderless.models.cpu_attention import attend_on_cpu
+from leaderless.models.npu_attention import MAX_SEQUENCES, FusionAttention, attend_packed, fusion_attention
 from leaderless.models.repeats import Repeats
 
 
@@ -43,8 +45,11 @@ def attention_over(families: Sequence[Family], device: torch.device, compute_dty
     """Choose the fastest attention for a pass over consecutive families."""
     if device.type == "cpu":
         return CpuAttention(families)
-    if device.type == "cuda" and compute_dtype in {torch.bfloat16, torch.float16}:
-        return VarlenAttention(families, device)
+    if compute_dtype in {torch.bfloat16, torch.float16}:
+        if device.type == "cuda":
+            return VarlenAttention(families, device)
+        if (fused := fusion_attention(device)) is not None and len(list(blocks_of(families))) <= MAX_SEQUENCES:
+            return NpuAttention(families, device, fused)
     return ExpandedAttention(families, device)
 
 
@@ -130,6 +135,24 @@ class VarlenAttention:
             window_size=(-1, 0),
         )
         return cast("Tensor", output)
+
+
+class NpuAttention:
+    """Ascend's fused attention over blocks, whose keys are those of `VarlenAttention`."""
+
+    def __init__(self, families: Sequence[Family], device: torch.device, fused: FusionAttention) -> None:
+        """Plan the call for consecutive families."""
+        self.longest, self._fused = max(family.longest for family in families), fused
+        blocks = list(blocks_of(families))
+        self._query_ends = list(accumulate(len(block.own) for block in blocks))
+        self._key_ends = list(accumulate(len(block.before) + len(block.own) for block in blocks))
+        self._copies = _copies(blocks, device) if any(block.before for block in blocks) else None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+        """See `Attention`."""
+        if self._copies is not None:
+            key, value = self._copies.take(key), self._copies.take(value)
+        return attend_packed(self._fused, query, key, value, self._query_ends, self._key_ends, scale)
 
 
 class ExpandedAttention:

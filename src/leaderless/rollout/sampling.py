@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -54,7 +56,21 @@ def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -
     peak = logits.amax(dim=-1, keepdim=True)
     tokens, total = _invert(_weights(logits, peak), noise.unsqueeze(1))
     tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # if logits are NaN, any token
-    return tokens.squeeze(1), (logits.gather(1, tokens) - peak - total.log()).squeeze(1).float()
+    scores = (logits.gather(1, tokens) - peak).to(total.device) - total.log()
+    return tokens.squeeze(1), scores.squeeze(1).float().to(logits.device)
+
+
+@cache
+def _has_float64(device: torch.device) -> bool:
+    """Whether a device can search sums of float64; if not, the host does so with a few numbers for each token."""
+    if device.type in {"cpu", "cuda"}:
+        return True
+    try:
+        sums = torch.ones(1, 4, device=device).double().cumsum(dim=-1)
+        torch.searchsorted(sums, sums[:, -1:].contiguous())
+    except RuntimeError:  # not there for this kind of device
+        return False
+    return True
 
 
 def _weights(logits: Tensor, peak: Tensor) -> Tensor:
@@ -69,16 +85,20 @@ def _weights(logits: Tensor, peak: Tensor) -> Tensor:
 def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Find where cumulative weights exceed a fraction of their sum, [n, 1]: first the chunk, then the place in it.
 
-    Sums of chunks are float32; sums of these are float64, [n, 1], and are returned too.
+    Sums of chunks are float32; sums of these are float64, [n, 1], and are returned too, on the device that computes
+    them.
     """
-    ends = torch.nn.functional.pad(weights.sum(dim=-1).double().cumsum(dim=-1), (1, 0))
+    device = weights.device
+    place = device if _has_float64(device) else torch.device("cpu")
+    ends = torch.nn.functional.pad(weights.sum(dim=-1).to(place).double().cumsum(dim=-1), (1, 0))
     total = ends[:, -1:].contiguous()
-    threshold = noise * total
+    threshold = noise.to(place) * total
     chunk = _search(ends[:, 1:].contiguous(), threshold)
-    inside = weights.gather(1, chunk.unsqueeze(2).expand(-1, -1, CHUNK)).squeeze(1).double()
+    found = weights.gather(1, chunk.to(device).unsqueeze(2).expand(-1, -1, CHUNK))
+    inside = found.squeeze(1).to(place).double()
     inside[:, 0] += ends.gather(1, chunk).squeeze(1)
     inside = inside.cumsum(dim=-1)
-    return chunk * CHUNK + _search(inside, threshold), total
+    return (chunk * CHUNK + _search(inside, threshold)).to(device), total
 
 
 def _search(cumulative: Tensor, threshold: Tensor) -> Tensor:

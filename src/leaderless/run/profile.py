@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.source import Setting
+from leaderless.device import first_device
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Plan
 from leaderless.planner.auto.candidates import placeable
@@ -195,13 +196,12 @@ def this_machine(workers: int) -> MachineIdentity:
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
     processor = models[0] if models else os.uname().machine
-    if not has_accelerator():
+    # Torch is loaded only where there may be one; it may be hidden, or torch may be built for the CPU.
+    device = first_device() if has_accelerator() else None
+    if device is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / workers
         return MachineIdentity(processor=processor, memory_gib=round(memory / GIB, 3))
-    import torch
-
-    device = torch.cuda.get_device_properties(0)
-    return MachineIdentity(processor=processor, accelerator=device.name, memory_gib=round(device.total_memory / GIB, 3))
+    return MachineIdentity(processor=processor, accelerator=device.name, memory_gib=round(device.total_bytes / GIB, 3))
 
 
 def check_machine(profile: Profile) -> None:

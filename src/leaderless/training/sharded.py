@@ -29,7 +29,7 @@ from leaderless.planner.adapters import EXPERT_WEIGHTS, lora_of
 from leaderless.planner.layout import COPIES
 from leaderless.training.engine import Result, UpdateInfo
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.training.optimizer import learning_rate_at, make_optimizer
+from leaderless.training.optimizer import learning_rate_at, make_optimizer, may_be_fused
 from leaderless.training.passes import BoundedPasses
 from leaderless.training.pipeline import Line
 from leaderless.training.routed import RoutedPasses
@@ -108,7 +108,10 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self._module.to(device)
         num_alike = 1 if tensor is None else tensor.peers.size
         self.routed = RoutedPasses(model.routers or Routers.of(self._module), process_group, device, num_alike)
-        self._optimizer = make_optimizer(self._module.parameters(), optimizer) if optimizer else None
+        self._optimizer = None
+        if optimizer:
+            is_fused = may_be_fused(device, process_group)
+            self._optimizer = make_optimizer(self._module.parameters(), optimizer, is_fused=is_fused)
 
     def divide_passes(self, peers: ContextParallel) -> None:
         """Let peers divide the tokens of each pass, so that together they take as many times more."""
@@ -362,7 +365,9 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         assert self._optimizer is not None
         moments: dict[str, Tensor] = self._optimizer.state[parameter]
         if not moments:
-            moments["step"] = torch.zeros((), device=self.device)
+            # Only a fused step counts on the device: others would wait for each number.
+            place = self.device if self._optimizer.defaults["fused"] else "cpu"
+            moments["step"] = torch.zeros((), device=place)
             moments["exp_avg"] = torch.zeros_like(parameter)
             moments["exp_avg_sq"] = torch.zeros_like(parameter)
         return moments
