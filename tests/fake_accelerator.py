@@ -14,9 +14,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
+from tests.unit.recipes import make_recipe
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -25,17 +27,26 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
+from leaderless.data.batch import Jagged
+from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.models import decoder
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
 from leaderless.models.products import _can_write_float32
 from leaderless.models.shared_prompts import VarlenAttention
 from leaderless.models.value_model import load_value_model
+from leaderless.observability.metrics import Metrics
+from leaderless.observability.run_directory import RunDirectory
+from leaderless.planner import Cluster, make_plan
 from leaderless.rollout import kv_cache, native
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.sampling import sample_tokens
+from leaderless.stages.context import Grader, ModelRole, StageContext
+from leaderless.stages.update import update
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
+from leaderless.training.micro_batches import response_lengths
+from leaderless.workflow import resolve_workflow
 
 KIND = "npu"
 DEVICE = torch.device("cpu")  # until it is registered
@@ -49,6 +60,7 @@ class Accelerator(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.num_reads = self.num_copies = 0
+        self.num_sent = self.num_waits = 0  # copies to the device, and those for which the host waits
         self.refused: dict[str, torch.dtype | None] = {}  # operations that the device has not, for a type or for all
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -63,6 +75,12 @@ class Accelerator(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             self.num_reads += 1
             return torch.zeros((), dtype=args[0].dtype).item()
+        if name in {"_to_copy", "copy_"}:
+            source, options = args[1] if name == "copy_" else args[0], kwargs or {}
+            goes_there = name == "copy_" or torch.device(options.get("device") or "cpu").type == KIND
+            if goes_there and source.device.type == "cpu":
+                self.num_sent += 1
+                self.num_waits += not (args[2] if len(args) > 2 else options.get("non_blocking"))
         with self._fake:
             result = func(*pytree.tree_map_only(Tensor, self._as_fake, args), **kwargs or {})
         return pytree.tree_map_only(Tensor, self._on_host, result)
@@ -123,9 +141,12 @@ def train(accelerator: Accelerator) -> dict[str, int]:
         with varlen_attention(is_used=dtype == torch.bfloat16):
             assert engine.log_probs(batch).values.device.type == "cpu"
             for entropy in ("value", "gradient"):
-                before = accelerator.num_reads
+                before, sent, waits = accelerator.num_reads, accelerator.num_sent, accelerator.num_waits
+                num_passes = len(engine.micro_batches(batch))
                 add_gradients(engine, batch, loss, entropy=entropy)
                 counts[f"reads in {dtype}"] = accelerator.num_reads - before
+                counts[f"copies to the device in {dtype}"] = (accelerator.num_sent - sent) / num_passes
+                assert accelerator.num_waits == waits
         counts["gradients"] = check_gradients(engine)
         engine.optimizer_step()
     assert _can_write_float32(KIND), "products in float32 were traced as well"
@@ -182,6 +203,42 @@ def decode(accelerator: Accelerator) -> dict[str, float]:
     return {"tokens": num_tokens, "copies to the host for each draw": (accelerator.num_copies - before) / num_draws}
 
 
+def losses(accelerator: Accelerator) -> dict[str, int]:
+    """An update on the policy loss of a recipe: copies to the device, and those for which the host waits."""
+    workflow = resolve_workflow("grpo")
+    recipe = make_recipe(algorithm={**workflow.algorithm, "kl": {"coefficient": 0.1}})
+    batch = at_temperature(random_samples(LENGTHS, siblings=3), 0.7)
+    counts = response_lengths(batch.jagged("response_mask"))
+    zeros = torch.zeros(int(counts.sum()))
+    names = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
+    batch = batch.with_columns(
+        policy_versions=Jagged(zeros.int(), counts, "response_tokens"),
+        reward_valid=torch.ones(len(batch), dtype=torch.bool),
+        **{name: Jagged(zeros, counts, "response_tokens") for name in names},
+    )
+    config = ModelConfig(path=tiny_model(), compute_dtype="float32")
+    engine = FsdpEngine(
+        moved(load_causal_lm(config, "policy"), torch.bfloat16), config, ALONE, DEVICE, 64, optimizer=OptimizerConfig()
+    )
+    engine.compute_dtype = torch.bfloat16
+    context = StageContext(
+        recipe=recipe,
+        node=make_plan(recipe, workflow, Cluster(1))["policy"],
+        step=2,
+        process_group=ALONE,
+        metrics=Metrics(),
+        run_directory=cast("RunDirectory", None),
+        tokenizer=cast("Tokenizer", None),
+        model=ModelRole(engine, None),
+        grade=cast("Grader", None),
+    )
+    num_passes = len(engine.micro_batches(batch))
+    sent, waits = accelerator.num_sent, accelerator.num_waits
+    update(batch, context)
+    copies, waits = accelerator.num_sent - sent, accelerator.num_waits - waits
+    return {"passes": num_passes, "copies": copies, "waits": waits}
+
+
 def refusals(accelerator: Accelerator) -> dict[str, int]:
     """Sampling and an update on a device without sums of float64 and without a fused optimizer step."""
     accelerator.refused = {"cumsum": torch.float64, "searchsorted": None, "_fused_adamw_": None}
@@ -217,7 +274,7 @@ def mistakes(accelerator: Accelerator) -> dict[str, int]:
 
 
 PASSES: dict[str, Callable[[Accelerator], dict[str, float]]] = {
-    function.__name__: function for function in (train, values, decode, refusals, mistakes)
+    function.__name__: function for function in (train, values, losses, decode, refusals, mistakes)
 }
 
 

@@ -14,8 +14,17 @@ from torch.utils import backend_registration
 @pytest.mark.parametrize(
     ("name", "counts"),
     [
-        ("train", {"gradients": 26, "reads in torch.float32": 0, "reads in torch.bfloat16": 0}),
+        (
+            "train",
+            {
+                "gradients": 26,
+                **{f"reads in torch.{kind}": 0 for kind in ("float32", "bfloat16")},
+                **{f"copies to the device in torch.{kind}": 1.0 for kind in ("float32", "bfloat16")},
+            },
+        ),
         ("values", {"gradients": 28}),
+        # Of each pass one for its inputs and one for its loss; only sums of all losses are waited for.
+        ("losses", {"passes": 2, "copies": 5, "waits": 1}),
         ("decode", {"tokens": 114, "copies to the host for each draw": 0.0}),  # besides `tolist` of what was drawn
         # The sums of chunks, those in a chunk, the noise and the logit of each of four draws.
         ("refusals", {"tokens": 8, "copies to the host": 16, "warnings": 1}),

@@ -20,6 +20,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import MESSAGES_AHEAD, ProcessGroup, Transport
 from leaderless.data.under_way import mark
 from leaderless.device import setup_device
+from leaderless.models import uploads
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.products import (
     _can_add_float32,
@@ -32,6 +33,7 @@ from leaderless.models.repeats import Repeats
 from leaderless.models.scoring import score_tokens
 from leaderless.models.shared_prompts import Family, VarlenAttention, attention_over
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.models.uploads import _can_pin, one_copy, placed
 from leaderless.observability.metrics import Metrics
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
 from leaderless.rollout.engine import Request, SamplingParams, generate
@@ -200,6 +202,37 @@ def test_gradients_of_tokens_that_are_selected_again_repeat_bit_for_bit_on_cuda(
     assert torch.equal(first, second)
     expected = torch.zeros(300, 256, dtype=torch.float64).index_add_(0, rows, slope.double().cpu())
     assert float((first.cpu() - expected).norm() / expected.norm()) < 3e-3
+
+
+def test_tensors_go_to_cuda_while_it_computes_and_arrive_as_they_were() -> None:
+    device = torch.device("cuda", 0)
+    assert _can_pin("cuda")
+    tensors = [torch.randint(0, 1 << 40, (n,)) for n in (3, 40_000, 1_000_000)]
+    for round_number in range(20):  # memory of the host is used again while copies from it are under way
+        begin = torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(20_000_000)
+        begin.record()
+        with one_copy(device):
+            arrived = [placed(tensor + round_number, device) for tensor in tensors]
+        assert not begin.query(), "the host did not wait"
+        expected = [tensor + round_number for tensor in tensors]
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(arrived, expected, strict=True))
+
+
+def test_log_probs_do_not_depend_on_how_inputs_go_to_cuda(ranks: RankPool) -> None:
+    ways = [ranks.run(1, score_once, tiny_model(), can_pin, init_group=False)[0] for can_pin in (True, False)]
+    assert torch.equal(*ways)
+
+
+def score_once(model: str, can_pin: bool) -> Tensor:
+    transport, device = join()
+    config, before = ModelConfig(path=model, compute_dtype="bfloat16"), uploads._can_pin
+    engine = FsdpEngine(load_causal_lm(config, "policy"), config, transport.world, device, 64)
+    uploads._can_pin = lambda _: can_pin
+    try:
+        return engine.log_probs(random_samples(LENGTHS, siblings=3)).values
+    finally:
+        uploads._can_pin = before
 
 
 @needs_two

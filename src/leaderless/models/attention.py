@@ -16,6 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from leaderless.models import npu_attention
+from leaderless.models.uploads import placed
 
 ATTENTION_NAME = "leaderless"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -141,9 +142,10 @@ class LengthBuckets:
             is_real = (step < counts).flatten()
             place[tokens[is_real]] = offset + is_real.nonzero().squeeze(1)
             padding = (~is_real).nonzero().squeeze(1)
-            self._buckets.append(LengthBucket(len(members), len(members[0]), tokens.to(device), padding.to(device)))
+            own = placed(tokens, device), placed(padding, device)
+            self._buckets.append(LengthBucket(len(members), len(members[0]), *own))
             offset += len(tokens)
-        self._place = place.to(device)
+        self._place = placed(place, device)
 
     def __iter__(self) -> Iterator[LengthBucket]:
         """Iterate over buckets, the longest sequences first."""

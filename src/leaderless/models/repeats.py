@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from leaderless.models.uploads import placed
+
 
 class Repeats:
     """Rows of a tensor that are taken, some of them several times, and some perhaps not at all.
@@ -19,13 +21,13 @@ class Repeats:
         """Plan to take [n] int64 rows, which are on the host, of a tensor with `num_rows` on a device."""
         counts, order = rows.bincount(minlength=num_rows), rows.argsort(stable=True)
         begins = counts.cumsum(0) - counts
-        self._rows, self._num_rows, self._has_all = rows.to(device), num_rows, bool(counts.all())
+        self._rows, self._num_rows, self._has_all = placed(rows, device), num_rows, bool(counts.all())
         # By number of times: rows that are taken so often, and [rows, times] places where.
         self._places: list[tuple[Tensor, Tensor]] = []
         for times in sorted(set(counts.tolist()) - {0}):
             own = (counts == times).nonzero().squeeze(1)
             places = order[begins[own][:, None] + torch.arange(times)]
-            self._places.append((own.to(device), places.to(device)))
+            self._places.append((placed(own, device), placed(places, device)))
 
     def take(self, values: Tensor) -> Tensor:
         """Turn [num_rows, ...] into [n, ...]."""

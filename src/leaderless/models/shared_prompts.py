@@ -17,6 +17,7 @@ from leaderless.models.attention import Attention, LengthBuckets, PackedAttentio
 from leaderless.models.cpu_attention import attend_on_cpu
 from leaderless.models.npu_attention import MAX_SEQUENCES, FusionAttention, attend_packed, fusion_attention
 from leaderless.models.repeats import Repeats
+from leaderless.models.uploads import placed
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class VarlenAttention:
         self.longest = max(family.longest for family in families)
         blocks = list(blocks_of(families))
         lengths = torch.tensor([[0, 0], *([len(block.own), len(block.before) + len(block.own)] for block in blocks)])
-        self._query_ends, self._key_ends = lengths.cumsum(0).int().t().contiguous().to(device)
+        self._query_ends, self._key_ends = placed(lengths.cumsum(0).int().t().contiguous(), device)
         self._longest_query, self._longest_key = lengths.amax(0).tolist()
         self._copies = _copies(blocks, device) if any(block.before for block in blocks) else None
         # torch 2.11 supports groups of heads without this argument, which it does not have.
@@ -165,7 +166,7 @@ class ExpandedAttention:
         self._packed = PackedAttention([len(block.before) + len(block.own) for block in blocks], device)
         self.longest = self._packed.longest
         is_own = [is_own for block in blocks for is_own in [False] * len(block.before) + [True] * len(block.own)]
-        self._own = torch.tensor(is_own).nonzero().squeeze(1).to(device)
+        self._own = placed(torch.tensor(is_own).nonzero().squeeze(1), device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Attention`."""

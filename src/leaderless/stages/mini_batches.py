@@ -12,6 +12,7 @@ from torch import Tensor
 
 from leaderless.algorithms import Aggregation, Denominators, token_weights
 from leaderless.data.batch import Batch
+from leaderless.models.uploads import placed
 from leaderless.observability.metrics import Mean, Share
 from leaderless.stages import experts
 from leaderless.stages.context import StageContext
@@ -142,8 +143,8 @@ def metric_name(context: StageContext, measure: str) -> str:
 
 
 def take(values: Tensor, micro_batch: MicroBatch, like: Tensor) -> Tensor:
-    """A column of response tokens in the order of a micro-batch, on the device of `like`."""
-    return values[micro_batch.response_index].to(like.device)
+    """A column of response tokens in the order of a micro-batch, on the device of `like`; see `placed`."""
+    return placed(values[micro_batch.response_index], like.device)
 
 
 def only(values: Tensor, is_counted: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from leaderless.algorithms import (
 from leaderless.algorithms.policy_loss import compute
 from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.models.scoring import Entropy
+from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Largest, Mean, Share, Weights
 from leaderless.rollout.sampling import uniform_noise
 from leaderless.stages import losses
@@ -172,18 +173,21 @@ def _policy_gradient_loss(
     config, metrics = context.recipe.algorithm, dict[str, Share]()
     entropy: Entropy = "gradient" if config.entropy_coefficient > 0 else "value"
     outputs = context.role.train_engine.forward(micro_batch, entropy)
-    weights = take(mini_batch.weights, micro_batch, outputs.log_probs)
+    rows, names = mini_batch.rows, ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+    taken = partial(take, micro_batch=micro_batch, like=outputs.log_probs)
+    with one_copy(outputs.log_probs.device):
+        weights, chosen = taken(mini_batch.weights), taken(is_chosen)
+        found = {name: taken(rows.jagged(name).values) for name in names if name in rows}
+        own = {name: taken(values) for name, values in own.items()}
+        versions = taken(rows.jagged("policy_versions").values)
+        lengths = placed(micro_batch.response_lengths, outputs.log_probs.device)
     is_counted = weights > 0
     # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
     new = torch.where(is_counted, outputs.log_probs, 0.0)
-    rows, names = mini_batch.rows, ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
-    found = {name: take(rows.jagged(name).values, micro_batch, new) for name in names if name in rows}
     columns = {name: torch.where(is_counted, values, 0.0) for name, values in found.items()}
-    lengths = micro_batch.response_lengths.to(new.device)
     # Without other updates in the step, the policy before them is the policy itself.
     old = columns.get("old_log_probs", new.detach())
     if config.proximal == "interpolated":
-        versions = take(mini_batch.rows.jagged("policy_versions").values, micro_batch, new)
         now = context.role.train_engine.policy_version
         old = interpolated_log_probs(new, columns["rollout_log_probs"], versions, before=before, now=now)
     inputs = LossInputs(
@@ -192,8 +196,8 @@ def _policy_gradient_loss(
         advantages=columns["advantages"],
         lengths=lengths,
         is_counted=is_counted,
-        is_chosen=take(is_chosen, micro_batch, new),
-        columns={name: only(take(values, micro_batch, new), is_counted) for name, values in own.items()},
+        is_chosen=chosen,
+        columns={name: only(values, is_counted) for name, values in own.items()},
         step=context.step,
     )
     policy = compute(config.policy_loss, inputs)
@@ -217,8 +221,7 @@ def _policy_gradient_loss(
         metrics["correction/dropped"] = report(correction == 0)
     metrics |= _mismatch(columns["rollout_log_probs"], old, is_counted)
     if may_be_stale(context.recipe):
-        ages = before - take(mini_batch.rows.jagged("policy_versions").values, micro_batch, new)
-        metrics |= _mismatch_by_age(columns["rollout_log_probs"], old, ages, is_counted)
+        metrics |= _mismatch_by_age(columns["rollout_log_probs"], old, before - versions, is_counted)
         ratios = importance_ratios(old, columns["rollout_log_probs"], lengths, "token")
         metrics["mismatch/effective_samples"] = Weights.of(ratios, is_counted)
     return Loss((weights * loss).sum(), outputs.log_probs, metrics)
@@ -285,13 +288,14 @@ def update_critic(batch: Batch, context: StageContext) -> Batch:
 def _value_loss(context: StageContext, mini_batch: MiniBatch, micro_batch: MicroBatch) -> Loss:
     """The value loss of a micro-batch."""
     outputs = context.critic.forward(micro_batch)
-    weights = take(mini_batch.weights, micro_batch, outputs)
+    with one_copy(outputs.device):
+        weights, *found = (
+            take(values, micro_batch, outputs)
+            for values in (mini_batch.weights, *(mini_batch.rows.jagged(name).values for name in ("values", "returns")))
+        )
     is_counted = weights > 0
     # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
-    old, returns = (
-        torch.where(is_counted, take(mini_batch.rows.jagged(name).values, micro_batch, outputs), outputs.detach())
-        for name in ("values", "returns")
-    )
+    old, returns = (torch.where(is_counted, values, outputs.detach()) for values in found)
     loss = clipped_value_loss(outputs, old, returns, clip=context.recipe.algorithm.critic.value_clip or math.inf)
     is_clipped = Mean((loss.is_clipped & is_counted).sum(), is_counted.sum())
     return Loss((weights * loss.loss).sum(), outputs, {metric_name(context, "clip_fraction"): is_clipped})

@@ -27,6 +27,7 @@ from leaderless.models.ring import RingParallel
 from leaderless.models.routers import Routers
 from leaderless.models.scoring import Entropy
 from leaderless.models.tensor_parallel import TensorParallel
+from leaderless.models.uploads import one_copy, placed
 from leaderless.models.value_model import ValueModel
 from leaderless.models.vision import VisionDecoder, VisionLM
 from leaderless.planner.adapters import lora_of
@@ -61,12 +62,13 @@ class FsdpEngine(ShardedModel[CausalLM]):
         if self.line is not None and not self.line.stages.is_last:
             log_probs, *others = self.line.results(micro_batch, self.hidden_states, 1 + (entropy != "none"))
             return TokenOutputs(log_probs, others[0] if others else log_probs[:0])
-        part = _Part(self, micro_batch)
-        targets, temperature = part.of(micro_batch.targets), micro_batch.temperature
-        if isinstance(temperature, Tensor):
-            temperature = part.of(temperature).to(self.device)
-        targets = _at_least_one(targets).to(self.device)
-        outputs: TokenOutputs = self.model(*part.inputs(), targets, temperature, entropy, *part.images())
+        part, temperature = _Part(self, micro_batch), micro_batch.temperature
+        with one_copy(self.device):
+            targets = placed(_at_least_one(part.of(micro_batch.targets)), self.device)
+            if isinstance(temperature, Tensor):
+                temperature = placed(part.of(temperature), self.device)
+            inputs = part.inputs()
+        outputs: TokenOutputs = self.model(*inputs, targets, temperature, entropy, *part.images())
         self.routed.end()
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
         found = TokenOutputs(part.gather(outputs.log_probs), entropies)
@@ -136,6 +138,10 @@ class _Part:
 
     def inputs(self) -> tuple[Tensor, Tensor, Attention, Tensor | Repeats]:
         """Tokens, positions, attention and selected tokens of the part."""
+        with one_copy(self._engine.device):
+            return self._inputs()
+
+    def _inputs(self) -> tuple[Tensor, Tensor, Attention, Tensor | Repeats]:
         self._engine.process_group.activity.beat()
         device, pass_, select = self._engine.device, self._micro_batch, self.of(self._micro_batch.select)
         tokens, families = pass_.tokens, pass_.families
@@ -149,14 +155,14 @@ class _Part:
             attention = self._peers.attention(self._peers.padded(families), device, self._engine.compute_dtype)
         attention = self._dropping(attention)
         line = self._engine.line
-        entering = tokens.to(device) if line is None or line.stages.is_first else line.enter(len(tokens))
-        return entering, positions.to(device), attention, self._selected(_at_least_one(select), len(tokens))
+        entering = placed(tokens, device) if line is None or line.stages.is_first else line.enter(len(tokens))
+        return entering, placed(positions, device), attention, self._selected(_at_least_one(select), len(tokens))
 
     def _selected(self, select: Tensor, num_tokens: int) -> Tensor | Repeats:
         """Selected tokens: the last one of a prompt once for each continuation."""
         device = self._engine.device
         if device.type == "cpu" or not torch.is_grad_enabled():
-            return select.to(device)
+            return placed(select, device)
         return Repeats(select, num_tokens, device)
 
     def images(self) -> tuple[Pixels, ...]:

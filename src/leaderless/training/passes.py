@@ -12,6 +12,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.errors import MemoryExhausted, is_out_of_memory
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import release_memory
+from leaderless.models.uploads import placed
 from leaderless.training.engine import Result
 from leaderless.training.micro_batches import MicroBatch, longest_sample, make_micro_batches, response_lengths
 
@@ -59,7 +60,7 @@ class BoundedPasses:
 
         def fill(micro_batches: Iterable[MicroBatch]) -> None:
             for micro_batch in micro_batches:
-                values[micro_batch.response_index.to(self.device)] = score(micro_batch)
+                values[placed(micro_batch.response_index, self.device)] = score(micro_batch)
 
         self.run_passes(batch, fill)
         return Jagged(values.cpu(), lengths, "response_tokens")
