@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from leaderless.data.images import PromptImage, num_alike
-from leaderless.rollout.kv_cache import Segment, SegmentStore
+from leaderless.rollout.kv_cache import Segment, Store
 
 Tokens = tuple[int, ...]
 
@@ -23,7 +23,7 @@ class _Kept(NamedTuple):
 class Conversations:
     """Kept segments of a store, by the numbers of their conversations."""
 
-    def __init__(self, store: SegmentStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._kept: dict[int, _Kept] = {}  # the one that has been kept for longest is the first
 

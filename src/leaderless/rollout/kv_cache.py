@@ -6,10 +6,12 @@ they stay in slots behind the active ones, where no pass reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 SMALLEST_SLOT = 64
@@ -29,8 +31,45 @@ class Segment:
     """
 
     length: int
-    home: Slots
+    home: Home
     slot: int
+
+
+class Home(Protocol):
+    """Where the keys and values of segments lie."""
+
+    def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store keys and values of tokens, [n, kv_heads, head_dim], at [n] int64 places."""
+
+    def places(self, segment: Segment, begin: int, count: int) -> Tensor:
+        """Find the places of some tokens of a segment, for `write`."""
+
+    def reader(
+        self, segments: Sequence[Segment], longest: int, device: torch.device
+    ) -> Callable[[int], LayerKeysValues]:
+        """Make a function that reads what segments have in a layer, [kv_heads, segments, longest, head_dim] each."""
+
+    def layer(self, layer: int) -> LayerKeysValues:
+        """Return the keys and values of a layer."""
+
+    def keep(self, segment: Segment) -> None:
+        """Keep an active segment, which no pass reads."""
+
+    def remove(self, segment: Segment) -> None:
+        """Free the memory of a segment."""
+
+
+class Store(Protocol):
+    """Makes segments."""
+
+    def add(self, length: int, room: int = 0) -> Segment:
+        """Start a segment that can grow by `room` tokens at once."""
+
+    def join(self, first: Segment, second: Segment) -> Segment:
+        """Copy two segments into an active one that can grow."""
+
+    def resume(self, segment: Segment, num_known: int, length: int) -> None:
+        """Make a kept segment active, with its first `num_known` tokens and room for one more than `length` tokens."""
 
 
 class Slots:
@@ -72,6 +111,28 @@ class Slots:
             self._shapes[layer] = key.new_empty(0, *key.shape[1:]), value.new_empty(0, *value.shape[1:])
         for tensor, new in zip(self.layer(layer), (key, value), strict=True):
             tensor.flatten(1, 2).index_copy_(1, places, new.transpose(0, 1))
+
+    def places(self, segment: Segment, begin: int, count: int) -> Tensor:
+        """See `Home`."""
+        return segment.slot * self.capacity + torch.arange(begin, begin + count)
+
+    def reader(
+        self, segments: Sequence[Segment], longest: int, device: torch.device
+    ) -> Callable[[int], LayerKeysValues]:
+        """See `Home`. Without a copy if there is only one segment."""
+        slots = [segment.slot for segment in segments]
+        indices = torch.tensor(slots, device=device)
+
+        def read(tensor: Tensor) -> Tensor:
+            if len(slots) == 1:
+                return tensor[:, slots[0] : slots[0] + 1, :longest]
+            return tensor[:, :, :longest].index_select(1, indices)
+
+        def read_layer(layer: int) -> LayerKeysValues:
+            keys, values = self.layer(layer)
+            return read(keys), read(values)
+
+        return read_layer
 
     def unused_place(self, slot: int) -> int:
         """Find a place in a slot behind the active ones at which nothing is overwritten; see `write`."""
@@ -188,13 +249,15 @@ class SegmentStore:
 
     def join(self, first: Segment, second: Segment) -> Segment:
         """Copy two segments into an active one that can grow."""
-        joined = self.add(first.length + second.length, room=1)
-        joined.home.copy(first, joined, 0)
-        joined.home.copy(second, joined, first.length)
+        slots = self._slots(first.length + second.length + 1)
+        joined = slots.add(first.length + second.length)
+        slots.copy(first, joined, 0)
+        slots.copy(second, joined, first.length)
         return joined
 
     def resume(self, segment: Segment, num_known: int, length: int) -> None:
         """Make a kept segment active, with its first `num_known` tokens and room for one more than `length` tokens."""
+        assert isinstance(segment.home, Slots)
         segment.length = num_known
         slots = self._slots(length + 1)
         if slots.capacity > segment.home.capacity:

@@ -17,7 +17,7 @@ from leaderless.models.seen import Seen
 from leaderless.rollout.conversations import Conversations
 from leaderless.rollout.cuda_graphs import DecodeGraphs
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
-from leaderless.rollout.kv_cache import LayerKeysValues, Segment, SegmentStore
+from leaderless.rollout.kv_cache import LayerKeysValues, Segment, SegmentStore, Store
 from leaderless.rollout.lean_forward import forward_of
 from leaderless.rollout.native_prompts import Draws, Key, Part, Prompt, Response, Rows, draws_of, passes_of
 from leaderless.rollout.prefill_attention import PrefillAttention, PromptPart
@@ -77,8 +77,7 @@ class NativeEngine:
         self._unread: dict[Key, Prompt] = {}
         self._read: deque[Prompt] = deque()
         self._deltas: list[Delta] = []
-        shapes: dict[int, LayerKeysValues] = {}
-        self._prompts, self._responses = (SegmentStore(self._rounding.rows, shapes) for _ in range(2))
+        self._prompts, self._responses = self._make_stores()
         self._kept = Conversations(self._responses)
         is_captured = self.device.type == "cuda" and self._routers is None
         self._graphs = DecodeGraphs(self._pass) if is_captured else None
@@ -86,6 +85,11 @@ class NativeEngine:
         self._active: dict[Segment, Response] = {}
         self._rows: Rows | None = None
         self._is_stale = False  # keys and values of active responses are to be computed again
+
+    def _make_stores(self) -> tuple[Store, Store]:
+        """Stores for prompts that responses share, and for what responses have of their own."""
+        shapes: dict[int, LayerKeysValues] = {}
+        return SegmentStore(self._rounding.rows, shapes), SegmentStore(self._rounding.rows, shapes)
 
     def wake(self, reload: Callable[[], None]) -> None:
         """See `RolloutEngine`. Memory is taken as it is needed."""
@@ -100,7 +104,7 @@ class NativeEngine:
         for name, tensor in weights:
             if name not in self._weights:
                 raise RuntimeError(f"weight '{name}' was sent, which the model does not have")
-            self._parameters[name].data = tensor.to(self.device).view(self._weights[name])
+            self._set_weight(name, tensor)
             missing.discard(name)
         if missing:
             raise RuntimeError(f"{len(missing)} of the model's weights have not been sent, such as {min(missing)}")
@@ -109,6 +113,10 @@ class NativeEngine:
         if weights.probe is not None:
             self._check(weights.probe, weights.policy_version)
         self.policy_version = weights.policy_version
+
+    def _set_weight(self, name: str, tensor: Tensor) -> None:
+        """Use a tensor as a weight; it may be a trainer's own."""
+        self._parameters[name].data = tensor.to(self.device).view(self._weights[name])
 
     @torch.no_grad()
     def _check(self, probe: Probe, policy_version: int) -> None:
@@ -251,7 +259,7 @@ class NativeEngine:
             if not self._read:
                 self._prefill()
             admitted: list[Response] = []
-            while self._read and len(self._active) < self.max_sequences:
+            while self._read and len(self._active) < self.max_sequences and self._has_room([]):
                 prompt = self._read[0]
                 sequence = prompt.waiting.popleft()
                 self._make_room(1)
@@ -262,6 +270,8 @@ class NativeEngine:
                 admitted.append(sequence)
                 if not prompt.waiting:
                     self._read.popleft()
+            if not admitted:
+                return
             self._rows = None
             logits = torch.stack([sequence.prompt.logits for sequence in admitted])
             for prompt in {sequence.prompt for sequence in admitted}:
@@ -269,6 +279,10 @@ class NativeEngine:
                     prompt.logits = torch.empty(0)  # a view would keep the logits of all prompts of the pass
             news = [s.prompt.experts[len(s.completion.experts) :] for s in admitted]
             self._extend(admitted, logits, draws_of(admitted), news)
+
+    def _has_room(self, prompts: Sequence[Prompt]) -> bool:  # noqa: ARG002
+        """Check whether there is memory to read prompts, and for one more response."""
+        return True
 
     def _make_room(self, num_responses: int) -> None:
         """Forget conversations, so that there are places for some more responses."""
@@ -278,6 +292,8 @@ class NativeEngine:
         """Read waiting prompts, those of kept conversations first."""
         free = self.max_sequences - len(self._active)
         taken = self._take_unread(free)
+        if not taken:
+            return
         self._make_room(min(free, sum(len(prompt.waiting) for prompt in taken)))
         for prompt in taken:
             prompt.num_loads = self._num_loads
@@ -303,6 +319,8 @@ class NativeEngine:
         num_tokens = num_responses = 0
         while num_responses < free and (self._continuing or self._unread):
             prompt = self._continuing[0] if self._continuing else next(iter(self._unread.values()))
+            if not self._has_room([*taken, prompt]):
+                break
             conversation = prompt.waiting[0].conversation if prompt.num_left == 1 else None
             num_known = self._kept.num_known(conversation, prompt.tokens, prompt.images)
             num_tokens += len(prompt.tokens) - num_known
@@ -383,6 +401,7 @@ class NativeEngine:
 
     def _decode(self) -> None:
         """Decode one more token of each active response."""
+        assert isinstance(self._responses, SegmentStore)
         if self._responses.grow() or self._rows is None:
             self._rows = self._arrange()
         rows = self._rows
@@ -398,6 +417,8 @@ class NativeEngine:
 
     def _arrange(self) -> Rows:
         """Arrange rows in the order of their segments."""
+        assert isinstance(self._responses, SegmentStore)
+        assert isinstance(self._prompts, SegmentStore)
         sequences: list[Response | None] = []
         for slots in self._responses:
             sequences += [self._active[segment] for segment in slots.segments]
@@ -435,18 +456,24 @@ class NativeEngine:
             for row, token, score in zip(rows, drawn.tolist(), scores.tolist(), strict=True):
                 tokens[row], log_probs[row] = token, score
         for sequence, token, log_prob, experts in zip(sequences, tokens, log_probs, news, strict=True):
-            completion = sequence.completion
-            completion.tokens.append(token)
-            completion.log_probs.append(log_prob)
-            completion.experts += experts
-            sequence.num_tokens += 1
-            reason, version = self._finish_reason(completion, sequence.params), self.policy_version
-            known, sequence.num_known = sequence.num_known, 0
-            self._deltas.append(
-                Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason, version, known, experts)
-            )
-            if reason:
-                self._release(sequence, has_ended=True)
+            self._add(sequence, token, log_prob, experts, self.policy_version)
+
+    def _add(
+        self, sequence: Response, token: int, log_prob: float, experts: Sequence[bytes], version: int | None
+    ) -> None:
+        """Add what was drawn with some version of the weights to a response, and release the response if it ends."""
+        completion = sequence.completion
+        completion.tokens.append(token)
+        completion.log_probs.append(log_prob)
+        completion.experts += experts
+        sequence.num_tokens += 1
+        reason = self._finish_reason(completion, sequence.params)
+        known, sequence.num_known = sequence.num_known, 0
+        self._deltas.append(
+            Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason, version, known, experts)
+        )
+        if reason:
+            self._release(sequence, has_ended=True)
 
     def _finish_reason(self, completion: Completion, params: SamplingParams) -> FinishReason | None:
         tokens = completion.tokens

@@ -12,7 +12,7 @@ from torch import Tensor
 from leaderless.models.attention import Attention, PackedAttention, attend_padded
 from leaderless.models.prefix_attention import PrefixAttention
 from leaderless.models.shared_prompts import Family
-from leaderless.rollout.kv_cache import Segment, Slots
+from leaderless.rollout.kv_cache import Home, Segment
 
 QUERY_BLOCK = 1024
 """Most queries of a later part that attend at a time, so that masks stay small."""
@@ -53,12 +53,11 @@ class PrefillAttention:
         counts = [part.count for part in parts]
         self.longest = max(part.position + part.count for part in parts)
         tokens = torch.split(torch.arange(sum(counts)), counts)
-        self._writes: list[tuple[Slots, Tensor, Tensor]] = []
+        self._writes: list[tuple[Home, Tensor, Tensor]] = []
         for home in dict.fromkeys(part.segment.home for part in parts):
             mine = [(own, part) for own, part in zip(tokens, parts, strict=True) if part.segment.home is home]
-            begins = [part.segment.slot * home.capacity + part.begin - int(own[0]) for own, part in mine]
             source = torch.cat([own for own, _ in mine])
-            places = torch.cat([own + begin for (own, _), begin in zip(mine, begins, strict=True)])
+            places = torch.cat([home.places(part.segment, part.begin, part.count) for _, part in mine])
             self._writes.append((home, source.to(device), places.to(device)))
         first = [part for part in parts if part.is_first]
         self._num_first, self._first = sum(part.count for part in first), _first_attention(first, device)
@@ -140,8 +139,8 @@ class _LaterBlocks:
 
     def __init__(self, blocks: Sequence[_Block], device: torch.device) -> None:
         parts = [block.part for block in blocks]
-        self._home, self._slots = parts[0].segment.home, [part.segment.slot for part in parts]
         self._longest = max(block.end for block in blocks)
+        self._read = parts[0].segment.home.reader([part.segment for part in parts], self._longest, device)
         counts, begins, rows = (
             torch.tensor(numbers)[:, None]
             for numbers in ([p.count for p in parts], [p.begin for p in parts], [block.row for block in blocks])
@@ -152,24 +151,17 @@ class _LaterBlocks:
         self._ends = (begins + steps + 1).to(device)
         is_real = (steps < counts).flatten()
         self._real = None if bool(is_real.all()) else is_real.nonzero().squeeze(1).to(device)
-        self._indices = torch.tensor(self._slots, device=device)
 
     def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
         """Attend with rows of [T, query_heads, head_dim] queries, and write the results into these rows."""
         rows = self._queries.flatten()
         block = query.index_select(0, rows).view(*self._queries.shape, *query.shape[1:]).transpose(1, 2)
-        keys, values = (self._segments(tensor).transpose(0, 1) for tensor in self._home.layer(layer))
+        keys, values = (tensor.transpose(0, 1) for tensor in self._read(layer))
         is_seen = torch.arange(self._longest, device=query.device) < self._ends[:, None, :, None]
         result = attend_padded(block, keys, values, is_seen, scale).transpose(1, 2).flatten(0, 1)
         if self._real is not None:
             rows, result = rows.index_select(0, self._real), result.index_select(0, self._real)
         output.index_copy_(0, rows, result)
-
-    def _segments(self, cached: Tensor) -> Tensor:
-        """Take the segments' tokens, [kv_heads, blocks, longest, head_dim], without a copy if there is only one."""
-        if len(self._slots) == 1:
-            return cached[:, self._slots[0] : self._slots[0] + 1, : self._longest]
-        return cached[:, :, : self._longest].index_select(1, self._indices)
 
 
 class _AfterPrompt:
@@ -179,17 +171,15 @@ class _AfterPrompt:
         part = block.part
         assert part.prompt is not None
         self._rows = slice(block.row, block.row + part.count)
-        self._parts = (part.prompt, part.prompt.length), (part.segment, block.end)
+        both = (part.prompt, part.prompt.length), (part.segment, block.end)
+        self._parts = [segment.home.reader([segment], length, device) for segment, length in both]
         ends = part.position + 1 + torch.arange(part.count)
         keys = torch.arange(part.position + part.count)
         self._is_seen = (keys < ends[:, None])[None, None].to(device)
 
     def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
         """See `_LaterBlocks`."""
-        both = zip(*(segment.home.layer(layer) for segment, _ in self._parts), strict=True)
-        keys, values = (
-            torch.cat([own[:, one.slot, :end] for own, (one, end) in zip(tensors, self._parts, strict=True)], 1)[None]
-            for tensors in both
-        )
+        both = zip(*(read(layer) for read in self._parts), strict=True)
+        keys, values = (torch.cat([own[:, 0] for own in tensors], 1)[None] for tensors in both)
         block = query[self._rows].transpose(0, 1)[None]
         output[self._rows] = attend_padded(block, keys, values, self._is_seen, scale)[0].transpose(0, 1)
