@@ -1,0 +1,373 @@
+"""The native engine on a device that computes ahead of the host, with keys and values in pages of a fixed pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from leaderless.config.rollout import SamplingConfig
+from leaderless.data.encode import Tokenizer
+from leaderless.models.attention import check_window
+from leaderless.models.causal_lm import CausalLM
+from leaderless.rollout.bucket_graphs import BucketGraphs
+from leaderless.rollout.engine import Delta
+from leaderless.rollout.kv_cache import Segment, Store
+from leaderless.rollout.native import EXACT, NativeEngine
+from leaderless.rollout.native_prompts import Draws, Prompt, Response, draws_of
+from leaderless.rollout.paged_attention import PagedAttend, PagedAttention
+from leaderless.rollout.paged_plan import Arrangement, PagedPlan
+from leaderless.rollout.paged_staging import Staging, pinned
+from leaderless.rollout.pages import PAGE_TOKENS, OutOfPagesError, Pages
+from leaderless.rollout.sampling import sample_tokens, uniform_noise
+from leaderless.weights.stream import WeightStream
+
+
+class PagedOptions(NamedTuple):
+    """How an engine uses the memory of its device.
+
+    Attributes:
+        attend: Attention over pages.
+        pool_tokens: Tokens of the pool for keys and values.
+        longest: Tokens of the longest sequence, its prompt included; a longer one makes the engine prepare again.
+        keeps_memory: Whether the pool, the memory of weights and recorded passes stay while the engine sleeps.
+        page_tokens: Tokens of a page.
+    """
+
+    attend: PagedAttend
+    pool_tokens: int
+    longest: int = 4096
+    keeps_memory: bool = False
+    page_tokens: int = PAGE_TOKENS
+
+
+@dataclass
+class _Flight:
+    """Tokens that the device draws for responses, and that the host has not read yet.
+
+    `results` are [2, n] int64 in host memory: tokens, and the bits of float64 log-probabilities. They are there once
+    `event` has happened.
+    """
+
+    sequences: Sequence[Response]
+    results: Tensor
+    event: torch.cuda.Event | None
+    version: int | None
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Wait for the tokens, and return them with their log-probabilities."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.results[0].tolist(), self.results[1].view(torch.float64).tolist()
+
+
+class PagedEngine(NativeEngine):
+    """See `NativeEngine`. The host starts a pass before it has read what the last one has drawn.
+
+    The last token of each response stays on the device, where the next pass finds it, and the host reads it while the
+    next pass is computed. A response that has ended by then has one token too many, which is dropped. Noise does not
+    depend on what was drawn, so that everything that the host knows of a pass is copied before it, in one piece.
+
+    When pages run out, the youngest response gives up its own, and is read again later, with its tokens. Noise depends
+    on the sample and the place of a token alone, so that this changes no token beyond what rounding does.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer,
+        end_tokens: frozenset[int],
+        max_sequences: int,
+        device: torch.device,
+        options: PagedOptions,
+    ) -> None:
+        """Decode at most `max_sequences` responses at a time; see `NativeEngine`."""
+        self._options = options
+        self._pages = Pages(max(1, options.pool_tokens // options.page_tokens), options.page_tokens)
+        self._passes = BucketGraphs(is_enabled=device.type == "cuda")
+        self._staging = Staging(max_sequences, options.page_tokens, options.longest, device)
+        self._last = torch.zeros(0, dtype=torch.int64)  # the last tokens of responses, by seat
+        self._owned = set[str]()  # weights in memory of this engine
+        self._addresses = tuple[int, ...]()  # of weights that recorded passes read
+        self._num_allocations = 0  # of the memory through which numbers reach the device
+        super().__init__(model, tokenizer, end_tokens, max_sequences, device, EXACT)
+        text = model.model.config.get_text_config()
+        windows = [getattr(module, "sliding_window", None) for module in model.modules()]
+        self._window = min((size for size in windows if isinstance(size, int)), default=None)
+        self._vocabulary = int(text.vocab_size)
+
+    def _reset(self) -> None:
+        self._pages.clear()
+        super()._reset()
+        self._graphs = None
+        self._flights: list[_Flight] = []
+        self._arranged: tuple[list[Response], Arrangement] | None = None
+        self._seats = list(range(self.max_sequences - 1, -1, -1))
+
+    def _make_stores(self) -> tuple[Store, Store]:
+        return self._pages, self._pages
+
+    def _set_weight(self, name: str, tensor: Tensor) -> None:
+        """Copy a weight into memory that stays, if there is room for it, so that recorded passes find it."""
+        if not self._options.keeps_memory:
+            super()._set_weight(name, tensor)
+            return
+        parameter = self._parameters[name]
+        if name not in self._owned or parameter.dtype != tensor.dtype:
+            parameter.data = torch.empty(self._weights[name], dtype=tensor.dtype, device=self.device)
+            self._owned.add(name)
+        parameter.data.copy_(tensor.view(self._weights[name]))
+
+    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
+        """See `RolloutEngine`."""
+        self._collect()
+        super().load_weights(weights, keep_cache=keep_cache)
+        addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
+        if addresses != self._addresses:
+            self._passes.clear()
+            self._addresses = addresses
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """See `RolloutEngine`."""
+        if self._options.keeps_memory and self._owned >= self._weights.keys():
+            self._reset()
+            self.policy_version = self.policy_version if keep_weights else None
+            return
+        self._release_memory()
+        super().sleep(keep_weights=keep_weights)
+
+    def close(self) -> None:
+        """See `RolloutEngine`."""
+        self._release_memory()
+        super().sleep(keep_weights=False)
+
+    def _release_memory(self) -> None:
+        self._passes.clear()
+        self._pages.release()
+        self._staging.release()
+        self._last = torch.zeros(0, dtype=torch.int64)
+        self._owned.clear()
+        self._addresses = ()
+
+    @torch.no_grad()
+    def step(self) -> list[Delta]:
+        """See `RolloutEngine`."""
+        try:
+            if self._is_stale:
+                self._collect()
+                self._read_again()
+            while True:
+                self._collect(but=self._launch())
+                self._admit()
+                if self._deltas or not self._flights:
+                    break
+        except BaseException:
+            self._passes.clear()
+            self._pages.release()
+            self._reset()  # a pass that was interrupted cannot be continued
+            raise
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _collect(self, but: _Flight | None = None) -> None:
+        """Read the tokens that have been drawn, but not those of the pass that has just been started."""
+        while self._flights and self._flights[0] is not but:
+            flight = self._flights.pop(0)
+            for sequence, token, log_prob in zip(flight.sequences, *flight.read(), strict=True):
+                if sequence.segment is not None and self._active.get(sequence.segment) is sequence:
+                    sequence.ahead -= 1
+                    self._add(sequence, token, log_prob, (), flight.version)
+
+    # --- decoding ----------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> _Flight | None:
+        """Start a pass over all responses that may go on; it is the last of the flights."""
+        sequences = self._with_pages()
+        if not sequences:
+            return None
+        if self._arranged is None or self._arranged[0] != sequences:
+            prompts = [s.prompt.segment if s.prompt.is_shared else None for s in sequences]
+            self._arranged = sequences, Arrangement([_segment(s) for s in sequences], prompts)
+        draws = draws_of(sequences)
+        plan, longest = self._send(sequences, self._arranged[1], draws)
+        attention = PagedAttention(self._pages, plan, self._options.attend, longest)
+        check_window(self._window, attention)
+        if self._num_allocations != self._staging.num_allocations:
+            self._num_allocations = self._staging.num_allocations
+            self._passes.clear()
+        results = self._staging.drawn(len(plan.places))
+        ways = list(dict.fromkeys(way for _, way in draws))
+        key = len(plan.places), ways[0] if len(ways) == 1 else None
+        self._passes.run(key, lambda: self._compute(attention, results, key[1]))
+        if key[1] is None:
+            logits = self._staging.logits(len(plan.places), self._vocabulary)
+            for way in ways:
+                rows = [row for (_, own), some in draws.items() if own == way for row in some]
+                self._draw(logits, plan, results, way, torch.tensor(rows, device=self.device))
+        for sequence in sequences:
+            _segment(sequence).length += 1
+            sequence.ahead += 1
+        return self._fly(sequences, results)
+
+    def _with_pages(self) -> list[Response]:
+        """The responses that may go on, each with a page for its next token."""
+        has_collected = False
+        while True:
+            sequences = [s for s in self._active.values() if len(s.completion.tokens) + s.ahead < s.params.max_tokens]
+            try:
+                for segment in map(_segment, sequences):
+                    if segment.length % self._pages.page_size == 0:
+                        self._pages.extend(segment, segment.length + 1)
+            except OutOfPagesError:
+                if len(self._kept):
+                    self._kept.shrink(len(self._kept) - 1)
+                elif not has_collected:
+                    self._collect()  # responses may have ended
+                    has_collected = True
+                else:
+                    self._preempt()
+            else:
+                return sequences
+
+    def _preempt(self) -> None:
+        """Free the pages of the youngest response, which is read again, with its tokens, before anything else is."""
+        sequence = next(reversed(self._active.values()))
+        if len(self._active) == 1 and not (self._read or self._flights):
+            raise self._too_small(sequence.num_tokens)
+        prompt, own = sequence.prompt, sequence.completion.tokens
+        new = own[len(own) + len(prompt.tokens) - sequence.num_tokens :]
+        again = Prompt((*prompt.tokens, *new), prompt.images, prompt.num_both)
+        self._release(sequence)
+        sequence.segment, sequence.prompt = None, again
+        again.waiting.append(sequence)
+        again.num_left = 1
+        self._continuing.appendleft(again)
+
+    def _too_small(self, tokens: int) -> RuntimeError:
+        return RuntimeError(
+            f"a sequence of {tokens} tokens does not fit into the engine's memory for keys and values, which is for "
+            f"{self._pages.num_pages * self._pages.page_size} tokens: lower data.max_prompt_tokens or "
+            "rollout.max_response_tokens, or use a device with more memory"
+        )
+
+    def _send(
+        self, sequences: Sequence[Response], arrangement: Arrangement, draws: Draws
+    ) -> tuple[PagedPlan, int]:
+        """Copy everything that the host knows of a pass, and return it with the tokens of the longest sequence."""
+        count = len(sequences)
+        begins = np.array([s.num_tokens + s.ahead - 1 for s in sequences])
+        lengths = np.array([_segment(s).length for s in sequences])
+        host = self._staging.host(arrangement, self._pages, lengths + 1)
+        drawn = torch.tensor([len(s.completion.tokens) + s.ahead for s in sequences])
+        ids = torch.tensor([s.sample_id for s in sequences])
+        noise = host.noise
+        for (seed, _), rows in draws.items():
+            some = slice(0, count) if len(rows) == count else rows
+            noise[some] = uniform_noise(seed, ids[some], drawn[some])
+        host.positions.numpy()[:count] = begins - np.array([s.prompt.saved for s in sequences])
+        host.seats.numpy()[:count] = [s.seat for s in sequences]
+        host.places.numpy()[:count] = self._pages.slots_at(arrangement.own_slots, lengths)
+        # Rows that fill up the shape draw something in a seat that nobody has, and write into a page that nobody has.
+        for rest, value in ((noise, 0.0), (host.positions, 0), (host.seats, self.max_sequences), (host.places, 0)):
+            rest[count:] = value
+        return self._staging.send(arrangement, lengths + 1, self._pages), int(begins.max()) + 1
+
+    def _compute(self, attention: PagedAttention, results: Tensor, way: SamplingConfig | None) -> None:
+        """Compute a pass: the logits of its rows, and if all are drawn in one way, the tokens."""
+        plan = attention.plan
+        tokens = self._seated().index_select(0, plan.seats)
+        everywhere = torch.arange(len(tokens), device=self.device)
+        logits = self._pass(tokens, plan.positions, attention, everywhere)
+        if way is None:
+            self._staging.logits(*logits.shape).copy_(logits)
+        else:
+            self._draw(logits, plan, results, way)
+
+    def _draw(
+        self, logits: Tensor, plan: PagedPlan, results: Tensor, way: SamplingConfig, rows: Tensor | None = None
+    ) -> None:
+        """Draw tokens for all or some rows; each becomes the last token of its seat."""
+        noise, seats = plan.noise, plan.seats
+        if rows is not None:
+            logits, noise, seats = (tensor.index_select(0, rows) for tensor in (logits, noise, seats))
+        drawn, scores = sample_tokens(logits, noise, way)
+        self._seated().index_copy_(0, seats, drawn)
+        both = torch.stack([drawn, scores.double().view(torch.int64)])
+        if rows is None:
+            results.copy_(both)
+        else:
+            results.index_copy_(1, rows, both)
+
+    def _seated(self) -> Tensor:
+        if not len(self._last):
+            self._last = torch.zeros(self.max_sequences + 1, dtype=torch.int64, device=self.device)
+        return self._last
+
+    def _fly(self, sequences: Sequence[Response], results: Tensor) -> _Flight:
+        """Have the results of responses copied to the host, [2, n or more] int64, behind everything that was started."""
+        there = pinned(tuple(results.shape), torch.int64, self.device)
+        there.copy_(results, non_blocking=True)
+        event = torch.cuda.Event() if self.device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        flight = _Flight(sequences, there[:, : len(sequences)], event, self.policy_version)
+        self._flights.append(flight)
+        return flight
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def _has_room(self, prompts: Sequence[Prompt]) -> bool:
+        """See `NativeEngine`. Each active response may need a page soon; otherwise others would be read in vain."""
+        pages, is_idle = self._pages, not self._active
+        needed = sum(pages.pages_for(len(prompt.tokens) + 1) + 1 for prompt in prompts)
+        left = pages.num_free + pages.num_kept - len(self._active)
+        if left < needed or (left == needed and not is_idle):
+            if is_idle and len(prompts) == 1 and not (self._read or self._flights):
+                raise self._too_small(len(prompts[0].tokens) + 1)
+            return False
+        while pages.num_free < needed and len(self._kept):
+            self._kept.shrink(len(self._kept) - 1)
+        return True
+
+    def _extend(
+        self, sequences: Sequence[Response], logits: Tensor, draws: Draws, news: Sequence[Sequence[bytes]]
+    ) -> None:
+        """Draw the first tokens of new responses; the host reads them later."""
+        del news  # experts are not recorded
+        count = len(sequences)
+        numbers = pinned((2, count), torch.int64, self.device)
+        noise = numbers[1].view(torch.float64)
+        for (seed, _), rows in draws.items():
+            ids, drawn = (
+                torch.tensor(values)
+                for values in (
+                    [sequences[row].sample_id for row in rows],
+                    [len(sequences[row].completion.tokens) for row in rows],
+                )
+            )
+            noise[rows] = uniform_noise(seed, ids, drawn)
+        for sequence in sequences:
+            sequence.seat = self._seats.pop()
+            sequence.ahead = 1
+        numbers[0] = torch.tensor([sequence.seat for sequence in sequences])
+        there = numbers.to(self.device, non_blocking=True)
+        results = torch.empty_like(there)
+        for (_, way), rows in draws.items():
+            places = slice(None) if len(rows) == count else torch.tensor(rows, device=self.device)
+            drawn, scores = sample_tokens(logits[places], there[1].view(torch.float64)[places], way)
+            self._seated().index_copy_(0, there[0][places], drawn)
+            results[:, places] = torch.stack([drawn, scores.double().view(torch.int64)])
+        self._fly(sequences, results)
+
+    def _release(self, sequence: Response, *, has_ended: bool = False) -> None:
+        if sequence.segment is not None:
+            self._seats.append(sequence.seat)
+        super()._release(sequence, has_ended=has_ended)
+
+
+def _segment(sequence: Response) -> Segment:
+    return cast("Segment", sequence.segment)
