@@ -12,7 +12,8 @@ from tests.unit.recipes import make_recipe, plan_of, write_model
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.planner import Cluster, make_plan, memory
+from leaderless.planner import Cluster, cache_pool, make_plan, memory
+from leaderless.planner.cache_pool import UNBOUND, CacheBound
 from leaderless.planner.fit import MARGIN, Fit, fit_plan
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Room, format_bytes
 from leaderless.planner.model_size import FAMILIES, read_model_size
@@ -356,13 +357,18 @@ def test_data_parallel_ranks_divide_weights_gradients_and_optimizer(model):
 def test_a_rank_that_generates_holds_all_weights_and_the_cache(model):
     alone, divided = memory_of("grpo", 1, model), memory_of("grpo", 4, model)
     per_token = 2 * 4 * 2 * 16 * 4
-    # 256 sequences of 512 tokens in slots, which were half as long before, and their 32 prompts of 512.
+    # 256 sequences of 512 tokens with one more and a page to spare, and their 32 prompts of 512, in pages of 64.
+    pages = 256 * (9 + 1) + 32 * 9
+    assert alone.phases["policy generates"]["kv cache"] == pages * 64 * per_token
+    assert alone.phases["policy generates"]["results of attention"] == (3 * 256 + 512) * 4 * (16 + 1) * 4
+    # On a CPU they are in slots, which were half as long before.
     slots = 256 * (512 + 256) + 32 * 512
-    assert alone.phases["policy generates"]["kv cache"] == slots * per_token
+    on_cpu = plan_of("grpo", 1, models={"policy": model}).memory.cpu
+    assert on_cpu.phases["policy generates"]["kv cache"] == slots * per_token
     assert alone.phases["policy generates"]["unsharded weights"] == 0
     assert divided.phases["policy generates"]["unsharded weights"] == COUNT * 4
     few = memory_of("grpo", 64, model)
-    assert few.phases["policy generates"]["kv cache"] == (16 * (512 + 256) + 2 * 512) * per_token
+    assert few.phases["policy generates"]["kv cache"] == (16 * (9 + 1) + 2 * 9) * 64 * per_token
 
 
 def test_each_agent_of_an_episode_has_a_conversation_in_the_cache(model):
@@ -469,10 +475,17 @@ def test_chunks_of_logits_are_large_where_accelerators_have_room(tmp_path):
 
 def test_the_constants_are_those_of_the_code_that_they_describe():
     scoring = pytest.importorskip("leaderless.models.scoring")
-    cache = pytest.importorskip("leaderless.rollout.kv_cache")
+    cache, pages, paged_plan = (
+        pytest.importorskip(f"leaderless.rollout.{name}") for name in ("kv_cache", "pages", "paged_plan")
+    )
     assert (scoring.CHUNK_ELEMENTS, scoring.CPU_CHUNK_ELEMENTS) == (MAX_LOGITS, memory.CPU_MAX_LOGITS)
     weights = pytest.importorskip("leaderless.weights.route")
     assert cache.SMALLEST_SLOT == memory.SMALLEST_SLOT
+    assert pages.PAGE_TOKENS == cache_pool.PAGE_TOKENS
+    assert paged_plan.SPARE_ITEMS == cache_pool.SPARE_ITEMS
+    for rows in (1, 16, 24, 33, 256):
+        bucket = paged_plan.bucket_of(rows)
+        assert paged_plan.num_results(bucket) * 6 * 17 * 4 <= cache_pool.results_bytes(rows, 6, 16)
     assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
     messages = pytest.importorskip("leaderless.rollout.apart.messages")
     assert 2 * 8 * messages.DEVICE_CHECKSUM_WORDS == memory.CHECKSUM_BYTES, "factors and products of eight bytes"
@@ -559,7 +572,8 @@ def test_the_estimate_is_of_the_rank_that_holds_most(model):
     assert estimate.resident["policy engine's weights"] == COUNT * 4
     assert "policy weights" not in estimate.resident, "a rank that only generates holds nothing but the engine's copy"
     half = {"policy": {"path": model, "compute_dtype": "bfloat16"}}
-    estimate = memory_of("grpo", 3, model, layout=layout, rollout={"max_sequences": 1024}, models=half)
+    rollout = {"max_sequences": 1024, "max_response_tokens": 1024}
+    estimate = memory_of("grpo", 3, model, layout=layout, rollout=rollout, models=half)
     assert estimate.resident["policy engine's weights"] == COUNT * 2
     largest = estimate.phases["weights of policy travel"]["largest weight"]
     assert largest == 1000 * 64 * 2, "the embedding, until it replaces that of earlier weights"
@@ -594,13 +608,39 @@ def fit(model, available, workflow="grpo", **sections):
 
 def test_auto_begins_with_passes_that_fit(model):
     sizes = [fit(model, gigabytes << 30) for gigabytes in (64, 1)]
-    assert sizes[0] == Fit(16384, room=Room("all", LARGE_MAX_LOGITS))
+    assert sizes[0] == Fit(16384, room=Room("all", LARGE_MAX_LOGITS, CacheBound(stays=True)))
     assert 1024 <= sizes[1].pass_tokens < 16384
     assert 16384 % sizes[1].pass_tokens == 0
     recipe = {"batch": {**MANY, "micro_batch_tokens": sizes[1].pass_tokens}}
     assert not fit(model, 1 << 30, **recipe).problem
     twice = {"batch": {**MANY, "micro_batch_tokens": 2 * sizes[1].pass_tokens}}
     assert f"lower batch.micro_batch_tokens={2 * sizes[1].pass_tokens}" in fit(model, 1 << 30, **twice).problem
+
+
+def test_a_pool_is_as_large_as_there_is_room_for(model):
+    settings = {"models": {"policy": model}, "rollout": {"max_sequences": 1024}, "batch": {"micro_batch_tokens": 1024}}
+    recipe, plan = make_recipe(**settings), plan_of("grpo", 1, **settings)
+
+    def estimate(cache):
+        room = Room(cache=cache)
+        return memory.estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, 1024, room=room).accelerator
+
+    whole, small = estimate(UNBOUND), estimate(CacheBound(1 << 15))
+    parts = small.phases["policy generates"]
+    assert parts["kv cache"] == (1 << 15) * 2 * 4 * 2 * 16 * 4
+    largest = sum(whole.phases["policy generates"].values())
+    assert sum(small.phases["policy trains"].values()) < sum(parts.values()) < largest
+    fitting = fit_plan(recipe, plan, int(small.peak / MARGIN) + 1, is_cpu=False)
+    assert (fitting.room.cache, fitting.problem) == (CacheBound(1 << 15), "")
+    pool = memory.plan_pool(recipe, plan.instances, plan.sizes, plan.instances[0], fitting.room.cache)
+    assert (pool.tokens, pool.stays) == (1 << 15, False)
+    assert fit_plan(recipe, plan, int(whole.peak / MARGIN) + 1, is_cpu=False).room.cache == UNBOUND
+    asleep = estimate(CacheBound(stays=True))
+    assert fit_plan(recipe, plan, int(asleep.peak / MARGIN) + 1, is_cpu=False).room.cache == CacheBound(stays=True)
+    assert asleep.phases["policy generates"] == {}
+    assert asleep.resident["policy engine asleep"] == largest + COUNT * 4, "with weights of its own"
+    least = memory.plan_pool(recipe, plan.instances, plan.sizes, plan.instances[0], CacheBound(64))
+    assert least.tokens >= 512 + 512 + 1, "the longest sequence fits in any case"
 
 
 def test_ranks_keep_whole_what_the_memory_has_room_for(model):

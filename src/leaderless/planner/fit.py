@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from leaderless.config import Recipe
 from leaderless.config.training import Whole
+from leaderless.planner.cache_pool import PAGE_TOKENS, UNBOUND, CacheBound
 from leaderless.planner.make_plan import longest_part
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.memory_parts import COMMANDS, LARGE_MAX_LOGITS, Memory, Room, format_bytes
@@ -13,6 +15,8 @@ from leaderless.planner.plan import Plan
 
 MARGIN = 0.85
 """Share of a rank's memory that an estimate may fill: it is right to about 15 %."""
+LARGEST_POOL = 1 << 24
+"""Most tokens of an engine's pool, where there is not room for all sequences at their longest."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,14 @@ class Fit:
 def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit:
     """Compare the estimate of a plan with what there is.
 
-    With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits. What is left then goes
-    into large chunks of logits, and into what ranks keep whole. A plan with a model of unknown size is taken to fit.
-    `available` are the bytes that each rank may use.
+    With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits. On accelerators the
+    pools of native engines are bounded until it does, for sequences may wait for each other. What is left then goes
+    into large chunks of logits, into what ranks keep whole, and into what engines keep while they sleep. A plan with a
+    model of unknown size is taken to fit. `available` are the bytes that each rank may use.
     """
     tokens = plan.batch.micro_batch_tokens
     longest = longest_part(recipe, plan.instances)
+    limit = MARGIN * available
 
     def memory(pass_tokens: int, sequences: int | None = None, room: Room | None = None) -> Memory:
         estimate = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, pass_tokens, sequences, room=room)
@@ -49,23 +55,36 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit
 
     if plan.memory is None:
         return Fit(tokens)
-    while plan.batch.adapts_to_memory and tokens > longest and memory(tokens).peak > MARGIN * available:
+    least_room = Room(cache=CacheBound(None if is_cpu else PAGE_TOKENS))
+    while plan.batch.adapts_to_memory and tokens > longest and memory(tokens, room=least_room).peak > limit:
         tokens = max(tokens // 2, longest)
-    least, expected = memory(longest, 1), memory(tokens)
+
+    def fits(room: Room) -> bool:
+        return memory(tokens, room=room).peak <= limit
+
+    bounds = [UNBOUND, *(CacheBound(size) for size in _halves(LARGEST_POOL, PAGE_TOKENS) if not is_cpu)]
+    room = next(filter(fits, (Room(cache=bound) for bound in bounds)), Room())
+    least, expected = memory(longest, 1), memory(tokens, room=room)
     if least.peak > available:
         return Fit(tokens, _shortage(recipe, plan, least, None, available), is_hopeless=True)
-    if expected.peak > MARGIN * available:
+    if expected.peak > limit:
         return Fit(tokens, _shortage(recipe, plan, expected, tokens, available))
     # On the CPU ranks share the memory through which they send, and under another plan there may be less room.
     if is_cpu or recipe.schedule.replan_every_steps:
-        return Fit(tokens)
+        return Fit(tokens, room=room)
+    large = replace(room, max_logits=LARGE_MAX_LOGITS)
+    room = large if fits(large) else room
+    kinds: tuple[Whole, ...] = ("all", "weights")
+    room = next(filter(fits, (replace(room, keeps=kind) for kind in kinds)), room)
+    staying = replace(room, cache=room.cache._replace(stays=True))
+    return Fit(tokens, room=staying if fits(staying) else room)
 
-    def fits(room: Room) -> bool:
-        return memory(tokens, room=room).peak <= MARGIN * available
 
-    room, kinds = Room(max_logits=LARGE_MAX_LOGITS), tuple[Whole, ...](("all", "weights"))
-    room = room if fits(room) else Room()
-    return Fit(tokens, room=next(filter(fits, (replace(room, keeps=kind) for kind in kinds)), room))
+def _halves(largest: int, smallest: int) -> Iterator[int]:
+    """A number and its halves."""
+    while largest >= smallest:
+        yield largest
+        largest //= 2
 
 
 def _shortage(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None, available: int) -> str:

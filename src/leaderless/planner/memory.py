@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from leaderless.config import Recipe
+from leaderless.config.training import Whole
 from leaderless.environments.registry import environment_class
 from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.body_memory import estimate_body_memory
+from leaderless.planner.cache_pool import UNBOUND, CacheBound, CachePool, pool_tokens, results_bytes
 from leaderless.planner.judges import as_judged
 from leaderless.planner.layout import all_ranks, most_prompts_of_rank
 from leaderless.planner.memory_parts import (
@@ -64,31 +66,13 @@ def estimate_memory(
     asynchronous checkpoint is written from a copy, in host memory, that is kept for the next one; what is in flight in
     a channel is there too, on the ranks that push it, and new weights wait there where an engine takes them between
     two tokens. A pass has at most `pass_tokens`; at most `max_sequences` are
-    decoded at the same time, by default what the recipe allows each role. What ranks use `room` for is counted, too.
+    decoded at the same time, by default what the recipe allows each role. What ranks use `room` for is counted, too;
+    on an accelerator, it bounds the pools of native engines for keys and values.
     """
     if recipe.body is not None:
         return estimate_body_memory(recipe, instances, pass_tokens, among)
     room = room or Room()
-    models, is_evaluated = list[list[ModelMemory]](), bool(recipe.evaluation.every_steps)
-    for instance in instances:
-        size, config = sizes.get(instance.role), recipe.model_of(instance.role)
-        if size is None or config is None:
-            return None
-        own = as_judged(recipe, instance.role) if instance.is_judge else recipe.as_seen_by(instance.role)
-        backend = backend_of(own.training.backend)
-        is_divided = (backend.shards_along_axes or backend.keeps_parts) and not instance.is_engine_only
-        tp, pp = (instance.layout.tp, instance.layout.pp) if is_divided else (1, 1)
-        shards = backend.num_shards(instance.layout) // (tp * pp)
-        generates = instance.has_engine or (is_evaluated and instance == answering(instances, recipe.evaluation.role))
-        is_shared, width = base_of(recipe, instances, instance) is not None, number_bytes(config)
-        guest = Guest.of(recipe, instances, instance) if size.vision is None else Guest()
-        # Where ranks keep their parts, experts that are divided along `ep` are not divided along `tp`, too.
-        part = size.part(tp, instance.layout.ep if backend.keeps_parts else 1)
-        parts = [part.stage(pp, stage) for stage in range(pp)]
-        kept = own.training.keep_whole
-        whole = "nothing" if not backend.gathers_layers else room.keeps if kept == "auto" else kept
-        common = config, width, shards, own.rollout, generates, is_shared, guest, whole
-        models.append([ModelMemory(instance, size, part, pp - stage, *common) for stage, part in enumerate(parts)])
+    models = _models_of(recipe, instances, sizes, room.keeps)
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
@@ -104,14 +88,58 @@ def estimate_memory(
     )
 
     def fullest(*, is_cpu: bool) -> Memory:
-        bounds = pass_tokens, max_sequences, MAX_LOGITS if is_cpu else room.max_logits
+        bounds = pass_tokens, max_sequences, MAX_LOGITS if is_cpu else room.max_logits, is_cpu, room.cache
         estimates = (
-            _Rank(recipe, [models[i][stage] for i, stage in own], everywhere, sent, *bounds, is_cpu).memory()
+            _Rank(recipe, [models[i][stage] for i, stage in own], everywhere, sent, *bounds).memory()
             for own, sent in ((own, [channels[i] for i in pushed]) for own, pushed in held)
         )
         return max(estimates, key=lambda memory: memory.peak)
 
     return MemoryEstimate(fullest(is_cpu=True), fullest(is_cpu=False))
+
+
+def plan_pool(
+    recipe: Recipe,
+    instances: Sequence[RoleInstance],
+    sizes: Mapping[str, ModelSize | None],
+    instance: RoleInstance,
+    cache: CacheBound,
+) -> CachePool | None:
+    """The pool of an instance's native engine on an accelerator; None where the size of a model is not known."""
+    models = _models_of(recipe, instances, sizes, "nothing")
+    if not models:
+        return None
+    everywhere = [stages[0] for stages in models]
+    model = everywhere[instances.index(instance)]
+    rank = _Rank(recipe, [model], everywhere, (), 1, None, MAX_LOGITS, is_cpu=False, cache=cache)
+    return CachePool(rank.pool_tokens(model), cache.stays or instance.is_engine_only)
+
+
+def _models_of(
+    recipe: Recipe, instances: Sequence[RoleInstance], sizes: Mapping[str, ModelSize | None], keeps: Whole
+) -> list[list[ModelMemory]]:
+    """The models of instances, each as its stages; none if the size of one is not known."""
+    models, is_evaluated = list[list[ModelMemory]](), bool(recipe.evaluation.every_steps)
+    for instance in instances:
+        size, config = sizes.get(instance.role), recipe.model_of(instance.role)
+        if size is None or config is None:
+            return []
+        own = as_judged(recipe, instance.role) if instance.is_judge else recipe.as_seen_by(instance.role)
+        backend = backend_of(own.training.backend)
+        is_divided = (backend.shards_along_axes or backend.keeps_parts) and not instance.is_engine_only
+        tp, pp = (instance.layout.tp, instance.layout.pp) if is_divided else (1, 1)
+        shards = backend.num_shards(instance.layout) // (tp * pp)
+        generates = instance.has_engine or (is_evaluated and instance == answering(instances, recipe.evaluation.role))
+        is_shared, width = base_of(recipe, instances, instance) is not None, number_bytes(config)
+        guest = Guest.of(recipe, instances, instance) if size.vision is None else Guest()
+        # Where ranks keep their parts, experts that are divided along `ep` are not divided along `tp`, too.
+        part = size.part(tp, instance.layout.ep if backend.keeps_parts else 1)
+        parts = [part.stage(pp, stage) for stage in range(pp)]
+        kept = own.training.keep_whole
+        whole = "nothing" if not backend.gathers_layers else keeps if kept == "auto" else kept
+        common = config, width, shards, own.rollout, generates, is_shared, guest, whole
+        models.append([ModelMemory(instance, size, part, pp - stage, *common) for stage, part in enumerate(parts)])
+    return models
 
 
 def _stage(stages: Sequence[ModelMemory], rank: int) -> int:
@@ -129,6 +157,7 @@ class _Rank:
     max_sequences: int | None
     max_logits: int
     is_cpu: bool
+    cache: CacheBound = UNBOUND
 
     def memory(self) -> Memory:
         resident, phases = dict[str, int](), dict[str, dict[str, int]]()
@@ -203,6 +232,14 @@ class _Rank:
                 yield f"{role} engine's base", model.adapted_bytes()
         if model.instance.is_trained:
             yield f"{role} optimizer", 2 * model.trained_bytes()
+        if self._stays(model):
+            sent = model.sent_bytes() if model.has_adapters else model.size.num_parameters * model.width
+            yield f"{role} engine asleep", sent + sum(self._decoding(model, self._num_sequences(model)).values())
+
+    def _stays(self, model: ModelMemory) -> bool:
+        """Whether a native engine next to a trainer keeps its memory, weights of its own included, while it sleeps."""
+        is_beside = model.generates and not model.instance.is_engine_only and not model.engine.keeps_weights
+        return is_beside and self.cache.stays and not self.is_cpu
 
     def _in_flight(self) -> dict[str, int]:
         """What waits until other ranks take it: rows, and copies of a rank's share of float32 weights.
@@ -257,6 +294,8 @@ class _Rank:
             parts = size.num_kv_parts(model.instance.serving_layout)
             own = 0 if is_resident else model.engine_bytes() + model.adapted_bytes() * (not model.engine.takes_adapters)
             return {"engine's weights": own, "kv cache": -(-cache // parts)}
+        if self._stays(model):
+            return {}
         decoding = self._decoding(model, num_sequences)
         if is_resident or model.has_adapters:
             return decoding
@@ -264,12 +303,36 @@ class _Rank:
         return {"unsharded weights": own * is_copied, **decoding}
 
     def _decoding(self, model: ModelMemory, num_sequences: int) -> dict[str, int]:
-        """Keys and values are in slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too.
+        """Keys and values, what attention over them needs, and logits."""
+        siblings = self._followed(model).batch.responses_per_prompt
+        num_prompts, size = -(-num_sequences // siblings), model.size
+        per_logit = TRUNCATED_LOGIT_BYTES if model.sampling.is_truncated else LOGIT_BYTES
+        logits = (num_sequences * per_logit + num_prompts * FLOAT32_BYTES) * size.vocab_size
+        tokens = self._slot_tokens(model, num_sequences) if self.is_cpu else self.pool_tokens(model, num_sequences)
+        parts = {"kv cache": tokens * size.kv_values_per_token * model.width, "logits": logits}
+        if not self.is_cpu:
+            parts["results of attention"] = results_bytes(num_sequences, size.num_heads, size.head_dim)
+        return parts
+
+    def pool_tokens(self, model: ModelMemory, num_sequences: int | None = None) -> int:
+        """Tokens of the pool of an engine on an accelerator.
+
+        Where conversations of an environment begin with a shared prompt, they have it themselves after a turn.
+        """
+        recipe, count = self._followed(model), num_sequences or self._num_sequences(model)
+        siblings, prompt = recipe.batch.responses_per_prompt, recipe.data.max_prompt_tokens
+        is_whole = siblings == 1 or recipe.has_episodes
+        own = self._longest(model) if is_whole else self._response(model)
+        num_prompts = -(-count // siblings) * (siblings > 1)
+        return pool_tokens(count, own, num_prompts, prompt, self.cache.most_tokens)
+
+    def _slot_tokens(self, model: ModelMemory, num_sequences: int) -> int:
+        """Tokens of slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too.
 
         Conversations of an environment hold their own prompts after their first turn, and are of all lengths at the
         same time, so that slots of all sizes may be there for each of them.
         """
-        recipe, sampling = self._followed(model), model.sampling
+        recipe = self._followed(model)
         siblings = recipe.batch.responses_per_prompt
         own, num_prompts = self._response(model), -(-num_sequences // siblings)
         slots = num_prompts * _slot(recipe.data.max_prompt_tokens)
@@ -277,10 +340,7 @@ class _Rank:
             own = self._longest(model)
         largest, slots = _slot(own), slots * (siblings > 1)
         smaller = largest - SMALLEST_SLOT if recipe.has_episodes else largest // 2 * (largest > SMALLEST_SLOT)
-        slots += num_sequences * (largest + smaller)
-        per_logit = TRUNCATED_LOGIT_BYTES if sampling.is_truncated else LOGIT_BYTES
-        logits = (num_sequences * per_logit + num_prompts * FLOAT32_BYTES) * model.size.vocab_size
-        return {"kv cache": slots * model.size.kv_values_per_token * model.width, "logits": logits}
+        return slots + num_sequences * (largest + smaller)
 
     def _followed(self, model: ModelMemory) -> Recipe:
         """The recipe as the engine of a model follows it."""

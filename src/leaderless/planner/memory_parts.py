@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from leaderless.config.training import Whole
+from leaderless.planner.cache_pool import UNBOUND, CacheBound
 
 MIB = 1 << 20
 WRITE_BYTES = 256 * MIB
@@ -29,10 +30,12 @@ class Room:
     Attributes:
         keeps: Meaning of `training.keep_whole: auto`.
         max_logits: Logits of one chunk, and the most that are kept for the backward pass.
+        cache: Memory of native engines for keys and values.
     """
 
     keeps: Whole = "nothing"
     max_logits: int = MAX_LOGITS
+    cache: CacheBound = UNBOUND
 
 
 def format_bytes(count: int) -> str:

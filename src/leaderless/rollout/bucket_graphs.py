@@ -43,11 +43,12 @@ class BucketGraphs:
 
     def _record(self, key: Hashable, compute: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Record a pass without running it; None if this cannot be done."""
-        graph, others = torch.cuda.CUDAGraph(), list(self._graphs.values())
+        others = list(self._graphs.values())
         # Graphs are never replayed at the same time, so that they can share memory for intermediate results. Another
         # thread of the process asks how much memory is free; with the default mode that would break a recording.
         pool = others[0].pool() if others else None
         try:
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 compute()
         except RuntimeError as error:

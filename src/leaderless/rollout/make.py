@@ -31,6 +31,7 @@ from leaderless.models.tokenizer import end_tokens
 from leaderless.models.vision import VisionLM
 from leaderless.planner import Layout, format_ranks
 from leaderless.planner.adapters import check_sendable, describe, lora_of
+from leaderless.planner.cache_pool import CachePool
 from leaderless.planner.engines import engine_of
 from leaderless.planner.linear_layers import TEXT_PART
 from leaderless.planner.model_size import read_model_size
@@ -39,6 +40,8 @@ from leaderless.rollout.child_server import ChildServer
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.external import Driver, ExternalEngine
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.paged_check import paged_attention
+from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.probe import PROBE_TOLERANCE, make_probe
 from leaderless.rollout.seats import Host
 from leaderless.rollout.sglang import SglangServer
@@ -71,6 +74,7 @@ class RolloutSetup:
         records_experts: Whether choices of experts are recorded for the role.
         donor: Model of another role's native engine, whose weights this one may use under its own adapters.
         host: Engine outside of this package that is shared with other roles, which have adapters on the same model.
+        pool: Memory of a native engine on an accelerator for keys and values, as planned.
     """
 
     role: str
@@ -89,6 +93,7 @@ class RolloutSetup:
     records_experts: bool = False
     donor: CausalLM | None = None
     host: Host | None = None
+    pool: CachePool | None = None
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -131,15 +136,17 @@ def make_engine(name: str, setup: RolloutSetup) -> RolloutEngine:
 
 def make_native(setup: RolloutSetup) -> RolloutEngine:
     """Make the native engine."""
-    model = _native_model(setup)
-    engine = NativeEngine(
-        model.requires_grad_(False),
-        setup.tokenizer,
-        setup.end_tokens,
-        setup.rollout.max_sequences,
-        setup.device,
-        routers=Routers.required(model, f"models.{setup.role}") if setup.records_experts else None,
-    )
+    model = _native_model(setup).requires_grad_(False)
+    ends, most = setup.end_tokens, setup.rollout.max_sequences
+    engine: NativeEngine | None = None
+    if setup.pool is not None and not setup.records_experts:
+        dtype = getattr(torch, setup.model.compute_dtype)
+        if (attend := paged_attention(model, dtype, setup.device, setup.shard)) is not None:
+            options = PagedOptions(attend, setup.pool.tokens, setup.max_tokens, keeps_memory=setup.pool.stays)
+            engine = PagedEngine(model, setup.tokenizer, ends, most, setup.device, options)
+    if engine is None:
+        routers = Routers.required(model, f"models.{setup.role}") if setup.records_experts else None
+        engine = NativeEngine(model, setup.tokenizer, ends, most, setup.device, routers=routers)
     engine.sleep(keep_weights=False)  # the trainer's adapters come first
     return engine
 

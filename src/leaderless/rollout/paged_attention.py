@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leaderless.rollout.pages import Pages
 from leaderless.rollout.paged_plan import PagedPlan, WorkItems
+from leaderless.rollout.pages import Pages
 
 PagedAttend = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], PagedPlan, float], Tensor]
 """A function like `attend_with_torch`."""

@@ -254,9 +254,7 @@ class PagedEngine(NativeEngine):
             "rollout.max_response_tokens, or use a device with more memory"
         )
 
-    def _send(
-        self, sequences: Sequence[Response], arrangement: Arrangement, draws: Draws
-    ) -> tuple[PagedPlan, int]:
+    def _send(self, sequences: Sequence[Response], arrangement: Arrangement, draws: Draws) -> tuple[PagedPlan, int]:
         """Copy everything that the host knows of a pass, and return it with the tokens of the longest sequence."""
         count = len(sequences)
         begins = np.array([s.num_tokens + s.ahead - 1 for s in sequences])
@@ -308,7 +306,7 @@ class PagedEngine(NativeEngine):
         return self._last
 
     def _fly(self, sequences: Sequence[Response], results: Tensor) -> _Flight:
-        """Have the results of responses copied to the host, [2, n or more] int64, behind everything that was started."""
+        """Have the results of responses, [2, n or more] int64, copied to the host behind all that was started."""
         there = pinned(tuple(results.shape), torch.int64, self.device)
         there.copy_(results, non_blocking=True)
         event = torch.cuda.Event() if self.device.type == "cuda" else None

@@ -22,7 +22,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def write_pages(  # noqa: PLR0913
+def write_pages(
     key: tl.tensor,
     value: tl.tensor,
     keys: tl.tensor,
@@ -41,7 +41,7 @@ def write_pages(  # noqa: PLR0913
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def attend_to_items(  # noqa: PLR0913
+def attend_to_items(  # noqa: PLR0913, PLR0917
     query: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -113,7 +113,7 @@ def attend_to_items(  # noqa: PLR0913
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def merge_items(  # noqa: PLR0913
+def merge_items(  # noqa: PLR0913, PLR0917
     outputs: tl.tensor,
     normalizers: tl.tensor,
     runs: tl.tensor,
@@ -136,7 +136,7 @@ def merge_items(  # noqa: PLR0913
     for kind in tl.static_range(2):  # own tokens, and those of a shared prompt
         run = runs + (row * 2 + kind) * 3
         first, count, distance = tl.load(run), tl.load(run + 1), tl.load(run + 2)
-        for number in range(0, count):
+        for number in range(count):
             place = (first + number * distance).to(tl.int64) * (kv_heads * repeat) + head
             normalizer = tl.load(normalizers + place, mask=is_head, other=0.0)
             part = tl.load(outputs + place[:, None] * width + dim[None, :], mask=is_read, other=0.0)

@@ -108,7 +108,7 @@ class Pages:
         self._counts[segment] = max(before, count)
 
     def remove(self, segment: Segment) -> None:
-        """See `Home`. Passes that were started earlier may still write there; those that are started later do so later."""
+        """See `Home`. Passes that were started may still write there; what is started later comes behind them."""
         self._cut(segment, 0)
         self._kept.discard(segment)
         self._slots.append(segment.slot)

@@ -27,7 +27,10 @@ from leaderless.models.support import sees_images
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
+from leaderless.planner.cache_pool import CachePool, pool_tokens
 from leaderless.planner.engines import engine_for
+from leaderless.planner.model_memory import number_bytes
+from leaderless.planner.model_size import read_model_size
 from leaderless.rollout.choose import choose_engine
 from leaderless.rollout.make import RolloutSetup, make_engine
 from leaderless.rollout.serving import Colocated, Serving
@@ -36,7 +39,11 @@ from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.registry import make_train_engine
 from leaderless.weights.blocks import Pool, everything
 from leaderless.worker.join import join_nobody
+from leaderless.worker.memory import available_memory
 from leaderless.worker.roles import check_vocabulary
+
+POOL_SHARE = 0.7
+"""Share of the free memory of an accelerator for an engine's weights, and for its keys and values."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +182,7 @@ def open_model(
             logs=Path(logs),
             report=say,
             beat=lambda: None,
+            pool=_pool(source, longest, device),
         )
         spec, dtype = engine_for(source.rollout, name), getattr(torch, source.config.compute_dtype)
         has_adapters = source.config.lora is not None
@@ -208,6 +216,17 @@ def _load(source: Source, device: torch.device) -> TrainEngine:
         micro_batch_tokens=1,  # nothing is scored or trained here
     )
     return make_train_engine(TrainingConfig().backend, setup)
+
+
+def _pool(source: Source, longest: int, device: torch.device) -> CachePool | None:
+    """The pool of a native engine on an accelerator: for all sequences, or what there is room for next to weights."""
+    size = read_model_size(source.config)
+    if device.type == "cpu" or size is None:
+        return None
+    width = number_bytes(source.config)
+    free = int(POOL_SHARE * available_memory(device, 1)) - size.num_parameters * width
+    most = max(longest, free // (size.kv_values_per_token * width))
+    return CachePool(pool_tokens(source.rollout.max_sequences, longest, 0, 0, most), stays=True)
 
 
 def _longest(described: PreTrainedConfig, wanted: int | None) -> int:

@@ -44,7 +44,7 @@ class MemoryBounds:
         return not fit_plan(recipe, plan, self.num_bytes, is_cpu=self.is_cpu).is_hopeless
 
     def as_begun(self, directory: RunDirectory, world: ProcessGroup) -> MemoryBounds:
-        """Return these, with `room` of the first start on as many ranks, whatever memory there is now.
+        """Return these, with what decided about sums at the first start on as many ranks, whatever memory there is now.
 
         Gradients that are added up in another order would not be those of the run that began. All ranks call it.
         """
@@ -55,7 +55,7 @@ class MemoryBounds:
         known = [kinds.index(earlier.keeps), earlier.max_logits] if earlier else [-1, -1]
         kind, max_logits = world.max(torch.tensor(known), "what memory is used for").tolist()
         if kind >= 0:
-            return replace(self, room=Room(kinds[kind], max_logits))
+            return replace(self, room=replace(self.room, keeps=kinds[kind], max_logits=max_logits))
         if is_first:
             write_room(directory, world.size, self.room)
         return self

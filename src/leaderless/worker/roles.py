@@ -26,6 +26,7 @@ from leaderless.planner.adapters import base_of, companions_of, donor_of, optimi
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_for, engine_of
 from leaderless.planner.judges import as_judged
+from leaderless.planner.memory import plan_pool
 from leaderless.planner.memory_parts import Room
 from leaderless.planner.sight import players_of
 from leaderless.rollout.bodies import body_shapes, make_body_rollout
@@ -212,6 +213,7 @@ class Roles:
             report=self._report,
             beat=self._transport.activity.beat,
             records_experts=recipe.algorithm.replay_experts,
+            pool=plan_pool(self._recipe, self._plan.instances, self._plan.sizes, instance, self._room.cache),
         )
 
     def _colocated(self, instance: RoleInstance, recipe: Recipe, trainer: TrainEngine) -> Serving:
