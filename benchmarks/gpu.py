@@ -35,6 +35,7 @@ LIMITS_S = {
     "speeds": 30,
     "agreement": 90,
     "training": 90,
+    "attention": 45,
     "generation": 150,
     "decoding": 120,
     "weights": 45,
@@ -247,6 +248,10 @@ def rows(results: Results) -> list[tuple[str, str]]:
         lines.append((f"rollout and trainer differ, keys with a bias of {bias}", f"{difference['mean']:.4f} per token"))
     if "training" in good:
         lines += training_rows(good["training"], good.get("speeds"))
+    if "attention" in good:
+        speed, copied = good["attention"]["bytes_per_s"], good.get("speeds", {}).get("bytes_per_s")
+        share = f" ({speed / copied:.0%} of copying)" if copied else ""
+        lines.append(("attention of a layer over pages, keys and values", f"{speed / 1e12:.2f} TB/s{share}"))
     if "generation" in good:
         generation = good["generation"]
         lines.append(("generation at best: products and cache", f"{generation['bound_tokens_per_s']:,.0f} tokens/s"))
@@ -257,7 +262,8 @@ def rows(results: Results) -> list[tuple[str, str]]:
         figures = (
             f"{steps['ms_per_step']:.1f} ms, {steps['kernels_per_step']:,.0f} kernels, {steps['device_busy']:.0%} busy"
         )
-        lines.append((f"a step of decoding, {name}", f"{figures}, {steps['clones_per_step']:.0f} clones"))
+        figures += f", {steps['clones_per_step']:.0f} clones, the host waits {steps['waits_per_step']:.0f} times"
+        lines.append((f"a step of decoding, {name}", figures))
     if "weights" in good:
         sent = good["weights"]
         lines.append(("weights packed for an engine", f"{sent['bytes'] / sent['seconds'] / 1e9:.1f} GB/s"))

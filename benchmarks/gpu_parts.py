@@ -22,6 +22,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
@@ -39,6 +40,12 @@ from leaderless.planner.memory import estimate_memory
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Memory, Room
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.paged_attention import attend_with_torch
+from leaderless.rollout.paged_check import paged_attention
+from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
+from leaderless.rollout.paged_plan import Arrangement
+from leaderless.rollout.paged_staging import Staging
+from leaderless.rollout.pages import PAGE_TOKENS, Pages
 from leaderless.rollout.serving import Colocated
 from leaderless.rollout.weights import LocalStaging, make_buckets
 from leaderless.training.fsdp import FsdpEngine
@@ -51,6 +58,8 @@ from made import Size
 MARK = "MEASURED "
 """Prefix of the result of a part, to tell it from other output."""
 SIBLINGS = 8
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+"""Calls by which the host waits for the device."""
 
 Result = dict[str, object]
 
@@ -168,10 +177,16 @@ class Machine:
             for i in range(num_prompts or preset.prompts)
         ]
 
-    def native(self, model: CausalLM, *, has_graphs: bool = True) -> NativeEngine:
-        sequences = self.preset.prompts * SIBLINGS
+    def native(self, model: CausalLM, way: str) -> NativeEngine:
+        """An engine with pages, with slots, or with slots and without graphs."""
+        sequences, preset = self.preset.prompts * SIBLINGS, self.preset
+        if way == "pages":
+            attend = paged_attention(model, self.dtype, self.device, ProcessGroup((0,), 0)) or attend_with_torch
+            longest = preset.prompt_tokens + 10 * preset.response_tokens
+            options = PagedOptions(attend, 2 * sequences * (longest + PAGE_TOKENS), longest, keeps_memory=True)
+            return PagedEngine(model, None, frozenset(), sequences, self.device, options)  # type: ignore[arg-type]
         engine = NativeEngine(model, None, frozenset(), sequences, self.device)  # type: ignore[arg-type]
-        if not has_graphs:
+        if way == "no graphs":
             engine._graphs = None  # noqa: SLF001
         return engine
 
@@ -244,7 +259,8 @@ def generation(machine: Machine) -> Result:
     with machine.model_folder() as folder:
         model = machine.sampler(folder)
         reached = speeds(machine)
-        engines = {"native": machine.native(model), "native without graphs": machine.native(model, has_graphs=False)}
+        names = {"native": "pages", "native with slots": "slots", "native without graphs": "no graphs"}
+        engines = {name: machine.native(model, way) for name, way in names.items()}
         ways: dict[str, Callable[[], object]] = {
             name: partial(generate, engine, requests, params) for name, engine in engines.items()
         }
@@ -295,15 +311,15 @@ def whole_batch(machine: Machine, folder: str, requests: list[Request]) -> None:
 
 
 def decoding(machine: Machine) -> Result:
-    """Twenty steps of decoding under the profiler, with and without graphs."""
+    """Twenty steps of decoding under the profiler, with pages, with slots, and without graphs."""
     from torch._dynamo.utils import counters
 
     steps, results = 20, {}
     is_cuda = machine.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * is_cuda
     with machine.model_folder() as folder:
-        for name, has_graphs in (("graphs", True), ("no graphs", False)):
-            engine = machine.native(machine.sampler(folder), has_graphs=has_graphs)
+        for name in ("pages", "slots", "no graphs"):
+            engine = machine.native(machine.sampler(folder), name)
             for request in machine.requests():
                 engine.submit(request, SamplingParams(SamplingConfig(), 10 * steps))
             for _ in range(steps):
@@ -324,8 +340,43 @@ def decoding(machine: Machine) -> Result:
                 "device_busy": sum(e.self_device_time_total for e in kernels) / 1e6 / wall,
                 "clones_per_step": sum(e.count for e in events if e.key == "aten::clone") / steps,
                 "copies_to_host_per_step": sum(e.count for e in events if "DtoH" in e.key) / steps,
+                "copies_to_device_per_step": sum(e.count for e in events if "HtoD" in e.key) / steps,
+                "waits_per_step": sum(e.count for e in events if e.key in WAITS) / steps,
             }
     return {"steps": results, "graph_breaks": sum(counters["graph_break"].values()), **dict(counters["stats"])}
+
+
+def attention(machine: Machine) -> Result:
+    """Bytes of keys and values that attention over pages reads per second, in one layer of a full decoding step."""
+    preset = machine.preset
+    rows, width = preset.prompts * SIBLINGS, preset.hidden // preset.heads
+    own = preset.response_tokens // 2
+    needed = rows * -(-(own + 1) // PAGE_TOKENS) + preset.prompts * -(-preset.prompt_tokens // PAGE_TOKENS)
+    pages = Pages(needed)
+    prompts = [one for _ in range(preset.prompts) for one in [pages.add(preset.prompt_tokens)] * SIBLINGS]
+    arrangement = Arrangement([pages.add(own, 1) for _ in range(rows)], prompts)
+    staging, lengths = Staging(rows, PAGE_TOKENS, own + preset.prompt_tokens, machine.device), np.full(rows, own)
+    host = staging.host(arrangement, pages, lengths + 1)
+    host.places.zero_()
+    host.places.numpy()[:rows] = pages.slots_at(arrangement.own_slots, lengths)
+    plan = staging.send(arrangement, lengths + 1, pages)
+
+    def random(count: int, heads: int) -> torch.Tensor:
+        return torch.randn(count, heads, width, device=machine.device, dtype=machine.dtype)
+
+    query, key, value = (random(len(plan.places), n) for n in (preset.heads, preset.key_heads, preset.key_heads))
+    cached = [random((needed + 1) * PAGE_TOKENS, preset.key_heads) for _ in range(2)]
+    attend = attend_with_torch
+    if machine.device.type == "cuda":
+        from leaderless.rollout.paged_kernels import attend_with_kernels
+
+        attend = attend_with_kernels
+    seconds = machine.seconds(
+        lambda: [attend(query, key, value, (cached[0], cached[1]), plan, width**-0.5) for _ in range(20)]
+    )
+    num_bytes = 2 * preset.key_heads * width * machine.dtype.itemsize
+    num_bytes *= preset.prompts * preset.prompt_tokens + rows * (own + 1)
+    return {"seconds": seconds / 20, "bytes": num_bytes, "bytes_per_s": 20 * num_bytes / seconds}
 
 
 def agreement(machine: Machine) -> Result:
@@ -475,7 +526,7 @@ def weights(machine: Machine) -> Result:
 
 
 PARTS: dict[str, Callable[[Machine], Result]] = {
-    part.__name__: part for part in (environment, speeds, agreement, training, generation, decoding, weights)
+    part.__name__: part for part in (environment, speeds, agreement, training, attention, generation, decoding, weights)
 }
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests.forking import Forked
 from torch.utils import backend_registration
+
+RESULTS = Path(__file__).parents[2] / "docs/performance/decode_counts.json"
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,19 @@ def test_a_pass_leaves_nothing_on_the_host(name: str, counts: dict[str, int]) ->
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert json.loads(output) == counts
+
+
+def test_a_step_over_pages_is_one_copy_in_one_pass_and_one_copy_back(tmp_path: Path) -> None:
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch cannot register a device in Python")
+    results = tmp_path / "counts.json"
+    process = Forked([sys.executable, "-m", "benchmarks.decode_counts", "--ways", "pages", "--results", str(results)])
+    assert process.wait(timeout=300) == 0
+    steps, shown = json.loads(results.read_text())["pages"], json.loads(RESULTS.read_text())
+    assert steps == shown["pages"], "the page shows what is counted now"
+    for name, step in steps.items():
+        assert step == steps["128 responses"], "whatever happens in it"
+        assert step["kernels"] < shown["slots"][name]["kernels"]
+        assert step["kernels outside of the pass"] == step["clones of keys or values"] == 0
+        assert step["copies in"] == step["reads back"] == 1
+        assert step["waiting copies in"] == step["waiting reads back"] == 0

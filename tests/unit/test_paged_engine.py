@@ -350,6 +350,17 @@ def test_an_engine_whose_pass_fails_begins_again(monkeypatch: pytest.MonkeyPatch
         assert_same(sample(engine), expected)
 
 
+def test_a_conversation_whose_prompt_is_shared_is_not_kept_where_there_are_no_pages() -> None:
+    params, wanted = SamplingParams(SamplingConfig(), 20), [Request(PROMPTS[3], [i], (), i) for i in range(2)]
+    expected = generate(tiny_engine(), wanted, params)
+    for pool_tokens, num_kept in ((8 * 16, 0), (8 * 64, 2)):
+        engine = paged_engine(4, pool_tokens, ends=frozenset())
+        for group, others in zip(generate(engine, wanted, params), expected, strict=True):
+            assert_same(group, others)
+        assert len(engine._kept) == num_kept
+        assert engine._pages.num_free + engine._pages.num_kept == engine._pages.num_pages
+
+
 def test_conversations_give_way_when_pages_run_out() -> None:
     engine, params = paged_engine(4, 100), SamplingParams(SamplingConfig(), 6)
     answers = {}

@@ -84,7 +84,8 @@ def _attend_to_items(
     member = torch.arange(work.most_rows, device=query.device)
     is_row = member < num_rows[:, None]
     rows = work.rows[(first_row[:, None] + member).where(is_row, 0)].long()
-    asked = query[rows].unflatten(2, (keys.shape[2], -1))
+    taken = query[rows]
+    asked = taken.view(*taken.shape[:2], keys.shape[2], -1, taken.shape[3])
     scores = torch.einsum("irhqd,ithd->irhqt", asked, keys) * scale
     scores = scores.masked_fill(~is_key[:, None, None, None, :], -torch.inf)
     normalizers = scores.logsumexp(-1)

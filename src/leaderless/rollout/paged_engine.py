@@ -309,7 +309,7 @@ class PagedEngine(NativeEngine):
         """Have the results of responses, [2, n or more] int64, copied to the host behind all that was started."""
         there = pinned(tuple(results.shape), torch.int64, self.device)
         there.copy_(results, non_blocking=True)
-        event = torch.cuda.Event() if self.device.type == "cuda" else None
+        event = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if event is not None:
             event.record()
         flight = _Flight(sequences, there[:, : len(sequences)], event, self.policy_version)
@@ -360,6 +360,13 @@ class PagedEngine(NativeEngine):
             self._seated().index_copy_(0, there[0][places], drawn)
             results[:, places] = torch.stack([drawn, scores.double().view(torch.int64)])
         self._fly(sequences, results)
+
+    def _keep(self, conversation: int, sequence: Response, own: Segment) -> None:
+        """See `NativeEngine`. What would need more pages than there are is read again by the next turn."""
+        try:
+            super()._keep(conversation, sequence, own)
+        except OutOfPagesError:
+            own.home.remove(own)
 
     def _release(self, sequence: Response, *, has_ended: bool = False) -> None:
         if sequence.segment is not None:

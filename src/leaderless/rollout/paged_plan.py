@@ -9,6 +9,7 @@ alone, which is rounded up to one of a few, and a recorded pass can be used agai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -129,16 +130,27 @@ class Fields(NamedTuple):
 
 def fields_of(data: Tensor, rows: int) -> Fields:
     """Divide [bytes] uint8 into the numbers of a pass over some rows; what is left is for pages."""
-    wide, narrow, double = torch.int64, torch.int32, torch.float64
-    num_items = rows + SPARE_ITEMS
-    shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [(double, (rows,)), *[(wide, (rows,))] * 3]
-    shapes += [(narrow, (num_items, ITEM_NUMBERS))] * 2 + [(narrow, (rows,)), (narrow, (rows, 2, 3))]
-    found, begin = list[Tensor](), 0
-    for dtype, shape in shapes:
-        end = begin + dtype.itemsize * int(np.prod(shape))
-        found.append(data[begin:end].view(dtype).view(shape))
+    wide, narrow = torch.int64, torch.int32
+    begin, num_items = 0, rows + SPARE_ITEMS
+
+    def take(dtype: torch.dtype, *shape: int) -> Tensor:
+        nonlocal begin
+        end = begin + dtype.itemsize * math.prod(shape)
+        taken = data[begin:end].view(dtype).view(shape)
         begin = -(-end // ALIGNMENT) * ALIGNMENT
-    return Fields(*found, data[begin : len(data) // 4 * 4].view(narrow))
+        return taken
+
+    return Fields(
+        noise=take(torch.float64, rows),
+        positions=take(wide, rows),
+        seats=take(wide, rows),
+        places=take(wide, rows),
+        own=take(narrow, num_items, ITEM_NUMBERS),
+        shared=take(narrow, num_items, ITEM_NUMBERS),
+        rows=take(narrow, rows),
+        runs=take(narrow, rows, 2, 3),
+        pages=data[begin : len(data) // 4 * 4].view(narrow),
+    )
 
 
 def num_bytes(rows: int, pages: int) -> int:

@@ -142,7 +142,7 @@ class Pages:
             tensor.index_copy_(0, target.to(tensor.device), tensor.index_select(0, source.to(tensor.device)))
         return joined
 
-    def slots_at(self, segments: Sequence[int], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def slots_at(self, segments: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Places in a layer's keys and values of the token at some place of each segment, which are given by slot."""
         pages = self.table[segments, places // self.page_size].astype(np.int64)
         found: npt.NDArray[np.int64] = pages * self.page_size + places % self.page_size
@@ -150,7 +150,7 @@ class Pages:
 
     def places(self, segment: Segment, begin: int, count: int) -> Tensor:
         """See `Home`."""
-        return torch.from_numpy(self.slots_at([segment.slot] * count, np.arange(begin, begin + count)))
+        return torch.from_numpy(self.slots_at(np.full(count, segment.slot), np.arange(begin, begin + count)))
 
     def reader(
         self, segments: Sequence[Segment], longest: int, device: torch.device
@@ -161,7 +161,8 @@ class Pages:
         places = torch.stack(each).to(device)
 
         def read(tensor: Tensor) -> Tensor:
-            return tensor.index_select(0, places.flatten()).unflatten(0, places.shape).permute(2, 0, 1, 3)
+            taken = tensor.index_select(0, places.flatten()).view(*places.shape, *tensor.shape[1:])
+            return taken.permute(2, 0, 1, 3)
 
         def read_layer(layer: int) -> LayerKeysValues:
             keys, values = self.layer(layer)
