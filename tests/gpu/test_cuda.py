@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.transport import MESSAGES_AHEAD, ProcessGroup, Transport
-from leaderless.data.under_way import mark
+from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.data.under_way import MESSAGES_AHEAD, mark
 from leaderless.device import setup_device
 from leaderless.models import uploads
 from leaderless.models.causal_lm import load_causal_lm
@@ -359,11 +359,11 @@ def test_a_mark_is_reached_when_the_work_before_it_is_done() -> None:
     place = mark(device)
     assert not place.query()
     for _ in range(MESSAGES_AHEAD):
-        group._run_ahead(device, "words")
+        group.backlog.add(group, "words", device, MESSAGES_AHEAD)
     assert not place.query(), "the host has not waited"
-    group._catch_up(device, "rows")
+    group.backlog.add(group, "rows", device, 0)
     assert place.query()
-    assert not group.queued
+    assert not group.backlog
 
 
 def exchange_in_a_pass() -> list[bool]:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from leaderless.data import transport
+from leaderless.data import transport, under_way
 from leaderless.data.errors import CollectiveError
-from leaderless.data.transport import MESSAGES_AHEAD, ProcessGroup
+from leaderless.data.transport import ProcessGroup
+from leaderless.data.under_way import MESSAGES_AHEAD
 
 
 class Work:
@@ -42,7 +43,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> ProcessGroup:
     monkeypatch.setattr(transport, "_all_gather", Mock(return_value=Work()))
     monkeypatch.setattr(transport, "_silent", Mock(return_value=(1,)))
     marks = Mock(side_effect=lambda _: Work())
-    monkeypatch.setattr(transport, "mark", marks)
+    monkeypatch.setattr(under_way, "mark", marks)
     return ProcessGroup((0, 1), 0, payload_device=torch.device("meta"), timeout_s=0.02)
 
 
@@ -77,7 +78,7 @@ def test_the_host_waits_for_none_of_the_newest_messages_of_a_pass(group: Process
     group.swap(VALUES, "words")
     for _ in range(MESSAGES_AHEAD - 1):
         LATER[name](other)
-    assert len(group.queued) == MESSAGES_AHEAD
+    assert len(group.backlog) == MESSAGES_AHEAD
     with pytest.raises(CollectiveError, match=r"waited for words with ranks \[1\]; nothing"):
         LATER[name](other)
 
@@ -91,18 +92,18 @@ def test_what_is_missing_is_the_oldest_message(group: ProcessGroup, name: str) -
 
 
 def test_messages_that_have_come_are_forgotten(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "mark", lambda _: Work(is_there=True))
+    monkeypatch.setattr(under_way, "mark", lambda _: Work(is_there=True))
     for _ in range(3 * MESSAGES_AHEAD):
         group.swap(VALUES, "words")
-    assert len(group.queued) == MESSAGES_AHEAD
+    assert len(group.backlog) == MESSAGES_AHEAD
     group.sum(VALUES, "rows")
-    assert not group.queued
+    assert not group.backlog
 
 
 def test_the_time_of_a_message_begins_when_it_is_queued(group: ProcessGroup) -> None:
     group.timeout_s = 1.0
     group.swap(VALUES, "words")
-    group.queued[0].queued_s -= 0.88
+    group.backlog[0].queued_s -= 0.88
     begin = time.monotonic()
     with pytest.raises(CollectiveError, match="waited for words"):
         group.sum(VALUES, "rows")
@@ -114,4 +115,4 @@ def test_nothing_is_marked_where_the_host_has_waited(group: ProcessGroup) -> Non
     group.sum(values, "rows")
     group.swap(values, "rows")
     group.receive(values, 1, "rows")
-    assert not group.queued
+    assert not group.backlog

@@ -29,14 +29,14 @@ from leaderless.data.activity import Activity
 from leaderless.data.blocks import Mesh, is_in_blocks
 from leaderless.data.errors import CollectiveError
 from leaderless.data.under_way import (
+    MESSAGES_AHEAD,
+    Backlog,
     Passing,
     PendingGather,
-    Queued,
     RoundUnderWay,
     Sending,
     fetch,
     incoming,
-    mark,
     outgoing,
 )
 from leaderless.planner import Layout, format_ranks
@@ -44,8 +44,6 @@ from leaderless.planner.layout import BACK
 
 ROLL_CALL_S = 1.0
 """Time for ranks that stop waiting to report it, so that the missing ones can be named."""
-MESSAGES_AHEAD = 8
-"""Messages on an accelerator, in the middle of a pass, for which the host does not wait yet."""
 ROUNDS_AHEAD = 2
 """Rounds of an exchange that are in progress at a time: one is filled while another is sent."""
 POLL_S = 0.0002
@@ -75,7 +73,7 @@ class ProcessGroup:
         hosts: Number of each rank's machine; ranks that are not named are on machines of their own.
         activity: Record of when this rank waits for others.
         timeout_s: Longest wait for an exchange on an accelerator.
-        queued: Messages for which only the accelerator waits, those of all process groups of this rank, in their order.
+        backlog: Messages for which only the accelerator waits, those of all process groups of this rank.
     """
 
     ranks: tuple[int, ...]
@@ -85,7 +83,7 @@ class ProcessGroup:
     hosts: Mapping[int, int] = field(default_factory=dict)
     activity: Activity = field(default_factory=Activity)
     timeout_s: float = math.inf
-    queued: deque[Queued] = field(default_factory=deque, repr=False, compare=False)
+    backlog: Backlog = field(default_factory=Backlog, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -124,7 +122,7 @@ class ProcessGroup:
         if self.size > 1:
             with self._waiting(what):
                 dist.all_reduce(result, operation, group=self.handle)
-            self._catch_up(result.device, what)
+            self.backlog.add(self, what, result.device, 0)
         return result
 
     def _all_reduce_in_blocks(self, values: Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> Tensor:
@@ -159,7 +157,7 @@ class ProcessGroup:
         gathered = padded.new_empty((self.size, *padded.shape))
         with self._waiting(what):
             dist.all_gather(list(gathered.unbind(0)), padded, group=self.handle)
-        self._catch_up(rows.device, what)
+        self.backlog.add(self, what, rows.device, 0)
         return [part[:count] for part, count in zip(gathered.unbind(0), counts.tolist(), strict=True)]
 
     def gather_even(self, values: Tensor, what: str) -> Tensor:
@@ -167,24 +165,23 @@ class ProcessGroup:
         gathered = values.new_empty((self.size, *values.shape))
         with self._waiting(what):
             _all_gather(gathered.view(-1), values.flatten(), group=self.handle)
-        self._run_ahead(values.device, what)
+        self.backlog.add(self, what, values.device, MESSAGES_AHEAD)
         return gathered
 
     def swap(self, values: Tensor, what: str) -> Tensor:
         """[size, ...]: what every rank has for this one, from what this one has for every rank, in the same shape."""
-        received = torch.empty_like(values)
-        with self._waiting(what):
-            dist.all_to_all_single(received, values, group=self.handle)
-        self._run_ahead(values.device, what)
-        return received
+        return self._swapped(values, what, MESSAGES_AHEAD)
 
     def swap_numbers(self, values: Tensor, what: str) -> list[int]:
         """Like `swap`, with a number for each rank, which the host waits for."""
+        return self._swapped(values, what, 0).tolist()
+
+    def _swapped(self, values: Tensor, what: str, most: int) -> Tensor:
         received = torch.empty_like(values)
         with self._waiting(what):
             dist.all_to_all_single(received, values, group=self.handle)
-        self._catch_up(values.device, what)
-        return received.tolist()
+        self.backlog.add(self, what, values.device, most)
+        return received
 
     def pass_on(self, values: Tensor, what: str) -> Passing:
         """Begin to send values to the next rank, and to receive those of the one before, of the same shape.
@@ -227,7 +224,7 @@ class ProcessGroup:
         arrived = values.new_empty(sum(received), *values.shape[1:])
         with self._waiting(what):
             dist.all_to_all_single(arrived, values, received, sent, group=self.handle)
-        self._run_ahead(values.device, what)
+        self.backlog.add(self, what, values.device, MESSAGES_AHEAD)
         return arrived
 
     def unlike_first(self, text: str, what: str) -> tuple[int, ...]:
@@ -296,7 +293,7 @@ class ProcessGroup:
         if self.size > 1:
             with self._waiting(what):
                 dist.broadcast(result, source, group=self.handle)
-            self._catch_up(result.device, what)
+            self.backlog.add(self, what, result.device, 0)
         return result
 
     def _begin(
@@ -320,32 +317,13 @@ class ProcessGroup:
     def _wait(self, works: Sequence[dist.Work], what: str, device: torch.device) -> None:
         """Wait for operations on the memory of a device."""
         if device.type != "cpu":
-            self._wait_for_queued(0)
+            self.backlog.wait()
         with self._waiting(what):
             begin = time.monotonic()
             for work in works:
                 if device.type != "cpu":  # there `wait` only queues, and would never name a missing rank
                     self._poll(work.is_completed, begin)
                 work.wait()  # what follows on the device comes after it
-
-    def _run_ahead(self, device: torch.device, what: str) -> None:
-        """Let an accelerator's work be queued behind a message, but not behind too many; a CPU has waited already."""
-        if device.type != "cpu":
-            self.queued.append(Queued(self, what, mark(device)))
-            self._wait_for_queued(MESSAGES_AHEAD)
-
-    def _catch_up(self, device: torch.device, what: str) -> None:
-        """Wait on the host, too, for a message that an accelerator waits for, and for all before."""
-        if device.type != "cpu":
-            self.queued.append(Queued(self, what, mark(device)))
-            self._wait_for_queued(0)
-
-    def _wait_for_queued(self, most: int) -> None:
-        """Wait until at most some messages are left, the newest."""
-        while len(self.queued) > most:
-            one = self.queued.popleft()
-            with one.process_group._waiting(one.what):  # noqa: SLF001
-                one.process_group._poll(one.mark.query, one.queued_s)  # noqa: SLF001
 
     def _poll(self, is_done: Callable[[], bool], begin: float) -> None:
         """Wait for an accelerator, for some time since `begin`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -13,6 +14,9 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from leaderless.data.transport import ProcessGroup
+
+MESSAGES_AHEAD = 8
+"""Messages on an accelerator, in the middle of a pass, for which the host does not wait yet."""
 
 
 class Mark(Protocol):
@@ -46,6 +50,23 @@ class Queued:
     queued_s: float = field(default_factory=monotonic)
 
 
+class Backlog(deque[Queued]):
+    """Messages for which only the accelerator waits, those of all process groups of a rank, in their order."""
+
+    def add(self, process_group: ProcessGroup, what: str, device: torch.device, most: int) -> None:
+        """Add a message on a device, and wait until at most some are left; a CPU has waited already."""
+        if device.type != "cpu":
+            self.append(Queued(process_group, what, mark(device)))
+            self.wait(most)
+
+    def wait(self, most: int = 0) -> None:
+        """Wait on the host until at most some messages are left, the newest."""
+        while len(self) > most:
+            one = self.popleft()
+            with one.process_group._waiting(one.what):  # noqa: SLF001
+                one.process_group._poll(one.mark.query, one.queued_s)  # noqa: SLF001
+
+
 @dataclass
 class PendingGather:
     """A gather under way: memory that it fills, and memory that must not be freed before."""
@@ -77,7 +98,7 @@ class Passing:
         with self.process_group._waiting(self.what):  # noqa: SLF001
             for work in self.works:
                 work.wait()
-        self.process_group._run_ahead(self.received.device, self.what)  # noqa: SLF001
+        self.process_group.backlog.add(self.process_group, self.what, self.received.device, MESSAGES_AHEAD)
         return self.received
 
 
