@@ -23,6 +23,7 @@ from leaderless.data.under_way import MESSAGES_AHEAD, mark
 from leaderless.device import setup_device
 from leaderless.models import uploads
 from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.flash_attention import activate_flash_attention_3, restore_flash_attention
 from leaderless.models.products import (
     _can_add_float32,
     _can_write_float32,
@@ -237,6 +238,14 @@ def score_once(model: str, can_pin: bool) -> Tensor:
         return engine.log_probs(random_samples(LENGTHS, siblings=3)).values
     finally:
         uploads._can_pin = before
+
+
+def test_flash_attention_3_is_used_or_says_why_not() -> None:
+    reason = activate_flash_attention_3(torch.device("cuda", 0), [(12, 2, 128), (14, 2, 64)])
+    if reason is None:
+        restore_flash_attention()
+    print(f"FlashAttention-3: {'used' if reason is None else reason or 'not installed'}")
+    assert reason is None or "a trial" not in reason
 
 
 @needs_two

@@ -37,6 +37,7 @@ from leaderless.rewards.judges.judge import AnswerFile
 from leaderless.rewards.pool import RewardPool
 from leaderless.stages.play import writer_of
 from leaderless.worker.accelerator import check_accelerator
+from leaderless.worker.attention import choose_attention
 from leaderless.worker.description import write_description
 from leaderless.worker.doors import say_doors, take_door
 from leaderless.worker.evaluation import Evaluator, make_evaluator
@@ -151,6 +152,7 @@ def _join(
     rewards = stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat, answers))
     transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
     check_accelerator(recipe, plan, place, device, partial(_print_own, display))
+    choose_attention(plan, device, transport.world, partial(_print_own, display))
     return rewards, transport, stack.enter_context(open_turns(plan, run.path, device, transport.world))
 
 
