@@ -65,11 +65,12 @@ def _trial(device: torch.device, heads: Heads) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(family.num_tokens for family in FAMILIES)
     query_heads, key_heads, size = heads
-    inputs = [
+    query, key, value = (
         torch.randn(num_tokens, number, size, generator=generator).to(device, torch.bfloat16).requires_grad_()
         for number in (query_heads, key_heads, key_heads)
-    ]
+    )
     with torch.enable_grad():
-        output = VarlenAttention(FAMILIES, device).attend(0, *inputs, size**-0.5)
+        output = VarlenAttention(FAMILIES, device).attend(0, query, key, value, size**-0.5)
         slope = torch.randn(output.shape, generator=generator).to(output)
-        return [tensor.float() for tensor in (output.detach(), *torch.autograd.grad(output, inputs, slope))]
+        gradients = torch.autograd.grad(output, [query, key, value], slope)
+    return [tensor.float() for tensor in (output.detach(), *gradients)]

@@ -54,12 +54,12 @@ def trial_error(function: FusionAttention, device: torch.device) -> float:
     """Largest error of a packed and of a padded call, with groups of heads and with more keys than queries."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(n, heads, 16, generator=generator) for n, heads in ((7, 4), (9, 2), (9, 2)))
-    inputs = [tensor.to(device, torch.bfloat16) for tensor in (query, key, value)]
-    packed = attend_packed(function, *inputs, (3, 7), (5, 9), 0.25).cpu().float()
+    q, k, v = (tensor.to(device, torch.bfloat16) for tensor in (query, key, value))
+    packed = attend_packed(function, q, k, v, (3, 7), (5, 9), 0.25).cpu().float()
     lengths = [(slice(0, 3), slice(0, 5)), (slice(3, 7), slice(5, 9))]
-    errors = [(packed[q] - _plain(query[q], key[k], value[k])).abs().max() for q, k in lengths]
-    heads_first = [tensor[-4:].transpose(0, 1)[None] for tensor in inputs]
-    padded = attend_padded(function, *heads_first, None, 0.25)[0].transpose(0, 1).cpu().float()
+    errors = [(packed[mine] - _plain(query[mine], key[own], value[own])).abs().max() for mine, own in lengths]
+    q, k, v = (tensor[-4:].transpose(0, 1)[None] for tensor in (q, k, v))
+    padded = attend_padded(function, q, k, v, None, 0.25)[0].transpose(0, 1).cpu().float()
     errors.append((padded - _plain(query[-4:], key[-4:], value[-4:])).abs().max())
     return float(torch.stack(errors).max())
 

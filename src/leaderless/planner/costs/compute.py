@@ -121,7 +121,8 @@ class ModelCost:
     def generation_seconds(self, rows: Rows, shards: Int) -> Float:
         """[dp] time of each shard: weights are gathered once, prompts read once per group, then token follows token.
 
-        Each decoding step reads all weights, and the keys and values of the sequences that have not ended. The ranks of
+        Each decoding step reads all weights, and the keys and values of the sequences that have not ended, at the same
+        share of the bandwidth with every engine. The ranks of
         an engine divide the work, and are not charged for what they send to each other.
         """
         device = self.network.cluster.device
