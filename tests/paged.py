@@ -13,7 +13,17 @@ from torch import Tensor
 
 from leaderless.rollout.kv_cache import Segment
 from leaderless.rollout.paged_attention import PagedAttend, attend_with_torch
-from leaderless.rollout.paged_plan import Arrangement, PagedPlan, Results, WorkItems, bucket_of, fields_of, num_bytes
+from leaderless.rollout.paged_plan import (
+    ITEM_NUMBERS,
+    TILE_ROWS,
+    Arrangement,
+    PagedPlan,
+    Results,
+    WorkItems,
+    bucket_of,
+    fields_of,
+    num_bytes,
+)
 from leaderless.rollout.pages import Pages
 
 
@@ -109,8 +119,49 @@ def errors(function: PagedAttend, device: torch.device, dtype: torch.dtype) -> d
     return found
 
 
+SHAPES = ((2, 6, 128), (4, 7, 128), (8, 1, 64), (2, 7, 80))
+"""Key heads, query heads of each, and their width, of models from 0.5B to 7B."""
+
+
+def compile_kernels() -> dict[str, dict[str, int]]:
+    """Shared memory and tensor-core operations of the kernels, compiled in bfloat16 for GPUs that are not there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from leaderless.rollout import paged_kernels as kernels
+
+    found = {}
+    pointers = ("items", "rows", "pages", "outputs", "normalizers", "runs", "places")
+    kinds = {name: "*fp32" if name in {"outputs", "normalizers"} else "*i32" for name in pointers}
+    kinds |= {"places": "*i64", "scale": "fp32"}
+    for capability in (80, 90):
+        for kv_heads, repeat, width in SHAPES:
+            sizes = {"kv_heads": kv_heads, "repeat": repeat, "width": width, "block": triton.next_power_of_2(width)}
+            options = kernels.options_of(TILE_ROWS * repeat, sizes["block"], 2)
+            attending = {"page_size": 64, "numbers": ITEM_NUMBERS, "is_widened": False, **options}
+            for function, constants in (
+                (kernels.attend_to_items, sizes | attending),
+                (kernels.merge_items, sizes | {"heads": triton.next_power_of_2(repeat)}),
+                (kernels.write_pages, {"width": kv_heads * width, "block": 256}),
+            ):
+                launch = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+                types = {n: "constexpr" if n in constants else kinds.get(n, "*bf16") for n in function.arg_names}
+                aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(types) if types[n][0] == "*"}
+                source = ASTSource(function, types, constants, aligned)
+                compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
+                code = compiled.asm["ptx"]
+                name = f"{function.__name__} {capability} {kv_heads} {repeat} {width}"
+                products = code.count("mma.sync") + code.count("wgmma.mma")
+                found[name] = {"shared": compiled.metadata.shared, "products": products}
+    return found
+
+
 def main() -> None:
     """Errors of the kernels as Triton interprets them on the CPU: it has to know that before it is imported."""
+    if sys.argv[1:] == ["compile"]:
+        print(json.dumps(compile_kernels()))
+        return
     assert os.environ["TRITON_INTERPRET"] == "1"
     from leaderless.rollout.paged_kernels import attend_with_kernels
 

@@ -94,6 +94,20 @@ def test_kernels_give_what_a_loop_in_float64_gives() -> None:
     assert max(found["bfloat16"].values()) < 0.06, found
 
 
+@pytest.mark.thorough
+def test_kernels_are_compiled_for_tensor_cores_and_the_memory_of_small_gpus() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton, which compiles its kernels, is not installed")
+    command = [sys.executable, "-m", "tests.paged", "compile"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    assert len(found) == 24
+    for name, kernel in found.items():
+        assert kernel["shared"] <= 99 << 10, name
+        assert (kernel["products"] > 0) == name.startswith("attend"), name
+
+
 def test_items_cover_each_token_of_each_row_once() -> None:
     random = Random(0)
     for _ in range(12):
@@ -354,7 +368,7 @@ def test_a_conversation_whose_prompt_is_shared_is_not_kept_where_there_are_no_pa
     params, wanted = SamplingParams(SamplingConfig(), 20), [Request(PROMPTS[3], [i], (), i) for i in range(2)]
     expected = generate(tiny_engine(), wanted, params)
     for pool_tokens, num_kept in ((8 * 16, 0), (8 * 64, 2)):
-        engine = paged_engine(4, pool_tokens, ends=frozenset())
+        engine = paged_engine(4, pool_tokens)
         for group, others in zip(generate(engine, wanted, params), expected, strict=True):
             assert_same(group, others)
         assert len(engine._kept) == num_kept

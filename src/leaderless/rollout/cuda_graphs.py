@@ -72,7 +72,9 @@ class DecodeGraphs:
         # Graphs are never replayed at the same time, so that they can share memory for intermediate results. Their
         # logits lie outside: inside, each graph would have separate memory for them.
         logits = self._logits[: len(everywhere)]
-        with torch.cuda.graph(graph, pool=others[0].graph.pool() if others else None):
+        # Another thread of the process asks how much memory is free, which would break a recording in another mode.
+        pool = others[0].graph.pool() if others else None
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             logits.copy_(self._forward(inputs[0], inputs[1], attention, everywhere))
         return _Recorded(graph, inputs, [attention, everywhere], logits, attention.allocations())
 

@@ -171,9 +171,10 @@ class RolloutEngine(Protocol):
     def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
         """Use other weights from the next token on.
 
-        Requests stay in progress, with the tokens that they have; later ones come with the new version. Nothing that
-        begins afterwards is read with keys and values of earlier weights. Requests are in progress only where the
-        engine asks for weights again by `reload`, or is declared to take `updates`.
+        Requests stay in progress, with the tokens that they have; later ones come with the new version. An engine that
+        computes ahead may have drawn one token more by then than it has reported. Nothing that begins afterwards is
+        read with keys and values of earlier weights. Requests are in progress only where the engine asks for weights
+        again by `reload`, or is declared to take `updates`.
 
         An engine that fails while it loads may start again, without weights: then its policy version is None, and it
         is called again.

@@ -105,7 +105,7 @@ class PagedEngine(NativeEngine):
         super()._reset()
         self._graphs = None
         self._flights: list[_Flight] = []
-        self._arranged: tuple[list[Response], Arrangement] | None = None
+        self._arranged: tuple[list[Response], Arrangement, Draws] | None = None
         self._seats = list(range(self.max_sequences - 1, -1, -1))
 
     def _make_stores(self) -> tuple[Store, Store]:
@@ -191,9 +191,10 @@ class PagedEngine(NativeEngine):
             return None
         if self._arranged is None or self._arranged[0] != sequences:
             prompts = [s.prompt.segment if s.prompt.is_shared else None for s in sequences]
-            self._arranged = sequences, Arrangement([_segment(s) for s in sequences], prompts)
-        draws = draws_of(sequences)
-        plan, longest = self._send(sequences, self._arranged[1], draws)
+            arrangement = Arrangement([_segment(s) for s in sequences], prompts)
+            self._arranged = sequences, arrangement, draws_of(sequences)
+        _, arrangement, draws = self._arranged
+        plan, longest = self._send(sequences, arrangement, draws)
         attention = PagedAttention(self._pages, plan, self._options.attend, longest)
         check_window(self._window, attention)
         if self._num_allocations != self._staging.num_allocations:

@@ -150,6 +150,17 @@ def merge_items(  # noqa: PLR0913, PLR0917
     tl.store(merged + place[:, None] + dim[None, :], result.to(merged.dtype.element_ty), mask=is_read)
 
 
+def options_of(queries: int, block: int, width: int) -> dict[str, int]:
+    """Sizes of `attend_to_items` for some queries, with `block` numbers of `width` bytes in each key."""
+    num_queries = max(LEAST_QUERIES, triton.next_power_of_2(queries))
+    return {
+        "num_queries": num_queries,
+        "num_keys": max(16, min(64, KEY_BYTES // (block * width))),
+        "num_warps": 4 if num_queries <= 64 else 8,
+        "num_stages": 3 if block <= 128 and width == 2 else 2,
+    }
+
+
 def attend_with_kernels(
     query: Tensor, key: Tensor, value: Tensor, cached: tuple[Tensor, Tensor], plan: PagedPlan, scale: float
 ) -> Tensor:
@@ -165,17 +176,13 @@ def attend_with_kernels(
     outputs, normalizers = plan.room(num_heads, width)
 
     def attend(work: WorkItems) -> None:
-        num_queries = max(LEAST_QUERIES, triton.next_power_of_2(work.most_rows * repeat))
         attend_to_items[len(work.items), kv_heads](
             *(query, keys, values, work.items, work.rows, plan.pages, outputs, normalizers, scale * LOG2E),
             **sizes,
+            **options_of(work.most_rows * repeat, block, keys.dtype.itemsize),
             page_size=plan.page_size,
-            num_queries=num_queries,
-            num_keys=max(16, min(64, KEY_BYTES // (block * keys.dtype.itemsize))),
             numbers=ITEM_NUMBERS,
             is_widened=IS_INTERPRETED,
-            num_warps=4 if num_queries <= 64 else 8,
-            num_stages=3 if block <= 128 and keys.dtype.itemsize == 2 else 2,
         )
 
     attend(plan.own)
