@@ -35,7 +35,7 @@ class Way:
         num_tables: Number of tables; 0 for one per start.
         num_demonstrations: Number of demonstrations that policies have imitated.
         imitation_steps: Steps of imitation.
-        settings: What the recipe of SRPO has besides.
+        settings: Additional settings of the recipe of SRPO.
     """
 
     num_tables: int

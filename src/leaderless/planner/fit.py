@@ -27,7 +27,7 @@ class Fit:
         pass_tokens: Most tokens of one pass to begin with.
         problem: Reason why it does not fit, or only just, and settings to lower; empty if there is room.
         is_hopeless: Whether not even passes of one sample and one sequence at a time would fit.
-        room: What is left is used for.
+        room: Use of the memory that is left.
     """
 
     pass_tokens: int

@@ -32,7 +32,7 @@ class Staging:
     """The memory of passes over at most some rows, on the host and on the device.
 
     Attributes:
-        num_allocations: How often its memory on the device was allocated; recorded passes use that of the last time.
+        num_allocations: Number of times that its memory on the device was allocated; recorded passes use the last one.
     """
 
     def __init__(self, most_rows: int, page_size: int, longest: int, device: torch.device) -> None:

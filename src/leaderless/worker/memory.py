@@ -31,7 +31,7 @@ class MemoryBounds:
         num_bytes: Bytes that each rank had before it held anything.
         is_cpu: Whether these are of the host.
         pass_tokens: Most tokens of one pass to begin with.
-        room: What is left is used for.
+        room: Use of the memory that is left.
     """
 
     num_bytes: int
