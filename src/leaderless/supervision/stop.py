@@ -93,6 +93,10 @@ class StopRequest:
         if is_main:
             for number in (signal.SIGINT,) if self._is_guest else STOP_SIGNALS:
                 self._restore.callback(signal.signal, number, signal.signal(number, self._on_signal))
+        if is_main and not self._is_guest:
+            # What has started this process may have blocked some, as Ray does with Ctrl-C; processes inherit that.
+            blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            self._restore.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
         leave_mark(STEPS_BEGUN)
         return self
 
@@ -151,6 +155,7 @@ def follow_launcher(folder: Path) -> None:
     A killed launcher has not removed its folder, so the worker does.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # see `StopRequest`
     signal.signal(signal.SIGHUP, lambda number, _: sys.exit(128 + number))
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if _is_launcher_gone() else None)
     if sys.platform == "linux":
