@@ -20,11 +20,14 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.planner import Cluster, Layout, Plan, make_plan, rollout_engine
+from leaderless.planner.cache_pool import CachePool
 from leaderless.rollout import choose, make
 from leaderless.rollout.choose import choose_engine
 from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.make import RolloutSetup, make_engine
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.paged_attention import PagedAttend, attend_with_torch
+from leaderless.rollout.paged_engine import PagedEngine
 from leaderless.rollout.seats import Host
 from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.shard import ALONE
@@ -88,6 +91,28 @@ def test_the_plan_says_what_generates(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, {"rollout.engine": "sglang", **PYTHON})
     assert engine_in(plan) == "sglang"
     assert plan_of(tmp_path, PYTHON).hash() != plan_of(tmp_path, PYTHON, engine="vllm").hash()
+
+
+def test_a_native_engine_has_the_planned_pool_where_kernels_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = replace(setup_of(tmp_path, recipe_of(tmp_path, {})), pool=CachePool(1280, stays=True))
+    assert type(make_engine("native", setup)) is NativeEngine, "on a CPU"
+    asked = list[tuple[object, ...]]()
+
+    def working(*arguments: object) -> PagedAttend:
+        asked.append(arguments[1:])
+        return attend_with_torch
+
+    monkeypatch.setattr(make, "paged_attention", working)
+    assert type(make_engine("native", replace(setup, pool=None))) is NativeEngine
+    assert not asked
+    engine = make_engine("native", setup)
+    assert isinstance(engine, PagedEngine)
+    assert asked == [(torch.float32, setup.device, setup.shard)]
+    assert (engine._pages.num_pages, engine._options.keeps_memory) == (1280 // 64, True)
+    assert engine._options.longest == setup.max_tokens
+    assert engine.policy_version is None
 
 
 def test_the_plan_counts_the_weights_of_an_engine_of_its_own(tmp_path: Path) -> None:
