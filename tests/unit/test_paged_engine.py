@@ -186,6 +186,22 @@ def test_a_response_that_gives_up_its_pages_gets_the_same_tokens(preempted: list
     assert sorted(engine._seats) == list(range(64))
 
 
+def test_a_response_that_is_back_in_its_row_at_once_has_other_pages() -> None:
+    request, params = Request(PROMPTS[1], [5]), SamplingParams(SamplingConfig(temperature=1.2), 30)
+    engine, answer = paged_engine(ends=frozenset()), request.begin()[0]
+    engine.submit(request, params)
+    while answer.finish_reason is None:
+        for delta in engine.step():
+            answer.add(delta)
+        if len(answer.tokens) == 11:
+            engine._collect()
+            engine._preempt()
+            engine._pages.add(1)  # takes the page that was freed last
+    expected = tiny_engine()
+    expected.end_tokens = frozenset()
+    assert_same([answer], generate(expected, [request], params)[0])
+
+
 def test_each_request_is_drawn_in_its_own_way() -> None:
     ways = [
         SamplingConfig(),

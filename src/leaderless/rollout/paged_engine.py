@@ -229,16 +229,16 @@ class PagedEngine(NativeEngine):
                 elif not has_collected:
                     self._collect()  # responses may have ended
                     has_collected = True
-                else:
+                elif len(self._active) > 1 or self._read:
                     self._preempt()
+                else:
+                    raise self._too_small(sequences[0].num_tokens) from None
             else:
                 return sequences
 
     def _preempt(self) -> None:
         """Free the pages of the youngest response, which is read again, with its tokens, before anything else is."""
         sequence = next(reversed(self._active.values()))
-        if len(self._active) == 1 and not (self._read or self._flights):
-            raise self._too_small(sequence.num_tokens)
         prompt, own = sequence.prompt, sequence.completion.tokens
         new = own[len(own) + len(prompt.tokens) - sequence.num_tokens :]
         again = Prompt((*prompt.tokens, *new), prompt.images, prompt.num_both)
@@ -247,6 +247,7 @@ class PagedEngine(NativeEngine):
         again.waiting.append(sequence)
         again.num_left = 1
         self._continuing.appendleft(again)
+        self._arranged = None  # it may be back in its row by the next pass, with other pages
 
     def _too_small(self, tokens: int) -> RuntimeError:
         return RuntimeError(
