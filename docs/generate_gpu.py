@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
-from generate_markup import between
+from generate_markup import between, table_of
+
+NOT_MEASURED = "not measured"
 
 
 def with_gpu(page: str) -> str:
@@ -20,12 +24,44 @@ def with_decode_counts(page: str) -> str:
     return between(page, "decode counts", table(results) if results else None)
 
 
+def goals(parts: Mapping[str, Any]) -> str:
+    """A table of what is to be reached on one H200, with what was measured of it.
+
+    Args:
+        parts: Results of `benchmarks/gpu.py` by part.
+    """
+    good = {name: part for name, part in parts.items() if "error" not in part}
+    reached = dict.fromkeys(("training", "generation", "weights"), NOT_MEASURED)
+    if "training" in good and "speeds" in good:
+        seconds = good["training"].get("compiled_forward_backward_s") or good["training"]["forward_backward_s"]
+        reached["training"] = f"{good['training']['model_flops'] / seconds / good['speeds']['flops']:.0%}"
+    if "generation" in good:
+        best = max(speed for name, speed in good["generation"]["tokens_per_s"].items() if "transformers" not in name)
+        reached["generation"] = f"{best / good['generation']['bound_tokens_per_s']:.0%}"
+    if "weights" in good:
+        sent = good["weights"]
+        reached["weights"] = f"{7.6e9 * 2 * sent['seconds'] / sent['bytes']:.1f} s to pack them"
+    rows = [
+        (
+            "training, share of what a large product reaches: 1.5B and 7B, passes of 16k tokens",
+            "40 %",
+            reached["training"],
+        ),
+        ("native engine, share of the bound by products and cache: 1.5B, 512 sequences", "60 %", reached["generation"]),
+        ("native engine, seconds of vLLM's for the same", "1.5 times", NOT_MEASURED),
+        ("weights of 7B from trainer to engine on one machine", "0.5 s", reached["weights"]),
+        ("moving and waiting, share of a step", "5 %", NOT_MEASURED),
+    ]
+    return table_of(("figure", "goal", "measured"), rows)
+
+
 def measured() -> str:
-    """A picture and a table."""
+    """The goals, a picture and a table."""
     from benchmarks.gpu import PICTURE, RESULTS, table
 
     if not RESULTS.exists():
-        return "There are no results yet: the script has not been run on a GPU."
+        return f"There are no results yet: the script has not been run on a GPU.\n\n{goals({})}"
     picture = f"![Tokens per second of the ways to generate, relative to the best](images/{PICTURE.name})"
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
     parts = [picture] if PICTURE.exists() else []
-    return "\n\n".join([*parts, table(json.loads(RESULTS.read_text(encoding="utf-8")))])
+    return "\n\n".join([goals(results["parts"]), *parts, table(results)])

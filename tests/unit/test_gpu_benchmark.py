@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks import gpu, gpu_parts
 from benchmarks.gpu_parts import PARTS, PRESETS, Machine
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))  # as when it is run
+from generate_gpu import goals
 
 
 def test_every_part_is_kept_as_soon_as_it_is_done(tmp_path: Path) -> None:
@@ -56,3 +60,17 @@ def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         gpu.check_device("cuda")
     gpu.check_device("cpu")
+
+
+def test_goals_are_shown_with_what_was_measured_of_them() -> None:
+    parts = {
+        "speeds": {"flops": 8e14},
+        "training": {"model_flops": 4e14, "forward_backward_s": 2.0, "compiled_forward_backward_s": 1.0},
+        "generation": {"tokens_per_s": {"pages": 30.0, "transformers": 90.0}, "bound_tokens_per_s": 100.0},
+        "weights": {"bytes": 15.2e9, "seconds": 0.5},
+    }
+    page = goals(parts)
+    assert "| 40 % | 50% |" in page
+    assert "512 sequences | 60 % | 30% |" in page
+    assert "| 0.5 s | 0.5 s to pack them |" in page
+    assert goals({"training": {"error": "out of memory"}}).count("not measured") == 5
