@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
+from tests.preferences import batch_of
 from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
 from tests.unit.recipes import make_recipe
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Jagged
@@ -43,6 +45,7 @@ from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.sampling import sample_tokens
 from leaderless.stages.context import Grader, ModelRole, StageContext
+from leaderless.stages.preferences import loss_of_rows, side_by_side, totals_of
 from leaderless.stages.update import update
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.training.micro_batches import response_lengths
@@ -239,6 +242,23 @@ def losses(accelerator: Accelerator) -> dict[str, int]:
     return {"passes": num_passes, "copies": copies, "waits": waits}
 
 
+def preferences(accelerator: Accelerator) -> dict[str, int]:
+    """The same for the loss of pairs of responses."""
+    loss = AlgorithmConfig.model_validate({"preference_loss": {"type": "sigmoid"}}).preference_loss
+    rows = batch_of(loss)  # scored on the host
+    config = ModelConfig(path=tiny_model(), compute_dtype="float32")
+    engine = FsdpEngine(moved(load_causal_lm(config, "policy"), torch.bfloat16), config, ALONE, DEVICE, 4096)
+    engine.compute_dtype = torch.bfloat16
+    totals = totals_of(engine, loss, rows, torch.Tensor.clone)
+    micro_batches = engine.micro_batches(side_by_side(rows))
+    sent, waits, reads = accelerator.num_sent, accelerator.num_waits, accelerator.num_reads
+    for micro_batch in micro_batches:
+        found = loss_of_rows(engine, loss, rows, totals, micro_batch)
+        assert found.value.device.type == KIND
+    copies, waits = accelerator.num_sent - sent, accelerator.num_waits - waits
+    return {"passes": len(micro_batches), "copies": copies, "waits": waits, "reads": accelerator.num_reads - reads}
+
+
 def refusals(accelerator: Accelerator) -> dict[str, int]:
     """Sampling and an update on a device without sums of float64 and without a fused optimizer step."""
     accelerator.refused = {"cumsum": torch.float64, "searchsorted": None, "_fused_adamw_": None}
@@ -274,7 +294,7 @@ def mistakes(accelerator: Accelerator) -> dict[str, int]:
 
 
 PASSES: dict[str, Callable[[Accelerator], dict[str, float]]] = {
-    function.__name__: function for function in (train, values, losses, decode, refusals, mistakes)
+    function.__name__: function for function in (train, values, losses, preferences, decode, refusals, mistakes)
 }
 
 

@@ -42,7 +42,9 @@ def with_gradient_of(value: Tensor, source: Tensor) -> Tensor:
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Sum over each sample's tokens; 0 for a sample without tokens."""
-    sample = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    # With the size of the result, an accelerator need not wait to compute it.
+    places = torch.arange(len(lengths), device=values.device)
+    sample = torch.repeat_interleave(places, lengths, output_size=len(values))
     values = widen(values)
     return values.new_zeros(len(lengths)).index_add(0, sample, values)
 

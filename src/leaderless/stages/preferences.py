@@ -18,6 +18,7 @@ from leaderless.algorithms.preference_loss import (
 )
 from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.transport import ProcessGroup
+from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Mean, Share
 from leaderless.stages.context import StageContext
 from leaderless.stages.mini_batches import Loss, MiniBatch, make_update, metric_name
@@ -130,17 +131,23 @@ def inputs_of(rows: Batch, loss: PreferenceLoss, scores: tuple[Tensor, Tensor], 
     """What a loss is given about rows whose responses have scores [n] each."""
     first, second = scores
     reference = rows.dense(REFERENCE_SCORES) if loss.uses_reference else torch.zeros(len(rows), 2)
-    reference_first, reference_second = reference.to(first.device).unbind(1)
     is_desirable = rows.dense("desirable") if loss.data == "singles" else torch.ones(len(rows), dtype=torch.bool)
+    lengths = [rows.jagged(name).lengths for name in (FIRST, SECOND)]
+    columns = (reference, *lengths, is_desirable, divergence.to(first.dtype))
+    with one_copy(first.device):
+        reference, first_lengths, second_lengths, is_desirable, divergence = (
+            placed(one, first.device) for one in columns
+        )
+    reference_first, reference_second = reference.unbind(1)
     return PreferenceInputs(
         first,
         second,
         reference_first,
         reference_second,
-        rows.jagged(FIRST).lengths.to(first.device),
-        rows.jagged(SECOND).lengths.to(first.device),
-        is_desirable.to(first.device),
-        divergence.to(first),
+        first_lengths,
+        second_lengths,
+        is_desirable,
+        divergence,
     )
 
 
@@ -154,9 +161,10 @@ def loss_of_rows(
         lengths = torch.stack([lengths, rows.jagged(SECOND).lengths], 1).flatten()
     samples = samples_of(micro_batch, lengths)
     order = samples.argsort()
-    sums = segment_sum(outputs.log_probs, lengths[samples].to(outputs.log_probs.device))[
-        order.to(outputs.log_probs.device)
-    ]
+    device = outputs.log_probs.device
+    with one_copy(device):
+        own_lengths, places = placed(lengths[samples], device), placed(order, device)
+    sums = segment_sum(outputs.log_probs, own_lengths)[places]
     first, second = sums.view(-1, 2).unbind(1) if is_paired else (sums, torch.zeros_like(sums))
     own = rows.select(samples[order][::2] // 2 if is_paired else samples[order])
     inputs = inputs_of(own, loss, (first, second), totals.divergence)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from leaderless.algorithms.reward_model import bradley_terry
 from leaderless.data.batch import Batch, Jagged
+from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Mean, Share
 from leaderless.stages.context import StageContext
 from leaderless.stages.mini_batches import Loss, MiniBatch, make_update, metric_name
@@ -50,10 +51,12 @@ def pair_losses(values: Tensor, rows: Batch, micro_batch: MicroBatch, centering:
     """
     samples = micro_batch.response_index  # one number is predicted for each
     order = samples.argsort()
-    scores = values[order.to(values.device)].view(-1, 2)
     margins = rows.dense("margins")[samples[order][::2] // 2]
+    with one_copy(values.device):
+        places, margins = placed(order, values.device), placed(margins, values.device)
+    scores = values[places].view(-1, 2)
     chosen, rejected = scores.unbind(1)
-    return bradley_terry(chosen, rejected, margins.to(values.device), centering=centering), scores
+    return bradley_terry(chosen, rejected, margins, centering=centering), scores
 
 
 def shares_of(scores: Tensor) -> dict[str, Share]:

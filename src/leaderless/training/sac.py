@@ -65,6 +65,7 @@ class SacLearner:
         seed: int = 0,
         device: torch.device | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        is_fused: bool = True,
     ) -> None:
         """Make critics with random weights, the same on every rank.
 
@@ -75,6 +76,7 @@ class SacLearner:
             seed: Seed of everything.
             device: Device that computes; by default the CPU.
             sum_over_ranks: Function that sums a tensor over all ranks.
+            is_fused: Whether the devices of all ranks compute a step of the optimizer in one kernel.
         """
         self.config, self.num_updates = config, 0
         self._seed, self._sum, self._device = seed, sum_over_ranks, device or torch.device("cpu")
@@ -88,7 +90,7 @@ class SacLearner:
         self.log_temperature = nn.Parameter(start)
         self._target_entropy = config.target_entropy * policy.choice_size
         self._optimizers = {
-            name: make_optimizer(parameters, optimizer)
+            name: make_optimizer(parameters, optimizer, is_fused=is_fused)
             for name, parameters in (
                 ("critics", self.critics.parameters()),
                 ("policy", self.policy.parameters()),

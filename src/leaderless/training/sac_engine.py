@@ -21,6 +21,7 @@ from leaderless.robots.transitions import Transitions
 from leaderless.training.engine import EngineSetup, Result, UpdateInfo
 from leaderless.training.memory import Memory
 from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.optimizer import may_be_fused
 from leaderless.training.sac import Draw, SacLearner
 from leaderless.weights.blocks import LocalWeight
 
@@ -54,6 +55,7 @@ class SacEngine:
             seed=setup.body.seed,
             device=setup.device,
             sum_over_ranks=self._sum,
+            is_fused=may_be_fused(setup.device, setup.process_group),
         )
 
     def _sum(self, values: Tensor) -> Tensor:

@@ -241,6 +241,12 @@ def test_an_update_is_that_of_a_loop(tmp_path: Path, is_entropy_valued: bool) ->
         torch.testing.assert_close(now, 0.99 * before + 0.01 * fast)
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_step_is_one_kernel_where_all_devices_have_it(is_fused: bool) -> None:
+    learner = SacLearner(policy_of(), SMALL, OptimizerConfig(), is_fused=is_fused)
+    assert {one.defaults["fused"] for one in learner._optimizers.values()} == {is_fused}
+
+
 @pytest.mark.parametrize("most", [0.01, 1e6])
 def test_gradients_are_clipped(tmp_path: Path, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = OptimizerConfig(learning_rate=3e-3, max_grad_norm=most)
