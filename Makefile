@@ -7,7 +7,7 @@ TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers gpu chaos lint format docs clean
+.PHONY: quickstart quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-kernels gpu chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -78,6 +78,15 @@ test-loggers: .venv-loggers/.installed
 	.venv-loggers/bin/python -m pip install --quiet --editable .[test,mlflow,trackio,wandb]
 	touch $@
 
+# Triton's kernels without a GPU: in its interpreter, against a loop, and compiled for two generations of GPUs; minutes.
+test-kernels: .venv-kernels/.installed
+	.venv-kernels/bin/python -m pytest tests/unit/test_paged_engine.py -k kernels --thorough
+
+.venv-kernels/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-kernels
+	.venv-kernels/bin/python -m pip install --quiet --editable .[test] 'triton==3.9.*'
+	touch $@
+
 # On a machine with a CUDA GPU: its tests, then measurements, in eight minutes, with the Python and the torch that are there
 # and without a network. WHEELS=FOLDER names wheels of packages that are missing.
 gpu:
@@ -103,7 +112,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers .venv-kernels build dist site .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'
