@@ -78,7 +78,7 @@ def test_a_wrong_cluster_file_is_placed(ranks: RankPool, folder: Path) -> None:
     message = said(simulate(ranks, folder))
     assert f"cluster.yaml:{line}: host.interface: unknown key (did you mean 'interfaces'?)" in message
     (folder / "cluster.yaml").unlink()
-    assert "cluster.yaml: cannot be read" in said(simulate(ranks, folder))
+    assert "cluster.yaml does not exist" in said(simulate(ranks, folder))
 
 
 @pytest.mark.parametrize(
