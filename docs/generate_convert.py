@@ -10,7 +10,7 @@ from generate_markup import cell, table_of
 from leaderless.convert.convert import TABLES, Framework
 from leaderless.convert.table import Row
 from leaderless.convert.trl_preferences import TABLES as PREFERENCES
-from leaderless.convert.verl import OTHER_NAMES
+from leaderless.convert.verl_names import OTHER_NAMES
 
 FRAMEWORKS: tuple[Framework, ...] = ("verl", "trl")
 """Frameworks with a guide."""

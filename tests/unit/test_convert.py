@@ -19,7 +19,7 @@ from leaderless.config.functions import load_callable
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig
 from leaderless.config.other_names import own_name
-from leaderless.convert import trl, trl_preferences, verl
+from leaderless.convert import trl, trl_preferences, verl, verl_names
 from leaderless.convert.convert import TABLES, Converted, Framework, convert, guess, read_configuration
 from leaderless.convert.table import LOGGERS, Row
 from leaderless.loggers.registry import BUILT_IN
@@ -262,7 +262,7 @@ def test_a_file_that_fits_several_trainers_needs_a_word() -> None:
     assert guess(common | {"loss_type": "dapo"}) == "trl"
 
 
-@pytest.mark.parametrize("estimator", verl.ESTIMATORS)
+@pytest.mark.parametrize("estimator", verl_names.ESTIMATORS)
 def test_every_estimator_of_verl_gives_a_recipe_that_can_be_planned(tmp_path: Path, estimator: str) -> None:
     file = tmp_path / "recipe.yaml"
     extra: Mapping[str, Any] = {"actor_rollout_ref__rollout__n": 4, "algorithm__adv_estimator": estimator}
@@ -270,11 +270,11 @@ def test_every_estimator_of_verl_gives_a_recipe_that_can_be_planned(tmp_path: Pa
     assert Run(file).plan(2).nodes
 
 
-@pytest.mark.parametrize("loss", verl.LOSSES)
+@pytest.mark.parametrize("loss", verl_names.LOSSES)
 def test_every_loss_of_verl_gives_a_valid_recipe(tmp_path: Path, loss: str) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(of_verl(actor_rollout_ref__actor__policy_loss__loss_mode=loss).text("x"))
-    assert load_recipe(file).recipe.algorithm.policy_loss.type == verl.LOSSES[loss]["algorithm.policy_loss.type"]
+    assert load_recipe(file).recipe.algorithm.policy_loss.type == verl_names.LOSSES[loss]["algorithm.policy_loss.type"]
 
 
 @pytest.mark.parametrize(

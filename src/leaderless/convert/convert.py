@@ -17,6 +17,7 @@ from leaderless.config.errors import closest
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
 from leaderless.convert import trl, trl_preferences, verl
 from leaderless.convert.table import NotTakenError, Row, Values
+from leaderless.convert.verl_names import with_names_of_rows
 
 Framework = Literal["verl", "trl", "trl-dpo", "trl-kto", "trl-reward"]
 """What a configuration is for; `trl` is GRPO."""
@@ -134,7 +135,7 @@ def guess(values: Values) -> Framework:
 
 def _fit(values: Values, framework: Framework) -> tuple[int, int]:
     """How many keys of a configuration a framework has, and how many of them can be taken over."""
-    values = verl.with_names_of_rows(values)[0] if framework == "verl" else values
+    values = with_names_of_rows(values)[0] if framework == "verl" else values
     rows = [row for row in TABLES[framework] if row.theirs in values]
     complete, num_taken = _complete(values, framework, 1), 0
     for row in rows:
@@ -164,7 +165,7 @@ def convert(values: Values, framework: Framework, workers: int = 1) -> Converted
         workers: Number of its processes, which TRL's batch sizes depend on.
     """
     rows = {row.theirs: row for row in TABLES[framework]}
-    values, given_as = verl.with_names_of_rows(values) if framework == "verl" else (values, {})
+    values, given_as = with_names_of_rows(values) if framework == "verl" else (values, {})
     complete = _complete(values, framework, workers)
     made, left, taken, needless = dict(BASE[framework]), list(_unknown(values, rows)), [], []
     for key, row in rows.items():

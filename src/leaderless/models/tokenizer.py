@@ -71,3 +71,13 @@ def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
         extra = None
     ends.update(extra if isinstance(extra, list) else [extra])
     return frozenset(token for token in ends if token is not None)
+
+
+def check_vocabulary(num_embeddings: int, tokenizer: Tokenizer, role: str) -> None:
+    """Refuse a model that has no embedding for some of the tokens of the policy's tokenizer."""
+    if len(tokenizer) > num_embeddings:
+        raise RecipeError.at(
+            f"models.{role}",
+            f"has embeddings for {num_embeddings} tokens, but the policy's tokenizer has {len(tokenizer)}: "
+            "all roles must share one tokenizer",
+        )

@@ -24,7 +24,7 @@ from leaderless.device import setup_device
 from leaderless.models.decoder import load_model_config
 from leaderless.models.image_readers import open_reader
 from leaderless.models.support import sees_images
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.models.tokenizer import check_vocabulary, load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
 from leaderless.planner.cache_pool import CachePool, pool_tokens
@@ -40,7 +40,6 @@ from leaderless.training.registry import make_train_engine
 from leaderless.weights.blocks import Pool, everything
 from leaderless.worker.join import join_nobody
 from leaderless.worker.memory import available_memory
-from leaderless.worker.roles import check_vocabulary
 
 POOL_SHARE = 0.7
 """Share of the free memory of an accelerator for an engine's weights, and for its keys and values."""
@@ -161,7 +160,7 @@ def open_model(
     with _alone() as device, tempfile.TemporaryDirectory(prefix="leaderless-") as logs:
         tokenizer = load_tokenizer(source.config, source.role)
         trainer = _load(source, device)
-        check_vocabulary(trainer, tokenizer, source.role)
+        check_vocabulary(trainer.vocab_size, tokenizer, source.role)
         described = load_model_config(source.config, source.role)
         longest = _longest(described, max_context)
         reader = open_reader(source.config, source.role, tokenizer) if sees_images(described) else None

@@ -13,13 +13,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from leaderless.config import Recipe, RecipeError
+from leaderless.config import Recipe
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.environments.tools.use import close_tools
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.decoder import reserved_tokens
-from leaderless.models.tokenizer import load_chat_tokenizer
+from leaderless.models.tokenizer import check_vocabulary, load_chat_tokenizer
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering, trained_instance, trains_reward_model
 from leaderless.planner.adapters import base_of, companions_of, donor_of, optimizer_of
@@ -163,11 +163,11 @@ class Roles:
         )
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
-            check_vocabulary(critic, self._tokenizer, role)
+            check_vocabulary(critic.vocab_size, self._tokenizer, role)
             self.engines[role, ranks] = self._models[role, ranks] = critic
             return
         engine = cast("TrainEngine | None", trainer) or make_train_engine(recipe.training.backend, setup)
-        check_vocabulary(engine, self.tokenizers.get(role, self._tokenizer), role)
+        check_vocabulary(engine.vocab_size, self.tokenizers.get(role, self._tokenizer), role)
         serving = self._colocated(instance, recipe, engine) if instance in self._generating else None
         self.engines[role, ranks], self._models[role, ranks] = engine, ModelRole(engine, serving)
 
@@ -491,13 +491,3 @@ def _placement(recipe: Recipe, names: Iterable[str]) -> Placement:
     if not backend.shards_weights or recipe.algorithm.sac is not None:
         return everything
     return stage_rows(names) if backend.shards_along_axes else shard_rows
-
-
-def check_vocabulary(engine: Trainable, tokenizer: Tokenizer, role: str) -> None:
-    """Refuse a model that has no embedding for some of the tokens of the policy's tokenizer."""
-    if len(tokenizer) > engine.vocab_size:
-        raise RecipeError.at(
-            f"models.{role}",
-            f"has embeddings for {engine.vocab_size} tokens, but the policy's tokenizer has {len(tokenizer)}: "
-            "all roles must share one tokenizer",
-        )
