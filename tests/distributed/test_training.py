@@ -127,6 +127,23 @@ def test_bfloat16_computes_alike_on_any_number_of_ranks_and_keeps_float32_weight
         assert (merged[name] - single[name]).norm() / single[name].norm() < 0.02
 
 
+def scores_at_temperatures() -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probs of tokens at temperatures by turns, and those of the same tokens where all have the same one."""
+    config, device = ModelConfig(path=tiny_model(), compute_dtype="bfloat16"), torch.device("cpu")
+    world, batch = Transport(device, timeout_s=60).world, random_samples(LENGTHS, siblings=3)
+    engine = FsdpEngine(load_causal_lm(config, "policy"), config, world, device, 64)
+    alike = [engine.log_probs(at_temperature(batch, one)).values for one in (0.7, 1.1)]
+    by_turns = torch.tensor([0.7, 1.1]).repeat(len(alike[0]))[: len(alike[0])]
+    found = engine.log_probs(at_temperature(batch, by_turns)).values
+    return [found[::2], found[1::2]], [alike[0][::2], alike[1][1::2]]
+
+
+def test_temperatures_of_tokens_are_not_rounded_to_bfloat16(ranks: RankPool) -> None:
+    """The closest number to 0.7 is 0.699."""
+    for found, expected in zip(*ranks.run(1, scores_at_temperatures)[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_log_probs_equal_those_of_an_unpacked_model_of_transformers(ranks: RankPool) -> None:
     (result,) = ranks.run(1, train_one_update, tiny_model("qwen3"), 64, {}, 1)
     model = load_causal_lm(ModelConfig(path=tiny_model("qwen3")), "policy").model

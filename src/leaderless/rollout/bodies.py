@@ -322,5 +322,7 @@ def make_body_rollout(model: ModelConfig, key: str, body: BodyConfig, device: to
     """Make the engine of a policy that moves a body; its weights come later."""
     policy = open_model(model, key, spaces_of(body), is_critic=False).model
     assert isinstance(policy, BodyPolicy)
-    policy = policy.to(device, getattr(torch, model.compute_dtype))
-    return BodyEngine(policy.eval().requires_grad_(False), partial(open_worlds, body, policy.chunk), device)
+    policy = policy.eval().requires_grad_(False).to(device)
+    for parameter in policy.parameters():  # not frequencies of positions, as the trainer keeps them in float32, too
+        parameter.data = parameter.data.to(getattr(torch, model.compute_dtype))
+    return BodyEngine(policy, partial(open_worlds, body, policy.chunk), device)

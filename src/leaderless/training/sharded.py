@@ -144,13 +144,14 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         Divided experts belong to no layer's unit. If several ranks have the same ones, they are units of their own.
         """
         policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+        # Weights of choices, temperatures and what a body has done are not rounded on their way in.
+        exact = replace(policy, cast_forward_inputs=False)
         layer_names = set(getattr(self.model.model, "_no_split_modules", None) or ())
         kept = set[nn.Parameter]() if self._experts is None else self._experts.kept
         for weight in kept:
             weight.data = weight.data if weight.is_meta else weight.data.to(device)
         if (experts := self._experts) is not None and experts.gathered:
             copies, present = experts.mesh[COPIES], {*self._module.modules()}  # without those of other stages
-            exact = replace(policy, cast_forward_inputs=False)  # weights of choices keep their type
             for module in [m for m in experts.gathered if m in present]:
                 unit = fully_shard(module, mesh=copies, mp_policy=exact, shard_placement_fn=experts.placement)
                 self.units.append(unit)
@@ -158,7 +159,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             self.units.append(fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=kept))
         for module in self.model.float32_modules():
             self.units.append(fully_shard(module, mesh=mesh, mp_policy=replace(policy, param_dtype=torch.float32)))
-        self.units.append(fully_shard(self._module, mesh=mesh, mp_policy=policy, ignored_params=kept))
+        self.units.append(fully_shard(self._module, mesh=mesh, mp_policy=exact, ignored_params=kept))
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
