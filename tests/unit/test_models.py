@@ -11,6 +11,7 @@ import torch
 import transformers
 from tests.tiny import add_gradients, random_samples, tiny_model
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -19,12 +20,13 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.activity import Activity
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.attention import PackedAttention
-from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
+from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm, load_causal_lm
 from leaderless.models.decoder import ALIGNMENT_BYTES
 from leaderless.models.opened import open_model
 from leaderless.models.recomputing import recompute_layers
 from leaderless.models.support import check_supported
 from leaderless.models.value_model import load_value_model
+from leaderless.policies.protocol import Scores
 from leaderless.training import sharded
 from leaderless.training.fsdp import FsdpEngine
 
@@ -245,3 +247,12 @@ def test_weights_lie_at_the_same_alignment_in_every_process(tmp_path: Path) -> N
     for name in ("llama", "gpt2"):
         model = load_causal_lm(saved(tmp_path / name, TAKEN[name]), "policy")
         assert not [key for key, weight in model.named_parameters() if weight.data_ptr() % ALIGNMENT_BYTES]
+
+
+@pytest.mark.parametrize("kind", [TokenOutputs, Scores])
+def test_fsdp_finds_the_tensors_that_a_model_returns(kind: type[TokenOutputs] | type[Scores]) -> None:
+    """Torch 2.11 sees nothing in data classes: a model that is one unit would get no gradient."""
+    log_probs, entropies = torch.zeros(3), torch.ones(3)
+    found = tree_leaves(kind(log_probs, entropies))
+    assert found[0] is log_probs
+    assert found[1] is entropies

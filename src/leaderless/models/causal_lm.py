@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
     from leaderless.models.seen import Seen
 
 
-@dataclass(frozen=True)
-class TokenOutputs:
-    """Scores of the tokens that were sampled.
+class TokenOutputs(NamedTuple):
+    """Scores of the tokens that were sampled; a tuple, in which FSDP looks for tensors with a gradient.
 
     Attributes:
         log_probs: [R] float32, with gradient.

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -59,9 +60,8 @@ class Acted:
     log_probs: Tensor
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Decisions under a policy.
+class Scores(NamedTuple):
+    """Decisions under a policy; a tuple, in which FSDP looks for tensors with a gradient.
 
     Attributes:
         log_probs: [n, chunk, score_dim] float32.
