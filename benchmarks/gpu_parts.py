@@ -17,7 +17,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,14 +32,19 @@ from transformers import AutoModelForCausalLM
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import ProcessGroup
+from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.device import DeviceSetup, setup_device
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.compiled_layers import compile_layers
 from leaderless.models.scoring import score_tokens
 from leaderless.planner import Layout
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Memory, Room
+from leaderless.rollout import vllm
+from leaderless.rollout.apart.messages import Settings
+from leaderless.rollout.child_server import ChildServer
 from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.paged_attention import attend_with_torch
 from leaderless.rollout.paged_check import paged_attention
@@ -47,9 +53,10 @@ from leaderless.rollout.paged_plan import Arrangement
 from leaderless.rollout.paged_staging import Staging
 from leaderless.rollout.pages import PAGE_TOKENS, Pages
 from leaderless.rollout.serving import Colocated
-from leaderless.rollout.weights import LocalStaging, make_buckets
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.weights.blocks import Pool, everything
+from leaderless.weights.blocks import Pool, everything, shard_rows
+from leaderless.worker.join import join_nobody, meet
+from leaderless.worker.place import Place
 from leaderless.workflow import load_recipe, resolve_workflow
 
 sys.path.insert(0, str(Path(__file__).parent))  # where tests import it, too
@@ -58,6 +65,40 @@ from made import Size
 MARK = "MEASURED "
 """Prefix of the result of a part, to tell it from other output."""
 SIBLINGS = 8
+DECODED_TOKENS = 200
+"""Most tokens of responses of which some steps are looked at, ten times as many as these steps."""
+KEEPER = """
+import torch
+from apart import server
+from apart.messages import checksum
+
+class Keeper:
+    def __init__(self, settings):
+        self.weights = {}
+
+    def start(self):
+        pass
+
+    def load_bucket(self, weights, data, expected, adapter):
+        own = data.clone()
+        assert checksum(own) == expected
+        for weight in weights:
+            self.weights.setdefault(weight.name, weight.view(own).clone()).copy_(weight.view(own))
+
+    def finish_load(self, policy_version, adapter):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def wake(self):
+        pass
+
+    def sleep(self, keep_weights):
+        pass
+
+server.VllmWorker = Keeper
+server.main()
+"""
+"""Program of an engine in another process that copies weights into its own memory, and does nothing with them."""
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 """Calls by which the host waits for the device."""
 
@@ -135,6 +176,7 @@ class Machine:
                 with torch.no_grad():
                     layer.self_attn.k_proj.bias.copy_(key_bias * torch.randn(layer.self_attn.k_proj.bias.shape).sign())
             model.save_pretrained(folder)
+            del model, layer  # or they would count in peaks
             yield folder
 
     def config(self, folder: str, *, compute_dtype: str | None = None) -> ModelConfig:
@@ -147,24 +189,28 @@ class Machine:
     @contextmanager
     def trainer(self, folder: str) -> Iterator[FsdpEngine]:
         """The trainer of a run with one worker."""
-        config = self.config(folder)
         if self.dtype != torch.float32:  # sharding, which mixed precision uses, needs a process group
             dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield self.engine(folder, ProcessGroup((0,), 0))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def engine(self, folder: str, world: ProcessGroup) -> FsdpEngine:
+        """The trainer of some ranks."""
+        config = self.config(folder)
         engine = FsdpEngine(
             load_causal_lm(config, "policy"),
             config,
-            ProcessGroup((0,), 0),
+            world,
             self.device,
             self.preset.pass_tokens,
             optimizer=OptimizerConfig(),
             num_updates=100,
         )
         engine.model.max_logits = LARGE_MAX_LOGITS  # as in a run with room for them
-        try:
-            yield engine
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        return engine
 
     def requests(self, num_prompts: int | None = None) -> list[Request]:
         generator = random.Random(0)
@@ -182,13 +228,21 @@ class Machine:
         sequences, preset = self.preset.prompts * SIBLINGS, self.preset
         if way == "pages":
             attend = paged_attention(model, self.dtype, self.device, ProcessGroup((0,), 0)) or attend_with_torch
-            longest = preset.prompt_tokens + 10 * preset.response_tokens
-            options = PagedOptions(attend, 2 * sequences * (longest + PAGE_TOKENS), longest, keeps_memory=True)
+            longest = preset.prompt_tokens + max(preset.response_tokens, DECODED_TOKENS)
+            options = PagedOptions(attend, sequences * (longest + PAGE_TOKENS), longest, keeps_memory=True)
             return PagedEngine(model, None, frozenset(), sequences, self.device, options)  # type: ignore[arg-type]
         engine = NativeEngine(model, None, frozenset(), sequences, self.device)  # type: ignore[arg-type]
         if way == "no graphs":
             engine._graphs = None  # noqa: SLF001
         return engine
+
+    def keeper(self, folder: str, rank: int) -> ExternalEngine:
+        """An engine in another process that does all that vLLM's server does with weights, except for vLLM's part."""
+        vllm.START = vllm.START.replace("from apart.server import main\nmain()\n", KEEPER)
+        settings = Settings("", None, False, self.config_dtype, 1, 1, 0.5, None, enable_graphs=False)
+        server = ChildServer("the keeper of weights", Path(folder) / f"keeper-{rank}.log", 60, 60, lambda: None)
+        driver = vllm.VllmServer(sys.executable, settings, self.device, server)
+        return ExternalEngine("keeper", driver, None, frozenset(), 1.0, self.device, None)  # type: ignore[arg-type]
 
 
 def num_weights(module: torch.nn.Module) -> int:
@@ -314,14 +368,14 @@ def decoding(machine: Machine) -> Result:
     """Twenty steps of decoding under the profiler, with pages, with slots, and without graphs."""
     from torch._dynamo.utils import counters
 
-    steps, results = 20, {}
+    steps, results = DECODED_TOKENS // 10, {}
     is_cuda = machine.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * is_cuda
     with machine.model_folder() as folder:
         for name in ("pages", "slots", "no graphs"):
             engine = machine.native(machine.sampler(folder), name)
             for request in machine.requests():
-                engine.submit(request, SamplingParams(SamplingConfig(), 10 * steps))
+                engine.submit(request, SamplingParams(SamplingConfig(), DECODED_TOKENS))
             for _ in range(steps):
                 engine.step()
             machine.synchronize()
@@ -512,17 +566,48 @@ def planned_memory(machine: Machine, folder: str) -> Memory | None:
 
 
 def weights(machine: Machine) -> Result:
-    """Packing all weights for an engine in another process: gathering and conversion."""
-    with machine.model_folder() as folder, machine.trainer(folder) as trainer:
-        num_bytes = 0
+    """New weights on their way to engines, as in each step of a run, from all GPUs of the machine to all of them."""
+    count = torch.cuda.device_count() if machine.device.type == "cuda" else 1
+    with machine.model_folder() as folder:
+        if count > 1:
+            torch.multiprocessing.spawn(weights_on_rank, (count, machine, folder), count)
+        else:
+            weights_on_rank(0, count, machine, folder)
+        found: Result = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
+    return found
 
-        def send() -> None:
-            nonlocal num_bytes
-            buckets = make_buckets(trainer.full_weights(), machine.dtype, LocalStaging(machine.device))
-            num_bytes = sum(len(bucket.data) for bucket in buckets)
 
-        seconds = machine.seconds(send)
-    return {"bytes": num_bytes, "seconds": seconds}
+def weights_on_rank(rank: int, count: int, machine: Machine, folder: str) -> None:
+    """Sharded weights, gathered for an engine in each process and for one next to it; rank 0 writes what it took."""
+    is_cuda = machine.device.type == "cuda"
+    device = setup_device(rank, count) if is_cuda else DeviceSetup(machine.device, "gloo")
+    store, limit = Path(folder) / "store", timedelta(seconds=60)
+    if count > 1:
+        meet(Place(rank, count, rank, count, store), device, limit)
+    else:
+        join_nobody(device, limit)
+    try:
+        here = replace(machine, device=device.device)
+        world = Transport(device.device, limit.total_seconds()).world
+        trainer = here.engine(folder, world)
+        pool, seconds = Pool(Layout(world.ranks, count), shard_rows), {}
+        own = here.native(here.sampler(folder), "pages")
+        for name, engine in (("native", own), ("apart", here.keeper(folder, rank))):
+            seconds[name] = here.seconds(partial(bring, Colocated(engine, trainer, pool, here.dtype), trainer))
+            engine.close()
+        if rank == 0:
+            num_bytes = num_weights(empty_causal_lm(here.config(folder), "policy")) * here.dtype.itemsize
+            result = {"bytes": num_bytes, "seconds": seconds, "ranks": count}
+            (Path(folder) / "found.json").write_text(json.dumps(result), encoding="utf-8")
+    finally:
+        dist.destroy_process_group()
+
+
+def bring(serving: Colocated, trainer: FsdpEngine) -> None:
+    """Give an engine the weights of another update."""
+    trainer.policy_version += 1
+    with serving.phase() as engine:
+        assert engine.policy_version == trainer.policy_version
 
 
 PARTS: dict[str, Callable[[Machine], Result]] = {

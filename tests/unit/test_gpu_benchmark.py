@@ -38,6 +38,7 @@ def test_every_part_is_kept_as_soon_as_it_is_done(tmp_path: Path) -> None:
     assert results["parts"]["training"]["planned_bytes"] > 0
     assert results["parts"]["decoding"]["steps"]["no graphs"]["ms_per_step"] > 0
     table = gpu.table(results)
+    assert table.count("| weights from 1 GPUs to ") == 2
     assert "| quickstart failed | exit code 1: no / wheels |" in table
     assert "transformers.generate" in table
     again = gpu.measure(["quickstart"], lambda *_: {"seconds": {"a": 2.0}, "accuracy": [0.25, 0.5]}, path, 480)
@@ -67,10 +68,10 @@ def test_goals_are_shown_with_what_was_measured_of_them() -> None:
         "speeds": {"flops": 8e14},
         "training": {"model_flops": 4e14, "forward_backward_s": 2.0, "compiled_forward_backward_s": 1.0},
         "generation": {"tokens_per_s": {"pages": 30.0, "transformers": 90.0}, "bound_tokens_per_s": 100.0},
-        "weights": {"bytes": 15.2e9, "seconds": 0.5},
+        "weights": {"bytes": 3.04e9, "seconds": {"native": 0.05, "apart": 0.1}, "ranks": 1},
     }
     page = goals(parts)
     assert "| 40 % | 50% |" in page
     assert "512 sequences | 60 % | 30% |" in page
-    assert "| 0.5 s | 0.5 s to pack them |" in page
+    assert "| 0.5 s | native 0.25 s, in another process 0.50 s without what vLLM adds |" in page
     assert goals({"training": {"error": "out of memory"}}).count("not measured") == 5
