@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
+import tempfile
 from random import Random
 
 import numpy as np
@@ -14,7 +17,6 @@ from torch import Tensor
 from leaderless.rollout.kv_cache import Segment
 from leaderless.rollout.paged_attention import PagedAttend, attend_with_torch
 from leaderless.rollout.paged_plan import (
-    ITEM_NUMBERS,
     TILE_ROWS,
     Arrangement,
     PagedPlan,
@@ -69,7 +71,7 @@ class Rows:
         there = fields_of(data.to(device), bucket)
         each = torch.arange(bucket, dtype=torch.int32, device=device)
         own = WorkItems(there.own, each, 1, longest)
-        both = WorkItems(there.shared, there.rows, 8, shared)
+        both = WorkItems(there.shared, there.rows, TILE_ROWS, shared)
         results = Results(bucket, device)
         return PagedPlan(*there[:4], own, both, there.runs, there.pages, self.pages.page_size, results)
 
@@ -97,6 +99,7 @@ CASES = {
     "each head has its keys": ((0, 17, 64), [(270, 2)], 32, (3, 3, 128)),
     "nothing of its own": ((0, 0, 0, 0), [(33, 3)], 8, (14, 2, 64)),
     "many items": ((600, 3), [(500, 2)], 4, (2, 1, 16)),
+    "narrow heads": ((5, 70), [(20, 2)], 16, (4, 2, 8)),
 }
 """Own tokens of rows, prompts with their numbers of rows, tokens of a page; query heads, key heads and their width."""
 
@@ -119,48 +122,75 @@ def errors(function: PagedAttend, device: torch.device, dtype: torch.dtype) -> d
     return found
 
 
-SHAPES = ((2, 6, 128), (4, 7, 128), (8, 1, 64), (2, 7, 80))
-"""Key heads, query heads of each, and their width, of models from 0.5B to 7B."""
+SHAPES = {
+    torch.bfloat16: ((2, 6, 128), (4, 7, 128), (8, 1, 64), (2, 7, 80)),
+    torch.float32: ((2, 2, 8), (2, 6, 128)),
+}
+"""Key heads, query heads of each, and their width, of models from 0.5B to 7B, and of tiny ones, by type."""
 
 
-def compile_kernels() -> dict[str, dict[str, int]]:
-    """Shared memory and tensor-core operations of the kernels, compiled in bfloat16 for GPUs that are not there."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+class _Absent:
+    """A GPU that is not there, for which Triton compiles what is to be launched on it."""
 
-    from leaderless.rollout import paged_kernels as kernels
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # what was compiled for one is not for another
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+def launched_kernels() -> dict[str, dict[str, int]]:
+    """Shared memory, tensor-core operations and stack of all kernels that are launched on GPUs that are not there."""
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+
+    from leaderless.rollout.paged_kernels import attend_with_kernels
 
     found = {}
-    pointers = ("items", "rows", "pages", "outputs", "normalizers", "runs", "places")
-    kinds = {name: "*fp32" if name in {"outputs", "normalizers"} else "*i32" for name in pointers}
-    kinds |= {"places": "*i64", "scale": "fp32"}
+    launched = []
+    CompiledKernel.run = property(lambda kernel: lambda *_: launched.append(kernel))
+    CompiledKernel.launch_metadata = lambda *_: None
     for capability in (80, 90):
-        for kv_heads, repeat, width in SHAPES:
-            sizes = {"kv_heads": kv_heads, "repeat": repeat, "width": width, "block": triton.next_power_of_2(width)}
-            options = kernels.options_of(TILE_ROWS * repeat, sizes["block"], 2)
-            attending = {"page_size": 64, "numbers": ITEM_NUMBERS, "is_widened": False, **options}
-            for function, constants in (
-                (kernels.attend_to_items, sizes | attending),
-                (kernels.merge_items, sizes | {"heads": triton.next_power_of_2(repeat)}),
-                (kernels.write_pages, {"width": kv_heads * width, "block": 256}),
-            ):
-                launch = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
-                types = {n: "constexpr" if n in constants else kinds.get(n, "*bf16") for n in function.arg_names}
-                aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(types) if types[n][0] == "*"}
-                source = ASTSource(function, types, constants, aligned)
-                compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
-                code = compiled.asm["ptx"]
-                name = f"{function.__name__} {capability} {kv_heads} {repeat} {width}"
-                products = code.count("mma.sync") + code.count("wgmma.mma")
-                found[name] = {"shared": compiled.metadata.shared, "products": products}
+        driver.set_active(_Absent(capability))
+        for dtype, shapes in SHAPES.items():
+            for kv_heads, repeat, width in shapes:
+                rows = Rows(0, [5, 40, 9], [(37, 2)], 64)
+                query, key, value, *cached = rows.tensors(kv_heads * repeat, kv_heads, width, dtype)
+                attend_with_kernels(query, key, value, tuple(cached), rows.plan(torch.device("cpu")), 1.0)
+                for number, kernel in enumerate(launched):
+                    name = f"{kernel.metadata.name} {number}: {capability}, {dtype}, {kv_heads}, {repeat}, {width}"
+                    code = kernel.asm["ptx"]
+                    products = code.count("mma.sync") + code.count("wgmma.mma")
+                    stack = stack_of(kernel.asm["cubin"])
+                    found[name] = {"shared": kernel.metadata.shared, "products": products, "stack": stack}
+                launched.clear()
     return found
+
+
+def stack_of(binary: bytes) -> int:
+    """Bytes of memory for each thread of a kernel, whose numbers do not all fit into registers."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", said)[1])
 
 
 def main() -> None:
     """Errors of the kernels as Triton interprets them on the CPU: it has to know that before it is imported."""
     if sys.argv[1:] == ["compile"]:
-        print(json.dumps(compile_kernels()))
+        print(json.dumps(launched_kernels()))
         return
     assert os.environ["TRITON_INTERPRET"] == "1"
     from leaderless.rollout.paged_kernels import attend_with_kernels

@@ -97,17 +97,19 @@ def test_kernels_give_what_a_loop_in_float64_gives() -> None:
 
 
 @pytest.mark.thorough
-def test_kernels_are_compiled_for_tensor_cores_and_the_memory_of_small_gpus() -> None:
+def test_kernels_are_launched_with_tensor_cores_and_within_the_memory_of_small_gpus() -> None:
+    """Triton takes the arguments as on a GPU, and compiles, for GPUs that are not there."""
     if find_spec("triton") is None:
         pytest.skip("Triton, which compiles its kernels, is not installed")
     command = [sys.executable, "-m", "tests.paged", "compile"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout)
-    assert len(found) == 24
+    assert len(found) == 2 * 6 * 4
     for name, kernel in found.items():
         assert kernel["shared"] <= 99 << 10, name
-        assert (kernel["products"] > 0) == name.startswith("attend"), name
+        assert (kernel["products"] > 0) == (name.startswith("attend") and "bfloat16" in name), name
+        assert kernel["stack"] <= 512, name
 
 
 def test_items_cover_each_token_of_each_row_once() -> None:

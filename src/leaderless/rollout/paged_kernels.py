@@ -12,8 +12,10 @@ from leaderless.rollout.paged_plan import ITEM_NUMBERS, PagedPlan, WorkItems
 
 LEAST_QUERIES = 16
 """Least rows of a product on tensor cores."""
+LEAST_WIDTH = 16
+"""Least numbers of a key that Triton multiplies; the keys of tiny models are filled up."""
 KEY_BYTES = 1 << 14
-"""Most bytes of the keys, or of the values, that a program reads at a time."""
+"""Most bytes of the keys, or of the values, that a program reads at a time; half of it in float32."""
 LOG2E = 1.4426950408889634
 COPIED = 1024
 """Numbers that a program copies into a page."""
@@ -151,13 +153,17 @@ def merge_items(  # noqa: PLR0913, PLR0917
 
 
 def options_of(queries: int, block: int, width: int) -> dict[str, int]:
-    """Sizes of `attend_to_items` for some queries, with `block` numbers of `width` bytes in each key."""
-    num_queries = max(LEAST_QUERIES, triton.next_power_of_2(queries))
+    """Sizes of `attend_to_items` for some queries, with `block` numbers of `width` bytes in each key.
+
+    Products in float32 are computed without tensor cores: with larger sizes their numbers would not fit into registers.
+    """
+    num_queries, is_half = max(LEAST_QUERIES, triton.next_power_of_2(queries)), width == 2
+    key_bytes = KEY_BYTES if is_half else KEY_BYTES // 2
     return {
         "num_queries": num_queries,
-        "num_keys": max(16, min(64, KEY_BYTES // (block * width))),
-        "num_warps": 4 if num_queries <= 64 else 8,
-        "num_stages": 3 if block <= 128 and width == 2 else 2,
+        "num_keys": max(16, min(64, key_bytes // (block * width))),
+        "num_warps": max(4, num_queries * width // 32),
+        "num_stages": 3 if block <= 128 and is_half else 2,
     }
 
 
@@ -169,7 +175,7 @@ def attend_with_kernels(
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     num_rows, num_heads, width = query.shape
     kv_heads = keys.shape[1]
-    repeat, block = num_heads // kv_heads, triton.next_power_of_2(width)
+    repeat, block = num_heads // kv_heads, max(LEAST_WIDTH, triton.next_power_of_2(width))
     sizes = {"kv_heads": kv_heads, "repeat": repeat, "width": width, "block": block}
     whole, copied = kv_heads * width, min(COPIED, triton.next_power_of_2(kv_heads * width))
     write_pages[num_rows, triton.cdiv(whole, copied)](key, value, keys, values, plan.places, whole, copied)
