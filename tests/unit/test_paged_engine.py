@@ -518,7 +518,7 @@ def test_kernels_that_do_not_work_are_not_used(monkeypatch: pytest.MonkeyPatch, 
 def test_the_trial_finds_what_is_wrong() -> None:
     sizes = heads_of(tiny_lm())
     assert sizes == (4, 2, 8) or len(sizes) == 3
-    assert largest_error(attend_with_torch, sizes, torch.bfloat16, CPU) == 0
+    assert largest_error(attend_with_torch, sizes, torch.bfloat16, CPU) < 5e-3
 
     def without_prompt(query, key, value, cached, plan, scale):
         runs = plan.runs.clone()
@@ -526,3 +526,20 @@ def test_the_trial_finds_what_is_wrong() -> None:
         return attend_with_torch(query, key, value, cached, replace(plan, runs=runs), scale)
 
     assert largest_error(without_prompt, sizes, torch.float32, CPU) > 0.1
+
+
+def test_the_trial_is_right_where_products_of_float32_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by environment variables of some images of torch, or by a setting."""
+    einsum = torch.einsum
+
+    def rounded(equation, *tensors):
+        return einsum(equation, *(t.bfloat16().float() if t.dtype == torch.float32 else t for t in tensors))
+
+    def exact(query, key, value, cached, plan, scale):
+        wide = tuple(one.double() for one in cached)
+        return attend_with_torch(query.double(), key.double(), value.double(), wide, plan, scale).to(query.dtype)
+
+    monkeypatch.setattr(torch, "einsum", rounded)
+    sizes = heads_of(tiny_lm())
+    assert largest_error(exact, sizes, torch.float32, CPU) < paged_check.TOLERANCES[torch.float32]
+    assert largest_error(attend_with_torch, sizes, torch.float32, CPU) > paged_check.TOLERANCES[torch.float32]
