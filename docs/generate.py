@@ -352,8 +352,8 @@ def cli_page() -> str:
     parts = [
         "# Command line",
         (
-            "`leaderless COMMAND --help` prints the same. `python -m leaderless` is the same command, in the form that "
-            "`torchrun` needs."
+            "`leaderless COMMAND --help` prints the same, and `leaderless --version` the versions of leaderless and "
+            "torch. `python -m leaderless` is the same command, in the form that `torchrun` needs."
         ),
         (
             "Exit codes: 0 for success, 2 for something that you have to correct, 128 + n if signal n stopped the "

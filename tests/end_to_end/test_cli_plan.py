@@ -1,11 +1,13 @@
-"""Commands that start nothing: `plan`, `reward`, `schema`, `report`, `--help`."""
+"""Commands that start nothing: `plan`, `reward`, `schema`, `report`, `--help`, `--version`."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -61,6 +63,14 @@ def test_commands_that_only_say_something_import_no_large_library(tmp_path: Path
     assert outcome.code == 0, outcome.errors
     assert outcome.errors.strip() == ""
     assert len(outcome.output) > 200
+
+
+def test_the_version_is_one_line_with_that_of_torch_which_is_not_imported(tmp_path: Path) -> None:
+    own = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    outcome = light(tmp_path, "--version")
+    assert outcome.code == 0, outcome.errors
+    assert outcome.output == f"leaderless {own} (torch {importlib.metadata.version('torch')})\n"
+    assert outcome.errors.strip() == ""
 
 
 def test_a_recipe_is_refused_without_a_large_library_too(tmp_path: Path) -> None:

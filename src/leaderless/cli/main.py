@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
+from leaderless import __version__
 from leaderless.cli.convert import convert
 from leaderless.cli.demonstrate import demonstrate
 from leaderless.cli.doctor import doctor
@@ -37,7 +40,27 @@ from leaderless.worker.place import Place
 OTHERS_REPORT_S = 5.0
 """Time that a worker gives the others to report the cause of their common failure."""
 
+
+def _print_version(is_asked: bool) -> None:
+    """Print what a report of a bug needs; torch's version is read without importing torch, which takes seconds."""
+    if is_asked:
+        typer.echo(f"leaderless {__version__} (torch {version('torch')})")
+        raise typer.Exit
+
+
+def _options(
+    is_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the versions of leaderless and torch."
+        ),
+    ] = False,
+) -> None:
+    """The options that stand before a command."""
+
+
 app = typer.Typer(
+    callback=_options,
     help="Fully distributed reinforcement-learning post-training: every worker computes the plan, none leads.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
