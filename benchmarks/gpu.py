@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs/performance/gpu.json"
 PICTURE = ROOT / "docs/images/gpu.png"
+TIMELINE = ROOT / "docs/images/gpu-timeline.png"
 PACKAGES = ROOT / "runs/gpu-packages"
 MARK = "MEASURED "
 LIMITS_S = {
@@ -40,8 +41,15 @@ LIMITS_S = {
     "decoding": 120,
     "weights": 60,
     "quickstart": 180,
+    "timeline": 90,
+    "published_verl": 120,
+    "published_one": 120,
+    "published_many": 180,
 }
 """Time limit of each part, the most important first; all parts together have the minutes from the command line."""
+
+SCRIPTS = {"published_": "gpu_published.py", "timeline": "gpu_timeline.py"}
+"""Script of parts by the beginning of their names; all others are in `gpu_parts.py`."""
 
 Results = dict[str, Any]
 Runner = Callable[[str, float], Results]
@@ -56,6 +64,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script itself")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--timeline", type=Path, default=TIMELINE, help="file of the second picture")
     parser.add_argument("--draw", action="store_true", help="only draw the existing results")
     options = parser.parse_args()
     if not options.draw:
@@ -69,6 +78,7 @@ def main() -> None:
         measure(options.parts, run, options.results, 60 * options.minutes)
     results = json.loads(options.results.read_text(encoding="utf-8"))
     draw(results, options.picture)
+    draw_timeline(results, options.timeline)
     print(table(results))
     sys.exit(any("error" in part for part in results["parts"].values()))
 
@@ -151,7 +161,8 @@ def run_part(part: str, device: str, preset: str, limit_s: float) -> Results:
         return run_tests(limit_s)
     if part == "quickstart":
         return run_quickstart(device, limit_s)
-    script = str(ROOT / "benchmarks/gpu_parts.py")
+    file = next((file for beginning, file in SCRIPTS.items() if part.startswith(beginning)), "gpu_parts.py")
+    script = str(ROOT / "benchmarks" / file)
     result: Results = json.loads(answer_of([sys.executable, script, part, device, preset], limit_s))
     return result
 
@@ -269,6 +280,9 @@ def rows(results: Results) -> list[tuple[str, str]]:
         for way, name in (("native", "the native engine"), ("apart", "an engine in another process")):
             speed = f"{sent['bytes'] / sent['seconds'][way] / 1e9:.1f} GB/s"
             lines.append((f"weights from {sent['ranks']} GPUs to {name} on each of them", speed))
+    for title, panel in good.get("timeline", {}).get("panels", {}).items():
+        kinds = ", ".join(f"{kind} {ms / panel['ms']:.0%}" for kind, ms in panel["kinds"].items())
+        lines.append((f"{title}, in the picture", f"{panel['ms']:.1f} ms, {panel['busy']:.0%} busy; {kinds}"))
     if "quickstart" in good:
         quickstart = good["quickstart"]
         accuracy = " → ".join(f"{value:.1%}" for value in quickstart["accuracy"]) or "not evaluated"
@@ -321,11 +335,11 @@ def draw(results: Results, path: Path) -> None:
     generation = results["parts"].get("generation", {"error": "not measured"})
     if "error" in generation:
         return
-    try:
-        import matplotlib as mpl
-    except ImportError:
+    if not is_installed("matplotlib"):
         print("matplotlib is not installed here: draw the picture elsewhere with --draw")
         return
+    import matplotlib as mpl
+
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -340,6 +354,16 @@ def draw(results: Results, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def draw_timeline(results: Results, path: Path) -> None:
+    """What the device does when, if that was measured and matplotlib is installed."""
+    panels = results["parts"].get("timeline", {}).get("panels")
+    if panels and is_installed("matplotlib"):
+        sys.path.append(str(Path(__file__).parent))  # where tests import it, too
+        from gpu_timeline import draw as draw_panels
+
+        draw_panels(panels, path)
 
 
 if __name__ == "__main__":

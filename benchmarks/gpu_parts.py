@@ -156,14 +156,15 @@ class Machine:
 
     def seconds(self, work: Callable[[], object], repeats: int = 3) -> float:
         """Median time of some work, after one warm-up run."""
-        times = []
-        for _ in range(repeats + 1):
-            self.synchronize()
-            begin = time.perf_counter()
-            work()
-            self.synchronize()
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times[1:])
+        return statistics.median([self.once(work) for _ in range(repeats + 1)][1:])
+
+    def once(self, work: Callable[[], object]) -> float:
+        """Time of some work that was done before in another way, so that nothing is compiled in it."""
+        self.synchronize()
+        begin = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - begin
 
     @contextmanager
     def model_folder(self, key_bias: float = 0.0) -> Iterator[str]:
@@ -626,10 +627,15 @@ def preset_for(device: str) -> str:
     raise AssertionError
 
 
-def main() -> None:
+def run(parts: Mapping[str, Callable[[Machine], Result]]) -> None:
+    """Measure the part that the command line names."""
     name, device, preset = sys.argv[1:]
-    result = PARTS[name](Machine(torch.device(device), PRESETS[preset]))
+    result = parts[name](Machine(torch.device(device), PRESETS[preset]))
     print(MARK + json.dumps(result | {"preset": asdict(PRESETS[preset])}), flush=True)
+
+
+def main() -> None:
+    run(PARTS)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from generate_families import families_page
 from generate_gallery import gallery_pictures, with_counting, with_evidence, with_gallery
 from generate_gdpo import gdpo_pictures, with_gdpo
 from generate_generation import with_generation
-from generate_gpu import with_decode_counts, with_gpu
+from generate_gpu import with_decode_counts, with_gpu, with_published
 from generate_hosts import with_hosts
 from generate_live_page import with_live_page
 from generate_markup import cell, sections_of, table_of
@@ -158,7 +158,7 @@ def render() -> dict[Path, str]:
     placement = DOCS / "guides/placement.md"
     files[placement] = with_placement(placement.read_text(encoding="utf-8"))
     performance = DOCS / "performance.md"
-    page = with_decode_counts(with_slow_host(performance.read_text(encoding="utf-8")))
+    page = with_published(with_decode_counts(with_slow_host(performance.read_text(encoding="utf-8"))))
     files[performance] = with_gpu(
         with_episodes(with_loading(with_real_size(with_fixed_lag(with_generation(with_training_step(page))))))
     )

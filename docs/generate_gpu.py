@@ -24,6 +24,15 @@ def with_decode_counts(page: str) -> str:
     return between(page, "decode counts", table(results) if results else None)
 
 
+def with_published(page: str) -> str:
+    """A page with what others have published, next to our newest results, between its two marks."""
+    from benchmarks.gpu import RESULTS
+    from benchmarks.published import tables
+
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))["parts"] if RESULTS.exists() else {}
+    return between(page, "published", tables(results))
+
+
 def goals(parts: Mapping[str, Any]) -> str:
     """A table of what is to be reached on one H200, with what was measured of it.
 
@@ -57,12 +66,15 @@ def goals(parts: Mapping[str, Any]) -> str:
 
 
 def measured() -> str:
-    """The goals, a picture and a table."""
-    from benchmarks.gpu import PICTURE, RESULTS, table
+    """The goals, pictures and a table."""
+    from benchmarks.gpu import PICTURE, RESULTS, TIMELINE, table
 
     if not RESULTS.exists():
         return f"There are no results yet: the script has not been run on a GPU.\n\n{goals({})}"
-    picture = f"![Tokens per second of the ways to generate, relative to the best](images/{PICTURE.name})"
+    pictures = {
+        PICTURE: "Tokens per second of the ways to generate, relative to the best",
+        TIMELINE: "What the device and the host do in three steps of decoding and in a pass of training",
+    }
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    parts = [picture] if PICTURE.exists() else []
-    return "\n\n".join([goals(results["parts"]), *parts, table(results)])
+    shown = [f"![{text}](images/{path.name})" for path, text in pictures.items() if path.exists()]
+    return "\n\n".join([goals(results["parts"]), *shown, table(results)])

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gpu, gpu_parts
+from benchmarks import gpu, gpu_parts, published
+
+sys.path.append(str(Path(gpu_parts.__file__).parent))  # where parts find each other
 from benchmarks.gpu_parts import PARTS, PRESETS, Machine
+from transformers import AutoModelForCausalLM
+
+import gpu_published
+import gpu_timeline
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))  # as when it is run
-from generate_gpu import goals
+from generate_gpu import goals, with_published
 
 
 def test_every_part_is_kept_as_soon_as_it_is_done(tmp_path: Path) -> None:
@@ -26,12 +33,15 @@ def test_every_part_is_kept_as_soon_as_it_is_done(tmp_path: Path) -> None:
             return {"passed": 3, "failed": 0, "errors": 0, "skipped": 1, "failures": []}
         if part == "quickstart":
             raise RuntimeError("exit code 1: no | wheels")
+        if part not in PARTS:
+            return {"preset": gpu_parts.asdict(machine.preset)}  # these have tests of their own
         result = PARTS[part](machine)
         return json.loads(json.dumps(result | {"preset": gpu_parts.asdict(machine.preset)}))
 
     results = gpu.measure(list(gpu.LIMITS_S), run, path, 480)
     assert json.loads(path.read_text()) == results
-    assert set(results["parts"]) == set(gpu.LIMITS_S) == {*PARTS, "tests", "quickstart"}
+    assert set(results["parts"]) == set(gpu.LIMITS_S)
+    assert set(gpu.LIMITS_S) == {*PARTS, *gpu_published.PARTS, "timeline", "tests", "quickstart"}
     assert results["parts"]["agreement"]["key_bias"]["0"]["mean"] < 1e-4
     assert results["parts"]["agreement"]["key_bias"]["50"]["mean"] < 1e-3
     assert results["parts"]["training"]["tokens"] <= PRESETS["tiny"].pass_tokens
@@ -43,6 +53,144 @@ def test_every_part_is_kept_as_soon_as_it_is_done(tmp_path: Path) -> None:
     assert "transformers.generate" in table
     again = gpu.measure(["quickstart"], lambda *_: {"seconds": {"a": 2.0}, "accuracy": [0.25, 0.5]}, path, 480)
     assert "| quickstart | 2 s, accuracy 25.0% → 50.0% |" in gpu.table(again)
+
+
+def test_every_part_has_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = {}
+
+    def answer(command: list[str], _: float) -> str:
+        scripts[command[2]] = Path(command[1])
+        return "{}"
+
+    monkeypatch.setattr(gpu, "answer_of", answer)
+    for part in gpu.LIMITS_S.keys() - {"tests", "quickstart"}:
+        gpu.run_part(part, "cpu", "tiny", 1)
+    texts = {part: script.read_text(encoding="utf-8") for part, script in scripts.items()}
+    assert all(f"def {part}(" in text for part, text in texts.items())
+
+
+def test_published_work_gives_a_figure_for_each_key() -> None:
+    machine = Machine(torch.device("cpu"), PRESETS["tiny"])
+    parts = {name: part(machine) for name, part in gpu_published.PARTS.items()}
+    keys = {entry["key"] for entry in published.load()["one_gpu"]}
+    assert published.our_figures(parts).keys() == keys
+    assert all(value > 0 for value in published.our_figures(parts).values())
+    assert parts["published_verl"]["tokens"] == sum([2, 2, 3, 4, 5, 6])
+    assert published.our_figures({"published_one": {"error": "no time was left"}, "generation": {"figures": {}}}) == {}
+
+
+def test_published_models_have_as_many_weights_as_their_names_say() -> None:
+    sizes = {}
+    for name, shape in {**gpu_published.QWEN, "8B": gpu_published.LLAMA}.items():
+        with torch.device("meta"):
+            sizes[name] = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape.make()).parameters())
+    # https://huggingface.co/Qwen/Qwen2.5-0.5B and so on, and Meta-Llama-3-8B
+    assert sizes == {"0.5B": 494_032_768, "1.5B": 1_543_714_304, "7B": 7_615_616_512, "8B": 8_030_261_248}
+
+
+def test_responses_to_published_work_have_the_given_lengths() -> None:
+    machine = Machine(torch.device("cpu"), PRESETS["tiny"])
+    engine = gpu_published.engine_for(machine, gpu_published.random_model(machine, gpu_published.LLAMA), 2, 12)
+    prompts = gpu_published.random_prompts(3, 4, 512)
+    responses = gpu_published.responses_of(engine, prompts, [8, 1, 5])
+    assert [len(response) for response in responses] == [8, 1, 5]
+
+
+def test_published_figures_stand_next_to_ours() -> None:
+    page = with_published("<!-- published: begin --><!-- published: end -->")
+    assert page.count("not measured") == len(published.load()["one_gpu"])
+    parts = {"environment": {"device": "H200"}, "published_one": {"figures": {"vLLM, one response, 7B": 123.45}}}
+    page = published.tables(parts)
+    assert "ours on H200 |" in page
+    assert "| 84.28 tokens/s | 84.3 tokens/s | 123.5 tokens/s |" in page
+    assert page.count("not measured") == len(published.load()["one_gpu"]) - 1
+
+
+def test_conversions_of_published_figures_are_right() -> None:
+    values = {entry["key"]: entry for entry in published.load()["one_gpu"]}
+    for key, entry in values.items():
+        number = float(re.search(r"[\d,.]+\d", entry["published"])[0].replace(",", ""))
+        factor = 256 / 512 if key == "vLLM, many responses, 8B" else 1
+        assert entry["value"] == pytest.approx(number * factor, abs=0.05)
+    rates = [entry for entry in published.load()["many_gpus"] if "512 × 16 /" in entry["derived"]]
+    for entry in rates:
+        seconds = float(entry["published"].split(" s a step")[0])
+        assert f"{512 * 16 / seconds:.1f} responses/s" in entry["derived"]
+        assert f"{512 * 16 / seconds / int(entry['gpus'].split()[0]):.2f} for each GPU" in entry["derived"]
+    assert len(rates) == 3
+
+
+def test_a_timeline_sorts_operations_and_measures_how_busy_the_device_is(tmp_path: Path) -> None:
+    def kernel(name: str, begin: float, length: float, stream: int = 7) -> dict[str, object]:
+        return {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": length, "args": {"stream": stream}}
+
+    def call(name: str, begin: float, length: float) -> dict[str, object]:
+        return {"ph": "X", "cat": "cuda_runtime", "name": name, "ts": begin, "dur": length}
+
+    events = [
+        {"ph": "M", "name": "process_name"},
+        call("cudaGraphLaunch", 100, 10),
+        call("cudaMalloc", 111, 1),
+        call("cudaEventSynchronize", 120, 80),
+        kernel("nvjet_tst_128x64", 110, 30),
+        kernel("triton_poi_fused_rms_norm_0", 140, 10),
+        kernel("flash_fwd_kernel", 160, 20),
+        kernel("ncclDevKernel_AllGather", 130, 20, stream=20),
+        {**kernel("Memcpy DtoH (Device -> Pinned)", 190, 10), "cat": "gpu_memcpy"},
+        kernel("multi_tensor_apply_kernel", 180, 5),
+    ]
+    found = gpu_timeline.summary(gpu_timeline.operations_of(events))
+    assert found["ms"] == 0.1
+    assert found["busy"] == 0.75  # 110-150, 160-185 and 190-200 of 100-200
+    assert found["kinds"] == {
+        "products": 0.03,
+        "attention": 0.02,
+        "other operations": 0.01,
+        "optimizer": 0.005,
+        "copies": 0.01,
+        "communication": 0.02,
+        "starts work": 0.01,
+        "waits": 0.08,
+    }
+    assert list(found["lanes"]) == ["stream 7", "stream 20", "host"]
+    assert found["lanes"]["host"] == {"starts work": "0 10", "waits": "20 80"}
+    middle = gpu_timeline.summary(gpu_timeline.middle_third(gpu_timeline.operations_of(events)))
+    assert middle["ms"] == pytest.approx(0.1 / 3)
+    assert middle["kinds"]["products"] == pytest.approx(20 / 3 / 1e3)
+    pytest.importorskip("matplotlib", reason="pictures need it")
+    gpu_timeline.draw({"a step": found, "its middle": middle}, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 5000
+
+
+def test_a_timeline_is_recorded_of_decoding_and_of_training() -> None:
+    panels = gpu_timeline.timeline(Machine(torch.device("cpu"), PRESETS["tiny"]))["panels"]
+    decoding, middle, training = panels.values()
+    assert decoding["kinds"]["products"] > middle["kinds"].get("products", 0) >= 0
+    assert training["kinds"]["attention"] > 0
+    assert middle["ms"] <= decoding["ms"] / 3 + 1e-9
+
+
+def test_neighbors_of_a_timeline_are_joined_only_where_a_picture_cannot_show_the_gap() -> None:
+    spans = [gpu_timeline.Operation("stream 7", "products", "gemm", begin, 10.0) for begin in (0, 10.5, 30)]
+    assert gpu_timeline.joined(spans, 1.0) == [("stream 7", "products", 0, 20.5), ("stream 7", "products", 30, 10.0)]
+
+
+def test_an_operation_of_the_cpu_does_what_those_that_it_calls_do_not() -> None:
+    def operation(name: str, begin: float, length: float, thread: int = 1) -> dict[str, object]:
+        return {"ph": "X", "cat": "cpu_op", "name": name, "ts": begin, "dur": length, "tid": thread}
+
+    events = [
+        operation("aten::linear", 0, 100),
+        operation("aten::copy_", 10, 20),
+        operation("aten::mm", 40, 60),
+        operation("aten::resolve_conj", 50, 5),
+        operation("aten::softmax", 120, 10),
+        operation("aten::copy_", 0, 10, thread=2),
+    ]
+    found = gpu_timeline.summary(gpu_timeline.operations_of(events))
+    assert found["kinds"] == {"products": 0.075, "other operations": 0.015, "copies": 0.03}
+    assert found["busy"] == pytest.approx(110 / 130)
+    assert list(found["lanes"]) == ["CPU"]
 
 
 def test_a_part_that_takes_too_long_is_stopped_and_the_others_have_what_is_left(tmp_path: Path) -> None:
