@@ -276,8 +276,8 @@ def test_commands_are_taken_and_can_be_planned(place: str, words: list[str], mon
     group: Any = typer.main.get_command(app)
     end = next((place for place, word in enumerate(words) if word in {">", "&"}), len(words))
     name, *arguments = words[:end]
-    if name == "--help" or not arguments:
-        assert name in {"--help", *group.commands}, place
+    if name.startswith("--") or not arguments:
+        assert name in {"--help", "--version", *group.commands}, place
         return
     params = group.commands[name].make_context(name, list(arguments)).params
     target = Path(str(params.get("target", "")))
