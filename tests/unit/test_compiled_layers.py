@@ -21,7 +21,7 @@ from leaderless.models.compiled_layers import compile_layers, compiler_failure, 
 from leaderless.models.opened import open_model
 from leaderless.training import fsdp
 from leaderless.training.engine import EngineSetup
-from leaderless.training.micro_batches import make_micro_batches
+from leaderless.training.micro_batches import MicroBatch, make_micro_batches
 
 CPU = torch.device("cpu")
 LENGTHS = ([(3, 5), (7, 4), (4, 2)], [(9, 2)])
@@ -101,6 +101,10 @@ def test_compiled_layers_compute_the_same_from_the_same_few_graphs(settings: dic
             for name, gradient in gradients.items():
                 torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-5)
         num_graphs.append(backend.num_graphs)
+    one, none = MicroBatch.empty(), torch.zeros(1, dtype=torch.int64)  # of a rank without samples
+    attention = compiled.attention(one.families, CPU, torch.float32)
+    compiled(one.tokens, one.positions, attention, none, none, 1.0, "none").log_probs.sum().backward()
+    num_graphs.append(backend.num_graphs)
     # Before and after attention; with a gradient and without; and the first layer's input may need no gradient.
     assert 4 <= num_graphs[0] <= 16
     assert set(num_graphs) == {num_graphs[0]}, "other lengths need no others"

@@ -12,7 +12,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.images import PromptImage, pack_images
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.shared_prompts import Family
-from leaderless.training.micro_batches import MicroBatch, make_micro_batches, response_lengths
+from leaderless.training.micro_batches import EMPTY_TOKENS, MicroBatch, make_micro_batches, response_lengths
 
 ALONE = ProcessGroup((0,), 0)
 
@@ -73,7 +73,8 @@ def test_a_batch_without_rows_gives_no_piece_and_an_empty_one_asks_for_nothing()
     batch = batch_of([([1], [2], [True])]).select(torch.empty(0, dtype=torch.int64))
     assert make_micro_batches(batch, 4, ALONE) == []
     empty = MicroBatch.empty()
-    assert (len(empty.tokens), len(empty.positions), empty.families) == (1, 1, [Family(1, ())])
+    count = EMPTY_TOKENS
+    assert (len(empty.tokens), len(empty.positions), empty.families) == (count, count, [Family(count, ())])
     assert len(empty.select) == len(empty.targets) == len(empty.response_index) == 0
 
 

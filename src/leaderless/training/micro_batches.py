@@ -20,6 +20,9 @@ SIDES = "sides"
 TEMPERATURES = "temperatures"
 """Column of the temperatures at which sampled tokens are scored; without it they are 1."""
 
+EMPTY_TOKENS = 16
+"""Tokens of a pass without samples: a compiler makes other kernels for a single one, in the middle of an update."""
+
 
 @dataclass(frozen=True)
 class Origins:
@@ -92,10 +95,10 @@ class MicroBatch:
 
     @classmethod
     def empty(cls) -> MicroBatch:
-        """One token and no target, with which a rank without samples takes part in a pass."""
-        none = torch.empty(0, dtype=torch.int64)
-        one = torch.zeros(1, dtype=torch.int64)
-        return cls(one, one, [Family(1, ())], none, none, none, torch.zeros(1, dtype=torch.int64))
+        """Some tokens and no target, with which a rank without samples takes part in a pass."""
+        none, tokens = torch.empty(0, dtype=torch.int64), torch.zeros(EMPTY_TOKENS, dtype=torch.int64)
+        families = [Family(EMPTY_TOKENS, ())]
+        return cls(tokens, torch.arange(EMPTY_TOKENS), families, none, none, none, torch.zeros(1, dtype=torch.int64))
 
 
 def longest_sample(batch: Batch) -> int:
