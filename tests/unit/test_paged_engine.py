@@ -14,6 +14,7 @@ from random import Random
 
 import pytest
 import torch
+from tests.fake_cuda import FakeCuda
 from tests.paged import CASES, errors
 from tests.tiny import tiny_model
 from tests.unit.test_native_engine import PROMPTS, assert_same, requests, sample, tiny_engine
@@ -24,13 +25,14 @@ from leaderless.models.attention import PackedAttention
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.rollout import paged_check, paged_plan
-from leaderless.rollout.bucket_graphs import EAGER_PASSES, BucketGraphs
+from leaderless.rollout.bucket_graphs import BucketGraphs
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.paged_attention import attend_with_torch
 from leaderless.rollout.paged_check import heads_of, largest_error, paged_attention
 from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.paged_plan import bucket_of
 from leaderless.rollout.pages import OutOfPagesError, Pages
+from leaderless.rollout.recording import EAGER_PASSES
 from leaderless.rollout.sampling import sample_tokens, uniform_noise
 from leaderless.rollout.shard import ALONE
 from leaderless.weights.stream import WeightStream
@@ -411,10 +413,7 @@ def test_conversations_give_way_when_pages_run_out() -> None:
 
 
 def test_where_no_graph_can_be_recorded_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise RuntimeError("not here")
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", fail)
+    FakeCuda(monkeypatch).fails = True
     engine, expected = paged_engine(), sample(tiny_engine())
     engine._passes = BucketGraphs(is_enabled=True)  # as on CUDA
     with pytest.warns(UserWarning, match="no CUDA graph can be recorded"):
@@ -423,41 +422,23 @@ def test_where_no_graph_can_be_recorded_it_is_said_once(monkeypatch: pytest.Monk
     assert EAGER_PASSES < 11, "passes of twelve tokens"
 
 
-class _FakeGraphs:
-    """CUDA graphs that run what they have recorded, in `torch.cuda`."""
+class _FakeGraphs(FakeCuda):
+    """CUDA graphs that run what they have recorded."""
 
-    def __init__(self) -> None:
-        self.modes, self.replays = list[str](), 0
+    replays = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch, passes: BucketGraphs) -> None:
-        fakes = self
-
-        class Graph:
-            def pool(self) -> object:
-                return fakes
-
-            def replay(self) -> None:
-                fakes.replays += 1
-                self.work()
-
-        class Recording:
-            def __init__(self, *_: object, pool: object, capture_error_mode: str) -> None:
-                del pool
-                fakes.modes.append(capture_error_mode)
-
-            def __enter__(self) -> None: ...
-
-            def __exit__(self, *_: object) -> None: ...
-
         record = passes._record
 
         def recorded(key: object, compute: Callable[[], None]) -> object:
+            def replay() -> None:
+                self.replays += 1
+                compute()
+
             graph = record(key, lambda: None)
-            graph.work = compute
+            graph.replay = replay
             return graph
 
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-        monkeypatch.setattr(torch.cuda, "graph", Recording)
         monkeypatch.setattr(passes, "_record", recorded)
 
 
@@ -466,7 +447,7 @@ def test_a_pass_that_was_recorded_is_right_for_other_rows_lengths_and_weights(
     monkeypatch: pytest.MonkeyPatch, longest: int
 ) -> None:
     """What a recorded pass reads is in the same memory for all passes of its kind: the first one's work is repeated."""
-    engine, fakes = paged_engine(8, keeps=True, longest=longest), _FakeGraphs()
+    engine, fakes = paged_engine(8, keeps=True, longest=longest), _FakeGraphs(monkeypatch)
     weights = {name: parameter.detach().clone() for name, parameter in tiny_lm().model.named_parameters()}
     engine._passes.is_enabled = True
     fakes.install(monkeypatch, engine._passes)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
 
 import torch
 
 from leaderless.data.errors import is_out_of_memory
-
-EAGER_PASSES = 2
-"""Passes of a kind before one is recorded; they let compilers and libraries prepare themselves."""
+from leaderless.rollout.recording import EAGER_PASSES, record, run_without_waiting, warn_unrecorded
 
 
 class BucketGraphs:
@@ -31,31 +28,37 @@ class BucketGraphs:
         graph = self._graphs.get(key)
         if graph is None and self.is_enabled and self.seen[key] > EAGER_PASSES:
             graph = self._record(key, compute)
-        if graph is None:
-            compute()
-        else:
+        if graph is not None:
             graph.replay()
+        elif self.is_enabled and self.seen[key] == EAGER_PASSES:
+            self._try(compute)
+        else:
+            compute()
 
     def clear(self) -> None:
         """Drop all graphs."""
         self._graphs.clear()
         self.seen.clear()
 
+    def _try(self, compute: Callable[[], None]) -> None:
+        """Run a pass before it is recorded. One in which the host waits is run again as it is."""
+        try:
+            run_without_waiting(compute)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            warn_unrecorded(error)
+            self.is_enabled = False
+            compute()
+
     def _record(self, key: Hashable, compute: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Record a pass without running it; None if this cannot be done."""
-        others = list(self._graphs.values())
-        # Graphs are never replayed at the same time, so that they can share memory for intermediate results. Another
-        # thread of the process asks how much memory is free; with the default mode that would break a recording.
-        pool = others[0].pool() if others else None
         try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                compute()
+            graph = record(compute, [*self._graphs.values()])
         except RuntimeError as error:
             self.clear()  # this may free the memory that is missing
             if not is_out_of_memory(error):
-                # Some models decide on the host what to compute, such as how many tokens an expert gets.
-                warnings.warn(f"decoding is slower, since no CUDA graph can be recorded: {error}", stacklevel=2)
+                warn_unrecorded(error)
                 self.is_enabled = False
             return None
         self._graphs[key] = graph

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 
@@ -11,10 +10,9 @@ from torch import Tensor
 
 from leaderless.data.errors import is_out_of_memory
 from leaderless.rollout.lean_forward import Forward
+from leaderless.rollout.recording import EAGER_PASSES, record, run_without_waiting, warn_unrecorded
 from leaderless.rollout.segment_attention import DecodeAttention
 
-EAGER_PASSES = 2
-"""Passes of the same shapes before one is recorded; they let compilers and libraries prepare themselves."""
 MOST_GRAPHS = 256
 """Most graphs; the oldest is dropped for a new one."""
 
@@ -39,26 +37,39 @@ class DecodeGraphs:
         if recorded is not None:
             return recorded.replay(inputs)
         everywhere = torch.arange(len(tokens), device=tokens.device)
-        if self._is_enabled and self._seen[key] >= EAGER_PASSES:
+        self._seen[key] += 1
+        if self._is_enabled and self._seen[key] > EAGER_PASSES:
             try:
                 recorded = self._record(inputs, attention, everywhere)
             except RuntimeError as error:
                 self._recorded.clear()  # this may free the memory that is missing
                 self._seen.clear()
                 if not is_out_of_memory(error):
-                    # Some models decide on the host what to compute, such as how many tokens an expert gets.
-                    warnings.warn(f"decoding is slower, since no CUDA graph can be recorded: {error}", stacklevel=2)
+                    warn_unrecorded(error)
                     self._is_enabled = False
             else:
                 if len(self._recorded) == MOST_GRAPHS:
                     del self._recorded[next(iter(self._recorded))]
                 self._recorded[key] = recorded
                 return recorded.replay(inputs)
-        self._seen[key] += 1
-        logits = self._forward(tokens, positions, attention, everywhere)
+        logits = self._run(tokens, positions, attention, everywhere, is_last=self._seen[key] == EAGER_PASSES)
         if len(self._logits) < len(logits):
             self._logits = torch.empty_like(logits)
         return logits
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, attention: DecodeAttention, everywhere: Tensor, *, is_last: bool
+    ) -> Tensor:
+        """Run a pass as it is. In the last one before a recording the host may not wait: else nothing is recorded."""
+        if self._is_enabled and is_last:
+            try:
+                return run_without_waiting(lambda: self._forward(tokens, positions, attention, everywhere))
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                warn_unrecorded(error)
+                self._is_enabled = False
+        return self._forward(tokens, positions, attention, everywhere)
 
     def _drop_stale(self, allocations: frozenset[int]) -> None:
         """Drop graphs of memory that keys and values no longer use."""
@@ -68,14 +79,13 @@ class DecodeGraphs:
             self._recorded = {key: one for key, one in self._recorded.items() if one.allocations <= allocations}
 
     def _record(self, inputs: list[Tensor], attention: DecodeAttention, everywhere: Tensor) -> _Recorded:
-        graph, others = torch.cuda.CUDAGraph(), list(self._recorded.values())
-        # Graphs are never replayed at the same time, so that they can share memory for intermediate results. Their
-        # logits lie outside: inside, each graph would have separate memory for them.
+        # The logits lie outside of graphs: inside, each graph would have separate memory for them.
         logits = self._logits[: len(everywhere)]
-        # Another thread of the process asks how much memory is free, which would break a recording in another mode.
-        pool = others[0].graph.pool() if others else None
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+
+        def work() -> None:
             logits.copy_(self._forward(inputs[0], inputs[1], attention, everywhere))
+
+        graph = record(work, [one.graph for one in self._recorded.values()])
         return _Recorded(graph, inputs, [attention, everywhere], logits, attention.allocations())
 
 

@@ -1,0 +1,68 @@
+"""Work of a CUDA device recorded as a graph: started by one call instead of thousands."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+EAGER_PASSES = 2
+"""Passes of a kind before one is recorded; they let compilers and libraries prepare themselves."""
+
+Result = TypeVar("Result")
+
+
+def record(work: Callable[[], None], others: Sequence[torch.cuda.CUDAGraph]) -> torch.cuda.CUDAGraph:
+    """Record work without running it.
+
+    Args:
+        work: Function that starts it.
+        others: Graphs that are never replayed at the same time, so that they can share memory for their results.
+
+    Raises:
+        RuntimeError: It cannot be recorded. Torch computes on the stream on which it did before.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    pool = others[0].pool() if others else None
+    try:
+        # Another thread of the process asks how much memory is free: the default mode would break a recording then.
+        with _no_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            work()
+    finally:
+        torch.cuda.set_stream(stream)  # after a failure torch leaves the one on which it records
+    return graph
+
+
+def run_without_waiting(work: Callable[[], Result]) -> Result:
+    """Run work, and raise a RuntimeError where the host waits in it: such work cannot be recorded.
+
+    If it were tried all the same, torch 2.11 could no longer free the memory that it keeps.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return work()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def warn_unrecorded(error: RuntimeError) -> None:
+    """Say why decoding passes are not recorded."""
+    # Some models decide on the host what to compute, such as how many tokens an expert gets.
+    warnings.warn(f"decoding is slower, since no CUDA graph can be recorded: {error}", stacklevel=3)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Have Python collect no garbage: graphs and pinned memory cannot be freed in a recording."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()

@@ -1,0 +1,89 @@
+"""Passes are recorded as CUDA graphs where they can be, and nothing is left behind where they cannot."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from tests.fake_cuda import FakeCuda
+from tests.unit.test_native_engine import assert_same, sample, tiny_engine
+from tests.unit.test_paged_engine import paged_engine
+from torch import Tensor
+
+from leaderless.rollout.bucket_graphs import BucketGraphs
+from leaderless.rollout.cuda_graphs import DecodeGraphs
+from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.recording import record
+from leaderless.rollout.segment_attention import Rounding
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+@pytest.mark.parametrize("is_collecting", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_recording_leaves_stream_and_collection_as_they_were(
+    cuda: FakeCuda, fails: bool, is_collecting: bool
+) -> None:
+    cuda.fails = fails
+    before = gc.isenabled()
+    try:
+        (gc.enable if is_collecting else gc.disable)()
+        if fails:
+            with pytest.raises(RuntimeError, match="previous error"):
+                record(lambda: None, [])
+        else:
+            first = record(lambda: None, [])
+            record(lambda: None, [first])
+        assert gc.isenabled() == is_collecting
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert cuda.stream == "default"
+    assert not cuda.is_collecting
+    assert {*cuda.modes} == {"thread_local"}
+
+
+@pytest.mark.parametrize("is_paged", [True, False], ids=["pages", "slots"])
+def test_a_pass_in_which_the_host_waits_is_not_recorded(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_paged: bool
+) -> None:
+    expected = sample(tiny_engine(), 12)
+    engine: NativeEngine = paged_engine() if is_paged else tiny_engine(rounding=Rounding(rows=4, tokens=16))
+    forward, modes = engine._pass, list[str]()
+
+    def waits(*args: object, **options: object) -> Tensor:
+        modes.append(cuda.sync_mode)
+        result = forward(*args, **options)  # type: ignore[arg-type]
+        cuda.wait()
+        return result
+
+    monkeypatch.setattr(engine, "_pass", waits)
+    if is_paged:
+        engine._passes = BucketGraphs(is_enabled=True)  # type: ignore[attr-defined]
+    else:
+        engine._graphs = DecodeGraphs(waits)
+    with pytest.warns(
+        UserWarning, match="no CUDA graph can be recorded: called a synchronizing CUDA operation"
+    ) as said:
+        assert_same(sample(engine, 12), expected)
+    assert len(said) == 1
+    assert modes.count("error") == 1
+    assert cuda.sync_mode == "default"
+    assert cuda.modes == [], "nothing was recorded"
+
+
+def test_memory_that_runs_out_before_a_recording_is_no_reason_to_record_nothing(cuda: FakeCuda) -> None:
+    graphs = BucketGraphs(is_enabled=True)
+
+    def compute() -> None:
+        if cuda.sync_mode == "error":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs.run(1, compute)
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.run(1, compute)
+    assert graphs.is_enabled
+    assert cuda.sync_mode == "default"
