@@ -250,3 +250,24 @@ def test_a_compiler_that_fails_is_said_and_decoding_goes_on(monkeypatch: pytest.
     engine._pass = LeanForward(engine.model, enable_compile=True)
     with pytest.warns(RuntimeWarning, match="torch.compile failed: no compiler"):
         assert_same(sample(engine), expected)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_compiler_is_not_blamed_for_what_the_function_itself_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, refuses = [], [False, True, False]
+
+    def compile_(function: Callable[..., int], *, dynamic: bool) -> Callable[..., int]:
+        return lambda value: (compiled.append(value), function(value))[1]
+
+    def double(value: int) -> int:
+        if refuses[value]:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return 2 * value
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    call = lean_forward._compiled(double)
+    assert call(0) == 0
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        call(1)
+    assert call(2) == 4
+    assert compiled == [0, 1, 2]

@@ -152,11 +152,12 @@ def _compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
         try:
             return best(*args, **kwargs)
         except Exception as error:
-            # Compilers and drivers fail in many ways. If they are not the reason, the function itself fails below.
+            # Compilers and drivers fail in many ways. If they are not the reason, the function itself fails, too.
             if best is function or is_out_of_memory(error):
                 raise
+            result = function(*args, **kwargs)
             warnings.warn(f"decoding is slower, since torch.compile failed: {error}", RuntimeWarning, stacklevel=2)
             best = function
-            return best(*args, **kwargs)
+            return result
 
     return call
