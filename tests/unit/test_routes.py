@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +67,37 @@ def test_peers_on_one_host_get_one_copy_from_another_host_and_take_turns_in_pass
     assert near.relay(0, 3) == 0
 
 
+def check_deliveries(edge: Routes) -> None:
+    """What all ranks get, computed at once, is what a loop over the rows finds for each."""
+    rows, prompts = edge.deliveries(edge.target.ranks)
+    columns = zip(edge.ids.tolist(), edge.group_ids.tolist(), edge.holders.tolist(), edge.owners.tolist(), strict=True)
+    known = [(row, group, holder, edge.source.shard_of(holder), owner) for row, group, holder, owner in sorted(columns)]
+    expected_rows, expected_prompts = [], []
+    for rank in edge.target.ranks:
+        own, spares = edge.source.shard_of(rank) if rank in edge.source else None, edge.spares.get(rank, ints([]))
+        mine = [one for one in known if one[-1] == edge.target.shard_of(rank)]
+        expected_rows += [
+            (row, rank if shard == own or row in spares else holder, rank) for row, _, holder, shard, _ in mine
+        ]
+        here = {group for _, group, _, shard, _ in known if shard == own}
+        here |= {group for row, group, *_ in mine if row in spares}
+        for wanted in sorted({group for _, group, *_ in mine}):
+            lowest = min(holder for _, group, holder, *_ in mine if group == wanted)
+            expected_prompts.append((wanted, rank if wanted in here else lowest, rank))
+    for ids, sent, expected in ((edge.ids, rows, expected_rows), (edge.prompts, prompts, expected_prompts)):
+        found = zip(ids[sent.places].tolist(), sent.senders.tolist(), sent.receivers.tolist(), strict=True)
+        assert list(found) == expected
+
+
+def test_peers_that_lack_different_rows_get_them_from_the_sender_itself() -> None:
+    source, target, hosts = Layout((0,), 1), Layout((2, 3), 1, tp=2), {0: 0, 2: 1, 3: 1}
+    known = {3: ints([100])}
+    apart = routes([1, 2], [0, 0], [0, 0], source, target, hosts, known)
+    assert [apart.relay(0, rank) for rank in target.ranks] == [0, 0]
+    alike = routes([1, 2], [0, 0], [0, 0], source, target, hosts, known | {2: ints([100])})
+    assert {alike.relay(0, rank) for rank in target.ranks} == {0, 2}
+
+
 @given(st.data())
 def test_every_rank_gets_every_row_of_its_shard_once(data: st.DataObject) -> None:
     source = data.draw(st.sampled_from([Layout((0, 1, 2), 3), Layout((0, 1, 2, 3), 2, tp=2), Layout((1,), 1)]))
@@ -77,6 +110,9 @@ def test_every_rank_gets_every_row_of_its_shard_once(data: st.DataObject) -> Non
     groups = data.draw(st.lists(st.integers(0, 5), min_size=count, max_size=count))
     hosts = {rank: data.draw(st.integers(0, 2)) for rank in range(6)}
     edge = routes(groups, holders, owners, source, target, hosts)
+    known = {rank: ints(data.draw(st.lists(st.integers(98, 122), max_size=4, unique=True))) for rank in target.ranks}
+    any_order = ints(data.draw(st.permutations(edge.ids.tolist())))
+    check_deliveries(replace(edge, ids=any_order, spares=known))
     for rank in target.ranks:
         delivery = edge.delivery(rank)
         mine = np.flatnonzero(ints(owners) == target.shard_of(rank))

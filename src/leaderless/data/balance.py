@@ -35,6 +35,22 @@ def is_repeated(units: Int) -> NDArray[np.bool_]:
     return repeated
 
 
+def distinct(numbers: Int) -> Int:
+    """Each number once, ascending; NumPy's `unique` takes many times as long for a million, because it hashes them."""
+    ordered = np.sort(numbers)
+    is_first = np.ones(len(ordered), dtype=np.bool_)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first]
+
+
+def is_among(numbers: Int, ordered: Int) -> NDArray[np.bool_]:
+    """[n] whether each number is among others, which ascend."""
+    if not len(ordered):
+        return np.zeros(len(numbers), dtype=np.bool_)
+    places = np.minimum(np.searchsorted(ordered, numbers), len(ordered) - 1)
+    return ordered[places] == numbers
+
+
 def assign(costs: Int, units: Int, holders: Int, num_shards: int, before: Int | None = None) -> Int:
     """Assign every row to a shard. Every rank that calls it with the same arguments gets the same result.
 
@@ -95,37 +111,38 @@ def _kept(costs: Int, holders: Int, share: int, loads: list[int]) -> Int:
 
     Units above an even share come first, each on a shard of its own, before other units fill the shards.
     """
-    owners = np.full(len(costs), -1, dtype=np.int64)
+    work, owners = costs.tolist(), [-1] * len(costs)
     num_dear = int((costs > share).sum())
     surplus: list[int] = []
-    for unit, (holder, cost) in enumerate(zip(holders.tolist(), costs.tolist(), strict=True)):
+    for unit, (holder, cost) in enumerate(zip(holders.tolist(), work, strict=True)):
         if unit == num_dear:
-            surplus = _place(surplus, costs, owners, loads)
+            surplus = _place(surplus, work, owners, loads)
         if holder >= 0 and (loads[holder] + cost <= share or (unit < num_dear and not loads[holder])):
             owners[unit] = holder
             loads[holder] += cost
         else:
             surplus.append(unit)
-    _place(surplus, costs, owners, loads)
-    return owners
+    _place(surplus, work, owners, loads)
+    return np.array(owners, dtype=np.int64)
 
 
-def _place(units: list[int], costs: Int, owners: Int, loads: list[int]) -> list[int]:
+def _place(units: list[int], costs: list[int], owners: list[int], loads: list[int]) -> list[int]:
     """Assign all units to the shards with the least work."""
     heap = [(load, shard) for shard, load in enumerate(loads)]
     heapq.heapify(heap)
     for unit in units:
         load, shard = heap[0]
         owners[unit] = shard
-        loads[shard] = load + int(costs[unit])
+        loads[shard] = load + costs[unit]
         heapq.heapreplace(heap, (loads[shard], shard))
     return []
 
 
 def _spread(costs: Int, holders: Int, num_shards: int) -> Int:
     """Owners of units, most costly first, each to the heap with least work; a heap goes to the holder of most of it."""
-    heaps = np.empty(len(costs), dtype=np.int64)
-    _place(list(range(len(costs))), costs, heaps, [0] * num_shards)
+    placed = [0] * len(costs)
+    _place(list(range(len(costs))), costs.tolist(), placed, [0] * num_shards)
+    heaps = np.array(placed, dtype=np.int64)
     held = np.flatnonzero(holders >= 0)
     pairs, index = np.unique(heaps[held] * num_shards + holders[held], return_inverse=True)
     dearest_first = np.lexsort((pairs, -np.bincount(index, weights=costs[held], minlength=len(pairs))))

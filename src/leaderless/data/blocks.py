@@ -31,7 +31,6 @@ EVEN = 64
 """Divisor of the mean work: a block's fullest shard is left alone if its excess over the mean is at most this part."""
 MAX_EXCHANGES = 4
 """Most exchanges between a block's shards, per shard."""
-MOST = np.iinfo(np.int64).max
 HOPS_PER_RANK = 3
 """Hops of one gather among all ranks, per rank: a sum goes round the ring twice, the rows once."""
 
@@ -201,17 +200,17 @@ def leaving(units: Units, given: Int, share: int, before: Int) -> Int:
     dearest_first = np.lexsort((units.names, -units.costs))
     is_kept = kept(units.costs[dearest_first], units.holders[dearest_first], share, before.tolist()) >= 0
     free = dearest_first[~is_kept].tolist()
-    left = given[:, 1].tolist()
+    costs, left = units.costs.tolist(), given[:, 1].tolist()
     for unit in free:
-        cost, most = int(units.costs[unit]), max(range(len(left)), key=left.__getitem__)
-        if cost <= left[most]:
+        most = max(range(len(left)), key=left.__getitem__)
+        if costs[unit] <= left[most]:
             destinations[unit] = given[most, 0]
-            left[most] -= cost
+            left[most] -= costs[unit]
     for unit in reversed(free):  # the cheapest, where more than half of it is missing
-        cost, most = int(units.costs[unit]), max(range(len(left)), key=left.__getitem__)
-        if destinations[unit] < 0 and cost < 2 * left[most]:
+        most = max(range(len(left)), key=left.__getitem__)
+        if destinations[unit] < 0 and costs[unit] < 2 * left[most]:
             destinations[unit] = given[most, 0]
-            left[most] -= cost
+            left[most] -= costs[unit]
     return destinations
 
 
@@ -232,26 +231,30 @@ def evened(units: Units, owners: Int, before: Int) -> Int:
 
     A block has fewer cheap units than all ranks together, so assignment alone evens out the costly ones less well.
     """
-    order = np.argsort(units.names)
-    costs, shards, num_shards = units.costs[order], owners[order], len(before)
+    order, num_shards = np.argsort(units.names), len(before)
+    costs = units.costs[order]
+    # A unit may also move without another in exchange.
+    places = np.concatenate([owners[order], np.arange(num_shards)])
+    prices = np.concatenate([costs, np.zeros(num_shards, dtype=np.int64)])
+    shards = places[: len(costs)]  # a view
     loads = before + np.bincount(shards, weights=costs, minlength=num_shards).astype(np.int64)
     enough = int(loads.sum()) // num_shards * (EVEN + 1) // EVEN
-    # A unit may also move without another in exchange.
-    prices = np.concatenate([costs, np.zeros(num_shards, dtype=np.int64)])
     for _ in range(MAX_EXCHANGES * num_shards):
         fullest = int(loads.argmax())
         most, mine = int(loads[fullest]), np.flatnonzero(shards == fullest)
         if most <= enough or not len(mine):  # earlier work is not exchanged
             break
-        places = np.concatenate([shards, np.arange(num_shards)])
-        gains = costs[mine][:, None] - prices
-        after = np.where(gains > 0, np.maximum(np.maximum(most - gains, loads[places] + gains), enough), most)
-        # Of equally good exchanges, the one that moves least.
-        moved = np.where(after == after.min(), costs[mine][:, None] + prices, MOST)
-        best, other = divmod(int(moved.argmin()), len(prices))
-        if int(after[best, other]) >= most:
+        given = costs[mine][:, None]
+        # [mine, others] work of the fuller of both shards after each exchange.
+        after = np.maximum(prices + (most - given), (loads[places] - prices) + given)
+        least = max(int(after.min()), enough)
+        if least >= most:
             break
-        unit, place, gain = mine[best], int(places[other]), int(gains[best, other])
+        best, others = np.divmod(np.flatnonzero(after <= least), len(prices))
+        # Of equally good exchanges, the one that moves least.
+        chosen = (costs[mine[best]] + prices[others]).argmin()
+        unit, other = mine[best[chosen]], others[chosen]
+        place, gain = places[other], costs[unit] - prices[other]
         if other < len(costs):
             shards[other] = fullest
         shards[unit] = place
@@ -269,15 +272,19 @@ def assign_in_blocks(units: Units, shards: Shards) -> Int:
     work = np.bincount(blocks, weights=units.costs, minlength=num_blocks).astype(np.int64)
     share = -(-int(work.sum()) // shards.count)
     moved = blocks.copy()
-    for block in range(num_blocks):
-        here = np.flatnonzero(blocks == block)
+    for block, here in enumerate(_by_block(blocks, num_blocks)):
         begin, end = shards.of_block(block)
         nothing = np.zeros(end - begin, dtype=np.int64)
         there = leaving(units.select(here).seen_from(shards, block), flows(work, shards, block), share, nothing)
         moved[here[there >= 0]] = there[there >= 0]
     owners = np.empty(len(blocks), dtype=np.int64)
-    for block in range(num_blocks):
-        here = np.flatnonzero(moved == block)
+    for block, here in enumerate(_by_block(moved, num_blocks)):
         if len(here):
             owners[here] = divide(units.select(here), shards, block, None)
     return owners
+
+
+def _by_block(blocks: Int, num_blocks: int) -> list[Int]:
+    """The places of each block, ascending."""
+    order = np.argsort(blocks, kind="stable")
+    return np.split(order, np.searchsorted(blocks[order], np.arange(1, num_blocks)))

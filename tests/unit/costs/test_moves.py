@@ -181,6 +181,14 @@ def test_what_is_passed_on_crosses_once_and_waits_for_the_first_leg():
     assert [part.interface_bytes(network(4, host__devices=2)) for part in crossing] == [4 * SENT_BYTES] * 2
 
 
+def test_a_parcel_is_what_one_rank_sends_whoever_passes_it_on():
+    rows, source, target = equal_rows(4), Layout((0, 1, 2, 3), 4), Layout((4, 5), 1, tp=2)
+    routes = Routes(rows, np.array([0, 1, 2, 3]), np.zeros(4, dtype=np.int64), source, target, is_agreed=False)
+    parcels = parcels_of(routes, ["tokens"], network(6, host__devices=4))
+    assert parcels.values.sizes.max() == 2 * ROW_BYTES, "each peer passes on what two ranks send"
+    assert parcels.largest_bytes == ROW_BYTES
+
+
 def test_what_ranks_hold_as_replicas_does_not_travel():
     rows, source, target = equal_rows(8), Layout((0, 1), 1, tp=2), Layout((0, 1), 2)
     holders = sending_ranks(np.zeros(8, dtype=np.int64), source)

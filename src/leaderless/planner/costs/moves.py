@@ -8,6 +8,7 @@ from math import ceil, log2
 
 import numpy as np
 
+from leaderless.data.balance import distinct
 from leaderless.data.blocks import (
     LATE_LEGS,
     NUM_LEGS,
@@ -101,29 +102,32 @@ class Parcels:
 
 def parcels_of(routes: Routes, columns: Sequence[str], network: Network) -> Parcels:
     """What every rank of the target layout gets, found as the ranks themselves find it."""
-    rows, count = routes.rows, network.num_ranks
-    of_rows, of_prompts = _deliveries(routes, network)
+    rows, count, real = routes.rows, network.num_ranks, _as_in_databuffer(routes, network)
+    of_rows, of_prompts = real.deliveries(routes.target.ranks)
     # Rows of a group are neighbors: the first of them stands for its prompt.
-    prompts = np.searchsorted(rows.groups, of_prompts[0])
-    _, holders, origins, receivers = np.concatenate([of_rows, of_prompts], axis=1)
+    prompts = np.searchsorted(rows.groups, real.prompts)[of_prompts.places]
+    holders = np.concatenate([of_rows.senders, of_prompts.senders])
+    receivers = np.concatenate([of_rows.receivers, of_prompts.receivers])
+    origins = _origins(real, holders, receivers)
     of_prompt = rows.prompt_bytes(columns)[prompts]
-    values = np.concatenate([rows.row_bytes(columns)[of_rows[0]], of_prompt])
-    held = np.concatenate([rows.held_bytes(columns)[of_rows[0]], of_prompt])
-    lengths = LENGTH_BYTES * np.repeat(rows.num_lengths(columns), [len(of_rows[0]), len(prompts)])
+    values = np.concatenate([rows.row_bytes(columns)[of_rows.places], of_prompt])
+    held = np.concatenate([rows.held_bytes(columns)[of_rows.places], of_prompt])
+    lengths = LENGTH_BYTES * np.repeat(rows.num_lengths(columns), [len(of_rows.places), len(prompts)])
     straight, is_here = origins == holders, holders == receivers
-    first, second = (Transfer.of(origins[leg], receivers[leg], lengths[leg]) for leg in (straight, ~straight))
+    first, second, moved = Transfer.several(origins, receivers, lengths * straight, lengths * ~straight, values)
+    parcels = moved if straight.all() else Transfer.of(holders, receivers, values)
     return Parcels(
         lengths=(first, second),
-        values=Transfer.of(origins, receivers, values),
-        largest_bytes=int(Transfer.of(holders, receivers, values).sizes.max(initial=0)),
+        values=moved,
+        largest_bytes=int(parcels.sizes.max(initial=0)),
         kept=sums(receivers[is_here], values[is_here], count),
         arriving=sums(receivers, held, count),
     )
 
 
-def _deliveries(routes: Routes, network: Network) -> tuple[Int, Int]:
-    """For rows and for prompts [4, k]: place, owner of the row, rank that it comes from, rank that gets it."""
-    real = DatabufferRoutes(
+def _as_in_databuffer(routes: Routes, network: Network) -> DatabufferRoutes:
+    """The routes as the ranks of a reshard compute them; rows are numbered."""
+    return DatabufferRoutes(
         ids=np.arange(len(routes.rows)),
         group_ids=routes.rows.groups,
         holders=routes.holders,
@@ -133,16 +137,15 @@ def _deliveries(routes: Routes, network: Network) -> tuple[Int, Int]:
         hosts=dict(enumerate(network.hosts(np.arange(network.num_ranks)).tolist())),
         spares=routes.spares,
     )
-    found: tuple[list[Int], list[Int]] = ([], [])
-    for receiver in routes.target.ranks:
-        delivery = real.delivery(receiver)
-        senders = delivery.senders, delivery.prompt_senders
-        for parts, ids, holders in zip(found, delivery.tables, senders, strict=True):
-            ranks, place = np.unique(holders, return_inverse=True)
-            origins = np.array([real.relay(rank, receiver) for rank in ranks.tolist()], dtype=np.int64)[place]
-            parts.append(np.stack([ids, holders, origins, np.full_like(ids, receiver)]))
-    of_rows, of_prompts = (np.concatenate(parts, axis=1) for parts in found)
-    return of_rows, of_prompts
+
+
+def _origins(real: DatabufferRoutes, holders: Int, receivers: Int) -> Int:
+    """[k] rank from which each row or prompt comes: its holder, or a peer of the receiver."""
+    if real.target.ranks_per_shard == 1:
+        return holders
+    span = int(receivers.max(initial=0)) + 1
+    pairs, of_pair = np.unique(holders * span + receivers, return_inverse=True)
+    return np.array([real.relay(*divmod(pair, span)) for pair in pairs.tolist()], dtype=np.int64)[of_pair]
 
 
 def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Network) -> Cost:
@@ -186,7 +189,7 @@ def updates_cost(rows: Rows, holders: Int, num_updates: int, ranks: Int, network
 def selection_cost(rows: Rows, holders: Int, ranks: Int, network: Network) -> Cost:
     """Cost of finding the groups with which updates begin, from the ids of those that each rank has."""
     span = int(rows.groups[-1]) + 1
-    most = int(np.bincount(np.unique(holders * span + rows.groups) // span).max())
+    most = int(np.bincount(distinct(holders * span + rows.groups) // span).max())
     if is_in_blocks(len(ranks), SELECTION_LEGS):
         num_hops = num_messages(len(ranks), SELECTION_LEGS)
         return _hops(num_hops, 2 * 2 * ID_BYTES * most + ID_BYTES * num_hops, ranks, network)
@@ -242,7 +245,7 @@ def _heard(routes: Routes) -> int:
     groups, owners = routes.rows.groups, routes.owners * routes.target.ranks_per_shard
     told = np.concatenate([routes.holders, np.array(routes.target.ranks)[owners]])
     span = int(told.max(initial=0)) + 1
-    pairs = np.unique(np.concatenate([groups, groups]) * span + told)
+    pairs = distinct(np.concatenate([groups, groups]) * span + told)
     return int(sums(pairs % span, np.bincount(groups)[pairs // span], span).max(initial=0))
 
 

@@ -28,10 +28,17 @@ class Transfer:
     @classmethod
     def of(cls, senders: Int, receivers: Int, sizes: Int) -> Transfer:
         """One message for each pair of ranks that has something to send, and none from a rank to itself."""
-        moves = (senders != receivers) & (sizes > 0)
-        span = int(receivers.max(initial=0)) + 1
-        pairs, index = np.unique(senders[moves] * span + receivers[moves], return_inverse=True)
-        return cls(pairs // span, pairs % span, sums(index, sizes[moves], len(pairs)))
+        return cls.several(senders, receivers, sizes)[0]
+
+    @classmethod
+    def several(cls, senders: Int, receivers: Int, *sizes: Int) -> tuple[Transfer, ...]:
+        """As `of`, for each of some sizes; pairs are sorted once."""
+        moves = senders != receivers
+        span = int(senders.max(initial=0)) + 1
+        # Receivers mostly ascend, and the sort that NumPy chooses with an index takes half the time then.
+        pairs, _, pair = np.unique(receivers[moves] * span + senders[moves], return_index=True, return_inverse=True)
+        whole = (sums(pair, some[moves], len(pairs)) for some in sizes)
+        return tuple(cls(pairs[total > 0] % span, pairs[total > 0] // span, total[total > 0]) for total in whole)
 
     def sent(self, num_ranks: int) -> Int:
         """[num_ranks] bytes that each rank sends."""
