@@ -42,18 +42,19 @@ from leaderless.training.fsdp import make_engine
 
 
 def write(family: str, folder: Path) -> str:
-    """The folder of a model; "biased" and "tied" have biases everywhere, four heads of keys, and padding."""
+    """The folder of a model; "biased", "tied" and "gemma" have padding, and the first two biases everywhere."""
     if family == "critic":
         return write_critic(folder)
     if family == "untied":
         return untied_model(tiny_model("qwen3"))
-    if family not in {"biased", "tied"}:
+    if family not in {"biased", "tied", "gemma"}:
         return tiny_model(family)
-    is_tied = family == "tied"
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        **sizes, vocab_size=88, attention_bias=True, mlp_bias=True, pad_token_id=7, tie_word_embeddings=is_tied
-    )
+    small, biases = {**sizes, "vocab_size": 88, "pad_token_id": 7}, {"attention_bias": True, "mlp_bias": True}
+    if family == "gemma":
+        config = GemmaConfig(**small, num_key_value_heads=2, head_dim=8)
+    else:
+        config = LlamaConfig(**small, **biases, tie_word_embeddings=family == "tied")
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = AutoModelForCausalLM.from_config(config)
@@ -72,6 +73,7 @@ def write(family: str, folder: Path) -> str:
         ({"dp": 1, "tp": 2, "cp": 2}, "untied", 31, {}),
         ({"dp": 1, "tp": 4}, "biased", 31, {}),
         ({"dp": 1, "tp": 2}, "tied", 4096, {}),
+        ({"dp": 1, "tp": 2}, "gemma", 31, {}),  # its embeddings are scaled
         ({"dp": 1, "tp": 2}, "critic", 31, {"is_critic": True}),
     ],
     ids=str,
@@ -193,7 +195,6 @@ def test_families_that_are_divided_otherwise_are_refused() -> None:
     for config, what in (
         (Olmo2Config(**small), "self_attn.k_norm"),
         (Phi3Config(**small), "o_proj"),
-        (GemmaConfig(**small, head_dim=8), "embeddings of type"),
     ):
         with pytest.raises(RecipeError, match=f"{config.model_type} cannot be divided by tp: .*{what}"):
             TensorParallel.divide(Decoder(AutoModelForCausalLM.from_config(config)), peers, "models.policy")

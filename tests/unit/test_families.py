@@ -6,10 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
-from tests.tiny_families import FILE, judge_family
+from tests.tiny_families import FILE, judge_family, tiny_config
+from tests.unit.recipes import plan_of, write_model
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from leaderless.config import RecipeError
+from leaderless.data.transport import ProcessGroup
+from leaderless.models.decoder import Decoder
+from leaderless.models.tensor_parallel import TensorParallel
+from leaderless.planner.families import UNDIVIDED
 
 TABLE = json.loads(FILE.read_text(encoding="utf-8"))
 QUICK = {
@@ -37,6 +46,39 @@ def test_scores_and_gradients_are_those_of_the_family_or_it_is_refused(tmp_path:
     listed = TABLE["families"][family]
     assert usual.is_right == ("refused" not in listed), usual.reason
     assert (neutral is not None and neutral.is_right) == ("otherwise" in listed), neutral
+
+
+DIVISIBLE = {"gemma", "glm", "granite", "mistral", "olmo2", "phi", "phi3", "smollm3", "whisper"}
+"""Families that `make test` tries to divide."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in DIVISIBLE else [pytest.mark.thorough])
+        for name, listed in TABLE["families"].items()
+        if "refused" not in listed
+    ],
+)
+def test_the_planner_knows_which_families_cannot_be_divided(tmp_path: Path, family: str) -> None:
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    config, refusal = tiny_config(family), ""
+    with torch.device("meta"):
+        decoder = Decoder(AutoModelForCausalLM.from_config(config))
+    try:
+        TensorParallel.divide(decoder, ProcessGroup((0, 1), 0), "models.policy")
+    except RecipeError as error:
+        refusal = str(error)
+    if "each would have all experts" in refusal:
+        pytest.skip("its experts have to be divided, too")
+    assert (config.model_type in UNDIVIDED) == bool(refusal), refusal
+    model = {"policy": write_model(tmp_path / "model", model_type=config.model_type)}
+    if refusal:
+        with pytest.raises(RecipeError, match=f"layout.policy.tp: tp=2: .* type {config.model_type}, .* leave out tp"):
+            plan_of("grpo", 2, models=model, layout={"policy": {"tp": 2}})
+    else:
+        plan_of("grpo", 2, models=model, layout={"policy": {"tp": 2}})
 
 
 def test_every_family_is_listed() -> None:

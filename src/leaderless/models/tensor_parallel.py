@@ -31,6 +31,9 @@ SAME_LAYERS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 """Norms of single heads: all ranks have their weights, but each computes the gradient of its own heads."""
 
+SCALED_WORDS = {"GemmaTextScaledWordEmbedding"}
+"""Embeddings that multiply what `nn.Embedding` gives by a number."""
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -143,9 +146,9 @@ def _check_family(decoder: Decoder, key: str, tp: int) -> None:
     undivided = [name for name, shape in layers.items() if divided_dim(name, shape, tp) is None]
     divisible = WIDENING | NARROWING
     unknown = [n for n in undivided if n.split(".")[-2] in divisible or not n.startswith(mixtures)]
-    words = type(model.get_input_embeddings())
-    if unknown or words is not nn.Embedding:
-        what = unknown[0] if unknown else f"embeddings of type {words.__name__}"
+    words = model.get_input_embeddings()
+    if unknown or not (type(words) is nn.Embedding or type(words).__name__ in SCALED_WORDS):
+        what = unknown[0] if unknown else f"embeddings of type {type(words).__name__}"
         raise RecipeError.at(key, f"{refused}it is not known how to divide {what}; leave out tp")
 
 
@@ -191,8 +194,9 @@ class _WordsPart(nn.Embedding):
 
     @classmethod
     def make(cls, module: nn.Embedding, part: VocabularyPart) -> None:
-        """Make one of an embedding."""
-        module.__class__ = cls
+        """Make one of an embedding. One that scales what `nn.Embedding` gives then scales what this class gives."""
+        kind = type(module)
+        module.__class__ = cls if kind is nn.Embedding else type(kind.__name__, (kind, cls), {})
         assert isinstance(module, cls)
         module.part, module.padding_idx = part, part.place_of(module.padding_idx)
 

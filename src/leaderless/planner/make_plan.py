@@ -15,6 +15,7 @@ from leaderless.planner.adapters import check_adapters, companions_of
 from leaderless.planner.backends import check_axes, check_backends, check_heads
 from leaderless.planner.edges import edges_of
 from leaderless.planner.engines import check_engines
+from leaderless.planner.families import check_divisible
 from leaderless.planner.flow import Flow
 from leaderless.planner.judges import check_context, check_judges, check_judging, with_judges
 from leaderless.planner.layout import Cluster, Layout, make_layouts, most_prompts_of_rank
@@ -78,6 +79,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     check_engines(recipe, instances, nodes)
     _check_vllm(recipe, instances, cluster)
     check_sight(recipe, nodes, instances)
+    check_divisible(recipe, nodes, instances)
     sizes = _model_sizes(recipe, instances)
     check_heads(recipe, nodes, instances, sizes)
     check_adapters(recipe, instances, sizes)

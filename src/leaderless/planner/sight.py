@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.models import ModelConfig
-from leaderless.planner.model_size import model_file
+from leaderless.planner.families import family_of
 from leaderless.planner.parts import PlannedNode, RoleInstance, answering
 
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "paligemma")
@@ -28,16 +26,16 @@ def check_sight(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequenc
     """
     engines = {instance.role: instance.engine for instance in instances if not instance.is_critic}
     for role in players_of(recipe, nodes, instances):
-        if (family := _family(recipe.model_of(role))) is not None:
+        if (family := family_of(recipe.model_of(role))) is not None:
             check_player(recipe, role, family)
             _check_engine(recipe, role, family, engines.get(role))
     for role in scorers_of(nodes):
-        if (family := _family(recipe.model_of(role))) is not None:
+        if (family := family_of(recipe.model_of(role))) is not None:
             check_scorer(recipe, role, family)
     # A layout that is written is blamed before one that follows from it.
     for node in sorted(nodes, key=lambda node: node.name not in recipe.layout):
         for role in (role for role, use in node.uses if use != "generate"):
-            _check_division(node, role, _family(recipe.model_of(role)))
+            _check_division(node, role, family_of(recipe.model_of(role)))
 
 
 def players_of(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> list[str]:
@@ -116,15 +114,3 @@ def _check_division(node: PlannedNode, role: str, family: str | None) -> None:
             f"the model of '{role}' is of type {family} and reads a prompt in both directions, and ranks divide such a "
             f"model along dp alone: leave out {' and '.join(axes)}",
         )
-
-
-def _family(model: ModelConfig | None) -> str | None:
-    """The type of a model; None where no file on this machine says it."""
-    path = None if model is None else model_file(model, "config.json")
-    if path is None:
-        return None
-    try:
-        family = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return family if isinstance(family, str) else None
