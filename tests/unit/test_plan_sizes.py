@@ -12,7 +12,7 @@ from tests.unit.recipes import make_recipe, plan_of, write_model
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.planner import Cluster, cache_pool, make_plan, memory
+from leaderless.planner import Cluster, cache_pool, engine_memory, make_plan, memory
 from leaderless.planner.cache_pool import UNBOUND, CacheBound
 from leaderless.planner.fit import MARGIN, Fit, fit_plan
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Room, format_bytes
@@ -360,11 +360,17 @@ def test_a_rank_that_generates_holds_all_weights_and_the_cache(model):
     # 256 sequences of 512 tokens with one more and a page to spare, and their 32 prompts of 512, in pages of 64.
     pages = 256 * (9 + 1) + 32 * 9
     assert alone.phases["policy generates"]["kv cache"] == pages * 64 * per_token
-    assert alone.phases["policy generates"]["results of attention"] == (3 * 256 + 512) * 4 * (16 + 1) * 4
-    # On a CPU they are in slots, which were half as long before.
-    slots = 256 * (512 + 256) + 32 * 512
-    on_cpu = plan_of("grpo", 1, models={"policy": model}).memory.cpu
-    assert on_cpu.phases["policy generates"]["kv cache"] == slots * per_token
+    results, listed = (3 * 256 + 512) * 4 * (16 + 1) * 4, 2 * 256 * 1024 // 64
+    numbers = 256 * (32 + 28 + 16 + 4 + 8) + 2 * 512 * 20 + 4 * listed
+    assert alone.phases["policy generates"]["buffers of passes"] == results + numbers
+    values = 3 * (96 + 64) + 2 * (4 + 2) * 16  # of a token in a layer
+    assert alone.phases["policy generates"]["recorded passes"] == 256 * (values * 4 + 1000 * 12)
+    # On a CPU they are in slots, which were half as long before, and in slots of all sizes if others begin meanwhile.
+    for settings, smaller in (({"max_sequences": 1024}, 256), ({}, 448)):
+        sequences = settings.get("max_sequences", 256)
+        slots = sequences * (512 + smaller) + sequences // 8 * 512
+        on_cpu = plan_of("grpo", 1, models={"policy": model}, rollout=settings).memory.cpu
+        assert on_cpu.phases["policy generates"]["kv cache"] == slots * per_token
     assert alone.phases["policy generates"]["unsharded weights"] == 0
     assert divided.phases["policy generates"]["unsharded weights"] == COUNT * 4
     few = memory_of("grpo", 64, model)
@@ -407,7 +413,7 @@ def test_more_tokens_in_a_pass_take_more_and_checkpointing_takes_less(model):
     small, large = (activations(batch={**MANY, "micro_batch_tokens": tokens}) for tokens in (2048, 4096))
     attention = 4 * 16 + 2 * 16
     layer = 6 * 64 + 2 * attention + 2 * attention + 4 * 96
-    assert large == 2 * small == 4096 * (4 * layer + 3 * 96) * 4
+    assert large == 2 * small == 4096 * 4 * layer * 4, "when the head's backward pass begins"
     checkpointed = {"policy": {"path": model, "gradient_checkpointing": True}}
     assert activations(models=checkpointed, batch={**MANY, "micro_batch_tokens": 4096}) < large
 
@@ -436,7 +442,9 @@ def test_a_cpu_packs_no_more_prompts_into_a_pass_than_its_caches_hold(model):
     }
     estimate = estimate_of("grpo", 1, model, **settings)
     activations = [kind.phases["policy trains"]["activations"] for kind in (estimate.cpu, estimate.accelerator)]
-    assert activations[0] * 4 == activations[1]
+    layer = 6 * 64 + 4 * (4 * 16 + 2 * 16) + 4 * 96
+    assert activations[0] == 2048 * (4 * layer + 3 * 96) * 4
+    assert activations[1] == 8192 * 4 * layer * 4
 
 
 def test_logits_are_held_in_chunks(tmp_path):
@@ -475,17 +483,20 @@ def test_chunks_of_logits_are_large_where_accelerators_have_room(tmp_path):
 
 def test_the_constants_are_those_of_the_code_that_they_describe():
     scoring = pytest.importorskip("leaderless.models.scoring")
-    cache, pages, paged_plan = (
-        pytest.importorskip(f"leaderless.rollout.{name}") for name in ("kv_cache", "pages", "paged_plan")
+    cache, pages, paged_plan, native = (
+        pytest.importorskip(f"leaderless.rollout.{name}") for name in ("kv_cache", "pages", "paged_plan", "native")
     )
     assert (scoring.CHUNK_ELEMENTS, scoring.CPU_CHUNK_ELEMENTS) == (MAX_LOGITS, memory.CPU_MAX_LOGITS)
     weights = pytest.importorskip("leaderless.weights.route")
-    assert cache.SMALLEST_SLOT == memory.SMALLEST_SLOT
+    assert (cache.SMALLEST_SLOT, cache.MOST_SPARE_SLOTS) == (
+        engine_memory.SMALLEST_SLOT,
+        engine_memory.MOST_SPARE_SLOTS,
+    )
+    assert (native.COARSE.rows, native.PREFILL_TOKENS) == (engine_memory.ROWS, engine_memory.PREFILL_TOKENS)
     assert pages.PAGE_TOKENS == cache_pool.PAGE_TOKENS
     assert paged_plan.SPARE_ITEMS == cache_pool.SPARE_ITEMS
-    for rows in (1, 16, 24, 33, 256):
-        bucket = paged_plan.bucket_of(rows)
-        assert paged_plan.num_results(bucket) * 6 * 17 * 4 <= cache_pool.results_bytes(rows, 6, 16)
+    for rows in (1, 16, 24, 25, 33, 48, 256, 300):
+        assert paged_plan.bucket_of(rows) == cache_pool.bucket_of(rows)
     assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
     messages = pytest.importorskip("leaderless.rollout.apart.messages")
     assert 2 * 8 * messages.DEVICE_CHECKSUM_WORDS == memory.CHECKSUM_BYTES, "factors and products of eight bytes"
@@ -566,7 +577,8 @@ def test_a_reference_is_another_model_that_only_scores(model):
 
 def test_the_estimate_is_of_the_rank_that_holds_most(model):
     layout = {"rollout": {"ranks": 0}, "policy": {"ranks": "1-2"}}
-    estimate = memory_of("grpo", 3, model, layout=layout, rollout={"max_sequences": 1024})
+    batch = {"micro_batch_tokens": 1024}
+    estimate = memory_of("grpo", 3, model, layout=layout, rollout={"max_sequences": 1024}, batch=batch)
     assert "policy generates" in estimate.phases
     assert "policy trains" not in estimate.phases
     assert estimate.resident["policy engine's weights"] == COUNT * 4
@@ -614,7 +626,8 @@ def test_auto_begins_with_passes_that_fit(model):
     recipe = {"batch": {**MANY, "micro_batch_tokens": sizes[1].pass_tokens}}
     assert not fit(model, 1 << 30, **recipe).problem
     twice = {"batch": {**MANY, "micro_batch_tokens": 2 * sizes[1].pass_tokens}}
-    assert f"lower batch.micro_batch_tokens={2 * sizes[1].pass_tokens}" in fit(model, 1 << 30, **twice).problem
+    assert fit(model, 1 << 30, **twice).problem
+    assert "lower batch.micro_batch_tokens=16384" in fit(model, 1 << 30, batch={**MANY}).problem
 
 
 def test_a_pool_is_as_large_as_there_is_room_for(model):
@@ -637,8 +650,9 @@ def test_a_pool_is_as_large_as_there_is_room_for(model):
     assert fit_plan(recipe, plan, int(whole.peak / MARGIN) + 1, is_cpu=False).room.cache == UNBOUND
     asleep = estimate(CacheBound(stays=True))
     assert fit_plan(recipe, plan, int(asleep.peak / MARGIN) + 1, is_cpu=False).room.cache == CacheBound(stays=True)
-    assert asleep.phases["policy generates"] == {}
-    assert asleep.resident["policy engine asleep"] == largest + COUNT * 4, "with weights of its own"
+    passing = sum(asleep.phases["policy generates"].values())
+    assert set(asleep.phases["policy generates"]) == {"activations", "logits"}
+    assert asleep.resident["policy engine asleep"] == largest - passing + COUNT * 4, "with weights of its own"
     least = memory.plan_pool(recipe, plan.instances, plan.sizes, plan.instances[0], CacheBound(64))
     assert least.tokens >= 512 + 512 + 1, "the longest sequence fits in any case"
 

@@ -13,6 +13,7 @@ from leaderless.planner.memory_parts import (
     COMMUNICATION_BYTES,
     CONTEXT_BYTES,
     LIBRARIES_BYTES,
+    WORKSPACE_BYTES,
     WRITE_BYTES,
     Memory,
     MemoryEstimate,
@@ -181,7 +182,7 @@ class _Rank:
             # Frames are played one by one, and packed; the allocator keeps what such small pieces have taken.
             rows["rows as they were played"] = self.rows_bytes() * any(model.generates for model in self.models)
             return Memory(resident | rows | kept | libraries, phases, {"loading": libraries | loaded}, {})
-        resident["driver"] = CONTEXT_BYTES
+        resident |= {"driver": CONTEXT_BYTES, "workspaces": WORKSPACE_BYTES}
         if self.num_ranks > 1:
             resident["communication"] = COMMUNICATION_BYTES
         copies = {"rows of a mini-batch, or being packed": self.rows_bytes()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+FLOAT32_BYTES = 4
 PAGE_TOKENS = 64
 """Tokens of a page: `leaderless.rollout.pages` has the same."""
 SPARE_ITEMS = 256
@@ -25,10 +26,17 @@ class CachePool:
 
 
 class CacheBound(NamedTuple):
-    """What engines may have where there is not room for everything: most tokens of a pool, and whether it stays."""
+    """What engines may have where there is not room for everything.
+
+    Attributes:
+        most_tokens: Most tokens of a pool; None without a bound.
+        stays: Whether it stays while its engine sleeps.
+        has_pages: Whether there are pages, for which CUDA has kernels; else keys and values are in slots.
+    """
 
     most_tokens: int | None = None
     stays: bool = False
+    has_pages: bool = True
 
 
 UNBOUND = CacheBound()
@@ -57,7 +65,27 @@ def pool_tokens(num_sequences: int, own: int, num_prompts: int, prompt: int, mos
     return pages * PAGE_TOKENS
 
 
-def results_bytes(num_sequences: int, num_heads: int, head_dim: int) -> int:
-    """Bytes for the results of items of work, which are float32 with a normalizer each."""
-    rows = 1 << max(0, num_sequences - 1).bit_length()
-    return (3 * rows + 2 * SPARE_ITEMS) * num_heads * (head_dim + 1) * 4
+def bucket_of(num_rows: int) -> int:
+    """Rows to which a pass of some rows is rounded up: `leaderless.rollout.paged_plan` has the same."""
+    power = 1 << max(0, num_rows - 1).bit_length()
+    return 3 * power // 4 if power >= 32 and num_rows <= 3 * power // 4 else power
+
+
+def buffers_bytes(most_rows: int, longest: int, num_heads: int, head_dim: int) -> int:
+    """Bytes of the memory through which numbers reach passes, and of what these write for each other.
+
+    For each row, 32 bytes by which its token is drawn and written, 28 of the places of its work, 16 of what is drawn, 4
+    of its number, and 8 of its last token; 20 bytes for each item of work; and 4 for each page that is listed, which
+    are those of as many prompts and responses of the greatest length as there are rows. Results of items of work are
+    float32, with a normalizer each.
+
+    Args:
+        most_rows: Most sequences that are decoded at the same time.
+        longest: Most tokens of a sequence.
+        num_heads: Heads of queries.
+        head_dim: Numbers of a head.
+    """
+    rows = bucket_of(most_rows)
+    pages = 2 * rows * -(-longest // PAGE_TOKENS)
+    numbers = rows * (32 + 28 + 16 + 4 + 8) + 2 * (rows + SPARE_ITEMS) * 20 + 4 * pages
+    return numbers + (3 * rows + 2 * SPARE_ITEMS) * num_heads * (head_dim + 1) * FLOAT32_BYTES

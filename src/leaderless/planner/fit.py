@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from leaderless.config import Recipe
 from leaderless.config.training import Whole
-from leaderless.planner.cache_pool import PAGE_TOKENS, UNBOUND, CacheBound
+from leaderless.planner.cache_pool import PAGE_TOKENS, CacheBound
 from leaderless.planner.make_plan import longest_part
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.memory_parts import COMMANDS, LARGE_MAX_LOGITS, Memory, Room, format_bytes
@@ -36,13 +36,14 @@ class Fit:
     room: Room = field(default_factory=Room)
 
 
-def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit:
+def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool, has_pages: bool = True) -> Fit:
     """Compare the estimate of a plan with what there is.
 
     With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits. On accelerators the
     pools of native engines are bounded until it does, for sequences may wait for each other. What is left then goes
     into large chunks of logits, into what ranks keep whole, and into what engines keep while they sleep. A plan with a
-    model of unknown size is taken to fit. `available` are the bytes that each rank may use.
+    model of unknown size is taken to fit. `available` are the bytes that each rank may use. Without pages, as on
+    accelerators other than those of CUDA, keys and values are not bounded.
     """
     tokens = plan.batch.micro_batch_tokens
     longest = longest_part(recipe, plan.instances)
@@ -55,16 +56,17 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit
 
     if plan.memory is None:
         return Fit(tokens)
-    least_room = Room(cache=CacheBound(None if is_cpu else PAGE_TOKENS))
+    unbound, is_bounded = CacheBound(has_pages=has_pages), has_pages and not is_cpu
+    least_room = Room(cache=CacheBound(PAGE_TOKENS) if is_bounded else unbound)
     while plan.batch.adapts_to_memory and tokens > longest and memory(tokens, room=least_room).peak > limit:
         tokens = max(tokens // 2, longest)
 
     def fits(room: Room) -> bool:
         return memory(tokens, room=room).peak <= limit
 
-    bounds = [UNBOUND, *(CacheBound(size) for size in _halves(LARGEST_POOL, PAGE_TOKENS) if not is_cpu)]
-    room = next(filter(fits, (Room(cache=bound) for bound in bounds)), Room())
-    least, expected = memory(longest, 1), memory(tokens, room=room)
+    bounds = [unbound, *(CacheBound(size) for size in _halves(LARGEST_POOL, PAGE_TOKENS) if is_bounded)]
+    room = next(filter(fits, (Room(cache=bound) for bound in bounds)), Room(cache=unbound))
+    least, expected = memory(longest, 1, Room(cache=unbound)), memory(tokens, room=room)
     if least.peak > available:
         return Fit(tokens, _shortage(recipe, plan, least, None, available), is_hopeless=True)
     if expected.peak > limit:
@@ -76,7 +78,7 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit
     room = large if fits(large) else room
     kinds: tuple[Whole, ...] = ("all", "weights")
     room = next(filter(fits, (replace(room, keeps=kind) for kind in kinds)), room)
-    staying = replace(room, cache=room.cache._replace(stays=True))
+    staying = replace(room, cache=room.cache._replace(stays=is_bounded))
     return Fit(tokens, room=staying if fits(staying) else room)
 
 

@@ -7,25 +7,26 @@ from dataclasses import dataclass
 
 from leaderless.config import Recipe
 from leaderless.config.training import Whole
-from leaderless.environments.registry import environment_class
 from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.body_memory import estimate_body_memory
-from leaderless.planner.cache_pool import UNBOUND, CacheBound, CachePool, pool_tokens, results_bytes
+from leaderless.planner.cache_pool import UNBOUND, CacheBound, CachePool
+from leaderless.planner.engine_memory import EngineMemory, iterations
 from leaderless.planner.judges import as_judged
-from leaderless.planner.layout import all_ranks, most_prompts_of_rank
+from leaderless.planner.layout import all_ranks
 from leaderless.planner.memory_parts import (
     COMMUNICATION_BYTES,
     CONTEXT_BYTES,
     LIBRARIES_BYTES,
     MAX_LOGITS,
     MIB,
+    WORKSPACE_BYTES,
     WRITE_BYTES,
     Memory,
     MemoryEstimate,
     Room,
 )
-from leaderless.planner.model_memory import FLOAT32_BYTES, Guest, ModelMemory, number_bytes
+from leaderless.planner.model_memory import FLOAT32_BYTES, Guest, ModelMemory, Pass, number_bytes
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import Channel, RoleInstance, answering
 
@@ -33,16 +34,14 @@ CPU_MAX_LOGITS = 1 << 21
 """Logits of one chunk on a CPU."""
 CPU_PASS_TOKENS = 2048
 """Tokens up to which samples of several prompts share a pass on a CPU: `leaderless.training.passes` has the same."""
-SMALLEST_SLOT = 64
-"""Tokens of the smallest slot for keys and values: `leaderless.rollout.kv_cache` has the same."""
 READ_BYTES = 64 * MIB
 """Bytes of a model's files that are read at a time: `leaderless.weights.files` has the same."""
+SHORT = 4
+"""Part of the longest response that responses have where passes hold many prompts."""
 WEIGHT_BUCKET_BYTES = 32 * MIB
 """Bytes of a bucket of weights on the way to serving ranks: `leaderless.weights.route` has the same."""
 CHECKSUM_BYTES = 64 * MIB
 """Bytes of factors and products of a checksum on an accelerator: see `leaderless.rollout.apart.messages`."""
-LOGIT_BYTES, TRUNCATED_LOGIT_BYTES = 12, 40
-"""Bytes for each logit of a decoding step: itself, scaled, and its weight; for top-p or top-k, sorted as well."""
 
 
 def estimate_memory(
@@ -72,7 +71,7 @@ def estimate_memory(
     if recipe.body is not None:
         return estimate_body_memory(recipe, instances, pass_tokens, among)
     room = room or Room()
-    models = _models_of(recipe, instances, sizes, room.keeps)
+    models = models_of(recipe, instances, sizes, room.keeps)
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
@@ -106,16 +105,16 @@ def plan_pool(
     cache: CacheBound,
 ) -> CachePool | None:
     """The pool of an instance's native engine on an accelerator; None where the size of a model is not known."""
-    models = _models_of(recipe, instances, sizes, "nothing")
+    models = models_of(recipe, instances, sizes, "nothing")
     if not models:
         return None
     everywhere = [stages[0] for stages in models]
     model = everywhere[instances.index(instance)]
-    rank = _Rank(recipe, [model], everywhere, (), 1, None, MAX_LOGITS, is_cpu=False, cache=cache)
-    return CachePool(rank.pool_tokens(model), cache.stays or instance.is_engine_only)
+    engine = EngineMemory(recipe, model, cache, is_cpu=False)
+    return CachePool(engine.pool_tokens(), cache.stays or instance.is_engine_only)
 
 
-def _models_of(
+def models_of(
     recipe: Recipe, instances: Sequence[RoleInstance], sizes: Mapping[str, ModelSize | None], keeps: Whole
 ) -> list[list[ModelMemory]]:
     """The models of instances, each as its stages; none if the size of one is not known."""
@@ -183,7 +182,7 @@ class _Rank:
             resumed = resident | libraries | {"files being read": in_flight} if copied else {}
             apart = {"loading": libraries | self._loading(), "resume": resumed, **self._commands(libraries)}
             return Memory(resident | kept | self._in_flight() | libraries, phases, apart, {})
-        resident["driver"] = CONTEXT_BYTES
+        resident |= {"driver": CONTEXT_BYTES, "workspaces": WORKSPACE_BYTES}
         if len(all_ranks(*(model.instance.layout for model in self.everywhere))) > 1:
             resident["communication"] = COMMUNICATION_BYTES
         host = libraries | kept | self._in_flight() | self._loading()
@@ -232,14 +231,12 @@ class _Rank:
                 yield f"{role} engine's base", model.adapted_bytes()
         if model.instance.is_trained:
             yield f"{role} optimizer", 2 * model.trained_bytes()
-        if self._stays(model):
+        if (engine := self._engine(model)).stays:
             sent = model.sent_bytes() if model.has_adapters else model.size.num_parameters * model.width
-            yield f"{role} engine asleep", sent + sum(self._decoding(model, self._num_sequences(model)).values())
+            yield f"{role} engine asleep", sent + sum(engine.kept().values())
 
-    def _stays(self, model: ModelMemory) -> bool:
-        """Whether a native engine next to a trainer keeps its memory, weights of its own included, while it sleeps."""
-        is_beside = model.generates and not model.instance.is_engine_only and not model.engine.keeps_weights
-        return is_beside and self.cache.stays and not self.is_cpu
+    def _engine(self, model: ModelMemory) -> EngineMemory:
+        return EngineMemory(self.recipe, model, self.cache, self.is_cpu, self.max_sequences)
 
     def _in_flight(self) -> dict[str, int]:
         """What waits until other ranks take it: rows, and copies of a rank's share of float32 weights.
@@ -256,7 +253,7 @@ class _Rank:
                 size = -(-sent * FLOAT32_BYTES // model.shards)
             name = f"{channel.kind} in flight"
             parts[name] = parts.get(name, 0) + channel.capacity * size
-        arriving = [x for x in self.models if x.instance.is_engine_only and self._iterations() > 1]
+        arriving = [x for x in self.models if x.instance.is_engine_only and iterations(self.recipe) > 1]
         if arriving:
             parts["weights that arrive"] = sum(x.sent_bytes() for x in arriving)
         return parts
@@ -267,9 +264,10 @@ class _Rank:
         is_sent = any(other.is_trained != instance.is_trained for other in others)
         if model.generates:
             # Continuous generation does not stop while weights travel.
-            goes_on = is_sent and instance.is_engine_only and self._iterations() > 1
+            goes_on = is_sent and instance.is_engine_only and iterations(self.recipe) > 1
             does = "judges" if instance.is_judge else "generates"
-            yield f"{role} {does}", self._generation(model) | (self._travel(model) if goes_on else {})
+            travel = self._travel(model) if goes_on else {}
+            yield from ((f"{role} {does}", moment | travel) for moment in self._generation(model))
         if instance.scores:
             yield f"{role} scores", self._scoring(model)
         if instance.is_trained:
@@ -286,131 +284,75 @@ class _Rank:
             parts["merged weights"] = model.adapted_bytes()
         return {"buckets": 4 * WEIGHT_BUCKET_BYTES + CHECKSUM_BYTES * (not self.is_cpu), **parts}
 
-    def _generation(self, model: ModelMemory) -> dict[str, int]:
-        size, num_sequences = model.size, self._num_sequences(model)
+    def _generation(self, model: ModelMemory) -> Iterator[dict[str, int]]:
+        size, engine = model.size, self._engine(model)
         own, is_resident = size.num_parameters * model.width, model.instance.is_engine_only
         if model.engine.keeps_weights:
-            cache = num_sequences * self._longest(model) * size.kv_values_per_token * model.width
+            cache = engine.num_sequences * engine.longest * size.kv_values_per_token * model.width
             parts = size.num_kv_parts(model.instance.serving_layout)
             own = 0 if is_resident else model.engine_bytes() + model.adapted_bytes() * (not model.engine.takes_adapters)
-            return {"engine's weights": own, "kv cache": -(-cache // parts)}
-        if self._stays(model):
-            return {}
-        decoding = self._decoding(model, num_sequences)
-        if is_resident or model.has_adapters:
-            return decoding
+            yield {"engine's weights": own, "kv cache": -(-cache // parts)}
+            return
         is_copied = model.shards > 1 or model.part != model.size or model.width != FLOAT32_BYTES
-        return {"unsharded weights": own * is_copied, **decoding}
-
-    def _decoding(self, model: ModelMemory, num_sequences: int) -> dict[str, int]:
-        """Keys and values, what attention over them needs, and logits."""
-        siblings = self._followed(model).batch.responses_per_prompt
-        num_prompts, size = -(-num_sequences // siblings), model.size
-        per_logit = TRUNCATED_LOGIT_BYTES if model.sampling.is_truncated else LOGIT_BYTES
-        logits = (num_sequences * per_logit + num_prompts * FLOAT32_BYTES) * size.vocab_size
-        tokens = self._slot_tokens(model, num_sequences) if self.is_cpu else self.pool_tokens(model, num_sequences)
-        parts = {"kv cache": tokens * size.kv_values_per_token * model.width, "logits": logits}
-        if not self.is_cpu:
-            parts["results of attention"] = results_bytes(num_sequences, size.num_heads, size.head_dim)
-        return parts
-
-    def pool_tokens(self, model: ModelMemory, num_sequences: int | None = None) -> int:
-        """Tokens of the pool of an engine on an accelerator.
-
-        Where conversations of an environment begin with a shared prompt, they have it themselves after a turn.
-        """
-        recipe, count = self._followed(model), num_sequences or self._num_sequences(model)
-        siblings, prompt = recipe.batch.responses_per_prompt, recipe.data.max_prompt_tokens
-        is_whole = siblings == 1 or recipe.has_episodes
-        own = self._longest(model) if is_whole else self._response(model)
-        num_prompts = -(-count // siblings) * (siblings > 1)
-        return pool_tokens(count, own, num_prompts, prompt, self.cache.most_tokens)
-
-    def _slot_tokens(self, model: ModelMemory, num_sequences: int) -> int:
-        """Tokens of slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too.
-
-        Conversations of an environment hold their own prompts after their first turn, and are of all lengths at the
-        same time, so that slots of all sizes may be there for each of them.
-        """
-        recipe = self._followed(model)
-        siblings = recipe.batch.responses_per_prompt
-        own, num_prompts = self._response(model), -(-num_sequences // siblings)
-        slots = num_prompts * _slot(recipe.data.max_prompt_tokens)
-        if siblings == 1 or recipe.has_episodes:
-            own = self._longest(model)
-        largest, slots = _slot(own), slots * (siblings > 1)
-        smaller = largest - SMALLEST_SLOT if recipe.has_episodes else largest // 2 * (largest > SMALLEST_SLOT)
-        return slots + num_sequences * (largest + smaller)
-
-    def _followed(self, model: ModelMemory) -> Recipe:
-        """The recipe as the engine of a model follows it."""
-        return as_judged(self.recipe, model.instance.role) if model.instance.is_judge else self.recipe
-
-    def _longest(self, model: ModelMemory) -> int:
-        return self._followed(model).data.max_prompt_tokens + self._response(model)
-
-    def _response(self, model: ModelMemory) -> int:
-        """Most tokens after a prompt."""
-        environment = self._followed(model).environment
-        return environment.max_episode_tokens if environment else model.sampling.max_response_tokens
-
-    def _bound(self, model: ModelMemory) -> int:
-        """Most sequences that a rank may decode at the same time."""
-        return model.sampling.max_sequences if self.max_sequences is None else self.max_sequences
-
-    def _iterations(self) -> int:
-        """Iterations whose groups a rank generates at the same time."""
-        return 1 + max((x.capacity for x in self.recipe.open_channels.values() if x.mode == "continuous"), default=0)
-
-    def _num_sequences(self, model: ModelMemory) -> int:
-        """Sequences that an engine decodes or keeps at the same time; each agent of an episode has one."""
-        if self.recipe.evaluation.every_steps or model.instance.is_judge:
-            return self._bound(model)  # held-out prompts, and questions, are not counted before they are there
-        prompts = self._iterations() * most_prompts_of_rank(self.recipe, model.instance.serving_layout.dp)
-        environment = self.recipe.environment
-        played = None if environment is None else environment_class(environment)
-        samples = prompts * self.recipe.batch.responses_per_prompt * (1 if played is None else len(played.agents))
-        return min(self._bound(model), samples)
+        weights = {} if is_resident or model.has_adapters else {"unsharded weights": own * is_copied}
+        held = {} if engine.stays else weights | engine.kept()
+        yield from (held | moment for moment in engine.moments())
 
     def _scoring(self, model: ModelMemory) -> dict[str, int]:
         """A pass without gradient holds a layer's own values, and those of one chunk of logits."""
         size, batch = model.part, self.recipe.batch
-        tokens, _ = self._pass(model, -(-batch.prompts_per_step // batch.windows_per_step))
-        held = 3 * size.intermediate_size + 3 * size.hidden_size + size.num_heads * size.head_dim
+        work = self._pass(model, -(-batch.prompts_per_step // batch.windows_per_step))
+        tokens, held = work.tokens, 3 * size.intermediate_size + 3 * size.hidden_size + size.num_heads * size.head_dim
         held += (model.num_ahead - 1) * size.hidden_size  # until the last stage has their results
         return {
             "gathered weights": model.gathered_bytes(),
             "converted experts": model.converted_bytes(1),
             "activations": tokens * held * model.width,
+            "copied prompts": model.copied_bytes(work),
             "logits": self._chunk(size, tokens) * 3 * FLOAT32_BYTES * model.has_logits,
         }
 
     def _training(self, model: ModelMemory) -> Iterator[dict[str, int]]:
-        """Memory is fullest when the backward pass begins, or when it ends."""
+        """Memory is fullest in the backward pass: of the head, of the last layer, or when it ends."""
         batch, size, width = self.recipe.batch, model.part, model.width
         prompts = -(-batch.prompts_per_step // batch.parts_per_step)
-        tokens, num_passes = self._pass(model, prompts)
+        work = self._pass(model, prompts)
+        tokens, num_passes, copied = work.tokens, work.number, model.copied_bytes(work)
+        copies = 1 if model.config.gradient_checkpointing else size.num_layers
         layout = model.instance.layout
         # Ranks along `cp` compute the images of the whole pass each.
         seen = min(tokens * layout.cp, -(-prompts // layout.dp) * self.recipe.data.max_prompt_tokens)
         gradients, num_held = model.gradient_bytes(), min(model.num_ahead, num_passes)
+        kept = (num_held - 1) * copies * (not model.config.gradient_checkpointing)  # of other micro-batches
         gathered, embedding = model.gathered_bytes(), size.vocab_size * size.hidden_size
         chunk = self._chunk(size, tokens)
         logits = chunk * 3 * FLOAT32_BYTES + min(tokens * size.vocab_size, self.max_logits // chunk * chunk) * width
         head = embedding * FLOAT32_BYTES + (embedding * width if width != FLOAT32_BYTES else 0)
-        yield {
+        before = tokens * model.kept_values() * num_held + seen * model.seen_values()
+        begins = {
             "gathered weights": gathered,
             # The backward pass of a layer needs them as they were.
             "converted experts": model.converted_bytes(1 if model.config.gradient_checkpointing else size.num_layers),
-            "activations": (
-                tokens * (model.kept_values() * num_held + model.made_values()) + seen * model.seen_values()
-            )
-            * width,
-            "dropout of adapters": model.dropped_bytes(tokens),
-            "logits": logits * model.has_logits,
-            "gradient of the head": head * (model.has_logits and not model.has_adapters),
+            "activations": before * width,
+            "copied prompts": copied * (kept + copies * (not model.config.gradient_checkpointing)),
             "gradients": gradients if num_passes > 1 else 0,
         }
+        scored = {
+            "logits": logits * model.has_logits,
+            "gradient of the head": head * (model.has_logits and not model.has_adapters),
+        }
+        inner = {
+            "activations": (before + tokens * model.made_values()) * width,
+            "copied prompts": copied * (kept + copies),
+            "gradients of attention": model.attention_bytes(work, is_begin=True),
+            "dropout of adapters": model.dropped_bytes(tokens),
+        }
+        if self.is_cpu:  # whose allocator keeps what one of them has released
+            yield begins | scored | inner
+        else:
+            yield begins | scored
+            # The gradient of the head waits for that of the embedding, which may be the same.
+            yield begins | inner | {"gradient of the head": embedding * width * (scored["gradient of the head"] > 0)}
         # A unit's whole gradient as it was computed, and in float32 on its way to the ranks that hold its parts; gloo
         # sums in a copy of its own.
         largest_unit = max(2 * model.num_gathered_per_layer, size.num_root_parameters)
@@ -420,13 +362,15 @@ class _Rank:
         yield {
             "gathered weights": size.num_root_parameters * width if gathered else 0,
             "activations": tokens * (model.kept_values() * (num_held - 1) + model.layer_values()) * width,
+            "copied prompts": copied * (kept + 1),
+            "gradients of attention": model.attention_bytes(work, is_begin=False),
             "dropout of adapters": model.dropped_bytes(tokens),
             "gradients": gradients if num_passes > 1 else model.trained_bytes(),
             "gradients being summed": largest_unit * (width + sent) if gathered else embedding * FLOAT32_BYTES,
         }
 
-    def _pass(self, model: ModelMemory, prompts: int) -> tuple[int, int]:
-        """Most tokens of one pass over some prompts' samples, and the number of passes."""
+    def _pass(self, model: ModelMemory, prompts: int) -> Pass:
+        """The largest pass over some prompts' samples."""
         shards, data = model.instance.layout.dp, self.recipe.data
         agents = dict.fromkeys(x.instance.role for x in self.everywhere if x.instance.generates)
         response = self.recipe.longest_response(agents) if agents else data.max_response_tokens
@@ -438,7 +382,12 @@ class _Rank:
         if self.is_cpu and model.is_plain:
             family = data.max_prompt_tokens + siblings * (response - 1)
             bound = min(bound, max(CPU_PASS_TOKENS, family))
-        return min(bound, held), -(-held // bound)
+        tokens, number = min(bound, held), -(-held // bound)
+        if self.is_cpu or siblings == 1 or model.instance.layout.cp > 1:
+            return Pass(tokens, number)
+        family = data.max_prompt_tokens + siblings * -(-response // SHORT)
+        families = min(own_prompts, max(1, tokens // family))
+        return Pass(tokens, number, families * siblings * data.max_prompt_tokens, families * (1 + siblings))
 
     def _chunk(self, size: ModelSize, tokens: int) -> int:
         """Logits that are computed at the same time."""
@@ -451,11 +400,8 @@ class _Rank:
         weights = model.size.num_parameters * FLOAT32_BYTES
         has_own = model.width != FLOAT32_BYTES or (model.has_adapters and model.engine.takes_adapters)
         copy = model.size.num_parameters * model.width * has_own
-        serve = {"weights": weights, "unsharded weights": copy, **self._decoding(model, self._bound(model))}
+        engine = EngineMemory(self.recipe, model, self.cache, self.is_cpu, self.max_sequences, is_served=True)
+        serve = {"weights": weights, "unsharded weights": copy, **engine.fullest()}
         # An export is written tensor by tensor, straight from the weights.
         exported = {"export": {**libraries, "weights": weights}} if self.is_cpu else {}
         return exported | {"serve": {**libraries, **serve}}
-
-
-def _slot(tokens: int) -> int:
-    return max(SMALLEST_SLOT, 1 << (tokens - 1).bit_length())

@@ -14,9 +14,19 @@ WRITE_BYTES = 256 * MIB
 LIBRARIES_BYTES = 330 * MIB
 """Python, torch and transformers in a process of their own."""
 CONTEXT_BYTES = 600 * MIB
-"""Memory of an accelerator that its driver takes for a process."""
+"""Memory of an accelerator that its driver takes for a process: its context, and kernels that are loaded when they are
+needed."""
 COMMUNICATION_BYTES = 1024 * MIB
-"""Buffers of the accelerator's communication library, where there are several ranks."""
+"""Buffers of the accelerator's communication library, where there are several ranks.
+
+NCCL has 4 MiB, 4.7 MiB and 0.5 MiB for its three protocols in each connection, and a ring has one in each of up to 24
+channels: 220 MiB for a group of ranks, and four times that for those of which a run makes use."""
+WORKSPACE_BYTES = 200 * MIB
+"""Memory that torch gives to libraries of an accelerator, and does not take back.
+
+cuBLAS and cuBLASLt have 32 MiB each on Hopper, and less on others, for every thread and stream that multiplies: that of
+forward passes, that of backward passes, and that in which passes are recorded. Numbers of two micro-batches on their
+way from the host have 4 MiB each. Compiled layers and attention over pages need no memory besides their results."""
 MAX_LOGITS = 1 << 25
 """Logits of one chunk, and the most that are kept for the backward pass: `leaderless.models.scoring` has the same."""
 LARGE_MAX_LOGITS = 1 << 28

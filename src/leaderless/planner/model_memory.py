@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
@@ -22,6 +23,22 @@ MAX_WORDS = 1 << 20
 def number_bytes(config: ModelConfig) -> int:
     """Bytes of a number as a model computes."""
     return 2 if config.compute_dtype == "bfloat16" else FLOAT32_BYTES
+
+
+class Pass(NamedTuple):
+    """A pass that trains or scores.
+
+    Attributes:
+        tokens: Tokens.
+        number: Number of passes of its kind.
+        copies: Tokens of prompts that are copied for siblings: attention reads each prompt once for each of them.
+        sequences: Prompts and responses that attend.
+    """
+
+    tokens: int
+    number: int
+    copies: int = 0
+    sequences: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,13 +197,14 @@ class ModelMemory:
     def layer_values(self) -> int:
         """Numbers that a layer keeps of each token for its backward pass.
 
-        A norm keeps its input, the normalized input before scaling, and its output; in half precision the first of
-        these is a copy in float32. Attention keeps queries, keys, values and its output, the feed-forward part its gate
-        before and after the activation, the other factor and their product, and experts their tokens and results.
+        A norm keeps its input, the normalized input before scaling, unless adapters are trained in place of its weight,
+        and its output; in half precision the first of these is a copy in float32. Attention keeps queries, keys, values
+        and its output, the feed-forward part its gate before and after the activation, the other factor and their
+        product, and experts their tokens and results.
         """
         size, is_half = self.part, self.width != FLOAT32_BYTES
         attention = size.num_heads * size.head_dim + size.num_kv_heads * size.head_dim
-        norms = 2 * (4 if is_half else 3) * size.hidden_size
+        norms = 2 * ((4 if is_half else 3) - self.has_adapters) * size.hidden_size
         if size.has_head_norms:
             norms += (3 if is_half else 2) * attention
         # A token is copied for each of its experts, and so are their results; both again where they are sent. Ranks
@@ -203,6 +221,42 @@ class ModelMemory:
     def made_values(self) -> int:
         """Numbers of each token that the backward pass makes in its first layer."""
         return self.layer_values() * self.config.gradient_checkpointing + 3 * self.part.intermediate_size
+
+    def copied_bytes(self, work: Pass) -> int:
+        """Keys and values of prompts that a layer copies for siblings, and keeps for its backward pass.
+
+        In float32 all tokens are laid out, and keys and values for each query head: queries, keys, values and results
+        are kept so, and of the tokens themselves only the result.
+        """
+        if not work.copies:
+            return 0
+        if self.width == FLOAT32_BYTES:
+            laid_out = (work.tokens + work.copies) * 4 * self.part.query_size
+            return (laid_out - work.tokens * (self.part.query_size + self._key_values)) * FLOAT32_BYTES
+        return work.copies * self._key_values * self.width
+
+    def attention_bytes(self, work: Pass, *, is_begin: bool) -> int:
+        """What the backward pass of a layer's attention needs on top of what its feed-forward part has released.
+
+        FlashAttention-2, as torch has it, adds up the gradients of queries in float32, with 128 rows more for each
+        sequence, and computes those of keys and values for each query head, if there are fewer key heads, before it
+        adds these up. All others are in the type of the model. FlashAttention-3 needs less. The feed-forward part has
+        released its four inner vectors of each token by then, and when the backward pass begins the three that it
+        made.
+        """
+        if not work.copies or self.width == FLOAT32_BYTES:
+            return 0
+        size, laid_out = self.part, work.tokens + work.copies
+        queries = (work.tokens + 128 * work.sequences) * (size.query_size + size.num_heads) * FLOAT32_BYTES
+        expanded = 2 * size.query_size * (size.num_heads != size.num_kv_heads)
+        gradients = work.tokens * 2 * size.query_size + laid_out * (self._key_values + expanded)
+        released = work.tokens * (7 if is_begin else 4) * size.intermediate_size
+        return max(0, queries + (gradients - released) * self.width)
+
+    @property
+    def _key_values(self) -> int:
+        """Numbers in the keys and values of a token in one layer."""
+        return 2 * self.part.num_kv_heads * self.part.head_dim
 
     def dropped_bytes(self, tokens: int) -> int:
         """Memory for the dropout of one layer's adapter, for some tokens.

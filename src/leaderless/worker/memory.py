@@ -41,7 +41,8 @@ class MemoryBounds:
 
     def fits(self, recipe: Recipe, plan: Plan) -> bool:
         """Whether a plan may run, by its estimate."""
-        return not fit_plan(recipe, plan, self.num_bytes, is_cpu=self.is_cpu).is_hopeless
+        has_pages = self.room.cache.has_pages
+        return not fit_plan(recipe, plan, self.num_bytes, is_cpu=self.is_cpu, has_pages=has_pages).is_hopeless
 
     def as_begun(self, directory: RunDirectory, world: ProcessGroup) -> MemoryBounds:
         """Return these, with what decided about sums at the first start on as many ranks, whatever memory there is now.
@@ -78,16 +79,17 @@ def check_memory(
         host,
     ]
     least = (-world.max(-torch.tensor(mine, dtype=torch.float64), "the memory of each rank")).long().tolist()
-    fit, is_strict = fit_plan(recipe, plan, least[0], is_cpu=device.type == "cpu"), recipe.run.memory_check == "refuse"
-    if fit.is_hopeless and is_strict:
+    is_cpu, has_pages = device.type == "cpu", device.type == "cuda"
+    fit = fit_plan(recipe, plan, least[0], is_cpu=is_cpu, has_pages=has_pages)
+    if fit.is_hopeless and recipe.run.memory_check == "refuse":
         raise RecipeError.at("run.memory_check", f"{fit.problem}; or set run.memory_check=warn to try all the same")
     if fit.problem:
         say(f"[bold red]memory may run out[/]: {escape(fit.problem)}")
-    on_host = sum(plan.memory.accelerator.host.values()) if plan.memory and device.type != "cpu" else 0
+    on_host = sum(plan.memory.accelerator.host.values()) if plan.memory and not is_cpu else 0
     if on_host > least[1]:
         needed, there = format_bytes(on_host), format_bytes(least[1])
         say(f"[bold red]memory of the host may run out[/]: a rank needs {needed} of it, and there are {there}")
-    return MemoryBounds(least[0], device.type == "cpu", fit.pass_tokens, fit.room)
+    return MemoryBounds(least[0], is_cpu, fit.pass_tokens, fit.room)
 
 
 def bytes_of_helper(recipe: Recipe, plan: Plan, rank: int) -> int:
