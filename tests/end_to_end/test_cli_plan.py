@@ -87,11 +87,13 @@ def test_a_plan_for_1024_workers_takes_seconds(tmp_path: Path) -> None:
     model = f"models.policy.path={tiny_model('qwen3')}"
     picture = tmp_path / "plan.svg"
     changes = (model, "data.max_prompt_tokens=64", "rollout.max_response_tokens=64")
-    outcome = light(tmp_path, "plan", recipe, *changes, "--world-size", 1024, "--json", "--picture", picture)
+    options = ("--world-size", 1024, "--json", "--picture", picture, "--memory", 80)
+    outcome = light(tmp_path, "plan", recipe, *changes, *options)
     seconds = time.monotonic() - begin
     assert outcome.code == 0, outcome.errors
     plan = json.loads(outcome.output)
     assert plan["world_size"] == 1024
+    assert plan["fit"]["fits"]
     assert {node["name"] for node in plan["nodes"]} >= {"rollout", "reward", "old", "reference", "advantage", "policy"}
     assert ET.parse(picture).getroot().tag.endswith("svg")
     assert seconds < 60, "less than five, where no other processes use the same cores"
@@ -101,8 +103,10 @@ def test_a_plan_says_what_every_worker_does(ranks: RankPool, tmp_path: Path) -> 
     recipe = write_recipe(tmp_path, tiny_model())
     layout = "layout={rollout: {ranks: 0-1}, policy: {ranks: 2-3}}"
     picture = tmp_path / "graph.svg"
-    output = " ".join(succeed(ranks, tmp_path, "plan", recipe, layout, "--world-size=4", "--picture", picture).split())
-    for words in ("rollout", "reshard", "weights", "0-1", "2-3", "6 prompts, 24 samples", f"picture: {picture}"):
+    options = ("--world-size=4", "--memory=80", "--picture", picture)
+    output = " ".join(succeed(ranks, tmp_path, "plan", recipe, layout, *options).split())
+    fits = "On accelerators with 80 GiB each fits the fullest rank takes"
+    for words in ("rollout", "reshard", "weights", "0-1", "2-3", "6 prompts, 24 samples", fits, f"picture: {picture}"):
         assert words in output
     assert not (tmp_path / "runs").exists(), "nothing is started"
     assert "rollout" in picture.read_text()

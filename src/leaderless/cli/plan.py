@@ -32,13 +32,21 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the graph into this SVG file.")] = None,
     layout: Annotated[str, LAYOUT] = "",
+    memory: Annotated[
+        float | None, typer.Option(min=1, help="GiB of each accelerator, to show what fits into them.")
+    ] = None,
 ) -> None:
     """Show what every worker would do, what they would send, and the memory it takes; start nothing."""
     if picture is not None and not picture.parent.is_dir():
         raise typer.BadParameter(f"folder {picture.parent} does not exist: make it first", param_hint="--picture")
     run = Run(target, *with_layout(overrides, layout))
     whole = plan_training(run.loaded, world_size)
-    planned = whole.plan
+    planned, fitted = whole.plan, None
+    if memory is not None:
+        from leaderless.planner.show_fit import Fitted
+
+        fitted = Fitted.of(whole.recipe, planned, memory)
+        planned = fitted.plan
     if picture is not None:
         try:
             from leaderless.planner.picture import draw_plan
@@ -52,7 +60,7 @@ def plan(
             raise typer.BadParameter(message, param_hint="--picture") from error
     if as_json:
         chosen = {} if whole.choice is None else {"placement": choice_to_json(whole.choice)}
-        print_json(planned.to_json() | chosen)
+        print_json(planned.to_json() | chosen | ({} if fitted is None else {"fit": fitted.to_json()}))
     else:
         from leaderless.planner.doors import door_lines
         from leaderless.planner.judges import judge_lines
@@ -61,6 +69,8 @@ def plan(
         lowered = read_limits(run.directory) if planned.batch.adapts_to_memory else {}
         recipe = whole.recipe
         print_plan(planned, console, lowered, door_lines(recipe, planned), judge_lines(recipe, planned))
+        if fitted is not None:
+            fitted.print(console)
         if whole.choice is not None:
             print_choice(whole.choice, console)
     if picture is not None and not as_json:

@@ -61,16 +61,18 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool, has_pa
     while plan.batch.adapts_to_memory and tokens > longest and memory(tokens, room=least_room).peak > limit:
         tokens = max(tokens // 2, longest)
 
-    def fits(room: Room) -> bool:
-        return memory(tokens, room=room).peak <= limit
+    def fits(room: Room, most: float = limit) -> bool:
+        return memory(tokens, room=room).peak <= most
 
-    bounds = [unbound, *(CacheBound(size) for size in _halves(LARGEST_POOL, PAGE_TOKENS) if is_bounded)]
-    room = next(filter(fits, (Room(cache=bound) for bound in bounds)), Room(cache=unbound))
+    # Where something else is too large, a run may be tried all the same, and pools should not make it worse.
+    least_peak = max(limit, memory(tokens, room=least_room).peak)
+    bounds = [unbound, *(CacheBound(size) for size in _sizes(LARGEST_POOL, PAGE_TOKENS) if is_bounded)]
+    room = next(room for room in (Room(cache=bound) for bound in bounds) if fits(room, least_peak))
     least, expected = memory(longest, 1, Room(cache=unbound)), memory(tokens, room=room)
     if least.peak > available:
-        return Fit(tokens, _shortage(recipe, plan, least, None, available), is_hopeless=True)
+        return Fit(tokens, _shortage(recipe, plan, least, None, available), is_hopeless=True, room=room)
     if expected.peak > limit:
-        return Fit(tokens, _shortage(recipe, plan, expected, tokens, available))
+        return Fit(tokens, _shortage(recipe, plan, expected, tokens, available), room=room)
     # On the CPU ranks share the memory through which they send, and under another plan there may be less room.
     if is_cpu or recipe.schedule.replan_every_steps:
         return Fit(tokens, room=room)
@@ -82,10 +84,10 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool, has_pa
     return Fit(tokens, room=staying if fits(staying) else room)
 
 
-def _halves(largest: int, smallest: int) -> Iterator[int]:
-    """A number and its halves."""
+def _sizes(largest: int, smallest: int) -> Iterator[int]:
+    """A number, three quarters of it, a half, and so on."""
     while largest >= smallest:
-        yield largest
+        yield from (size for size in (largest, largest * 3 // 4) if size >= smallest)
         largest //= 2
 
 
@@ -125,7 +127,11 @@ def _remedies(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None) ->
     unchecked = [role for role in trained if (m := recipe.model_of(role)) and not m.gradient_checkpointing]
     if unchecked and phase.endswith(" trains"):
         remedies.append(f"set models.{unchecked[0]}.gradient_checkpointing")
-    remedies.append("use more ranks (on a CPU, of more machines), or a smaller model")
+    whole = [role for role in trained if (m := recipe.model_of(role)) and m.lora is None]
+    if whole and recipe.body is None and phase.endswith(" trains"):
+        remedies.append(f"train adapters: set models.{whole[0]}.lora")
+    is_cpu = not memory.host
+    remedies.append(f"use {'ranks of more machines' if is_cpu else 'more ranks'}, or a smaller model")
     return "; ".join(remedies)
 
 

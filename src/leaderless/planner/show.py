@@ -138,6 +138,11 @@ def estimate_to_json(plan: Plan, estimate: Estimate, cluster: ClusterConfig) -> 
     }
 
 
+def print_section(console: Console, title: str, rows: Iterable[Sequence[str | Text]]) -> None:
+    """Print rows under a title."""
+    _section(console, title, _table("", "", rows=rows))
+
+
 def _section(console: Console, title: str, content: Table | Text) -> None:
     _print(console, Text(f"\n{title}", "bold"))
     _print(console, content)
