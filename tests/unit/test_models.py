@@ -12,7 +12,7 @@ import transformers
 from tests.tiny import add_gradients, random_samples, tiny_model
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, initialization
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from leaderless.config import RecipeError
@@ -137,6 +137,19 @@ def test_a_model_of_images_of_another_family_is_refused(
     transformers.LlavaNextConfig().save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"^models.policy: models of type llava_next read images and text, which is"):
         load(ModelConfig(path=str(tmp_path)), "policy")
+
+
+def test_an_empty_model_draws_no_numbers_for_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, drawn = ModelConfig(path=tiny_model()), []
+    for name in ("normal_", "uniform_", "trunc_normal_", "zeros_", "ones_"):
+        monkeypatch.setitem(initialization.TORCH_INIT_FUNCTIONS, name, lambda *_, name=name, **__: drawn.append(name))
+    empty = empty_causal_lm(config, "policy").model
+    assert drawn == []
+    monkeypatch.undo()
+    computed = dict(empty.named_buffers())
+    for name, buffer in load_causal_lm(config, "policy").model.named_buffers():
+        torch.testing.assert_close(computed.pop(name), buffer, rtol=0, atol=0)
+    assert not computed
 
 
 def test_a_model_that_does_more_to_its_logits_than_is_known_is_refused() -> None:

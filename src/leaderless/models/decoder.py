@@ -337,8 +337,11 @@ def _without_weights() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def without_values(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        is_new = param is not None and not param.is_meta  # one that two modules share stays the same object
-        register(self, name, nn.Parameter(param.to("meta")) if param is not None and is_new else param)
+        if param is not None and not param.is_meta:  # one that two modules share stays the same object
+            param = nn.Parameter(param.to("meta"))
+            # Else `transformers` draws numbers for it, which takes a millisecond, and throws them away.
+            param._is_hf_initialized = True  # noqa: SLF001
+        register(self, name, param)
 
     nn.Module.register_parameter = without_values  # type: ignore[method-assign]
     try:
