@@ -347,6 +347,7 @@ def _leave_group() -> None:
     debug._clear_sharding_prop_cache()
     # So do cycles of references. Each group of gloo that stays polls with three threads.
     gc.collect()
+    gc.freeze()  # else each task would look through all modules once more
     for name in _environment(0, 1, 0):
         os.environ.pop(name, None)
 
