@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Explore in the thorough form, unless another profile of hypothesis is selected."""
     if config.getoption("thorough") and not config.getoption("--hypothesis-profile"):
         settings.load_profile("thorough")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Do not inspect modules and tests for garbage, neither while they are made nor later: they stay to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
