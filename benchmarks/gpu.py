@@ -278,8 +278,8 @@ def rows(results: Results) -> list[tuple[str, str]]:
     if "weights" in good:
         sent = good["weights"]
         for way, name in (("native", "the native engine"), ("apart", "an engine in another process")):
-            speed = f"{sent['bytes'] / sent['seconds'][way] / 1e9:.1f} GB/s"
-            lines.append((f"weights from {sent['ranks']} GPUs to {name} on each of them", speed))
+            count = f"{sent['ranks']} GPU{'s' * (sent['ranks'] > 1)}"
+            lines.append((f"new weights in {name}, {count}", f"{sent['bytes'] / sent['seconds'][way] / 1e9:.1f} GB/s"))
     for title, panel in good.get("timeline", {}).get("panels", {}).items():
         kinds = ", ".join(f"{kind} {ms / panel['ms']:.0%}" for kind, ms in panel["kinds"].items())
         lines.append((f"{title}, in the picture", f"{panel['ms']:.1f} ms, {panel['busy']:.0%} busy; {kinds}"))

@@ -193,12 +193,12 @@ class Machine:
         if self.dtype != torch.float32:  # sharding, which mixed precision uses, needs a process group
             dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            yield self.engine(folder, ProcessGroup((0,), 0))
+            yield self.trainer_of(folder, ProcessGroup((0,), 0))
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    def engine(self, folder: str, world: ProcessGroup) -> FsdpEngine:
+    def trainer_of(self, folder: str, world: ProcessGroup) -> FsdpEngine:
         """The trainer of some ranks."""
         config = self.config(folder)
         engine = FsdpEngine(
@@ -590,7 +590,7 @@ def weights_on_rank(rank: int, count: int, machine: Machine, folder: str) -> Non
     try:
         here = replace(machine, device=device.device)
         world = Transport(device.device, limit.total_seconds()).world
-        trainer = here.engine(folder, world)
+        trainer = here.trainer_of(folder, world)
         pool, seconds = Pool(Layout(world.ranks, count), shard_rows), {}
         own = here.native(here.sampler(folder), "pages")
         for name, engine in (("native", own), ("apart", here.keeper(folder, rank))):
