@@ -48,7 +48,7 @@ def train(compute_dtype: str, *, recomputes: bool, compiles: bool) -> tuple[dict
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize(("compute_dtype", "limit"), [("float32", 1e-4), ("bfloat16", 5e-2)])
+@pytest.mark.parametrize(("compute_dtype", "limit"), [("float32", 1e-4), ("bfloat16", 8e-2)])
 def test_compiled_layers_have_fewer_kernels_and_the_same_numbers(
     ranks: RankPool, compute_dtype: str, limit: float, *, recomputes: bool
 ) -> None:
