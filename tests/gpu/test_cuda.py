@@ -11,7 +11,6 @@ import torch.distributed as dist
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_training import LENGTHS
 from tests.end_to_end.cli import metrics, succeed
-from tests.paged import errors
 from tests.tiny import add_gradients, random_samples, tiny_model, write_recipe
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -41,11 +40,8 @@ from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.lean_forward import forward_of
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.paged_check import paged_attention
-from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.segment_attention import attend_in_float32
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.weights.stream import WeightStream
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
@@ -397,47 +393,3 @@ def exchange_in_a_pass() -> list[bool]:
 def test_messages_of_a_pass_are_right_while_the_host_runs_ahead(ranks: RankPool) -> None:
     for found in ranks.run(2, exchange_in_a_pass, init_group=False):
         assert all(found)
-
-
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 0.06), (torch.float16, 0.01)])
-def test_attention_over_pages_is_that_of_a_loop_on_the_cpu(dtype: torch.dtype, limit: float) -> None:
-    from leaderless.rollout.paged_kernels import attend_with_kernels
-
-    for name, error in errors(attend_with_kernels, torch.device("cuda"), dtype).items():
-        print(f"{name}, {dtype}: {error:.1e}")
-        assert error < limit, name
-
-
-def engine_in_pages(path: str, pool_tokens: int = 8192) -> PagedEngine:
-    config, device = ModelConfig(path=path), torch.device("cuda")
-    model = load_causal_lm(config, "policy").to(device).eval()
-    attend = paged_attention(model, torch.float32, device, ProcessGroup((0,), 0))
-    assert attend is not None
-    options = PagedOptions(attend, pool_tokens, 256, keeps_memory=True, page_tokens=16)
-    return PagedEngine(model, load_tokenizer(config, "policy"), frozenset(), 20, device, options)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.filterwarnings("error::RuntimeWarning", "error::UserWarning:leaderless")
-def test_pages_recorded_passes_and_late_reading_change_no_token_on_cuda(family: str) -> None:
-    path, device = tiny_model(family), torch.device("cuda")  # type: ignore[arg-type]
-    requests = [Request([7 + i, 3, 12], [10 * i + sibling for sibling in range(1 + i % 4)]) for i in range(12)]
-    params = SamplingParams(SamplingConfig(), 60, (), seed=5)
-    model = load_causal_lm(ModelConfig(path=path), "policy").to(device).eval()
-    slots = NativeEngine(model, load_tokenizer(ModelConfig(path=path), "policy"), frozenset(), 20, device)
-    expected = generate(slots, requests, params)
-    weights = {name: parameter.detach().clone() for name, parameter in model.model.named_parameters()}
-    for pool_tokens in (8192, 640):  # the latter is not enough, so that responses give up their pages
-        engine, recorded = engine_in_pages(path, pool_tokens), 0
-        for version in range(3):
-            engine.load_weights(WeightStream(iter(weights.items()), version))
-            results = generate(engine, requests, params)
-            for group, others in zip(results, expected, strict=True):
-                for completion, other in zip(group, others, strict=True):
-                    assert completion.tokens == other.tokens
-                    assert completion.log_probs == pytest.approx(other.log_probs, abs=1e-4)
-            engine.sleep(keep_weights=False)
-            graphs = len(engine._passes._graphs)
-            assert graphs > 0
-            assert version < 2 or graphs == recorded, "recorded passes stay over new weights and sleep"
-            recorded = graphs
