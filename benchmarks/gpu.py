@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,14 +31,15 @@ RESULTS = ROOT / "docs/performance/gpu.json"
 PICTURE = ROOT / "docs/images/gpu.png"
 TIMELINE = ROOT / "docs/images/gpu-timeline.png"
 PACKAGES = ROOT / "runs/gpu-packages"
+LOG = ROOT / "runs/gpu-tests.log"
 MARK = "MEASURED "
 LIMITS_S = {
     "environment": 30,
-    "tests": 150,
     "speeds": 30,
+    "attention": 45,
+    "tests": 150,
     "agreement": 90,
     "training": 90,
-    "attention": 45,
     "generation": 150,
     "decoding": 120,
     "weights": 60,
@@ -80,7 +83,7 @@ def main() -> None:
     draw(results, options.picture)
     draw_timeline(results, options.timeline)
     print(table(results))
-    sys.exit(any("error" in part for part in results["parts"].values()))
+    sys.exit(any(part.keys() & {"error", "problem"} for part in results["parts"].values()))
 
 
 def missing_packages() -> list[str]:
@@ -167,18 +170,32 @@ def run_part(part: str, device: str, preset: str, limit_s: float) -> Results:
     return result
 
 
+class StoppedError(TimeoutError):
+    """A process took too long; `output` is what it had printed."""
+
+    def __init__(self, message: str, output: str) -> None:
+        super().__init__(message)
+        self.output = output
+
+
 def answer_of(command: Sequence[str], limit_s: float) -> str:
-    """What a process prints after the mark.
+    """What a process prints last after the mark, with the problem if it fails or takes too long after that.
 
     Raises:
-        RuntimeError: It fails.
-        TimeoutError: It takes too long.
+        RuntimeError: It fails before.
+        TimeoutError: It takes too long before.
     """
-    code, output = output_of(command, limit_s)
+    try:
+        code, output = output_of(command, limit_s)
+        problem = f"exit code {code}: " + " / ".join(output.strip().splitlines()[-3:])
+    except StoppedError as stopped:
+        code, output, problem = -1, stopped.output, str(stopped)
+        if MARK not in output:
+            raise
     answers = [line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK)]
-    if code or not answers:
-        raise RuntimeError(f"exit code {code}: " + " / ".join(output.strip().splitlines()[-3:]))
-    return answers[-1]
+    if not answers:
+        raise RuntimeError(problem)
+    return json.dumps(json.loads(answers[-1]) | {"problem": problem}) if code else answers[-1]
 
 
 def output_of(command: Sequence[str], limit_s: float) -> tuple[int, str]:
@@ -192,20 +209,37 @@ def output_of(command: Sequence[str], limit_s: float) -> tuple[int, str]:
         os.killpg(process.pid, 9)
         output, _ = process.communicate()
         last = " / ".join(output.strip().splitlines()[-2:])
-        raise TimeoutError(f"stopped after {limit_s:.0f} s; it said last: {last}") from None
+        raise StoppedError(f"stopped after {limit_s:.0f} s; it said last: {last}", output) from None
     return process.returncode, output
 
 
 def run_tests(limit_s: float) -> Results:
-    """The tests of `tests/gpu`."""
-    code, output = output_of([sys.executable, "-m", "pytest", "tests/gpu", "-rA", "--timeout", "120"], limit_s)
-    lines = output.splitlines()
-    kinds = {"passed": "PASSED ", "failed": "FAILED ", "errors": "ERROR ", "skipped": "SKIPPED "}
-    counts = {kind: sum(line.startswith(start) for line in lines) for kind, start in kinds.items()}
-    failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    if not any(counts.values()):
-        raise RuntimeError(f"exit code {code}: " + " / ".join(lines[-3:]))
-    return {**counts, "failures": failures}
+    """The tests of `tests/gpu`, those of kernels and of the engine first; what they print is kept next to the runs."""
+    files = sorted((ROOT / "tests/gpu").glob("test_*.py"), key=lambda file: (file.name != "test_paged.py", file.name))
+    command = [sys.executable, "-m", "pytest", *map(str, files), "-vv", "-rs", "--timeout", "120"]
+    try:
+        code, output = output_of(command, limit_s)
+        problem = f"exit code {code}: " + " / ".join(output.splitlines()[-3:])
+    except StoppedError as stopped:
+        code, output, problem = -1, stopped.output, str(stopped)
+    LOG.parent.mkdir(exist_ok=True)
+    LOG.write_text(output, encoding="utf-8")
+    found = test_results(output)
+    if not any(found[kind] for kind in OUTCOMES.values()):
+        raise RuntimeError(problem)
+    return found if code in {0, 1} else found | {"problem": problem}
+
+
+OUTCOMES = {"PASSED": "passed", "FAILED": "failed", "ERROR": "errors", "SKIPPED": "skipped"}
+"""Names of outcomes of tests, as pytest prints them and in the results."""
+
+
+def test_results(output: str) -> Results:
+    """Numbers of tests by outcome, and failed ones with their reasons, in what pytest prints as it runs."""
+    found = re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", output, re.MULTILINE)
+    counts = Counter(outcome for _, outcome in found)
+    failures = dict.fromkeys(line for line in output.splitlines() if line.startswith("FAILS "))
+    return {name: counts[outcome] for outcome, name in OUTCOMES.items()} | {"failures": [*failures]}
 
 
 def run_quickstart(device: str, limit_s: float) -> Results:
@@ -287,6 +321,7 @@ def rows(results: Results) -> list[tuple[str, str]]:
         quickstart = good["quickstart"]
         accuracy = " → ".join(f"{value:.1%}" for value in quickstart["accuracy"]) or "not evaluated"
         lines.append(("quickstart", f"{sum(quickstart['seconds'].values()):.0f} s, accuracy {accuracy}"))
+    lines += [(f"{name} is not complete", part["problem"]) for name, part in good.items() if "problem" in part]
     return lines + [(f"{name} failed", part["error"]) for name, part in parts.items() if "error" in part]
 
 

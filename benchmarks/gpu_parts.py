@@ -38,6 +38,7 @@ from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_l
 from leaderless.models.compiled_layers import compile_layers
 from leaderless.models.scoring import score_tokens
 from leaderless.planner import Layout
+from leaderless.planner.cache_pool import pool_tokens
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Memory, Room
 from leaderless.rollout import vllm
@@ -52,6 +53,7 @@ from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.paged_plan import Arrangement
 from leaderless.rollout.paged_staging import Staging
 from leaderless.rollout.pages import PAGE_TOKENS, Pages
+from leaderless.rollout.recording import record
 from leaderless.rollout.serving import Colocated
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.weights.blocks import Pool, everything, shard_rows
@@ -65,8 +67,10 @@ from made import Size
 MARK = "MEASURED "
 """Prefix of the result of a part, to tell it from other output."""
 SIBLINGS = 8
-DECODED_TOKENS = 200
-"""Most tokens of responses of which some steps are looked at, ten times as many as these steps."""
+DECODING_STEPS = 20
+"""Steps of decoding that are counted, after as many that warm up."""
+DECODED_TOKENS = 10 * DECODING_STEPS
+"""Most tokens of a response whose steps are counted: none ends meanwhile."""
 KEEPER = """
 import torch
 from apart import server
@@ -166,6 +170,17 @@ class Machine:
         self.synchronize()
         return time.perf_counter() - begin
 
+    def recorded(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Work that a GPU does without the host, which would take longer to start it than the GPU to do it."""
+        if self.device.type == "cpu":
+            return work
+        work()  # compilers work
+        return record(work, []).replay
+
+    def say(self, result: Result) -> None:
+        """Print what is known of the result of a part: it counts if the part is stopped before its end."""
+        print(MARK + json.dumps(result | {"preset": asdict(self.preset)}), flush=True)
+
     @contextmanager
     def model_folder(self, key_bias: float = 0.0) -> Iterator[str]:
         """A Qwen2 with random weights."""
@@ -229,8 +244,9 @@ class Machine:
         sequences, preset = self.preset.prompts * SIBLINGS, self.preset
         if way == "pages":
             attend = paged_attention(model, self.dtype, self.device, ProcessGroup((0,), 0)) or attend_with_torch
-            longest = preset.prompt_tokens + max(preset.response_tokens, DECODED_TOKENS)
-            options = PagedOptions(attend, sequences * (longest + PAGE_TOKENS), longest, keeps_memory=True)
+            own = max(preset.response_tokens, DECODED_TOKENS)
+            tokens = pool_tokens(sequences, own, preset.prompts, preset.prompt_tokens, None)
+            options = PagedOptions(attend, tokens, preset.prompt_tokens + own, keeps_memory=True)
             return PagedEngine(model, None, frozenset(), sequences, self.device, options)  # type: ignore[arg-type]
         engine = NativeEngine(model, None, frozenset(), sequences, self.device)  # type: ignore[arg-type]
         if way == "no graphs":
@@ -320,20 +336,24 @@ def generation(machine: Machine) -> Result:
             name: partial(generate, engine, requests, params) for name, engine in engines.items()
         }
         ways["transformers.generate"] = partial(whole_batch, machine, folder, requests)
-        seconds = {}
-        for name, way in ways.items():
-            begin = time.perf_counter()
-            way()  # compilers work in the first one
-            machine.synchronize()
-            first = time.perf_counter() - begin
-            seconds[name] = {"first": first, "then": machine.seconds(way, 1) if first < 60 else first}
+        first, then = dict[str, float](), dict[str, float]()
         bound = seconds_at_best(machine, num_weights(model), reached)
-    return {
-        "tokens": tokens,
-        "bound_tokens_per_s": tokens / bound,
-        "tokens_per_s": {name: tokens / spent["then"] for name, spent in seconds.items()},
-        "first_s": {name: spent["first"] for name, spent in seconds.items()},
-    }
+        result: Result = {
+            "tokens": tokens,
+            "bound_tokens_per_s": tokens / bound,
+            "tokens_per_s": then,
+            "first_s": first,
+        }
+        for name, way in ways.items():
+            spent = []
+            for _ in range(2):  # compilers work in the first one
+                begin = time.perf_counter()
+                way()
+                machine.synchronize()
+                spent.append(time.perf_counter() - begin)
+            first[name], then[name] = spent[0], tokens / spent[1]
+            machine.say(result)
+    return result
 
 
 def seconds_at_best(machine: Machine, weights: int, reached: Mapping[str, object]) -> float:
@@ -369,7 +389,7 @@ def decoding(machine: Machine) -> Result:
     """Twenty steps of decoding under the profiler, with pages, with slots, and without graphs."""
     from torch._dynamo.utils import counters
 
-    steps, results = DECODED_TOKENS // 10, {}
+    steps, results = DECODING_STEPS, {}
     is_cuda = machine.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * is_cuda
     with machine.model_folder() as folder:
@@ -398,6 +418,7 @@ def decoding(machine: Machine) -> Result:
                 "copies_to_device_per_step": sum(e.count for e in events if "HtoD" in e.key) / steps,
                 "waits_per_step": sum(e.count for e in events if e.key in WAITS) / steps,
             }
+            machine.say({"steps": results})
     return {"steps": results, "graph_breaks": sum(counters["graph_break"].values()), **dict(counters["stats"])}
 
 
@@ -426,9 +447,12 @@ def attention(machine: Machine) -> Result:
         from leaderless.rollout.paged_kernels import attend_with_kernels
 
         attend = attend_with_kernels
-    seconds = machine.seconds(
-        lambda: [attend(query, key, value, (cached[0], cached[1]), plan, width**-0.5) for _ in range(20)]
-    )
+
+    def work() -> None:
+        for _ in range(20):
+            attend(query, key, value, (cached[0], cached[1]), plan, width**-0.5)
+
+    seconds = machine.seconds(machine.recorded(work))
     num_bytes = 2 * preset.key_heads * width * machine.dtype.itemsize
     num_bytes *= preset.prompts * preset.prompt_tokens + rows * (own + 1)
     return {"seconds": seconds / 20, "bytes": num_bytes, "bytes_per_s": 20 * num_bytes / seconds}
@@ -490,28 +514,27 @@ def training(machine: Machine) -> Result:
         trainer.discard_gradient()
         scoring = machine.seconds(lambda: trainer.log_probs(batch))
         peak = torch.cuda.max_memory_allocated() if machine.device.type == "cuda" else 0
-        weights = num_weights(trainer.model)
         planned = planned_memory(machine, folder)
-        compiled = None
+        small, head = (head_seconds(machine, num_scored, most) for most in (MAX_LOGITS, LARGE_MAX_LOGITS))
+        result: Result = {
+            "tokens": num_tokens,
+            "step_s": step,
+            "forward_backward_s": backward,
+            "compiled_forward_backward_s": None,
+            "log_probs_s": scoring,
+            "head_s": head,
+            "head_in_small_chunks_s": small,
+            "model_flops": training_flops(preset, num_weights(trainer.model), num_tokens, num_scored),
+            "peak_bytes": peak,
+            "planned_bytes": None if planned is None else planned.totals["policy trains"],
+            "planned": None if planned is None else planned.to_json(),
+        }
+        machine.say(result)
         if machine.device.type == "cuda":
             compile_layers(trainer.model)
-            compiled = machine.seconds(add_gradients)
+            result["compiled_forward_backward_s"] = machine.seconds(add_gradients)
             trainer.discard_gradient()
-    small, head = (head_seconds(machine, num_scored, most) for most in (MAX_LOGITS, LARGE_MAX_LOGITS))
-    flops = training_flops(preset, weights, num_tokens, num_scored)
-    return {
-        "tokens": num_tokens,
-        "step_s": step,
-        "forward_backward_s": backward,
-        "compiled_forward_backward_s": compiled,
-        "log_probs_s": scoring,
-        "head_s": head,
-        "head_in_small_chunks_s": small,
-        "model_flops": flops,
-        "peak_bytes": peak,
-        "planned_bytes": None if planned is None else planned.totals["policy trains"],
-        "planned": None if planned is None else planned.to_json(),
-    }
+    return result
 
 
 def training_flops(preset: Preset, weights: int, num_tokens: int, num_scored: int) -> float:
