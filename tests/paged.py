@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from leaderless.planner.cache_pool import bucket_of
 from leaderless.rollout.kv_cache import Segment
 from leaderless.rollout.paged_attention import PagedAttend, attend_with_torch
 from leaderless.rollout.paged_plan import (
@@ -22,7 +23,6 @@ from leaderless.rollout.paged_plan import (
     PagedPlan,
     Results,
     WorkItems,
-    bucket_of,
     fields_of,
     num_bytes,
 )

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
+from leaderless.models import compiled_layers
 from leaderless.models.attention import ATTENTION_NAME, PackedAttention
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.support import check_supported
@@ -250,6 +251,16 @@ def test_a_compiler_that_fails_is_said_and_decoding_goes_on(monkeypatch: pytest.
     engine._pass = LeanForward(engine.model, enable_compile=True)
     with pytest.warns(RuntimeWarning, match="torch.compile failed: no compiler"):
         assert_same(sample(engine), expected)
+
+
+def test_engines_of_several_models_may_all_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model = tiny_engine().model
+    LeanForward(model, enable_compile=False)
+    assert torch._dynamo.config.recompile_limit == 8
+    LeanForward(model, enable_compile=True)
+    assert torch._dynamo.config.recompile_limit == compiled_layers.MAX_VARIANTS
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

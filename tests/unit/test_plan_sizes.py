@@ -483,8 +483,8 @@ def test_chunks_of_logits_are_large_where_accelerators_have_room(tmp_path):
 
 def test_the_constants_are_those_of_the_code_that_they_describe():
     scoring = pytest.importorskip("leaderless.models.scoring")
-    cache, pages, paged_plan, native = (
-        pytest.importorskip(f"leaderless.rollout.{name}") for name in ("kv_cache", "pages", "paged_plan", "native")
+    cache, pages, native = (
+        pytest.importorskip(f"leaderless.rollout.{name}") for name in ("kv_cache", "pages", "native")
     )
     assert (scoring.CHUNK_ELEMENTS, scoring.CPU_CHUNK_ELEMENTS) == (MAX_LOGITS, memory.CPU_MAX_LOGITS)
     weights = pytest.importorskip("leaderless.weights.route")
@@ -494,9 +494,6 @@ def test_the_constants_are_those_of_the_code_that_they_describe():
     )
     assert (native.COARSE.rows, native.PREFILL_TOKENS) == (engine_memory.ROWS, engine_memory.PREFILL_TOKENS)
     assert pages.PAGE_TOKENS == cache_pool.PAGE_TOKENS
-    assert paged_plan.SPARE_ITEMS == cache_pool.SPARE_ITEMS
-    for rows in (1, 16, 24, 25, 33, 48, 256, 300):
-        assert paged_plan.bucket_of(rows) == cache_pool.bucket_of(rows)
     assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
     messages = pytest.importorskip("leaderless.rollout.apart.messages")
     assert 2 * 8 * messages.DEVICE_CHECKSUM_WORDS == memory.CHECKSUM_BYTES, "factors and products of eight bytes"

@@ -45,12 +45,17 @@ def compile_layers(model: Decoder) -> None:
     Attention stays as it is: each layer becomes a graph before it and one after it, which all layers share. Layers that
     compute their activations again do so with the same kernels.
     """
-    from torch._dynamo import config as dynamo
-
     keep_attention_apart()
-    dynamo.recompile_limit = max(MAX_VARIANTS, dynamo.recompile_limit)
+    allow_variants()
     for layer in _layers(model):
         replace_forward(layer, partial(torch.compile, dynamic=True, backend=BACKEND))
+
+
+def allow_variants() -> None:
+    """Let functions that several models share have kernels for each of them."""
+    from torch._dynamo import config as dynamo
+
+    dynamo.recompile_limit = max(MAX_VARIANTS, dynamo.recompile_limit)
 
 
 def compiler_failure(device: torch.device, dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ FLOAT32_BYTES = 4
 PAGE_TOKENS = 64
 """Tokens of a page: `leaderless.rollout.pages` has the same."""
 SPARE_ITEMS = 256
-"""Items of work that long sequences add to a decoding step: `leaderless.rollout.paged_plan` has the same."""
+"""Most items of work that lengths add to the number of rows; with them a device has work for all its processors."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,11 @@ def pool_tokens(num_sequences: int, own: int, num_prompts: int, prompt: int, mos
 
 
 def bucket_of(num_rows: int) -> int:
-    """Rows to which a pass of some rows is rounded up: `leaderless.rollout.paged_plan` has the same."""
-    power = 1 << max(0, num_rows - 1).bit_length()
+    """Round a number of rows up to a power of two, or from 16 on also to one and a half times such a power.
+
+    It is at least two: for a single row, when the last response is left, `torch.compile` would make other kernels.
+    """
+    power = 1 << max(1, (num_rows - 1).bit_length())
     return 3 * power // 4 if power >= 32 and num_rows <= 3 * power // 4 else power
 
 

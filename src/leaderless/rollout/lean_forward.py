@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from leaderless.data.errors import is_out_of_memory
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
+from leaderless.models.compiled_layers import allow_variants
 from leaderless.models.lora import LoraLinear
 from leaderless.models.products import linear_for_few
 
@@ -66,6 +67,8 @@ class LeanForward:
     def __init__(self, model: CausalLM, enable_compile: bool) -> None:
         self._model = model
         self._project, self._finish = (_compiled(project), _compiled(finish)) if enable_compile else (project, finish)
+        if enable_compile:
+            allow_variants()
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor, *, images: Seen | None = None

@@ -19,11 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from leaderless.planner.cache_pool import SPARE_ITEMS
 from leaderless.rollout.kv_cache import Segment
 from leaderless.rollout.pages import Pages
 
-SPARE_ITEMS = 256
-"""Most items that lengths add to the number of rows; with them a device has work for all of its processors."""
 LEAST_ITEM_TOKENS = 256
 """Tokens below which it is not worth it to cut a sequence."""
 TILE_ROWS = 8
@@ -34,12 +33,6 @@ ALIGNMENT = 16
 """Divisor of the place of each kind of numbers, in bytes."""
 
 Ints = npt.NDArray[np.int64]
-
-
-def bucket_of(num_rows: int) -> int:
-    """Round a number of rows up to a power of two, or from 16 on also to one and a half times such a power."""
-    power = 1 << max(0, num_rows - 1).bit_length()
-    return 3 * power // 4 if power >= 32 and num_rows <= 3 * power // 4 else power
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leaderless.planner.cache_pool import bucket_of
 from leaderless.rollout.paged_plan import (
     TILE_ROWS,
     Arrangement,
@@ -13,7 +14,6 @@ from leaderless.rollout.paged_plan import (
     PagedPlan,
     Results,
     WorkItems,
-    bucket_of,
     fields_of,
     num_bytes,
 )
