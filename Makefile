@@ -82,9 +82,11 @@ test-loggers: .venv-loggers/.installed
 test-kernels: .venv-kernels/.installed
 	.venv-kernels/bin/python -m pytest tests/unit/test_paged_engine.py -k kernels --thorough
 
+# A torch for CUDA wants an older Triton, whose interpreter does not work with the newest NumPy: this one comes after it.
 .venv-kernels/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-kernels
-	.venv-kernels/bin/python -m pip install --quiet --editable .[test] 'triton==3.9.*'
+	.venv-kernels/bin/python -m pip install --quiet --editable .[test]
+	.venv-kernels/bin/python -m pip install --quiet --no-deps 'triton==3.9.*'
 	touch $@
 
 # On a machine with a CUDA GPU: its tests, then measurements, in eight minutes, with the Python and the torch that are there
