@@ -35,6 +35,7 @@ from leaderless.workflow import resolve_workflow
 GRPO = resolve_workflow("grpo")
 TAIL = [10] * 56 + [200] * 8
 """Lengths of eight groups of eight: the responses to one prompt are long."""
+JUDGED = {"models": {"policy": "/no/such/model", "judge": "/no/such/judge"}, "reward": {"judge": {"role": "judge"}}}
 
 
 def auto_recipe(max_lag: int = 0, **sections: object):
@@ -260,8 +261,7 @@ def test_a_step_is_predicted_for_layouts_that_are_written_too():
 
 
 def test_a_judge_that_is_a_model_takes_the_seconds_that_were_measured():
-    models = {"policy": "/no/such/model", "judge": "/no/such/judge"}
-    recipe = auto_recipe(models=models, reward={"judge": {"role": "judge"}})
+    recipe = auto_recipe(**JUDGED)
     laws = {name: make_profile(recipe, StageSeconds(row_s=0.01), StageSeconds()).stages for name in ("quick", "slow")}
     laws["slow"] = {**laws["slow"], "reward": StageSeconds(row_s=0.1)}
     quick, slow = (
@@ -270,6 +270,47 @@ def test_a_judge_that_is_a_model_takes_the_seconds_that_were_measured():
     )
     gained = slow.best.predicted.seconds - quick.best.predicted.seconds
     assert gained == pytest.approx(16 * 8 * 0.1 / 2), "both ranks judge half of the responses"
+
+
+APART = {name: {"ranks": "2-3" if name == "reward" else "0-1"} for name in ("rollout", "reward", "advantage", "policy")}
+
+
+def choose_with_judge(law: StageSeconds, **placement: object):
+    recipe = auto_recipe(placement=placement, **JUDGED)
+    profile = make_profile(recipe, StageSeconds(row_s=0.01), StageSeconds(row_s=0.01))
+    stages = {**profile.stages, "reward": law}
+    return choose_layout(recipe, GRPO, Cluster(4), profile.model_copy(update={"stages": stages}))
+
+
+def test_a_judge_gets_ranks_of_its_own_where_that_is_faster():
+    # Where responses were sampled, one rank has most of the tokens to judge; other ranks get even shares.
+    choice = choose_with_judge(StageSeconds(token_s=0.002), max_windows=4)
+    pools = choice.best.candidate.pools
+    assert choice.best.recipe.layout["reward"].ranks == "1-3"
+    assert [name for name, pool in pools.items() if pool == pools["reward"]] == ["reward"]
+    assert choice.best.plan["reward"].node.judges
+    assert choice.best.predicted.seconds < 0.95 * choice.others[0].predicted.seconds
+
+
+def test_a_judge_stays_on_all_ranks_where_these_divide_its_work_evenly():
+    choice = choose_with_judge(StageSeconds(row_s=0.01), max_windows=4)
+    assert choice.best.recipe.layout == {}
+    apart = predict_step(
+        choice.best.recipe.model_copy(update={"layout": make_recipe(layout=APART).layout}),
+        plan_of("grpo", 4, layout=APART, batch={"prompts_per_step": 16, "responses_per_prompt": 8}, **JUDGED),
+        choice.profile,
+    )
+    assert apart.seconds > 1.5 * choice.best.predicted.seconds
+
+
+def test_generation_may_be_ahead_with_a_judge_next_to_it_and_continuous_with_one_behind_it():
+    plan = plan_of("grpo", 4, batch={"prompts_per_step": 16, "responses_per_prompt": 8}, **JUDGED)
+    lagging = [one for one in candidates_of(plan, Allowed(max_lag=1)) if one.lag]
+    assert {one.pools["reward"] == one.pools["rollout"] for one in lagging} == {True, False}
+    choice = choose_with_judge(StageSeconds(token_s=0.002), continuous=True, max_staleness=4)
+    assert choice.best.candidate.cache
+    assert choice.best.recipe.layout["rollout"].ranks == "0"
+    assert choice.best.recipe.layout["reward"].ranks == "1-3"
 
 
 def test_the_pace_of_two_loops_is_that_of_the_slower_one_unless_they_wait_for_each_other():

@@ -119,7 +119,8 @@ def units_of(plan: Plan, alone: Collection[str] = ()) -> list[list[str]]:
     """Nodes in groups that always share ranks, in order; the first of each generates, trains or scores.
 
     What needs whole groups, as advantages do, goes with the training that follows; rewards go with what generates.
-    Nodes without a model that are named by `alone` may have ranks of their own.
+    Nodes without a model that are named by `alone` may have ranks of their own, and so may rewards of judges that are
+    models of the run.
     """
     units: dict[str, list[str]] = {}
     trained = {role for node in plan.nodes for role, use in node.uses if use == "train"}
@@ -130,11 +131,11 @@ def units_of(plan: Plan, alone: Collection[str] = ()) -> list[list[str]]:
         elif use in {"score", "train"}:
             role = node.node.role or node.name
             units.setdefault(f"{'train' if role in trained else 'score'} {role}", []).append(node.name)
-        elif node.name in alone:
+        elif node.name in alone or node.node.judges:
             units[f"alone {node.name}"] = [node.name]
     first_trained = next((name for name in units if name.startswith("train")), None)
     for node in placeable(plan):
-        is_free = node.spec.role_use == "none" and node.name not in alone
+        is_free = node.spec.role_use == "none" and node.name not in alone and not node.node.judges
         if is_free and first_trained and not node.spec.streams:
             units[first_trained].append(node.name)
     found = list(units.values())
@@ -153,6 +154,7 @@ def candidates_of(plan: Plan, allowed: Allowed) -> Iterator[Candidate]:
     alone = allowed.alone
     units = [unit for unit in units_of(plan, alone) if unit]
     generating = {node.name for node in plan.nodes if node.spec.role_use == "generate"}
+    judging = {node.name for node in plan.nodes if node.node.judges}
     streaming = {node.name for node in plan.nodes if node.spec.streams}
     for parts in _partitions(list(range(len(units)))):
         for sizes in _sizes(plan.world_size, len(parts)):
@@ -161,7 +163,7 @@ def candidates_of(plan: Plan, allowed: Allowed) -> Iterator[Candidate]:
             windows = _doublings(allowed.max_windows) if num_streaming > 1 else [1]
             yield from (Candidate(pools, windows=number) for number in windows)
             ahead = [part for part in parts if any(units[unit][0] in generating for unit in part)]
-            if len(ahead) == 1 and all(units[unit][0] in generating for unit in ahead[0]):
+            if len(ahead) == 1 and all(units[unit][0] in generating | judging for unit in ahead[0]):
                 yield from _ahead(pools, units[ahead[0][0]][0], allowed)
     # What generates, or all that has a model, uses all ranks, and the others share them out.
     for shared in ([unit for unit in units if unit[0] not in generating], [unit for unit in units if unit[0] in alone]):
