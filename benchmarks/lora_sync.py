@@ -95,7 +95,9 @@ def work(rank: int, model: str, repeats: int, results: Path) -> None:
     pools = [Pool(layout, everything) for layout in layouts]
     routes, held = dict[str, Route](), dict[str, HeldWeights]()
     for way, shapes in ways(model):
-        routes[way] = Route("policy", shapes, pools[0], pools[1], torch.bfloat16, rank, is_gathered=True)
+        routes[way] = Route(
+            "weights of role 'policy'", shapes, pools[0], pools[1], torch.bfloat16, rank, is_gathered=True
+        )
         if rank == 0:
             weights = (LocalWeight.of(name, torch.ones(shape)) for name, shape in shapes.items())
             held[way] = HeldWeights.of(weights, 1)

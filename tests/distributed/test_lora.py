@@ -75,7 +75,7 @@ def train(path: str, sizes: dict[str, int], changes: Mapping[str, object], num_u
     held = held_by(engine, is_merged=True)
     placement = tensor_rows if engine.line is None else engine.line.stages.placement()
     pools = Pool(layout, placement), Pool(layout, everything)
-    route = Route("policy", held.shapes, *pools, torch.float32, transport.rank, is_gathered=True)
+    route = Route("weights of role 'policy'", held.shapes, *pools, torch.float32, transport.rank, is_gathered=True)
     merged = receive_weights(route, transport.world, transport.world, held)
     return numbers | weights | {f"merged.{name}": value.clone() for name, value in merged}
 

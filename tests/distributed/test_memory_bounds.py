@@ -141,7 +141,9 @@ def bring_weights(model: str, how: str) -> Peak:
     held = HeldWeights.of(engine.local_weights(), 0)
     holders, takers = (Layout((rank,), 1) for rank in (0, 1))
     pools = Pool(holders, even_rows), Pool(takers, even_rows if how == "blocks" else everything)
-    route = Route("policy", held.shapes, *pools, torch.float32, transport.rank, is_gathered=how != "blocks")
+    route = Route(
+        "weights of role 'policy'", held.shapes, *pools, torch.float32, transport.rank, is_gathered=how != "blocks"
+    )
     serving = Fed(cast("RolloutEngine", Keeping()), route, transport.process_group((transport.rank,)))
     if how == "replaced" and transport.rank == 0:
         send_weights(route, held, transport.world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from typing import cast
@@ -15,14 +16,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.counts import counting_traffic
 from tests.distributed.ranks import RankPool
+from tests.distributed.test_mesh import setup_of
+from tests.engines import CopyDriver, make_external
+from tests.tiny import tiny_model
 from tests.unit.test_weight_route import columns, in_pairs
 from torch import Tensor
 
+from leaderless.data.activity import Activity
 from leaderless.data.transport import ProcessGroup, Round, Transport
 from leaderless.data.under_way import PendingGather
 from leaderless.planner import Layout
 from leaderless.rollout.engine import RolloutEngine
-from leaderless.rollout.serving import Fed
+from leaderless.rollout.serving import Colocated, Fed
+from leaderless.training.fsdp import make_engine
 from leaderless.weights import route as routes
 from leaderless.weights.blocks import (
     HeldWeights,
@@ -32,6 +38,7 @@ from leaderless.weights.blocks import (
     Shape,
     even_rows,
     everything,
+    shard_rows,
     whole_block,
 )
 from leaderless.weights.route import Route
@@ -84,7 +91,9 @@ def whole(index: int, shape: Shape) -> Tensor:
 
 def route_of(case: Case, rank: int) -> Route:
     shapes = {f"weight {index}": shape for index, shape in enumerate(case.shapes)}
-    return Route("policy", shapes, case.holders, case.takers, case.dtype, rank, is_gathered=case.is_gathered)
+    return Route(
+        "weights of role 'policy'", shapes, case.holders, case.takers, case.dtype, rank, is_gathered=case.is_gathered
+    )
 
 
 def held_by(case: Case, pool: Pool, rank: int, *, is_empty: bool = False) -> HeldWeights | None:
@@ -173,6 +182,29 @@ CASE = Case(
     torch.float32,
     1 << 25,
 )
+
+
+def waits_for_weights(model: str) -> set[str]:
+    """Weights that a rank waits for while it reads its own whole, and while its engine gets them."""
+    transport, names = Transport(torch.device("cpu"), timeout_s=60), set[str]()
+    layout, waiting = Layout((0, 1), 2), Activity.waiting
+
+    def record(activity: Activity, what: str) -> AbstractContextManager[None]:
+        names.add(what)
+        return waiting(activity, what)
+
+    trainer = make_engine(setup_of(transport, layout, model))
+    serving = Colocated(make_external(CopyDriver(model), model), trainer, Pool(layout, shard_rows), torch.float32)
+    with patch.object(Activity, "waiting", record):
+        assert [*trainer.full_weights()]
+        with serving.phase():
+            pass
+    return {name for name in names if "weights" in name}
+
+
+def test_weights_that_a_rank_waits_for_have_a_name_that_is_no_role(ranks: RankPool) -> None:
+    for names in ranks.run(2, waits_for_weights, tiny_model()):
+        assert names == {"whole weights", "the trainer's weights"}
 
 
 def bring_damaged(second_leg: bool) -> str:

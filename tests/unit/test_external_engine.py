@@ -320,7 +320,7 @@ def serve_fed(path: str, failing: tuple[str, int] | None) -> tuple[list[list[lis
     trainer = make_trainer(path, transport.process_group((transport.rank,)))
     change_weights(trainer)
     route = Route(
-        "policy",
+        "weights of role 'policy'",
         shapes_of(empty_causal_lm(ModelConfig(path=path), "policy")),
         Pool(layouts[0], even_rows),
         Pool(layouts[1], everything),
@@ -357,9 +357,11 @@ def test_an_engine_without_a_trainer_keeps_its_weights_for_a_restart(
 
 
 def test_an_engine_that_was_sent_no_weights_generates_nothing() -> None:
-    route = Route("policy", {}, *[Pool(Layout((0,), 1), everything)] * 2, torch.float32, 0, is_gathered=True)
+    route = Route(
+        "weights of role 'policy'", {}, *[Pool(Layout((0,), 1), everything)] * 2, torch.float32, 0, is_gathered=True
+    )
     serving = Fed(make_external(CopyDriver(tiny_model())), route, ALONE)
-    with pytest.raises(RuntimeError, match="rank 0: role 'policy' has been sent no weights yet"), serving.phase():
+    with pytest.raises(RuntimeError, match="rank 0: weights of role 'policy' have not been sent yet"), serving.phase():
         pass
 
 

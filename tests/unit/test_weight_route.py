@@ -177,7 +177,9 @@ def test_each_rank_finds_its_part_of_the_way_without_a_list_of_all(
     )
     with patch.object(routes, "BUCKET_BYTES", bucket_bytes):
         for rank in sorted({*holders.layout.ranks, *takers.layout.ranks}):
-            route = Route("policy", shapes, holders, takers, torch.float32, rank, is_gathered=is_gathered)
+            route = Route(
+                "weights of role 'policy'", shapes, holders, takers, torch.float32, rank, is_gathered=is_gathered
+            )
             assert route.legs == [listed_leg(route, bucket) for bucket in route.buckets]
     num_bytes = dict[str, int]()
     for name, shape in shapes.items():
@@ -227,7 +229,7 @@ def test_the_way_takes_no_more_work_among_a_thousand_ranks() -> None:
         layouts = (Layout(tuple(some), len(some)) for some in (ranks[:num_trainers], ranks[num_trainers:]))
         holders, takers = (Pool(layout, place) for layout, place in zip(layouts, (shard_rows, everything), strict=True))
         made = [
-            Route("policy", shapes, holders, takers, torch.bfloat16, rank, is_gathered=True)
+            Route("weights of role 'policy'", shapes, holders, takers, torch.bfloat16, rank, is_gathered=True)
             for rank in (0, num_trainers // 2, num_trainers)
         ]
         return [calls_of(lambda route=route: route.legs) for route in made]  # type: ignore[misc]
@@ -239,7 +241,9 @@ def test_the_way_takes_no_more_work_among_a_thousand_ranks() -> None:
 def test_each_server_receives_its_share_from_the_trainers_that_hold_it() -> None:
     shapes = {f"weight {index}": (4096, 4096) for index in range(20)}
     holders, takers = Pool(Layout(tuple(range(512)), 512), even_rows), Layout(tuple(range(512, 640)), 128)
-    route = Route("policy", shapes, holders, Pool(takers, everything), torch.bfloat16, 600, is_gathered=True)
+    route = Route(
+        "weights of role 'policy'", shapes, holders, Pool(takers, everything), torch.bfloat16, 600, is_gathered=True
+    )
     pieces = [piece for leg in route.legs for some in leg.received.values() for piece in some]
     assert len(pieces) == 20 * 4, "each server receives from four trainers"
     assert sum(piece.block.numel for piece in pieces) * 128 == 20 * 4096 * 4096

@@ -85,7 +85,7 @@ class Colocated:
         group = trainer.process_group
         shapes = held_by(trainer, is_merged=is_merged).shapes
         takers = Pool(pool.layout, everything)
-        self._route = Route("of the trainer", shapes, pool, takers, dtype, group.rank, is_gathered=True)
+        self._route = Route("the trainer's weights", shapes, pool, takers, dtype, group.rank, is_gathered=True)
         self._is_copied = len(self._route.local) < len(shapes) or dtype != torch.float32
         self._served_version = -1
         self._num_phases, self._expected_phases = 0, math.inf
@@ -268,7 +268,7 @@ class Fed:
     def phase(self) -> Iterator[RolloutEngine]:
         """See `Serving`. The engine stays awake, since nothing else needs its memory."""
         if self._version == NO_VERSION:
-            raise RuntimeError(f"rank {self._route.rank}: role '{self._route.role}' has been sent no weights yet")
+            raise RuntimeError(f"rank {self._route.rank}: {self._route.what} have not been sent yet")
         self.engine.wake(self._reload)
         with compared(self.engine, self._shard) as engine:
             yield engine

@@ -32,7 +32,7 @@ def move_state(
         return
     for dtype in known:
         parts = known[dtype]
-        route = Route(role, parts.shapes, *pools, dtype, process_group.rank)
+        route = Route(f"weights of role '{role}'", parts.shapes, *pools, dtype, process_group.rank)
         own = None if source is None else source[dtype]
         if target is None:
             assert own is not None, "a rank without any of this state takes no part"

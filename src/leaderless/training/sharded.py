@@ -274,7 +274,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         if self.line is not None:
             layout, placement = self.line.stages.layout, self.line.stages.placement()
         pools = Pool(layout, placement), Pool(layout, everything)
-        route = Route("trained", held.shapes, *pools, torch.float32, self._process_group.rank, is_gathered=True)
+        route = Route("whole weights", held.shapes, *pools, torch.float32, self._process_group.rank, is_gathered=True)
         yield from receive_weights(route, self._process_group, self._process_group, held)
 
     def local_weights(self) -> Iterator[LocalWeight]:

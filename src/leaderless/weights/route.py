@@ -71,7 +71,7 @@ class Route:
 
     def __init__(
         self,
-        role: str,
+        what: str,
         shapes: Mapping[str, Shape],
         holders: Pool,
         takers: Pool,
@@ -83,7 +83,7 @@ class Route:
         """Describe a way; what passes it is computed on first use.
 
         Args:
-            role: Role, for errors.
+            what: Name of the weights for errors and the live page, such as "weights of role 'policy'".
             shapes: Shapes of the whole weights, by name, in their order.
             holders: Ranks that have the weights.
             takers: Ranks that want them.
@@ -91,7 +91,7 @@ class Route:
             rank: This rank, which is a holder, a taker or both.
             is_gathered: Whether the takers, who want everything, gather it among themselves.
         """
-        self.role, self.shapes, self.holders, self.takers, self.dtype = role, shapes, holders, takers, dtype
+        self.what, self.shapes, self.holders, self.takers, self.dtype = what, shapes, holders, takers, dtype
         self.rank, self.is_gathered = rank, is_gathered
         self.receivers = Pool(takers.layout, even_rows) if self.is_gathered else takers
         """Ranks that receive weights from the holders, and the block that each receives."""

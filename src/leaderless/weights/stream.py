@@ -131,7 +131,7 @@ class _Delivery:
     def __init__(self, route: Route, held: HeldWeights | None, process_group: ProcessGroup) -> None:
         self.route, self.held = route, held
         self._group, self.device = process_group, process_group.payload_device
-        self.what = f"weights of role '{route.role}'"
+        self.what = route.what
         self.versions: set[int] = set()
         self.error = ""
         if held is not None:
@@ -143,7 +143,7 @@ class _Delivery:
             weight, expected = held.weights[name], route.holders.block(name, shape, route.rank)
             if weight.shape != shape or (weight.block != expected and expected.numel):
                 raise RuntimeError(
-                    f"rank {route.rank}: holds {weight.block} of '{name}' {weight.shape} of role '{route.role}', but "
+                    f"rank {route.rank}: holds {weight.block} of '{name}' {weight.shape}, of {route.what}, but "
                     f"others expect {expected} of {shape}: correct the placement of its back end"
                 )
 

@@ -378,7 +378,7 @@ class Roles:
             placement = _placement(recipe, some.shapes)
             pools = Pool(source_layout, placement), Pool(target_layout, placement)
             route = self._routes.setdefault(
-                action, Route(role, some.shapes, *pools, torch.float32, self._transport.rank)
+                action, Route(f"weights of role '{role}'", some.shapes, *pools, torch.float32, self._transport.rank)
             )
             if copy is not None and wanted is not None:
                 copy.state_loaded(fill_weights(route, wanted, process_group, held))
@@ -401,7 +401,9 @@ class Roles:
         assert config is not None, "checked by the planner"
         pools = (Pool(source, _placement(recipe, shapes)), Pool(target, everything))
         dtype = config.compute_dtype if recipe.body is None else "float32"
-        return Route(role, shapes, *pools, getattr(torch, dtype), self._transport.rank, is_gathered=True)
+        return Route(
+            f"weights of role '{role}'", shapes, *pools, getattr(torch, dtype), self._transport.rank, is_gathered=True
+        )
 
     def _held(self, action: SyncWeights, source: Trainable) -> HeldWeights:
         """What this rank sends."""

@@ -153,7 +153,7 @@ class MegatronEngine(BoundedPasses):
         """Each weight whole, gathered from the shards that have its parts."""
         group = self.process_group
         pools = self._pool, Pool(self._setup.layout, everything)
-        route = Route("trained", held.shapes, *pools, torch.float32, group.rank, is_gathered=True)
+        route = Route("whole weights", held.shapes, *pools, torch.float32, group.rank, is_gathered=True)
         yield from receive_weights(route, group, group, held)
 
     def local_weights(self) -> Iterator[LocalWeight]:
