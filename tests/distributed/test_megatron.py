@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import site
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +28,8 @@ from leaderless.config import Json
 from leaderless.data.batch import Batch
 from leaderless.data.transport import Transport
 from leaderless.planner import Layout
-from leaderless.rollout.child_server import EngineError
+from leaderless.rollout.apart.http import NUMBER
+from leaderless.rollout.child_server import ChildServer, EngineError
 from leaderless.training.engine import ApartSetup, EngineSetup, TrainEngine
 from leaderless.training.megatron.meeting import megatron_rank
 from leaderless.training.micro_batches import MicroBatch
@@ -179,7 +183,7 @@ def test_float32_weights_are_saved_of_a_model_that_computes_in_bfloat16(ranks: R
 def damaged(path: str, change: Json, problem: str) -> None:
     """Weights of which something is changed on their way."""
     engine = make_train_engine(MEGATRON, setup_of(Transport(torch.device("cpu"), timeout_s=60), Layout((0,), 1), path))
-    call = engine._server.call  # type: ignore[attr-defined]
+    call = engine._server.call_numbered  # type: ignore[attr-defined]
 
     def wrong(name: str, body: Json) -> Json:
         answer = call(name, body)
@@ -187,7 +191,7 @@ def damaged(path: str, change: Json, problem: str) -> None:
             (answer if "checksum" in change else answer["weights"][0]).update(change)  # type: ignore[operator]
         return answer
 
-    engine._server.call = wrong  # type: ignore[attr-defined]
+    engine._server.call_numbered = wrong  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match=problem):
         [*engine.full_weights()]
 
@@ -229,6 +233,23 @@ def environment(folder: Path, *paths: Path | str) -> str:
     return str(folder / "bin/python")
 
 
+@contextmanager
+def losing_answers(server: ChildServer) -> Iterator[None]:
+    """A server whose connection is lost before each answer has come, once."""
+    exchange, lost = server._exchange, set[str]()
+
+    def lose(path: str, text: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        answer = exchange(path, text, headers)
+        if headers[NUMBER] not in lost:
+            lost.add(headers[NUMBER])
+            raise ConnectionResetError(path)
+        return answer
+
+    with patch.object(server, "_exchange", lose):
+        yield
+    assert lost
+
+
 def train_apart(python: str, logs: str, path: str) -> None:
     """Real processes, which meet, train, and hand out what they have."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
@@ -236,9 +257,15 @@ def train_apart(python: str, logs: str, path: str) -> None:
     setup = replace(setup, apart=ApartSetup(python, 120.0, 60.0, Path(logs)))
     engine, same = make_train_engine("megatron", setup), make_train_engine(FSDP, setup)
     rows = rows_of(engine, setup.layout, transport.rank)
+    server = cast("ChildServer", engine._server)  # type: ignore[attr-defined]
     for one in (engine, same):
         add_gradients(one, rows, minus_log_probs)
-        one.optimizer_step()
+    kept = server._kept
+    assert kept is not None, "calls go over one connection"
+    same.optimizer_step()
+    with losing_answers(server):
+        engine.optimizer_step()
+    assert server._kept is not kept, "and over another one if it is lost, and then nothing is done twice"
     torch.testing.assert_close(engine.log_probs(rows).values, same.log_probs(rows).values, atol=1e-5, rtol=1e-5)
     parts: dict[str, LocalWeight] = {one.name: one for one in same.local_weights()}
     for weight in engine.local_weights():
@@ -246,7 +273,7 @@ def train_apart(python: str, logs: str, path: str) -> None:
         torch.testing.assert_close(weight.local, parts[weight.name].local, atol=1e-5, rtol=1e-4)
     for name, value in same.state().items():
         torch.testing.assert_close(local(engine.state()[name]), local(value), atol=1e-5, rtol=1e-4, msg=name)
-    server = engine._server  # type: ignore[attr-defined]
+    assert server._process is not None
     assert server._process.poll() is None
     del engine
     assert server._process is None, "the process ends with the engine"

@@ -24,7 +24,7 @@ class LocalServer:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
-    def call(self, path: str, body: Json) -> Json:
+    def call_numbered(self, path: str, body: Json) -> Json:
         answer = self._calls.answer(path.removeprefix("/"), json.loads(json.dumps(body)))
         return json.loads(json.dumps(answer))
 

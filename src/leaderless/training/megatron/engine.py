@@ -55,8 +55,8 @@ this process, including other versions of Megatron's."""
 class Server(Protocol):
     """Megatron's process, as the engine calls it."""
 
-    def call(self, path: str, body: Json) -> Json:
-        """Call a path, and return the answer.
+    def call_numbered(self, path: str, body: Json) -> Json:
+        """Call a path, and return the answer; what is asked for is done once, even if the call is sent again.
 
         Raises:
             EngineError: The process is gone, hangs, or answers with an error.
@@ -113,7 +113,7 @@ class MegatronEngine(BoundedPasses):
         return TokenOutputs(values[0], values[1].detach() if entropy == "value" else values[1])
 
     def _call(self, name: str, body: Json) -> Json:
-        return self._server.call(f"/{name}", body)
+        return self._server.call_numbered(f"/{name}", body)
 
     def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
         """See `Trainable`."""
