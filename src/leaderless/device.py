@@ -78,6 +78,27 @@ def _is_supported(kind: AcceleratorKind) -> bool:
         return False
 
 
+def unused_accelerators() -> str:
+    """Why accelerators of this machine are not used, and what to do; empty if there are none, or if they are hidden."""
+    import torch
+
+    for kind, pattern in DEVICE_FILES.items():
+        number = len(list(DEVICE_FOLDER.glob(pattern)))
+        if not number or os.environ.get(VISIBLE_DEVICES[kind], "0") in {"", "-1"}:
+            continue
+        if kind == "npu" and not _is_supported(kind):
+            return (
+                f"NPUs of this machine ({number}) are not used, since torch_npu is not installed: install the one for "
+                f"torch {torch.__version__}"
+            )
+        if kind == "cuda" and (not _is_supported(kind) or torch.version.cuda is None):
+            return (
+                f"CUDA devices of this machine ({number}) are not used, since torch {torch.__version__} is built for "
+                "the CPU: install a build for CUDA (see pytorch.org), or set CUDA_VISIBLE_DEVICES to nothing"
+            )
+    return ""
+
+
 def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
     """Choose and prepare this rank's device: CUDA, Ascend where `torch_npu` is installed, else the CPU.
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.unit.recipes import make_recipe, plan_of, write_model
 
+from leaderless import device
 from leaderless.config import RecipeError
 from leaderless.worker import accelerator
 from leaderless.worker.accelerator import check_accelerator, lacking_kernels, unfit_packages
@@ -58,6 +59,43 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
 def test_a_device_that_can_compute_is_accepted_without_a_word(check: Check) -> None:
     assert check() == []
     check_accelerator(make_recipe(), plan_of("grpo", 1), Place.alone(), torch.device("cpu"), pytest.fail)
+
+
+def test_a_run_says_why_the_cpu_computes_it_although_there_are_devices(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(device, "DEVICE_FOLDER", tmp_path)
+    monkeypatch.setattr(device, "version", lambda _: "2.13.0+cpu")
+    for variable in device.VISIBLE_DEVICES.values():
+        monkeypatch.delenv(variable, raising=False)
+    shown = list[str]()
+
+    def check(local_rank: int = 0) -> list[str]:
+        shown.clear()
+        place = Place(1, 2, local_rank, 2)
+        check_accelerator(make_recipe(), plan_of("grpo", 2), place, torch.device("cpu"), shown.append)
+        return shown
+
+    assert check() == []
+    for index in range(8):
+        (tmp_path / f"nvidia{index}").touch()
+    (warning,) = check()
+    assert warning.startswith("the CPU computes this run: CUDA devices of this machine (8) are not used, since ")
+    assert "is built for the CPU: install a build for CUDA" in warning
+    assert check(local_rank=1) == [], "the first rank of the machine has said it"
+    monkeypatch.setattr(device, "version", lambda _: "2.13.0a0+git1")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert check() == [warning], "a build from source"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert check() == []
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert check() == [], "the user wants it"
+    (tmp_path / "davinci0").touch()
+    (warning,) = check()
+    assert (
+        "NPUs of this machine (1) are not used, since torch_npu is not installed: install the one for torch " in warning
+    )
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 3), (12, 0), (12, 1)])

@@ -9,17 +9,21 @@ import socket
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from leaderless import device
 from leaderless.cli.main import app
+from leaderless.doctor import devices, machine
 from leaderless.doctor import folder as folder_checks
-from leaderless.doctor import machine
 from leaderless.doctor.finding import Finding, differences, merged, run_checks
 from leaderless.doctor.folder import folder_check
 from leaderless.doctor.together import Link, _judge
+from leaderless.worker import accelerator
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -79,12 +83,133 @@ def test_a_quota_below_the_cores_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp
     assert only([machine.check_cores], "cores").level == "ok"
 
 
-def test_accelerators_that_are_not_used_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(machine, "DEVICE_FOLDER", tmp_path)
-    monkeypatch.setattr(machine, "find_accelerator", lambda: None)
-    found = only([machine.check_devices], "devices")
-    assert (found.level, found.value) == ("warning", "the CPU; 1 accelerators are not used")
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """Two stand-ins for GPUs that can do everything, on a machine with a build of torch for CUDA."""
+    for index in range(2):
+        (tmp_path / f"nvidia{index}").touch()
+    for module in (device, devices):
+        monkeypatch.setattr(module, "DEVICE_FOLDER", tmp_path)
+    monkeypatch.setattr(device, "version", lambda _: "2.13.0")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv(devices.NO_PEERS, raising=False)
+    ones = torch.ones
+    fakes = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        set_device=lambda _: None,
+        get_device_name=lambda _: "Fast 1",
+        capabilities=[(9, 0), (9, 0)],
+        free=[79 << 30, 79 << 30],
+        wrong=[],
+        apart=[],
+    )
+    fakes.mem_get_info = lambda one: (fakes.free[one.index], 80 << 30)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: fakes)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda one: fakes.capabilities[one.index])
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90"])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair not in fakes.apart)
+    monkeypatch.setattr(torch, "ones", lambda *size, device: ones(*size) * (1 + (device.index in fakes.wrong)))
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda _: True)
+    monkeypatch.setattr(accelerator, "requires", lambda _: [])
+    return fakes
+
+
+def bad_findings() -> dict[str, Finding]:
+    """What is wrong with the devices of this machine, by name."""
+    found = [one for one in merged(run_checks("here", [machine.check_devices])) if one.level != "ok"]
+    assert len({one.name for one in found}) == len(found)
+    assert all(one.remedy for one in found)
+    return {one.name: one for one in found}
+
+
+def test_devices_that_can_compute_have_one_line_for_each_check(gpus: SimpleNamespace) -> None:
+    assert bad_findings() == {}
+    found = {one.name: one.value for one in merged(run_checks("here", [machine.check_devices]))}
+    assert found["devices"] == "2 cuda: Fast 1"
+    assert {"numbers", "device memory", "product of matrices", "backend", "device to device", "gloo"} <= found.keys()
+    gpus.device_count = lambda: 1
+    assert "device to device" not in {one.name for one in run_checks("here", [machine.check_devices])}
+
+
+def test_a_driver_that_is_too_old_is_an_error_with_a_remedy(
+    gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nhelp")
+
+    gpus.is_available, gpus.init = lambda: False, fail
+    (found,) = bad_findings().values()
+    assert (found.name, found.level) == ("devices", "error")
+    assert found.value.endswith(
+        "(CUDA 13.0) cannot use: The NVIDIA driver on your system is too old (found version 12040)."
+    )
+    assert found.remedy.startswith("install a build of torch for this driver, or set CUDA_VISIBLE_DEVICES to nothing")
+    assert "gloo" in {one.name for one in run_checks("here", [machine.check_devices])}
+
+
+def test_each_device_is_checked(gpus: SimpleNamespace) -> None:
+    gpus.capabilities[1] = (7, 5)
+    found = bad_findings()["numbers"]
+    assert (found.level, found.value) == ("warning", "no bfloat16 on cuda:1 (Fast 1)")
+    assert "compute_dtype: float32" in found.remedy
+    gpus.capabilities[1] = (7, 0)
+    found = bad_findings()["kernels"]
+    assert found.level == "error"
+    assert "no kernels for cuda:1 (Fast 1) of compute capability 7.0, only sm_75, sm_80, sm_90" in found.value
+    assert found.remedy.startswith("install a build of torch that has them")
+    gpus.capabilities[1] = (9, 0)
+    gpus.wrong.append(1)
+    found = bad_findings()["product of matrices"]
+    assert (found.level, found.value) == ("error", "2048 instead of 512 on cuda:1")
+
+
+def test_memory_of_a_device_that_something_else_uses_is_noticed(gpus: SimpleNamespace) -> None:
+    gpus.free[1] = 12 << 30
+    found = bad_findings()["device memory"]
+    assert (found.level, found.value) == ("warning", "12.0 of 80.0 GiB are free on cuda:1")
+    assert "nvidia-smi" in found.remedy
+
+
+def test_devices_that_do_not_reach_each_other_are_noticed(
+    gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus.apart = [(0, 1), (1, 0)]
+    found = bad_findings()["device to device"]
+    assert (found.level, found.value) == ("warning", "2 pairs cannot reach each other, such as cuda:0 and cuda:1")
+    gpus.apart = []
+    monkeypatch.setenv(devices.NO_PEERS, "0")
+    assert bad_findings() == {}
+    monkeypatch.setenv(devices.NO_PEERS, "1")
+    found = bad_findings()["device to device"]
+    assert found.value == "NCCL_P2P_DISABLE=1"
+    assert "unset NCCL_P2P_DISABLE" in found.remedy
+
+
+def test_a_kernel_package_for_another_torch_is_noticed(gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.0", "triton": "3.8.0"}
+    monkeypatch.setattr(accelerator, "requires", {"torch": ["triton==3.7.0"]}.get)
+    monkeypatch.setattr(accelerator, "version", versions.__getitem__)
+    monkeypatch.setitem(versions, "vllm", "0.33.0")
+    found = bad_findings()["kernels"]
+    assert (found.level, found.value) == (
+        "warning",
+        "torch 2.13.0 was built for triton==3.7.0, and 3.8.0 is installed",
+    )
+    assert found.remedy.startswith("install triton==3.7.0")
+
+
+def test_accelerators_that_are_not_used_are_noticed(gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.is_available = lambda: False
+    monkeypatch.setattr(device, "version", lambda _: "2.13.0+cpu")
+    (found,) = bad_findings().values()
+    assert found.value.startswith("the CPU; CUDA devices of this machine (2) are not used, since torch ")
+    assert found.remedy.startswith("install a build for CUDA")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (found,) = bad_findings().values()
+    assert (found.level, found.value) == ("warning", "the CPU; 2 accelerators are hidden")
+    assert found.remedy.startswith("unset CUDA_VISIBLE_DEVICES")
 
 
 @pytest.mark.parametrize(

@@ -474,13 +474,22 @@ def test_kernels_that_do_not_work_are_not_used(monkeypatch: pytest.MonkeyPatch, 
     model = tiny_lm()
     assert paged_attention(model, torch.float32, CPU, ALONE) is None, "nothing to say on a CPU"
     monkeypatch.setitem(sys.modules, "leaderless.rollout.paged_kernels", None)
-    with pytest.warns(UserWarning, match="attention over pages cannot be used: ModuleNotFoundError"):
+    with pytest.warns(UserWarning, match="cannot be used: ModuleNotFoundError.*; install the Triton of torch 2"):
         assert paged_attention(model, torch.float32, cuda, ALONE) is None
 
     class Kernels:
         attend_with_kernels = staticmethod(attend_with_torch)
 
+    def fail(*_: object) -> float:
+        raise RuntimeError(
+            "out of resource: shared memory, Required: 98816, Hardware limit: 65536. Reducing block sizes or "
+            "`num_stages` may help."
+        )
+
     monkeypatch.setitem(sys.modules, "leaderless.rollout.paged_kernels", Kernels)
+    monkeypatch.setattr(paged_check, "largest_error", fail)
+    with pytest.warns(UserWarning, match=r"Required: 98816, Hardware limit: 65536; install .*\(rollout.engine: vllm\)"):
+        assert paged_attention(model, torch.float32, cuda, ALONE) is None
     monkeypatch.setattr(paged_check, "largest_error", lambda *_: 0.0)
     assert paged_attention(model, torch.float32, cuda, ALONE) is attend_with_torch
 

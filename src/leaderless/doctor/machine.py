@@ -17,16 +17,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from leaderless.device import (
-    BACKENDS,
-    DEVICE_FILES,
-    DEVICE_FOLDER,
-    SHARED_MEMORY,
-    SMALL_SHARED_MEMORY,
-    AcceleratorKind,
-    find_accelerator,
-    setup_device,
-)
+from leaderless.device import SHARED_MEMORY, SMALL_SHARED_MEMORY, find_accelerator
+from leaderless.doctor.devices import check_devices
 from leaderless.doctor.finding import Findings
 
 if TYPE_CHECKING:
@@ -60,51 +52,6 @@ def _problem_of(requirement: Requirement) -> str:
         return f"{requirement.name} is missing"
     is_right = requirement.specifier.contains(found, prereleases=True)
     return "" if is_right else f"{requirement.name} is {found}, but must be {requirement.specifier}"
-
-
-def check_devices(findings: Findings) -> None:
-    """Whether torch can use the accelerators of this machine, and has what ranks exchange tensors by."""
-    import torch
-    import torch.distributed as dist
-
-    findings.ok("torch build", torch.__version__)
-    kind = find_accelerator()
-    if kind is None:
-        files = [file for pattern in DEVICE_FILES.values() for file in DEVICE_FOLDER.glob(pattern)]
-        value = f"the CPU; {len(files)} accelerators are not used" if files else "the CPU"
-        remedy = "install a build of torch for them, and set no CUDA_VISIBLE_DEVICES that hides them"
-        findings.warn_if(bool(files), "devices", value, remedy)
-    else:
-        _check_accelerator(kind, findings)
-    value = "there" if dist.is_gloo_available() else "missing"
-    findings.fail_if(not dist.is_gloo_available(), "gloo", value, "install a build of torch with gloo")
-
-
-def _check_accelerator(kind: AcceleratorKind, findings: Findings) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from leaderless.worker.accelerator import knows_bfloat16, lacking_kernels, name_of, unfit_packages
-
-    device = setup_device(0, 1).device
-    module = torch.get_device_module(device)
-    if problem := lacking_kernels(device):
-        problem, _, remedy = problem.partition(": ")
-        findings.fail_if(True, "devices", problem, remedy)
-        return
-    has_half = knows_bfloat16(device)
-    value = "bfloat16" if has_half else f"no bfloat16 on {name_of(device)}"
-    findings.warn_if(not has_half, "numbers", value, "set models.ROLE.compute_dtype: float32")
-    for unfit in unfit_packages(["torch_npu"] if kind == "npu" else ["torch", "vllm"]):
-        problem, _, remedy = unfit.partition(": ")
-        findings.warn_if(True, "kernels", problem, remedy)
-    product = (torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)).sum().item()
-    names = {module.get_device_name(index) for index in range(module.device_count())}
-    value = f"{module.device_count()} {kind}: {', '.join(sorted(names))}"
-    findings.fail_if(product != 512, "devices", value, "a product of matrices is wrong: replace the device")
-    backend = BACKENDS[kind]
-    is_missing = not dist.is_backend_available(backend)
-    findings.fail_if(is_missing, "backend", backend, f"install a build of torch with {backend}")
 
 
 def check_cores(findings: Findings) -> None:

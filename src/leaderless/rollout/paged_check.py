@@ -38,11 +38,17 @@ def paged_attention(
         if not error < TOLERANCES[dtype]:
             reason = f"its results are wrong by {error:.2g}"
     except Exception as failure:  # noqa: BLE001 - compilers and drivers fail in many ways
-        reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        reason = (
+            f"{type(failure).__name__}: {failure}".splitlines()[0].partition(" Reducing block sizes")[0].rstrip(".")
+        )
     if shard.size > 1 and bool(shard.max(torch.tensor([int(bool(reason))]), "which ranks can attend over pages")):
         reason = reason or "it does not work on another rank"
     if reason:
-        warnings.warn(f"decoding is slower, since attention over pages cannot be used: {reason}", stacklevel=2)
+        warnings.warn(
+            f"decoding is slower, since attention over pages cannot be used: {reason}; install the Triton of torch "
+            f"{torch.__version__}, or let vLLM generate (rollout.engine: vllm)",
+            stacklevel=2,
+        )
         return None
     return attend_with_kernels
 

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.device import SHARED_MEMORY, SMALL_SHARED_MEMORY
+from leaderless.device import SHARED_MEMORY, SMALL_SHARED_MEMORY, unused_accelerators
 from leaderless.planner import Plan, format_bytes
 from leaderless.worker.place import Place
 
@@ -23,13 +23,15 @@ ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 def check_accelerator(
     recipe: Recipe, plan: Plan, place: Place, device: torch.device, say: Callable[[str], None]
 ) -> None:
-    """Refuse an accelerator that cannot compute a plan, and warn of what may fail. Without one, there is nothing to do.
+    """Refuse an accelerator that cannot compute a plan, and warn of what may fail, and of devices that are not used.
 
     Raises:
         RecipeError: A model of this rank is to compute in bfloat16, which the device does not know.
         RuntimeError: This build of torch has no kernels for the device.
     """
     if device.type == "cpu":
+        if place.local_rank == 0 and (reason := unused_accelerators()):
+            say(f"the CPU computes this run: {reason}")
         return
     if problem := lacking_kernels(device):
         raise RuntimeError(f"rank {place.rank}: {problem}")
