@@ -58,6 +58,8 @@ AT_ONCE: dict[str, Callable[[ProcessGroup], object]] = {
     "swap_numbers": lambda group: group.swap_numbers(VALUES, "rows"),
 }
 LATER: dict[str, Callable[[ProcessGroup], Tensor]] = {
+    "sum": lambda group: group.sum(VALUES, "rows", most_ahead=MESSAGES_AHEAD),
+    "max": lambda group: group.max(VALUES, "rows", most_ahead=MESSAGES_AHEAD),
     "swap": lambda group: group.swap(VALUES, "rows"),
     "swap_uneven": lambda group: group.swap_uneven(VALUES, [1, 1], [1, 1], "rows"),
     "gather_even": lambda group: group.gather_even(VALUES, "rows"),

@@ -107,22 +107,22 @@ class ProcessGroup:
             with self._waiting("the first message of a process group"):
                 dist.all_reduce(torch.zeros(1, device=self.payload_device), group=self.handle)
 
-    def sum(self, values: Tensor, what: str) -> Tensor:
-        """The sum over all ranks, the same on each; values have the same shape on every rank."""
-        return self._all_reduce(values, dist.ReduceOp.SUM, what)
+    def sum(self, values: Tensor, what: str, *, most_ahead: int = 0) -> Tensor:
+        """The sum over all ranks, the same on each; of messages on an accelerator, some may still be under way."""
+        return self._all_reduce(values, dist.ReduceOp.SUM, what, most_ahead)
 
-    def max(self, values: Tensor, what: str) -> Tensor:
-        """The largest over all ranks, the same on each; values have the same shape on every rank."""
-        return self._all_reduce(values, dist.ReduceOp.MAX, what)
+    def max(self, values: Tensor, what: str, *, most_ahead: int = 0) -> Tensor:
+        """The largest over all ranks, the same on each; values have the same shape on every rank, as those of `sum`."""
+        return self._all_reduce(values, dist.ReduceOp.MAX, what, most_ahead)
 
-    def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+    def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType, what: str, most_ahead: int) -> Tensor:
         if is_in_blocks(self.size) and values.device.type == "cpu" and values.nbytes <= IN_BLOCKS_BYTES:
             return self._all_reduce_in_blocks(values, operation, what)
         result = values.clone()
         if self.size > 1:
             with self._waiting(what):
                 dist.all_reduce(result, operation, group=self.handle)
-            self.backlog.add(self, what, result.device, 0)
+            self.backlog.add(self, what, result.device, most_ahead)
         return result
 
     def _all_reduce_in_blocks(self, values: Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> Tensor:
@@ -172,9 +172,9 @@ class ProcessGroup:
         """[size, ...]: what every rank has for this one, from what this one has for every rank, in the same shape."""
         return self._swapped(values, what, MESSAGES_AHEAD)
 
-    def swap_numbers(self, values: Tensor, what: str) -> list[int]:
-        """Like `swap`, with a number for each rank, which the host waits for."""
-        return self._swapped(values, what, 0).tolist()
+    def swap_numbers(self, values: Tensor, what: str) -> list[list[int]]:
+        """Like `swap`, with a number for each rank, which the host waits for: those that come, and those that go."""
+        return torch.stack([self._swapped(values, what, 0), values]).tolist()
 
     def _swapped(self, values: Tensor, what: str, most: int) -> Tensor:
         received = torch.empty_like(values)

@@ -140,8 +140,9 @@ class _Experts:
         num_choices = top_k_index.shape[1]
         order = top_k_index.flatten().argsort(stable=True)
         experts = top_k_index.flatten()[order]
-        counts = torch.bincount(experts // self._num_own, minlength=self._peers.size)
-        received, sent = self._peers.swap_numbers(counts, ROUTED), counts.tolist()
+        # Counted without `bincount`, for whose size the host would wait; so it waits only once for all numbers.
+        ends = self._num_own * torch.arange(self._peers.size + 1, device=experts.device)
+        received, sent = self._peers.swap_numbers(torch.searchsorted(experts, ends).diff(), ROUTED)
         # A token's results, and its gradients, are added up over its choices, in float32 and in a fixed order; adding
         # them to their places one by one would round each time, and on accelerators in the order in which they come.
         copies = hidden_states.unsqueeze(1).expand(-1, num_choices, -1).flatten(0, 1)

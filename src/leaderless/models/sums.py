@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from leaderless.data.transport import ProcessGroup
+from leaderless.data.under_way import MESSAGES_AHEAD
 
 ADDENDS = "addends of ranks that divide a layer"
 
@@ -35,13 +36,13 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.sum(grad.contiguous(), ADDENDS), None
+        return ctx.peers.sum(grad.contiguous(), ADDENDS, most_ahead=MESSAGES_AHEAD), None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, values: Tensor, peers: ProcessGroup) -> Tensor:  # noqa: ARG004
-        return peers.sum(values.contiguous(), ADDENDS)
+        return peers.sum(values.contiguous(), ADDENDS, most_ahead=MESSAGES_AHEAD)
 
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004

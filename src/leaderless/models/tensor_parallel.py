@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
+from leaderless.data.under_way import MESSAGES_AHEAD
 from leaderless.models.decoder import Decoder
 from leaderless.models.experts import expert_modules
 from leaderless.models.lora import LoraLinear, is_adapter
@@ -88,7 +89,8 @@ class TensorParallel:
         """Sum the gradients of weights of which each rank has computed an addend; others stay as they are."""
         addends = [gradient for name, gradient in gradients if self._is_addend(name)]
         if addends:
-            total = self.peers.sum(torch.cat([gradient.flatten() for gradient in addends]), ADDENDS)
+            together = torch.cat([gradient.flatten() for gradient in addends])
+            total = self.peers.sum(together, ADDENDS, most_ahead=MESSAGES_AHEAD)
             for gradient, values in zip(addends, torch.split(total, [one.numel() for one in addends]), strict=True):
                 gradient.copy_(values.view_as(gradient))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from leaderless.data.transport import ProcessGroup
+from leaderless.data.under_way import MESSAGES_AHEAD
 
 SUMS = "sums over the words of all ranks"
 
@@ -50,12 +51,12 @@ class VocabularyPart:
         The latter are those of the targets, [n, 1] places and whether they are here. A probability is the exponential
         of a logit less the normalizer.
         """
-        largest = self.peers.max(logits.amax(dim=-1), SUMS)
+        largest = self.peers.max(logits.amax(dim=-1), SUMS, most_ahead=MESSAGES_AHEAD)
         powers = (logits - largest.unsqueeze(1)).exp_()
         own = (logits.gather(1, targets) * are_here).squeeze(1)
-        total, target = self.peers.sum(torch.stack([powers.sum(dim=-1), own]), SUMS)
+        total, target = self.peers.sum(torch.stack([powers.sum(dim=-1), own]), SUMS, most_ahead=MESSAGES_AHEAD)
         return powers.div_(total.unsqueeze(1)), largest + total.log(), target
 
     def mean(self, probabilities: Tensor, logits: Tensor) -> Tensor:
         """[n] the mean of logits over all words."""
-        return self.peers.sum(torch.linalg.vecdot(probabilities, logits), SUMS)
+        return self.peers.sum(torch.linalg.vecdot(probabilities, logits), SUMS, most_ahead=MESSAGES_AHEAD)
