@@ -89,9 +89,7 @@ def measure(ways: Sequence[str]) -> dict[str, dict[str, Counts]]:
     from tests import fake_accelerator as fake
 
     fake.tiny_model()
-    fake._setup_privateuseone_for_python_backend(fake.KIND)
-    torch._C._set_only_lift_cpu_tensors(True)
-    fake.DEVICE = torch.device(fake.KIND, 0)
+    fake.register()
     counting = Counting(fake.KIND)
     dispatch = fake.Accelerator.__torch_dispatch__
 

@@ -2,7 +2,8 @@
 
 Tensors of the device have shapes and types, but no values. Everything on the host is computed. So a tensor that was
 made on the host and forgotten there, or an operation across devices, fails as it would on a real accelerator. What is
-copied from the device to the host is zeros; copies and reads of single values are counted.
+copied from the device to the host is zeros; copies and reads of single values are counted. An operation whose result
+has a size that depends on values, such as `nonzero`, fails: the host would have to wait for it.
 
 Registering a device changes torch for good, so each pass has a process of its own.
 """
@@ -14,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import cast
 
 import torch
@@ -84,6 +86,9 @@ class Accelerator(TorchDispatchMode):
             if goes_there and source.device.type == "cpu":
                 self.num_sent += 1
                 self.num_waits += not (args[2] if len(args) > 2 else options.get("non_blocking"))
+        if name in {"index", "index_put", "index_put_"} and args[0].device.type == KIND:
+            here = [one for one in args[1] if one is not None and one.ndim and one.device.type == "cpu"]
+            self.num_sent, self.num_waits = self.num_sent + len(here), self.num_waits + len(here)
         with self._fake:
             result = func(*pytree.tree_map_only(Tensor, self._as_fake, args), **kwargs or {})
         return pytree.tree_map_only(Tensor, self._on_host, result)
@@ -296,18 +301,28 @@ def mistakes(accelerator: Accelerator) -> dict[str, int]:
 PASSES: dict[str, Callable[[Accelerator], dict[str, float]]] = {
     function.__name__: function for function in (train, values, losses, preferences, decode, refusals, mistakes)
 }
+OTHERS = {"updates": "tests.fake_updates"}
+"""Modules of further passes."""
 
 
 def main() -> None:
-    global DEVICE  # noqa: PLW0603
+    name = sys.argv[1]
+    passes = PASSES[name] if name in PASSES else getattr(import_module(OTHERS[name]), name)
     tiny_model()  # made on the host
-    _setup_privateuseone_for_python_backend(KIND)
-    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes tensors on the host, and moves them visibly
-    DEVICE = torch.device(KIND, 0)
+    register()
     with Accelerator() as accelerator, torch.autograd.set_multithreading_enabled(False):
-        counts = PASSES[sys.argv[1]](accelerator)
+        counts = passes(accelerator)
     print(json.dumps(counts))
 
 
+def register() -> None:
+    """Register the device, for good."""
+    global DEVICE  # noqa: PLW0603
+    _setup_privateuseone_for_python_backend(KIND)
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes tensors on the host, and moves them visibly
+    DEVICE = torch.device(KIND, 0)
+
+
 if __name__ == "__main__":
-    main()
+    # Other modules import it by its name, and want the same device.
+    import_module("tests.fake_accelerator").main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ RESULTS = Path(__file__).parents[2] / "docs/performance/decode_counts.json"
             },
         ),
         ("values", {"gradients": 28}),
-        # Of each pass one for its inputs and one for its loss; only sums of all losses are waited for.
-        ("losses", {"passes": 2, "copies": 5, "waits": 1}),
+        # Of each pass one for its inputs and one for its loss.
+        ("losses", {"passes": 2, "copies": 4, "waits": 0}),
         # One for its inputs, one to add up the scores of each response, and one for what is known of them.
         ("preferences", {"passes": 1, "copies": 3, "waits": 0, "reads": 0}),
         ("decode", {"tokens": 114, "copies to the host for each draw": 0.0}),  # besides `tolist` of what was drawn
@@ -44,6 +45,27 @@ def test_a_pass_leaves_nothing_on_the_host(name: str, counts: dict[str, int]) ->
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert json.loads(output) == counts
+
+
+SOME = ("adapters with dropout", "recorded experts", "images, qwen3_vl", "cp")
+"""Updates whose passes have the most kinds of inputs."""
+
+
+@pytest.mark.parametrize("names", [SOME, pytest.param((), marks=pytest.mark.thorough)], ids=["some", "all"])
+def test_a_pass_of_an_update_is_one_copy_to_the_device_for_which_nobody_waits(names: Sequence[str]) -> None:
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch cannot register a device in Python")
+    command = [sys.executable, "-m", "tests.fake_accelerator", "updates", *names]
+    process = Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    found = json.loads(output)
+    assert {*found} == {*names} or len(found) == 13
+    for name, counts in found.items():
+        is_scored = name.startswith("scores")
+        assert counts["copies in"] == 1 + is_scored, name
+        assert counts["waits"] == 0, name
+        assert counts["copies back"] == (0.5 if is_scored else 0), f"{name}: one for both passes"
 
 
 def test_a_step_over_pages_is_one_copy_in_one_pass_and_one_copy_back(tmp_path: Path) -> None:

@@ -77,9 +77,12 @@ class ContextParallel:
         """Attention of this rank's part of a pass over consecutive families, which fill all parts."""
         return UlyssesAttention(attention_over(families, device, compute_dtype), self.peers)
 
-    def gather(self, values: Tensor, places: Sequence[Tensor]) -> Tensor:
-        """Results for all selected tokens [R] from those of this rank's part, with a gradient for the latter."""
-        result: Tensor = _Gather.apply(values, self, places)  # type: ignore[no-untyped-call]
+    def gather(self, values: Tensor, places: Sequence[Tensor], order: Tensor) -> Tensor:
+        """Results for all selected tokens [R] from those of this rank's part, with a gradient for the latter.
+
+        `places` are those of each part, and `order` all of them, one part after the other, on the device of the values.
+        """
+        result: Tensor = _Gather.apply(values, self, [len(place) for place in places], order)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -142,11 +145,9 @@ class _Gather(torch.autograd.Function):
     """Gathers results of all ranks. A rank's own have a gradient: the others compute the same loss with theirs."""
 
     @staticmethod
-    def forward(ctx: _Context, values: Tensor, ranks: ContextParallel, places: Sequence[Tensor]) -> Tensor:
-        counts = [len(place) for place in places]
+    def forward(ctx: _Context, values: Tensor, ranks: ContextParallel, counts: Sequence[int], order: Tensor) -> Tensor:
         begin = sum(counts[: ranks.place])
         ctx.mine = slice(begin, begin + counts[ranks.place])
-        order = torch.cat([*places]).to(values.device)
         ctx.save_for_backward(order)
         padded = values.new_zeros(max(counts))
         padded[: len(values)] = values
@@ -156,6 +157,6 @@ class _Gather(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (order,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return grad[order[ctx.mine]], None, None
+        return grad[order[ctx.mine]], None, None, None

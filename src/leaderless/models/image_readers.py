@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from leaderless.config.models import ModelConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.hub import unreachable_hub
 from leaderless.data.images import ImageReader, PromptImage, decode_image
+from leaderless.models.patches import placed_patches
 from leaderless.models.support import check_family, image_tokens, sees_images
+from leaderless.models.uploads import placed
 
 KEPT_BYTES = 256 << 20
 """Pixels that a model keeps of the images that it has read last: those of a step are needed by several passes."""
@@ -38,17 +40,20 @@ class Pixels:
         grids: [images, 3] int64: frames, rows and columns of patches; [0] where all images have the same.
         places: [n] int64, tokens of the pass, or of a rank's part of it, that stand for parts of the images.
         read: [n] int64, the numbers of these parts among those of all images; None if they are all, in their order.
+        patches: What the tower has to know of the grids; see `patches_of`.
     """
 
     values: Tensor
     grids: Tensor
     places: Tensor
     read: Tensor | None = None
+    patches: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Pixels:
-        """The same on a device."""
-        read = None if self.read is None else self.read.to(device)
-        return Pixels(self.values.to(device), self.grids.to(device), self.places.to(device), read)
+        """The same on a device, but for the grids, which the host reads; see `placed`."""
+        values, places = placed(self.values, device), placed(self.places, device)
+        read = None if self.read is None else placed(self.read, device)
+        return Pixels(values, self.grids, places, read, placed_patches(self.patches, device))
 
 
 class Reader(ImageReader):

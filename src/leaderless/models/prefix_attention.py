@@ -13,6 +13,7 @@ from torch import Tensor
 
 from leaderless.models.attention import attend_padded
 from leaderless.models.shared_prompts import Family
+from leaderless.models.uploads import placed
 
 
 class _Continuations:
@@ -23,10 +24,10 @@ class _Continuations:
         ends = begin + family.prompt + counts.cumsum(0)
         steps = torch.arange(int(counts.max()))[None, :]
         # Padding repeats the last token; its keys come after those that real tokens attend to.
-        self._rows = torch.minimum(ends - counts + steps, ends - 1).to(device)
-        self._real = (steps < counts).flatten().nonzero().squeeze(1).to(device)
+        self._rows = placed(torch.minimum(ends - counts + steps, ends - 1), device)
+        self._real = placed((steps < counts).flatten().nonzero().squeeze(1), device)
         places = torch.arange(family.prompt + steps.shape[1])
-        self._is_seen = (places <= family.prompt + steps[0, :, None])[None, None].to(device)
+        self._is_seen = placed((places <= family.prompt + steps[0, :, None])[None, None], device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, prompt: slice, scale: float) -> Tensor:
         """Results of all continuations, [tokens, query_heads, head_dim]."""

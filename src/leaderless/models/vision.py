@@ -8,6 +8,8 @@ behind an image by the longer one of its sides; see `grid_positions`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -21,13 +23,17 @@ from leaderless.models.attention import Attention, check_window
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.decoder import Decoder
 from leaderless.models.image_readers import Pixels, Reader
+from leaderless.models.patches import patches_of
 from leaderless.models.repeats import Repeats, take_rows
 from leaderless.models.seen import Seen, grid_positions
 from leaderless.models.shared_prompts import Family
 from leaderless.models.support import reads_both_ways
+from leaderless.models.uploads import one_copy
 from leaderless.models.value_model import ValueModel
 from leaderless.planner.linear_layers import TOWERS
 
+ADDING = "_deepstack_process"
+"""Method of text models to which more is seen than what they embed; it adds that behind layers."""
 IMPOSSIBLE = -1e9
 """Logit of a token that is never drawn: its probability is 0, and no number becomes infinite."""
 
@@ -38,6 +44,8 @@ class VisionDecoder(Decoder):
     def __init__(self, model: PreTrainedModel, reader: Reader, *, freezes_vision: bool = False) -> None:
         super().__init__(model)
         self.reader, self._freezes_vision = reader, freezes_vision
+        if hasattr(self.text_model, ADDING):
+            setattr(self.text_model, ADDING, partial(_add_seen, getattr(self.text_model, ADDING)))
 
     @property
     @override
@@ -61,7 +69,7 @@ class VisionDecoder(Decoder):
         tokens: Tensor,
         origin_of: Callable[[int], tuple[str, range]] | None = None,
     ) -> Pixels:
-        pixels = self.reader.pixels(images) if images else self.reader.blank()
+        pixels = self._read(images)
         places = (tokens == self.reader.token).nonzero().squeeze(1)
         if not torch.equal(places, pixels.places):
             wrong = min({*places.tolist()} ^ {*pixels.places.tolist()}, default=0)
@@ -74,6 +82,13 @@ class VisionDecoder(Decoder):
             )
         return pixels
 
+    def _read(self, images: Sequence[PromptImage]) -> Pixels:
+        """The pixels of images, with what the tower has to know of them."""
+        pixels = self.reader.pixels(images) if images else self.reader.blank()
+        if not self.has_grid:
+            return pixels
+        return replace(pixels, patches=patches_of(self.model.base_model.visual, pixels.grids))
+
     @override
     def positions(self, positions: Tensor, families: Sequence[Family], images: Sequence[PromptImage]) -> Tensor:
         return grid_positions(positions, families, images) if images and self.has_grid else positions
@@ -82,7 +97,7 @@ class VisionDecoder(Decoder):
         """Compute what stands in place of the tokens of images."""
         tower = self.model.base_model
         grids = (pixels.grids,) if self.has_grid else ()
-        output = tower.get_image_features(pixels.values, *grids, return_dict=True)
+        output = tower.get_image_features(pixels.values, *grids, **pixels.patches, return_dict=True)
         embeddings, *added = (
             torch.cat(list(one)) for one in (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
         )
@@ -110,8 +125,7 @@ class VisionDecoder(Decoder):
         if seen is not None and len(seen.places):
             embeddings = seen.embed(embeddings)
             if seen.added:
-                is_seen = torch.zeros_like(tokens, dtype=torch.bool).index_fill_(0, seen.places, value=True)
-                options = {"visual_pos_masks": is_seen.unsqueeze(0), "deepstack_visual_embeds": list(seen.added)}
+                options = {"visual_pos_masks": seen.places, "deepstack_visual_embeds": list(seen.added)}
         elif seen is not None:
             # What is not seen takes part without an effect, so that its weights have a gradient on every rank.
             embeddings = embeddings + 0.0 * sum(one.sum() for one in (seen.embeddings, *seen.added))
@@ -135,6 +149,16 @@ class VisionDecoder(Decoder):
     def write_description(self, folder: Path) -> None:
         super().write_description(folder)
         self.reader.processor.save_pretrained(folder)
+
+
+def _add_seen(by_mask: Callable[..., Tensor], hidden: Tensor, where: Tensor, added: Tensor) -> Tensor:
+    """Add what is seen to [1, T, hidden_size] behind a layer, at [n] places; at those of a mask as the model does.
+
+    To find the places of a mask, the host would wait for the device.
+    """
+    if where.dtype == torch.bool:
+        return by_mask(hidden, where, added)
+    return hidden.index_add(1, where, added.to(hidden.dtype).unsqueeze(0))
 
 
 class VisionLM(VisionDecoder, CausalLM):
@@ -165,7 +189,9 @@ class VisionLM(VisionDecoder, CausalLM):
 
     @override
     def seen(self, images: Sequence[PromptImage], device: torch.device) -> Seen:
-        return self.see(self.reader.pixels(images).to(device))
+        with one_copy(device):
+            pixels = self._read(images).to(device)
+        return self.see(pixels)
 
 
 class VisionValueModel(VisionDecoder, ValueModel):

@@ -85,16 +85,19 @@ def make_update(
     """
     num_updates = context.recipe.batch.updates_per_step
     experts.balance(engine, mini_batch.rows, context)
-    entropy_name, sums = metric_name(context, "entropy"), torch.zeros(3)
+    entropy_name = metric_name(context, "entropy")
+    sums: Tensor | None = None
     for value, metrics in engine.run_passes(mini_batch.rows, partial(_add_gradients, engine, loss_of)):
         context.metrics.add(metrics)
         context.metrics.total(metric_name(context, "loss"), value / num_updates)
         entropy = metrics.get(entropy_name)
         numbers = (entropy.total, entropy.count) if isinstance(entropy, Mean) else (0.0, 0.0)  # a critic has none
-        shares = (torch.as_tensor(number).to(value) for number in (value, *numbers))
-        sums = sums.to(value.device) + torch.stack([*shares])
+        # A number of the host is written by the device, since a copy would wait for it.
+        shares = (one.to(value) if isinstance(one, Tensor) else value.new_full((), one) for one in (value, *numbers))
+        total = torch.stack([*shares])
+        sums = total if sums is None else sums + total
     experts.report_loads(engine, context)
-    loss, entropies, count = context.sum(sums.cpu()).tolist()
+    loss, entropies, count = context.sum(torch.zeros(3) if sums is None else sums.cpu()).tolist()
     info = guarded_step(engine, context, loss, entropies / count if count else None)
     context.metrics.max(metric_name(context, "grad_norm"), info.grad_norm)
     context.metrics.max(metric_name(context, "learning_rate"), info.learning_rate)

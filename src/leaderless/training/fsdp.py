@@ -67,8 +67,8 @@ class FsdpEngine(ShardedModel[CausalLM]):
             targets = placed(_at_least_one(part.of(micro_batch.targets)), self.device)
             if isinstance(temperature, Tensor):
                 temperature = placed(part.of(temperature), self.device)
-            inputs = part.inputs()
-        outputs: TokenOutputs = self.model(*inputs, targets, temperature, entropy, *part.images())
+            inputs, images = part.inputs()
+        outputs: TokenOutputs = self.model(*inputs, targets, temperature, entropy, *images)
         self.routed.end()
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
         found = TokenOutputs(part.gather(outputs.log_probs), entropies)
@@ -78,8 +78,8 @@ class FsdpEngine(ShardedModel[CausalLM]):
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
         """Pass a micro-batch through a stage of a pipeline that is not the last."""
-        part = _Part(self, micro_batch)
-        hidden: Tensor = self.model(*part.inputs(), None, 1.0, "none", *part.images())
+        inputs, images = _Part(self, micro_batch).inputs()
+        hidden: Tensor = self.model(*inputs, None, 1.0, "none", *images)
         return self.routed.leave(hidden)
 
 
@@ -111,7 +111,8 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
             (found,) = self.line.results(micro_batch, self.hidden_states, 1)
             return found
         part = _Part(self, micro_batch)
-        values: Tensor = self.model(*part.inputs(), *part.images())
+        inputs, images = part.inputs()
+        values: Tensor = self.model(*inputs, *images)
         self.routed.end()
         values = part.gather(values)
         if self.line is not None:
@@ -120,8 +121,8 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
         """Pass a micro-batch through a stage of a pipeline that is not the last."""
-        part = _Part(self, micro_batch)
-        return self.routed.leave(cast("Tensor", self.model(*part.inputs(), *part.images())))
+        inputs, images = _Part(self, micro_batch).inputs()
+        return self.routed.leave(cast("Tensor", self.model(*inputs, *images)))
 
 
 class _Part:
@@ -131,15 +132,18 @@ class _Part:
         self._engine, self._micro_batch, self._peers = engine, micro_batch, engine.peers
         num_tokens = len(micro_batch.tokens)
         self._places = self._peers.places(micro_batch.select, num_tokens) if self._peers else []
+        self._order = torch.empty(0, dtype=torch.int64)  # all of these places, on the device
 
     def of(self, values: Tensor) -> Tensor:
         """Of numbers for all selected tokens, [R], those of this part."""
         return values[self._places[self._peers.place]] if self._peers else values
 
-    def inputs(self) -> tuple[Tensor, Tensor, Attention, Tensor | Repeats]:
-        """Tokens, positions, attention and selected tokens of the part."""
+    def inputs(self) -> tuple[tuple[Tensor, Tensor, Attention, Tensor | Repeats], tuple[Pixels, ...]]:
+        """Tokens, positions, attention and selected tokens of the part, and its images, all in one copy."""
         with one_copy(self._engine.device):
-            return self._inputs()
+            if self._peers is not None:
+                self._order = placed(torch.cat(self._places), self._engine.device)
+            return self._inputs(), self._images()
 
     def _inputs(self) -> tuple[Tensor, Tensor, Attention, Tensor | Repeats]:
         self._engine.process_group.activity.beat()
@@ -165,7 +169,7 @@ class _Part:
             return placed(select, device)
         return Repeats(select, num_tokens, device)
 
-    def images(self) -> tuple[Pixels, ...]:
+    def _images(self) -> tuple[Pixels, ...]:
         """The images of the part, for a rank that sees them; none for models of text."""
         line, pass_ = self._engine.line, self._micro_batch
         if line is not None and not line.stages.is_first:
@@ -184,12 +188,12 @@ class _Part:
             return attention
         keys = token_keys(self._micro_batch, engine.seed, engine.policy_version)
         keys = self._peers.part(keys) if self._peers else keys
-        return DroppingAttention(attention, Dropout(keys.to(engine.device), rate))
+        return DroppingAttention(attention, Dropout(placed(keys, engine.device), rate))
 
     def gather(self, results: Tensor) -> Tensor:
         """Results for all selected tokens, from those of this part."""
         results = results[: len(self.of(self._micro_batch.select))]
-        return self._peers.gather(results, self._places) if self._peers else results
+        return self._peers.gather(results, self._places, self._order) if self._peers else results
 
 
 def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:

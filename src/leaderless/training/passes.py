@@ -12,7 +12,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.errors import MemoryExhausted, is_out_of_memory
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import release_memory
-from leaderless.models.uploads import placed
+from leaderless.models.uploads import one_copy, placed
 from leaderless.training.engine import Result
 from leaderless.training.micro_batches import MicroBatch, longest_sample, make_micro_batches, response_lengths
 
@@ -60,7 +60,10 @@ class BoundedPasses:
 
         def fill(micro_batches: Iterable[MicroBatch]) -> None:
             for micro_batch in micro_batches:
-                values[placed(micro_batch.response_index, self.device)] = score(micro_batch)
+                found = score(micro_batch)
+                with one_copy(self.device):
+                    places = placed(micro_batch.response_index, self.device)
+                values[places] = found
 
         self.run_passes(batch, fill)
         return Jagged(values.cpu(), lengths, "response_tokens")

@@ -13,6 +13,7 @@ from torch import Tensor
 from leaderless.data.batch import Batch
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.routers import FAMILIES, RoutedPass, Routers
+from leaderless.models.uploads import placed
 from leaderless.training.micro_batches import MicroBatch
 
 
@@ -61,12 +62,12 @@ class RoutedPasses:
             if micro_batch.experts is not None:
                 raise RuntimeError("choices of experts were recorded, but the model that replays them has none")
             return
-        replayed = None if micro_batch.experts is None else part(micro_batch.experts).to(self._device)
+        replayed = None if micro_batch.experts is None else placed(part(micro_batch.experts), self._device)
         if not (torch.is_grad_enabled() or self._is_counting):
             self._routers.begin(replayed)
             return
         weights = torch.bincount(micro_batch.select, minlength=len(micro_batch.tokens)).float()
-        self._routers.begin(replayed, part(weights).to(self._device), self._pull)
+        self._routers.begin(replayed, placed(part(weights), self._device), self._pull)
 
     def end(self) -> None:
         """Count the choices of a pass whose gradient is to be added up."""
