@@ -11,6 +11,7 @@ from torch import Tensor
 
 from leaderless.data.images import PromptImage
 from leaderless.models.shared_prompts import Family
+from leaderless.models.uploads import placed
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,12 @@ class Seen:
         return hidden.index_add(0, self.places, self.added[layer].to(hidden.dtype))
 
     def only(self, is_read: Tensor) -> Seen:
-        """What is seen at some of the tokens, of which [n] bool is a mask."""
+        """What is seen at some of the tokens, of which [n] bool, on the host, is a mask; see `placed`."""
         if bool(is_read.all()):
             return self
-        return Seen(self.places[is_read], self.embeddings[is_read], [one[is_read] for one in self.added])
+        rows = placed(is_read.nonzero().squeeze(1), self.places.device)
+        places, embeddings, *added = (one.index_select(0, rows) for one in (self.places, self.embeddings, *self.added))
+        return Seen(places, embeddings, added)
 
 
 def grid_positions(positions: Tensor, families: Sequence[Family], images: Sequence[PromptImage]) -> Tensor:

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from leaderless.models.uploads import placed
+
 SMALLEST_SLOT = 64
 """Tokens of the smallest slots; each size is twice the previous one."""
 MOST_SPARE_SLOTS = 64
@@ -121,7 +123,7 @@ class Slots:
     ) -> Callable[[int], LayerKeysValues]:
         """See `Home`. Without a copy if there is only one segment."""
         slots = [segment.slot for segment in segments]
-        indices = torch.tensor(slots, device=device)
+        indices = placed(torch.tensor(slots), device)
 
         def read(tensor: Tensor) -> Tensor:
             if len(slots) == 1:

@@ -14,6 +14,7 @@ from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.routers import Routers
 from leaderless.models.seen import Seen
+from leaderless.models.uploads import one_copy, placed
 from leaderless.rollout.conversations import Conversations
 from leaderless.rollout.cuda_graphs import DecodeGraphs
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
@@ -366,8 +367,12 @@ class NativeEngine:
         if any(one.ndim > 1 for one in each):
             each = [one.expand(3, -1) for one in each]
         last = torch.tensor([part.count for part in parts]).cumsum(0) - 1
-        attention = PrefillAttention(parts, self.device)
-        return self._forward(torch.tensor(tokens), torch.cat(each, -1), attention, last, self._seen(texts))
+        seen = self._seen(texts)
+        with one_copy(self.device):
+            numbers = torch.tensor(tokens), torch.cat(each, -1), last
+            inputs, positions, select = (placed(one, self.device) for one in numbers)
+            attention = PrefillAttention(parts, self.device)
+        return self._forward(inputs, positions, attention, select, seen)
 
     def _seen(self, texts: Sequence[Part]) -> Seen | None:
         """What is seen at those tokens of a pass that stand for parts of images."""
@@ -382,7 +387,7 @@ class NativeEngine:
                     images.append(image.moved(begin - part.position))
                     is_read += own
             begin += len(tokens)
-        return self.model.seen(images, self.device).only(torch.tensor(is_read, device=self.device)) if images else None
+        return self.model.seen(images, self.device).only(torch.tensor(is_read)) if images else None
 
     def _read_again(self) -> None:
         """Compute the keys and values of all active responses, and of their prompts, with the weights of now."""
@@ -409,7 +414,8 @@ class NativeEngine:
         positions = [0 if s is None else s.num_tokens - 1 - s.prompt.saved for s in rows.sequences]
         tokens = [0 if sequence is None else sequence.completion.tokens[-1] for sequence in rows.sequences]
         attention = DecodeAttention(self._responses, rows.shared, max(places) + 1, self._rounding, self.device)
-        logits = self._forward(torch.tensor(tokens), torch.tensor(positions), attention, rows.real)
+        inputs, at = (torch.tensor(one).to(self.device) for one in (tokens, positions))
+        logits = self._forward(inputs, at, attention, rows.real)
         for segment in self._active:
             segment.length += 1
         news = [self._experts[row : row + 1] for row, sequence in enumerate(rows.sequences) if sequence is not None]
@@ -433,7 +439,6 @@ class NativeEngine:
         self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor, images: Seen | None = None
     ) -> Tensor:
         """Compute [n, vocabulary] float32 logits at the selected tokens."""
-        tokens, positions, select = (tensor.to(self.device) for tensor in (tokens, positions, select))
         if self._graphs is not None and isinstance(attention, DecodeAttention):
             return self._graphs(tokens, positions, attention).index_select(0, select)
         if self._routers is None:

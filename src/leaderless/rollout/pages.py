@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from leaderless.models.uploads import one_copy, placed
 from leaderless.rollout.kv_cache import LayerKeysValues, Segment
 
 PAGE_TOKENS = 64
@@ -138,8 +139,12 @@ class Pages:
         joined = self.add(first.length + second.length, room=1)
         source = torch.cat([self.places(one, 0, one.length) for one in (first, second)])
         target = self.places(joined, 0, joined.length)
-        for tensor in (tensor for keys_values in self._layers.values() for tensor in keys_values):
-            tensor.index_copy_(0, target.to(tensor.device), tensor.index_select(0, source.to(tensor.device)))
+        tensors = [tensor for keys_values in self._layers.values() for tensor in keys_values]
+        if tensors:
+            with one_copy(tensors[0].device):
+                source, target = (placed(places, tensors[0].device) for places in (source, target))
+        for tensor in tensors:
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
         return joined
 
     def slots_at(self, segments: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -158,7 +163,7 @@ class Pages:
         """See `Home`. What lies behind the end of a segment is its last token."""
         token = torch.arange(longest)
         each = [self.places(one, 0, one.length)[token.clamp(max=one.length - 1)] for one in segments]
-        places = torch.stack(each).to(device)
+        places = placed(torch.stack(each), device)
 
         def read(tensor: Tensor) -> Tensor:
             taken = tensor.index_select(0, places.flatten()).view(*places.shape, *tensor.shape[1:])

@@ -12,6 +12,7 @@ from torch import Tensor
 from leaderless.models.attention import Attention, PackedAttention, attend_padded
 from leaderless.models.prefix_attention import PrefixAttention
 from leaderless.models.shared_prompts import Family
+from leaderless.models.uploads import placed
 from leaderless.rollout.kv_cache import Home, Segment
 
 QUERY_BLOCK = 1024
@@ -49,7 +50,10 @@ class PrefillAttention:
     """See `Attention`. Causal attention over prompts, which writes keys and values into their segments."""
 
     def __init__(self, parts: Sequence[PromptPart], device: torch.device) -> None:
-        """Plan a pass over parts of different texts: first the parts that begin a text, then the later ones."""
+        """Plan a pass over parts of different texts: first the parts that begin a text, then the later ones.
+
+        What the device needs to know of it is `placed` there.
+        """
         counts = [part.count for part in parts]
         self.longest = max(part.position + part.count for part in parts)
         tokens = torch.split(torch.arange(sum(counts)), counts)
@@ -58,7 +62,7 @@ class PrefillAttention:
             mine = [(own, part) for own, part in zip(tokens, parts, strict=True) if part.segment.home is home]
             source = torch.cat([own for own, _ in mine])
             places = torch.cat([home.places(part.segment, part.begin, part.count) for _, part in mine])
-            self._writes.append((home, source.to(device), places.to(device)))
+            self._writes.append((home, placed(source, device), placed(places, device)))
         first = [part for part in parts if part.is_first]
         self._num_first, self._first = sum(part.count for part in first), _first_attention(first, device)
         later = [_Block(part, int(own[0])) for own, part in zip(tokens, parts, strict=True) if not part.is_first]
@@ -147,10 +151,10 @@ class _LaterBlocks:
         )
         steps = torch.arange(parts[0].count)[None, :]
         # Padding repeats the last token of a block.
-        self._queries = (rows + torch.minimum(steps, counts - 1)).to(device)
-        self._ends = (begins + steps + 1).to(device)
+        self._queries = placed(rows + torch.minimum(steps, counts - 1), device)
+        self._ends = placed(begins + steps + 1, device)
         is_real = (steps < counts).flatten()
-        self._real = None if bool(is_real.all()) else is_real.nonzero().squeeze(1).to(device)
+        self._real = None if bool(is_real.all()) else placed(is_real.nonzero().squeeze(1), device)
 
     def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
         """Attend with rows of [T, query_heads, head_dim] queries, and write the results into these rows."""
@@ -175,7 +179,7 @@ class _AfterPrompt:
         self._parts = [segment.home.reader([segment], length, device) for segment, length in both]
         ends = part.position + 1 + torch.arange(part.count)
         keys = torch.arange(part.position + part.count)
-        self._is_seen = (keys < ends[:, None])[None, None].to(device)
+        self._is_seen = placed((keys < ends[:, None])[None, None], device)
 
     def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
         """See `_LaterBlocks`."""
