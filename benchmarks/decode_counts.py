@@ -1,8 +1,9 @@
 """Counts what a decoding step starts on an accelerator, in slots and in pages: `python benchmarks/decode_counts.py`.
 
 The device is one without values, of which tests make use, too (`tests/fake_accelerator.py`). Kernels and copies are
-counted; nothing is timed. The model is a Qwen2 with two layers, in bfloat16. Where passes are recorded, the host
-starts a pass as a whole, and only what is counted as outside of it by itself.
+counted; nothing is timed. The model is a Qwen2 with two layers, in bfloat16, or a Qwen3 with four experts in each,
+whose choices are recorded. Where passes are recorded, the host starts a pass as a whole, and only what is counted as
+outside of it by itself.
 """
 # ruff: noqa: ANN401, SLF001 - engines and dispatchers are watched from within
 
@@ -35,7 +36,12 @@ FREE = {
 }
 """Operations that start nothing on a device."""
 
+EXPERTS = ", with experts"
+"""End of the name of a way in which choices of experts are recorded."""
+
 Counts = dict[str, float]
+Maker = Callable[..., Any]
+"""Function of a model, its device, what counts, and its routers if their choices are recorded; makes an engine."""
 
 
 class Counting:
@@ -87,8 +93,11 @@ class Counting:
 def measure(ways: Sequence[str]) -> dict[str, dict[str, Counts]]:
     """Counts of each kind of step, in some ways."""
     from tests import fake_accelerator as fake
+    from tests.tiny import mixture_model
 
-    fake.tiny_model()
+    from leaderless.models.routers import Routers
+
+    paths = fake.tiny_model(), mixture_model(fake.tiny_model("qwen3"))  # made on the host
     fake.register()
     counting = Counting(fake.KIND)
     dispatch = fake.Accelerator.__torch_dispatch__
@@ -106,20 +115,24 @@ def measure(ways: Sequence[str]) -> dict[str, dict[str, Counts]]:
     to_list, FakeTensor.tolist = FakeTensor.tolist, listed  # type: ignore[method-assign]
     fake.Accelerator.__torch_dispatch__ = counted
     with fake.Accelerator():
-        config = fake.ModelConfig(path=fake.tiny_model())
-        model = fake.moved(fake.load_causal_lm(config, "policy").eval(), torch.bfloat16)
-        makers = {"slots": with_slots, "pages": with_pages}
-        return {
-            name: steps_of(lambda make=make: make(model, fake.DEVICE, counting), counting)  # type: ignore[misc]
-            for name, make in makers.items()
-            if name in ways
-        }
+        found = {}
+        for name in ways:
+            make, has_experts = MAKERS[name.removesuffix(EXPERTS)], name.endswith(EXPERTS)
+            config = fake.ModelConfig(path=paths[has_experts])
+            model: Any = fake.moved(fake.load_causal_lm(config, "policy").eval(), torch.bfloat16)
+            routers = Routers.of(model) if has_experts else None
+
+            def begin(make: Maker = make, model: Any = model, routers: Any = routers) -> Any:
+                return make(model, fake.DEVICE, counting, routers)
+
+            found[name] = steps_of(begin, counting)
+        return found
 
 
-def with_slots(model: Any, device: torch.device, counting: Counting) -> Any:
+def with_slots(model: Any, device: torch.device, counting: Counting, routers: Any) -> Any:
     from leaderless.rollout.native import NativeEngine
 
-    engine: Any = NativeEngine(model, None, frozenset(), 512, device)  # type: ignore[arg-type]
+    engine: Any = NativeEngine(model, None, frozenset(), 512, device, routers=routers)  # type: ignore[arg-type]
     run = engine._pass
 
     def passed(*args: object, **kwargs: object) -> object:
@@ -130,7 +143,7 @@ def with_slots(model: Any, device: torch.device, counting: Counting) -> Any:
     return engine
 
 
-def with_pages(model: Any, device: torch.device, counting: Counting) -> Any:
+def with_pages(model: Any, device: torch.device, counting: Counting, routers: Any) -> Any:
     from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
 
     def attend(query: Tensor, *_: object) -> Tensor:
@@ -138,7 +151,7 @@ def with_pages(model: Any, device: torch.device, counting: Counting) -> Any:
         return query.new_empty(query.shape)
 
     options = PagedOptions(attend, 1 << 18, 512)
-    engine: Any = PagedEngine(model, None, frozenset(), 512, device, options)  # type: ignore[arg-type]
+    engine: Any = PagedEngine(model, None, frozenset(), 512, device, options, routers)  # type: ignore[arg-type]
     compute = engine._compute
 
     def passed(*args: object) -> None:
@@ -147,6 +160,9 @@ def with_pages(model: Any, device: torch.device, counting: Counting) -> Any:
 
     engine._compute = passed
     return engine
+
+
+MAKERS: dict[str, Maker] = {"slots": with_slots, "pages": with_pages}
 
 
 def steps_of(make: Callable[[], Any], counting: Counting) -> dict[str, Counts]:
@@ -159,7 +175,8 @@ def steps_of(make: Callable[[], Any], counting: Counting) -> dict[str, Counts]:
         for group in range(GROUPS):
             request = Request([5] * (20 + 7 * group), [group << 16 | sibling for sibling in range(SIBLINGS)])
             engine.submit(request, SamplingParams(SamplingConfig(), shorter if group % 2 else 200, (), seed=1))
-        for _ in range(10):
+        found[f"{GROUPS} prompts are read"] = counting.of(engine.step)
+        for _ in range(9):
             engine.step()
         return engine
 
@@ -170,7 +187,7 @@ def steps_of(make: Callable[[], Any], counting: Counting) -> dict[str, Counts]:
             if is_over():
                 return counts
 
-    found = {}
+    found = dict[str, Counts]()
     engine = begun(200)
     found["128 responses"] = counting.of(engine.step, 5)
     active: Callable[[], Any] = lambda: engine._active  # noqa: E731
@@ -195,7 +212,7 @@ def table(results: dict[str, dict[str, Counts]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--ways", nargs="+", default=["slots", "pages"])
+    parser.add_argument("--ways", nargs="+", default=[*MAKERS, *(name + EXPERTS for name in MAKERS)])
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     results = measure(options.ways)

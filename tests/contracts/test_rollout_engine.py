@@ -73,11 +73,15 @@ def native_of(model: CausalLM, path: str, max_sequences: int, routers: Routers |
 
 
 def make_paged(path: str, max_sequences: int) -> RolloutEngine:
+    return paged_of(load_causal_lm(ModelConfig(path=path), "policy"), path, max_sequences)
+
+
+def paged_of(model: CausalLM, path: str, max_sequences: int, routers: Routers | None = None) -> NativeEngine:
     """The engine of CUDA devices, by torch alone."""
     config = ModelConfig(path=path)
     tokenizer, options = load_tokenizer(config, "policy"), PagedOptions(attend_with_torch, 4096, 64, page_tokens=8)
-    model, device = load_causal_lm(config, "policy"), torch.device("cpu")
-    return PagedEngine(model, tokenizer, end_tokens(config, tokenizer), max_sequences, device, options)
+    ends, device = end_tokens(config, tokenizer), torch.device("cpu")
+    return PagedEngine(model, tokenizer, ends, max_sequences, device, options, routers)
 
 
 def own_engine(path: str, max_sequences: int) -> RolloutEngine:
@@ -173,7 +177,7 @@ def spec_of(name: str) -> RolloutEngineSpec:
 untied_model, mixture_model = tests.tiny.untied_model, tests.tiny.mixture_model
 tiny_model = partial(tests.tiny.tiny_model, head_dim=32)
 """A tiny model with heads as wide as vLLM requires on the CPU."""
-RECORDING = [name for name in ENGINES if name != "native-in-pages" and spec_of(name).records_experts]
+RECORDING = [name for name in ENGINES if spec_of(name).records_experts]
 
 
 @functools.cache
@@ -386,9 +390,10 @@ def test_new_weights_are_used_from_the_next_token_on(engines: Engines, name: str
 def test_experts_of_all_tokens_are_recorded(engines: Engines, name: str) -> None:
     engines.stack.close()
     trainer, text = make_trainer(mixture()), torch.randint(1, 60, (150,), generator=torch.Generator().manual_seed(0))
-    if name == "native":
+    if name in EMBEDDED:
         model = empty_causal_lm(ModelConfig(path=mixture()), "policy")
-        engine: RolloutEngine = native_of(model, mixture(), 4, Routers.required(model, "policy"))
+        make = native_of if name == "native" else paged_of
+        engine: RolloutEngine = make(model, mixture(), 4, Routers.required(model, "policy"))
     else:
         engine = engines.external(name, mixture())
     serving, models = colocated(engine, trainer), list[Any]()

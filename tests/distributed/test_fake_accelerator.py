@@ -76,6 +76,11 @@ def test_a_step_over_pages_is_one_copy_in_one_pass_and_one_copy_back(tmp_path: P
     assert process.wait(timeout=300) == 0
     steps, shown = json.loads(results.read_text())["pages"], json.loads(RESULTS.read_text())
     assert steps == shown["pages"], "the page shows what is counted now"
+    with_experts = shown["pages, with experts"]["128 responses"]
+    assert (with_experts["copies in"], with_experts["reads back"], with_experts["waiting reads back"]) == (1, 1, 0)
+    reading = steps.pop("16 prompts are read")
+    assert reading["waiting copies in"] == reading["waiting reads back"] == 0
+    assert reading["copies in"] == 3, "of the prompts, of the first draws, and of the first step"
     for name, step in steps.items():
         assert step == steps["128 responses"], "whatever happens in it"
         assert step["kernels"] < shown["slots"][name]["kernels"]

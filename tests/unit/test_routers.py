@@ -26,8 +26,10 @@ from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.routers import Routers
 from leaderless.models.shared_prompts import attention_over
 from leaderless.models.tokenizer import load_tokenizer
-from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
+from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.paged_attention import attend_with_torch
+from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
 from leaderless.stages.play import play_tasks
 from leaderless.stages.played import Play
 from leaderless.training.fsdp import FsdpEngine
@@ -39,10 +41,14 @@ ALONE = ProcessGroup((0,), 0)
 PARAMS = SamplingParams(SamplingConfig(temperature=1.2), 9)
 
 
-def recording(model: CausalLM, max_sequences: int = 64) -> NativeEngine:
+def recording(model: CausalLM, max_sequences: int = 64, pool_tokens: int | None = None) -> NativeEngine:
+    """The engine with slots or, with a pool of some tokens, that with pages."""
     tokenizer = load_tokenizer(ModelConfig(path=tiny_model()), "policy")
     routers = Routers.required(model, "models.policy")
-    return NativeEngine(model, tokenizer, frozenset({0}), max_sequences, CPU, routers=routers)
+    if pool_tokens is None:
+        return NativeEngine(model, tokenizer, frozenset({0}), max_sequences, CPU, routers=routers)
+    options = PagedOptions(attend_with_torch, pool_tokens, 32, page_tokens=8)
+    return PagedEngine(model, tokenizer, frozenset({0}), max_sequences, CPU, options, routers)
 
 
 def trainer(model: CausalLM, micro_batch_tokens: int = 4096) -> FsdpEngine:
@@ -83,8 +89,9 @@ def test_the_engine_records_what_the_model_chooses(max_sequences: int) -> None:
             assert completion.experts == choices_of(text, model_of("qwen3_moe"))
 
 
-def test_a_resumed_response_keeps_the_choices_that_sampled_it() -> None:
-    engine, request = recording(model_of("qwen3_moe")), Request(PROMPTS[1], [1, 2])
+@pytest.mark.parametrize("pool_tokens", [None, 4096])
+def test_a_resumed_response_keeps_the_choices_that_sampled_it(pool_tokens: int | None) -> None:
+    engine, request = recording(model_of("qwen3_moe"), pool_tokens=pool_tokens), Request(PROMPTS[1], [1, 2])
     (begun,) = generate(engine, [request], PARAMS.limited_to(4))
     begun = [Completion(c.tokens, c.log_probs, None, c.policy_versions, c.experts) for c in begun]
     other = model_of("qwen3_moe")
@@ -103,8 +110,38 @@ def test_a_resumed_response_keeps_the_choices_that_sampled_it() -> None:
         assert after.experts != again
 
 
-def test_a_kept_conversation_keeps_its_choices() -> None:
-    engine, text, number = recording(model_of("qwen3_moe")), list(PROMPTS[0]), 7
+@pytest.mark.parametrize("way", [SamplingConfig(temperature=1.2), None], ids=["one way", "several ways"])
+@pytest.mark.parametrize("pool_tokens", [4096, 120], ids=["enough pages", "few pages"])
+def test_pages_give_the_tokens_and_choices_of_slots(
+    pool_tokens: int, way: SamplingConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted, preempt = list[int](), PagedEngine._preempt
+    monkeypatch.setattr(PagedEngine, "_preempt", lambda self: (preempted.append(len(self._active)), preempt(self)))
+    results = []
+    for pool in (None, pool_tokens):
+        engine, gained = recording(model_of("qwen3_moe"), 8, pool), dict[int, list[Delta]]()
+        for number, prompt in enumerate(PROMPTS):
+            distribution = way or SamplingConfig(temperature=0.8 + 0.4 * (number % 2))
+            engine.submit(Request(prompt, [10 * number, 10 * number + 1]), SamplingParams(distribution, 14, seed=3))
+        while any(not one[-1].finish_reason for one in gained.values()) or len(gained) < 2 * len(PROMPTS):
+            for delta in engine.step():
+                gained.setdefault(2 * delta.request + delta.sibling, []).append(delta)
+        results.append(
+            {
+                key: ([t for d in deltas for t in d.tokens], [e for d in deltas for e in d.experts])
+                for key, deltas in gained.items()
+            }
+        )
+    assert results[0] == results[1]
+    for key, (tokens, experts) in results[1].items():
+        text = [*PROMPTS[key // 2 - 1], *tokens[:-1]]
+        assert experts == choices_of(text, model_of("qwen3_moe"))
+    assert bool(preempted) == (pool_tokens == 120)
+
+
+@pytest.mark.parametrize("pool_tokens", [None, 4096])
+def test_a_kept_conversation_keeps_its_choices(pool_tokens: int | None) -> None:
+    engine, text, number = recording(model_of("qwen3_moe"), pool_tokens=pool_tokens), list(PROMPTS[0]), 7
     for turn in range(3):
         ((completion,),) = generate(engine, [Request(text, [turn], (), number)], PARAMS.limited_to(4))
         text += completion.tokens

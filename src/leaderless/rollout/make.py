@@ -138,14 +138,14 @@ def make_native(setup: RolloutSetup) -> RolloutEngine:
     """Make the native engine."""
     model = _native_model(setup).requires_grad_(False)
     ends, most = setup.end_tokens, setup.rollout.max_sequences
+    routers = Routers.required(model, f"models.{setup.role}") if setup.records_experts else None
     engine: NativeEngine | None = None
-    if setup.pool is not None and not setup.records_experts:
+    if setup.pool is not None:
         dtype = getattr(torch, setup.model.compute_dtype)
         if (attend := paged_attention(model, dtype, setup.device, setup.shard)) is not None:
             options = PagedOptions(attend, setup.pool.tokens, setup.max_tokens, keeps_memory=setup.pool.stays)
-            engine = PagedEngine(model, setup.tokenizer, ends, most, setup.device, options)
+            engine = PagedEngine(model, setup.tokenizer, ends, most, setup.device, options, routers)
     if engine is None:
-        routers = Routers.required(model, f"models.{setup.role}") if setup.records_experts else None
         engine = NativeEngine(model, setup.tokenizer, ends, most, setup.device, routers=routers)
     engine.sleep(keep_weights=False)  # the trainer's adapters come first
     return engine

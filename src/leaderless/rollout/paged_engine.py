@@ -14,6 +14,8 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.models.attention import check_window
 from leaderless.models.causal_lm import CausalLM
+from leaderless.models.routers import Routers
+from leaderless.models.uploads import placed
 from leaderless.rollout.bucket_graphs import BucketGraphs
 from leaderless.rollout.engine import Delta
 from leaderless.rollout.kv_cache import Segment, Store
@@ -49,20 +51,27 @@ class PagedOptions(NamedTuple):
 class _Flight:
     """Tokens that the device draws for responses, and that the host has not read yet.
 
-    `results` are [2, n] int64 in host memory: tokens, and the bits of float64 log-probabilities. They are there once
-    `event` has happened.
+    `results` are [2 or more, n] int64 in host memory; see `Staging.drawn`. They are there once `event` has happened.
+    `news` are choices of experts that the host knows already; others are in the results, one for each response.
     """
 
     sequences: Sequence[Response]
     results: Tensor
     event: torch.cuda.Event | None
     version: int | None
+    news: Sequence[Sequence[bytes]] | None = None
 
     def read(self) -> tuple[list[int], list[float]]:
         """Wait for the tokens, and return them with their log-probabilities."""
         if self.event is not None:
             self.event.synchronize()
         return self.results[0].tolist(), self.results[1].view(torch.float64).tolist()
+
+    def experts(self, num_choices: int) -> Sequence[Sequence[bytes]]:
+        """The choices for the tokens that were read with each response, once the tokens have been read."""
+        if self.news is not None or not num_choices:
+            return self.news or [()] * len(self.sequences)
+        return [[row.tobytes()[:num_choices]] for row in self.results[2:].numpy().T]
 
 
 class PagedEngine(NativeEngine):
@@ -84,17 +93,19 @@ class PagedEngine(NativeEngine):
         max_sequences: int,
         device: torch.device,
         options: PagedOptions,
+        routers: Routers | None = None,
     ) -> None:
         """Decode at most `max_sequences` responses at a time; see `NativeEngine`."""
         self._options = options
         self._pages = Pages(max(1, options.pool_tokens // options.page_tokens), options.page_tokens)
         self._passes = BucketGraphs(is_enabled=device.type == "cuda")
-        self._staging = Staging(max_sequences, options.page_tokens, options.longest, device)
+        self._num_choices = routers.num_layers * routers.num_chosen if routers else 0
+        self._staging = Staging(max_sequences, options.page_tokens, options.longest, device, self._num_choices)
         self._last = torch.zeros(0, dtype=torch.int64)  # the last tokens of responses, by seat
         self._owned = set[str]()  # weights in memory of this engine
         self._addresses = tuple[int, ...]()  # of weights that recorded passes read
         self._num_allocations = 0  # of the memory through which numbers reach the device
-        super().__init__(model, tokenizer, end_tokens, max_sequences, device, EXACT)
+        super().__init__(model, tokenizer, end_tokens, max_sequences, device, EXACT, routers)
         text = model.model.config.get_text_config()
         windows = [getattr(module, "sliding_window", None) for module in model.modules()]
         self._window = min((size for size in windows if isinstance(size, int)), default=None)
@@ -177,10 +188,11 @@ class PagedEngine(NativeEngine):
         """Read the tokens that have been drawn, but not those of the pass that has just been started."""
         while self._flights and self._flights[0] is not but:
             flight = self._flights.pop(0)
-            for sequence, token, log_prob in zip(flight.sequences, *flight.read(), strict=True):
+            columns = *flight.read(), flight.experts(self._num_choices)
+            for sequence, token, log_prob, experts in zip(flight.sequences, *columns, strict=True):
                 if sequence.segment is not None and self._active.get(sequence.segment) is sequence:
                     sequence.ahead -= 1
-                    self._add(sequence, token, log_prob, (), flight.version)
+                    self._add(sequence, token, log_prob, experts, flight.version)
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 
@@ -208,7 +220,7 @@ class PagedEngine(NativeEngine):
             logits = self._staging.logits(len(plan.places), self._vocabulary)
             for way in ways:
                 rows = [row for (_, own), some in draws.items() if own == way for row in some]
-                self._draw(logits, plan, results, way, torch.tensor(rows, device=self.device))
+                self._draw(logits, plan, results, way, placed(torch.tensor(rows), self.device))
         for sequence in sequences:
             _segment(sequence).length += 1
             sequence.ahead += 1
@@ -281,7 +293,13 @@ class PagedEngine(NativeEngine):
         plan = attention.plan
         tokens = self._seated().index_select(0, plan.seats)
         everywhere = torch.arange(len(tokens), device=self.device)
+        if self._routers is not None:
+            self._routers.begin()
         logits = self._pass(tokens, plan.positions, attention, everywhere)
+        if self._routers is not None:
+            choices = self._routers.now.choices()
+            padded = torch.nn.functional.pad(choices, (0, -choices.shape[1] % 8))
+            results[2:].copy_(padded.view(torch.int64).t())
         if way is None:
             self._staging.logits(*logits.shape).copy_(logits)
         else:
@@ -298,23 +316,25 @@ class PagedEngine(NativeEngine):
         self._seated().index_copy_(0, seats, drawn)
         both = torch.stack([drawn, scores.double().view(torch.int64)])
         if rows is None:
-            results.copy_(both)
+            results[:2].copy_(both)
         else:
-            results.index_copy_(1, rows, both)
+            results[:2].index_copy_(1, rows, both)
 
     def _seated(self) -> Tensor:
         if not len(self._last):
             self._last = torch.zeros(self.max_sequences + 1, dtype=torch.int64, device=self.device)
         return self._last
 
-    def _fly(self, sequences: Sequence[Response], results: Tensor) -> _Flight:
-        """Have the results of responses, [2, n or more] int64, copied to the host behind all that was started."""
+    def _fly(
+        self, sequences: Sequence[Response], results: Tensor, news: Sequence[Sequence[bytes]] | None = None
+    ) -> _Flight:
+        """Have the results of responses, [2 or more, n or more], copied to the host behind all that was started."""
         there = pinned(tuple(results.shape), torch.int64, self.device)
         there.copy_(results, non_blocking=True)
         event = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if event is not None:
             event.record()
-        flight = _Flight(sequences, there[:, : len(sequences)], event, self.policy_version)
+        flight = _Flight(sequences, there[:, : len(sequences)], event, self.policy_version, news)
         self._flights.append(flight)
         return flight
 
@@ -337,7 +357,6 @@ class PagedEngine(NativeEngine):
         self, sequences: Sequence[Response], logits: Tensor, draws: Draws, news: Sequence[Sequence[bytes]]
     ) -> None:
         """Draw the first tokens of new responses; the host reads them later."""
-        del news  # experts are not recorded
         count = len(sequences)
         numbers = pinned((2, count), torch.int64, self.device)
         noise = numbers[1].view(torch.float64)
@@ -357,11 +376,11 @@ class PagedEngine(NativeEngine):
         there = numbers.to(self.device, non_blocking=True)
         results = torch.empty_like(there)
         for (_, way), rows in draws.items():
-            places = slice(None) if len(rows) == count else torch.tensor(rows, device=self.device)
+            places = slice(None) if len(rows) == count else placed(torch.tensor(rows), self.device)
             drawn, scores = sample_tokens(logits[places], there[1].view(torch.float64)[places], way)
             self._seated().index_copy_(0, there[0][places], drawn)
             results[:, places] = torch.stack([drawn, scores.double().view(torch.int64)])
-        self._fly(sequences, results)
+        self._fly(sequences, results, news)
 
     def _keep(self, conversation: int, sequence: Response, own: Segment) -> None:
         """See `NativeEngine`. What would need more pages than there are is read again by the next turn."""

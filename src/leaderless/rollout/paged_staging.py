@@ -35,9 +35,15 @@ class Staging:
         num_allocations: Number of times that its memory on the device was allocated; recorded passes use the last one.
     """
 
-    def __init__(self, most_rows: int, page_size: int, longest: int, device: torch.device) -> None:
-        """Allocate nothing yet. Lists of pages are for sequences of `longest` tokens, and for as many prompts."""
+    def __init__(
+        self, most_rows: int, page_size: int, longest: int, device: torch.device, num_choices: int = 0
+    ) -> None:
+        """Allocate nothing yet. Lists of pages are for sequences of `longest` tokens, and for as many prompts.
+
+        With each token come `num_choices` of experts.
+        """
         self._most_rows, self._device = bucket_of(most_rows), device
+        self._num_numbers = 2 + -(-num_choices // 8)
         self._most_pages = 2 * self._most_rows * -(-longest // page_size)
         self.num_allocations = 0
         self.release()
@@ -66,7 +72,7 @@ class Staging:
         size = num_bytes(self._most_rows, num_pages)
         self._here = [pinned((size,), torch.uint8, self._device) for _ in range(BUFFERS)]
         self._there = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        self._drawn = torch.zeros(2 * self._most_rows, dtype=torch.int64, device=self._device)
+        self._drawn = torch.zeros(self._num_numbers * self._most_rows, dtype=torch.int64, device=self._device)
         self._results = Results(self._most_rows, self._device)
         self._each = torch.arange(self._most_rows, dtype=torch.int32, device=self._device)
         self.num_allocations += 1
@@ -88,8 +94,11 @@ class Staging:
         return plan
 
     def drawn(self, rows: int) -> Tensor:
-        """Memory for what is drawn for some rows: [2, rows] int64 tokens and bits of float64 log-probabilities."""
-        return self._drawn[: 2 * rows].view(2, rows)
+        """Memory for what is drawn for some rows, [2 or more, rows] int64.
+
+        It is for tokens, bits of float64 log-probabilities, and eight choices of experts in each further number.
+        """
+        return self._drawn[: self._num_numbers * rows].view(self._num_numbers, rows)
 
     def logits(self, rows: int, vocabulary: int) -> Tensor:
         """Memory for logits, [rows, vocabulary] float32, of rows that are drawn in several ways."""
