@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor
 
 from leaderless.config.rollout import SamplingConfig
-from leaderless.rollout.sampling import sample_tokens, truncate, uniform_noise
+from leaderless.rollout.sampling import MOST_FIRST, _likely, sample_tokens, truncate, uniform_noise
 
 
 def test_noise_is_uniform_and_fixed_by_seed_sample_and_position() -> None:
@@ -83,6 +86,64 @@ def test_truncation_keeps_what_it_says(settings: dict[str, float], kept: list[in
     torch.testing.assert_close(result[0, kept], probabilities.log()[0, kept])
 
 
+def sorted_cut(logits: Tensor, settings: SamplingConfig) -> Tensor:
+    """What `truncate` leaves, by a stable sort of all tokens."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    if 0 < settings.top_k < logits.shape[-1]:
+        ordered[:, settings.top_k :] = -torch.inf
+    probabilities = ordered.softmax(dim=-1)
+    if settings.top_p < 1:
+        ordered = ordered.masked_fill(probabilities.cumsum(dim=-1) - probabilities >= settings.top_p, -torch.inf)
+    probabilities = ordered.softmax(dim=-1)
+    ordered = ordered.masked_fill(probabilities < settings.min_p * probabilities[:, :1], -torch.inf)
+    return torch.empty_like(logits).scatter_(1, order, ordered)
+
+
+@given(
+    some.lists(some.sampled_from([-torch.inf, -3.0, -1.5, -0.5, -0.0, 0.0, 0.25, 2.0]), min_size=1, max_size=140),
+    some.floats(0.0, 2.0),
+    some.integers(1, 150),
+    some.sampled_from([1.0, 0.9, 0.5, 0.1]),
+    some.sampled_from([0.0, 0.05, 0.6]),
+)
+def test_the_likeliest_tokens_are_those_of_a_stable_sort_bit_for_bit(
+    values: list[float], noise: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    generator = torch.Generator().manual_seed(len(values))
+    logits = torch.tensor([values, values[::-1]]) + noise * torch.randn(2, len(values), generator=generator)
+    logits[:, 0] = logits[:, 0].clamp(min=-4)
+    config = SamplingConfig(top_k=top_k, top_p=top_p, min_p=min_p)
+    assert torch.equal(truncate(logits, config), sorted_cut(logits, config))
+
+
+def test_likely_tokens_need_no_sort() -> None:
+    """Also with ties at the bound."""
+    logits = (4 * torch.randn(20, 3000, generator=torch.Generator().manual_seed(1))).round() / 2
+    for least in (0.001, 0.05, 0.7, 1.0):
+        assert torch.equal(_likely(logits, least), sorted_cut(logits, SamplingConfig(min_p=least)))
+    ties = torch.zeros(1, 64)
+    ties[:, 5:] = torch.tensor(0.5).log()
+    assert torch.equal(_likely(ties, 0.5), sorted_cut(ties, SamplingConfig(min_p=0.5)))
+
+
+def test_few_tokens_of_many_are_those_of_a_stable_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also ties at the end of what is selected, and sums of a whole vocabulary."""
+    logits = (4 * torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))).round() / 2
+    many = [SamplingConfig(top_k=k, top_p=p, min_p=0.01) for k in (1, 63, 64, 65, 1024) for p in (1.0, 0.8)]
+    for config in many:
+        assert torch.equal(truncate(logits, config), sorted_cut(logits, config))
+    sort, sizes = Tensor.sort, list[int]()
+    monkeypatch.setattr(
+        Tensor, "sort", lambda one, *args, **named: (sizes.append(len(one[0])), sort(one, *args, **named))[1]
+    )
+    for config in many:
+        truncate(logits, config)
+    assert max(sizes) == 1024, "not all tokens are sorted"
+    monkeypatch.undo()
+    config = SamplingConfig(top_k=MOST_FIRST + 1)
+    assert torch.equal(truncate(logits, config), sorted_cut(logits, config)), "too many to be selected"
+
+
 def test_removed_tokens_are_never_drawn_and_log_probs_are_of_what_is_left() -> None:
     logits = torch.randn(5000, 30, generator=torch.Generator().manual_seed(0))
     noise = torch.linspace(0, 1 - 2**-53, 5000, dtype=torch.float64)
@@ -109,7 +170,8 @@ def test_tokens_are_where_the_cumulative_distribution_passes_the_noise(vocabular
     torch.testing.assert_close(log_probs, chosen.log().float())
 
 
-def test_logits_that_are_no_numbers_still_give_a_token() -> None:
-    tokens, log_probs = sample_tokens(torch.full((2, 300), torch.nan), torch.rand(2).double(), SamplingConfig())
+@pytest.mark.parametrize("way", [{}, {"top_k": 20}, {"top_p": 0.9}])
+def test_logits_that_are_no_numbers_still_give_a_token(way: dict[str, float]) -> None:
+    tokens, log_probs = sample_tokens(torch.full((2, 300), torch.nan), torch.rand(2).double(), SamplingConfig(**way))
     assert ((tokens >= 0) & (tokens < 300)).all()
     assert log_probs.isnan().all()

@@ -15,6 +15,8 @@ _GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 """Constants of splitmix64 (Steele, Lea and Flood, 2014)."""
 CHUNK = 256
 """Tokens of the vocabulary whose weights are summed up first."""
+MOST_FIRST = 1024
+"""Most tokens that are selected without sorting all."""
 
 
 def uniform_noise(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
@@ -116,9 +118,34 @@ def truncate(logits: Tensor, distribution: SamplingConfig) -> Tensor:
     The likeliest token always stays. Logits, [n, vocabulary], are divided by the temperature before; those of removed
     tokens become minus infinity.
     """
+    vocabulary, top_k = logits.shape[-1], distribution.top_k
+    if 0 < top_k <= min(MOST_FIRST, vocabulary - 1):
+        ordered, order = _first(logits, top_k)
+        # Rows that fill vector registers have the sums of all tokens, bit for bit.
+        filled = torch.nn.functional.pad(ordered, (0, -top_k % 64), value=-torch.inf)
+        ordered = _cut(filled, distribution)[:, :top_k]
+        return torch.full_like(logits, -torch.inf).scatter_(1, order, ordered)
+    if not 0 < top_k < vocabulary and distribution.top_p == 1 and logits.device.type != "cpu":
+        return _likely(logits, distribution.min_p)
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    if 0 < distribution.top_k < logits.shape[-1]:
-        ordered[:, distribution.top_k :] = -torch.inf
+    if 0 < top_k < vocabulary:
+        ordered[:, top_k:] = -torch.inf
+    return torch.empty_like(logits).scatter_(1, order, _cut(ordered, distribution))
+
+
+def _likely(logits: Tensor, min_p: float) -> Tensor:
+    """Remove what `min_p` does not keep, in any order: sums of all tokens may round otherwise than in descending order.
+
+    Tokens at the bound, but for this rounding, are those of a sort.
+    """
+    probabilities = logits.softmax(dim=-1)
+    return logits.masked_fill(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), -torch.inf)
+
+
+def _cut(ordered: Tensor, distribution: SamplingConfig) -> Tensor:
+    """Remove what `top_p` and `min_p` do not keep from logits [n, tokens] in descending order."""
+    if distribution.top_p == 1 and distribution.min_p == 0:
+        return ordered
     probabilities = ordered.softmax(dim=-1)
     if distribution.top_p < 1:
         before = probabilities.cumsum(dim=-1) - probabilities
@@ -126,4 +153,20 @@ def truncate(logits: Tensor, distribution: SamplingConfig) -> Tensor:
         probabilities = ordered.softmax(dim=-1)
     if distribution.min_p > 0:
         ordered = ordered.masked_fill(probabilities < distribution.min_p * probabilities[:, :1], -torch.inf)
-    return torch.empty_like(logits).scatter_(1, order, ordered)
+    return ordered
+
+
+def _first(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first logits of each row in descending order, and their places, both as a stable sort of all gives them."""
+    vocabulary = logits.shape[-1]
+    values, order = logits.topk(count, dim=-1)
+    # Of tokens as likely as the last one, any may have been selected: take those that come first in the vocabulary.
+    last = values[:, -1:]
+    num_above = (values > last).sum(dim=-1, keepdim=True)
+    from_end = torch.arange(vocabulary - 1, -1, -1, dtype=torch.int32, device=logits.device)
+    tied = vocabulary - 1 - torch.where(logits == last, from_end, -1).topk(count, dim=-1).values.long()
+    number = torch.arange(count, device=logits.device) - num_above
+    tied = tied.clamp(max=vocabulary - 1).gather(1, number.clamp(min=0))  # if logits are NaN, any token
+    order = torch.where(number < 0, order, tied).sort(dim=-1).values
+    ordered, by = logits.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return ordered, order.gather(1, by)
