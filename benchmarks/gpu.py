@@ -303,6 +303,7 @@ def rows(results: Results) -> list[tuple[str, str]]:
         for way, speed in generation["tokens_per_s"].items():
             share = speed / generation["bound_tokens_per_s"]
             lines.append((f"generation, {way}", f"{speed:,.0f} tokens/s ({share:.0%} of the best)"))
+        lines.append(memory_row("generation", generation))
     for name, steps in good.get("decoding", {}).get("steps", {}).items():
         figures = (
             f"{steps['ms_per_step']:.1f} ms, {steps['kernels_per_step']:,.0f} kernels, {steps['device_busy']:.0%} busy"
@@ -343,10 +344,13 @@ def training_rows(training: Results, speeds: Results | None) -> list[tuple[str, 
         ("an update with its optimizer step", f"{1e3 * training['step_s']:.0f} ms"),
         ("log-probs of a pass", f"{1e3 * training['log_probs_s']:.0f} ms"),
     ]
-    if training["planned_bytes"]:
-        peaks = f"{training['peak_bytes'] / 2**30:.1f} of {training['planned_bytes'] / 2**30:.1f} GiB"
-        lines.append(("peak memory, of what `plan` says", peaks))
-    return lines
+    return [*lines, memory_row("an update", training)]
+
+
+def memory_row(what: str, part: Results) -> tuple[str, str]:
+    """The most memory that torch had allocated, next to the estimate of `plan`."""
+    peaks = f"{part['peak_bytes'] / 2**30:.1f} of {part['planned_bytes'] / 2**30:.1f} GiB"
+    return f"most memory in {what}, of what `plan` says", peaks
 
 
 def compiled_row(training: Results) -> list[tuple[str, str]]:

@@ -15,13 +15,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ from leaderless.models.compiled_layers import compile_layers
 from leaderless.models.scoring import score_tokens
 from leaderless.planner import Layout
 from leaderless.planner.cache_pool import pool_tokens
-from leaderless.planner.memory import estimate_memory
+from leaderless.planner.memory import estimate_memory, plan_pool
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Memory, Room
 from leaderless.rollout import vllm
 from leaderless.rollout.apart.messages import Settings
@@ -228,6 +229,15 @@ class Machine:
         engine.model.max_logits = LARGE_MAX_LOGITS  # as in a run with room for them
         return engine
 
+    @contextmanager
+    def watching(self, peaks: dict[str, int], name: str) -> Iterator[None]:
+        """Note the most memory that torch has allocated within the block; 0 on a CPU."""
+        is_cuda = self.device.type == "cuda"
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        yield
+        peaks[name] = torch.cuda.max_memory_allocated() if is_cuda else 0
+
     def requests(self, num_prompts: int | None = None) -> list[Request]:
         generator = random.Random(0)
         preset = self.preset
@@ -239,13 +249,13 @@ class Machine:
             for i in range(num_prompts or preset.prompts)
         ]
 
-    def native(self, model: CausalLM, way: str) -> NativeEngine:
-        """An engine with pages, with slots, or with slots and without graphs."""
+    def native(self, model: CausalLM, way: str, planned_tokens: int = 0) -> NativeEngine:
+        """An engine with pages, with slots, or with slots and without graphs; its pool may be that of a plan."""
         sequences, preset = self.preset.prompts * SIBLINGS, self.preset
         if way == "pages":
             attend = paged_attention(model, self.dtype, self.device, ProcessGroup((0,), 0)) or attend_with_torch
-            own = max(preset.response_tokens, DECODED_TOKENS)
-            tokens = pool_tokens(sequences, own, preset.prompts, preset.prompt_tokens, None)
+            own = preset.response_tokens if planned_tokens else max(preset.response_tokens, DECODED_TOKENS)
+            tokens = planned_tokens or pool_tokens(sequences, own, preset.prompts, preset.prompt_tokens, None)
             options = PagedOptions(attend, tokens, preset.prompt_tokens + own, keeps_memory=True)
             return PagedEngine(model, None, frozenset(), sequences, self.device, options)  # type: ignore[arg-type]
         engine = NativeEngine(model, None, frozenset(), sequences, self.device)  # type: ignore[arg-type]
@@ -331,27 +341,32 @@ def generation(machine: Machine) -> Result:
         model = machine.sampler(folder)
         reached = speeds(machine)
         names = {"native": "pages", "native with slots": "slots", "native without graphs": "no graphs"}
-        engines = {name: machine.native(model, way) for name, way in names.items()}
+        planned = planned_memory(machine, folder)
+        engines = {name: machine.native(model, way, planned.pool_tokens) for name, way in names.items()}
         ways: dict[str, Callable[[], object]] = {
             name: partial(generate, engine, requests, params) for name, engine in engines.items()
         }
         ways["transformers.generate"] = partial(whole_batch, machine, folder, requests)
-        first, then = dict[str, float](), dict[str, float]()
+        first, then, peaks = dict[str, float](), dict[str, float](), dict[str, int]()
         bound = seconds_at_best(machine, num_weights(model), reached)
         result: Result = {
             "tokens": tokens,
             "bound_tokens_per_s": tokens / bound,
             "tokens_per_s": then,
             "first_s": first,
+            "planned_bytes": planned.allocated("policy generates", without=planned.held),
+            "planned": planned.memory.to_json(),
         }
         for name, way in ways.items():
             spent = []
-            for _ in range(2):  # compilers work in the first one
-                begin = time.perf_counter()
-                way()
-                machine.synchronize()
-                spent.append(time.perf_counter() - begin)
+            with machine.watching(peaks, name):
+                for _ in range(2):  # compilers work in the first one
+                    begin = time.perf_counter()
+                    way()
+                    machine.synchronize()
+                    spent.append(time.perf_counter() - begin)
             first[name], then[name] = spent[0], tokens / spent[1]
+            result["peak_bytes"] = peaks["native"]
             machine.say(result)
     return result
 
@@ -498,8 +513,7 @@ def training(machine: Machine) -> Result:
         micro_batches = trainer.micro_batches(batch)
         num_tokens = sum(len(m.tokens) for m in micro_batches)
         num_scored = sum(len(m.targets) for m in micro_batches)
-        if machine.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        peaks: dict[str, int] = {}
 
         def add_gradients() -> None:
             for micro_batch in micro_batches:
@@ -509,11 +523,11 @@ def training(machine: Machine) -> Result:
             add_gradients()
             trainer.optimizer_step()
 
-        step = machine.seconds(update)
-        backward = machine.seconds(add_gradients)
+        with machine.watching(peaks, "update"):
+            step = machine.seconds(update)
+            backward = machine.seconds(add_gradients)
         trainer.discard_gradient()
         scoring = machine.seconds(lambda: trainer.log_probs(batch))
-        peak = torch.cuda.max_memory_allocated() if machine.device.type == "cuda" else 0
         planned = planned_memory(machine, folder)
         small, head = (head_seconds(machine, num_scored, most) for most in (MAX_LOGITS, LARGE_MAX_LOGITS))
         result: Result = {
@@ -525,9 +539,9 @@ def training(machine: Machine) -> Result:
             "head_s": head,
             "head_in_small_chunks_s": small,
             "model_flops": training_flops(preset, num_weights(trainer.model), num_tokens, num_scored),
-            "peak_bytes": peak,
-            "planned_bytes": None if planned is None else planned.totals["policy trains"],
-            "planned": None if planned is None else planned.to_json(),
+            "peak_bytes": peaks["update"],
+            "planned_bytes": planned.allocated("policy trains"),
+            "planned": planned.memory.to_json(),
         }
         machine.say(result)
         if machine.device.type == "cuda":
@@ -559,7 +573,25 @@ def head_seconds(machine: Machine, rows: int, max_logits: int) -> float:
     return machine.seconds(score)
 
 
-def planned_memory(machine: Machine, folder: str) -> Memory | None:
+class Planned(NamedTuple):
+    """The estimate of `plan`, and the tokens of the engine's pool."""
+
+    memory: Memory
+    pool_tokens: int
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Parts that a trainer has, and an engine without one has not."""
+        return tuple(name for name in self.memory.resident if name.startswith("policy "))
+
+    def allocated(self, phase: str, *, without: Sequence[str] = ()) -> int:
+        """What torch allocates of it in a phase: memory of the driver is none of it."""
+        left_out = {"driver", "communication", "libraries", "checkpoint copy", "files being written", *without}
+        resident = sum(size for name, size in self.memory.resident.items() if name not in left_out)
+        return resident + sum(self.memory.phases[phase].values())
+
+
+def planned_memory(machine: Machine, folder: str) -> Planned:
     """The estimate of `plan` for a run that trains this model with passes of this size."""
     from leaderless.planner import Cluster, make_plan
 
@@ -577,7 +609,11 @@ def planned_memory(machine: Machine, folder: str) -> Memory | None:
             "responses_per_prompt": SIBLINGS,
             "micro_batch_tokens": preset.pass_tokens,
         },
-        "rollout": {"max_response_tokens": preset.response_tokens, "engine": "native"},
+        "rollout": {
+            "max_response_tokens": preset.response_tokens,
+            "max_sequences": preset.prompts * SIBLINGS,
+            "engine": "native",
+        },
         "reward": {"exact_match": 1.0},
         "steps": 1,
     }
@@ -586,7 +622,10 @@ def planned_memory(machine: Machine, folder: str) -> Memory | None:
     loaded = load_recipe(path, ()).recipe
     plan, room = make_plan(loaded, resolve_workflow(loaded.workflow), Cluster(1)), Room(max_logits=LARGE_MAX_LOGITS)
     memory = estimate_memory(loaded, plan.instances, plan.channels, plan.sizes, preset.pass_tokens, room=room)
-    return None if memory is None else (memory.cpu if machine.device.type == "cpu" else memory.accelerator)
+    pool = plan_pool(loaded, plan.instances, plan.sizes, plan.instances[0], room.cache)
+    assert memory is not None
+    assert pool is not None
+    return Planned(memory.cpu if machine.device.type == "cpu" else memory.accelerator, pool.tokens)
 
 
 def weights(machine: Machine) -> Result:

@@ -45,13 +45,18 @@ def test_every_part_is_kept_as_soon_as_it_is_done(tmp_path: Path) -> None:
     assert results["parts"]["agreement"]["key_bias"]["0"]["mean"] < 1e-4
     assert results["parts"]["agreement"]["key_bias"]["50"]["mean"] < 1e-3
     assert results["parts"]["training"]["tokens"] <= PRESETS["tiny"].pass_tokens
-    assert results["parts"]["training"]["planned_bytes"] > 0
+    for part, phase in (("training", "policy trains"), ("generation", "policy generates")):
+        found = results["parts"][part]
+        kept = {name: size for name, size in found["planned"]["resident"].items() if name.startswith("policy ")}
+        own = sum(found["planned"]["phases"][phase].values()) + sum(kept.values()) * (part == "training")
+        assert found["planned_bytes"] == own > 0, "on a CPU there are no workspaces, and libraries are not counted"
     assert results["parts"]["decoding"]["steps"]["no graphs"]["ms_per_step"] > 0
     table = gpu.table(results)
     assert "| new weights in the native engine, 1 GPU |" in table
     assert "| new weights in an engine in another process, 1 GPU |" in table
     assert "| quickstart failed | exit code 1: no / wheels |" in table
     assert "transformers.generate" in table
+    assert "most memory in generation, of what `plan` says" in table
     again = gpu.measure(["quickstart"], lambda *_: {"seconds": {"a": 2.0}, "accuracy": [0.25, 0.5]}, path, 480)
     assert "| quickstart | 2 s, accuracy 25.0% → 50.0% |" in gpu.table(again)
 
