@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.live_bytes import META, LiveBytes, watched, without_memory
+from tests.pictures import Family, prompt_with, reader_of, vision_model
 from tests.unit.recipes import make_recipe, plan_of, write_model
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from leaderless.planner import engine_memory as memory_of_engines
 from leaderless.planner.cache_pool import UNBOUND, CacheBound
 from leaderless.planner.engine_memory import EngineMemory
 from leaderless.planner.memory import models_of
+from leaderless.planner.model_size import read_model_size
 from leaderless.rollout import kv_cache, native, prefill_attention
 from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.rollout.native import NativeEngine
@@ -206,3 +208,16 @@ def test_an_engine_with_slots_takes_what_the_plan_says(monkeypatch: pytest.Monke
             done.clear()
     most = sum(planned.fullest().values())
     assert 0.7 * most < found < most
+
+
+# Images
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "paligemma"])
+def test_pixels_of_images_are_counted(family: Family) -> None:
+    (_, images), size = prompt_with([(40, 24), (16, 16)], family), read_model_size(ModelConfig(path=vision_model(family)))
+    assert size is not None
+    assert size.vision is not None
+    pixels = reader_of(family).pixels(images)
+    assert pixels.values.nbytes == len(pixels.places) * size.vision.pixel_bytes(4)
+    assert size.vision.pixel_bytes(2) == size.vision.pixel_bytes(4) * 3 // 2, "and once more as the model takes them"

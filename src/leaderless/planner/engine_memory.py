@@ -80,9 +80,13 @@ class EngineMemory:
         """What a pass needs on top: one that reads prompts, and one that decodes or draws first tokens."""
         size, width = self.model.size, self.model.width
         per_token, prompts = self._values_per_token() * width, self._num_prompts()
-        most_read = prompts * self.followed.data.max_prompt_tokens
+        read = min(PREFILL_TOKENS, prompts * self.followed.data.max_prompt_tokens)
         first_logits = prompts * FLOAT32_BYTES * size.vocab_size
-        yield {"activations": min(PREFILL_TOKENS, most_read) * per_token, "logits": first_logits}
+        yield {
+            "activations": max(read * per_token, self.model.seeing_bytes(read)),
+            "pixels": self.model.pixel_bytes(read),
+            "logits": first_logits,
+        }
         yield {
             "activations": self._num_rows * per_token,
             "logits": self._num_rows * self._logit_bytes() * size.vocab_size + first_logits,

@@ -301,13 +301,16 @@ class _Rank:
     def _scoring(self, model: ModelMemory) -> dict[str, int]:
         """A pass without gradient holds a layer's own values, and those of one chunk of logits."""
         size, batch = model.part, self.recipe.batch
-        work = self._pass(model, -(-batch.prompts_per_step // batch.windows_per_step))
+        prompts = -(-batch.prompts_per_step // batch.windows_per_step)
+        work = self._pass(model, prompts)
+        seen = self._seen(model, work.tokens, prompts)
         tokens, held = work.tokens, 3 * size.intermediate_size + 3 * size.hidden_size + size.num_heads * size.head_dim
         held += (model.num_ahead - 1) * size.hidden_size  # until the last stage has their results
         return {
             "gathered weights": model.gathered_bytes(),
             "converted experts": model.converted_bytes(1),
-            "activations": tokens * held * model.width,
+            "activations": max(tokens * held * model.width, model.seeing_bytes(seen)),
+            "pixels": model.pixel_bytes(seen),
             "copied prompts": model.copied_bytes(work),
             "logits": self._chunk(size, tokens) * 3 * FLOAT32_BYTES * model.has_logits,
         }
@@ -319,9 +322,7 @@ class _Rank:
         work = self._pass(model, prompts)
         tokens, num_passes, copied = work.tokens, work.number, model.copied_bytes(work)
         copies = 1 if model.config.gradient_checkpointing else size.num_layers
-        layout = model.instance.layout
-        # Ranks along `cp` compute the images of the whole pass each.
-        seen = min(tokens * layout.cp, -(-prompts // layout.dp) * self.recipe.data.max_prompt_tokens)
+        seen = self._seen(model, tokens, prompts)
         gradients, num_held = model.gradient_bytes(), min(model.num_ahead, num_passes)
         kept = (num_held - 1) * copies * (not model.config.gradient_checkpointing)  # of other micro-batches
         gathered, embedding = model.gathered_bytes(), size.vocab_size * size.hidden_size
@@ -334,6 +335,7 @@ class _Rank:
             # The backward pass of a layer needs them as they were.
             "converted experts": model.converted_bytes(1 if model.config.gradient_checkpointing else size.num_layers),
             "activations": before * width,
+            "pixels": model.pixel_bytes(seen),
             "copied prompts": copied * (kept + copies * (not model.config.gradient_checkpointing)),
             "gradients": gradients if num_passes > 1 else 0,
         }
@@ -368,6 +370,11 @@ class _Rank:
             "gradients": gradients if num_passes > 1 else model.trained_bytes(),
             "gradients being summed": largest_unit * (width + sent) if gathered else embedding * FLOAT32_BYTES,
         }
+
+    def _seen(self, model: ModelMemory, tokens: int, prompts: int) -> int:
+        """Most tokens of images in a pass; ranks along `cp` compute the images of the whole pass each."""
+        layout = model.instance.layout
+        return min(tokens * layout.cp, -(-prompts // layout.dp) * self.recipe.data.max_prompt_tokens)
 
     def _pass(self, model: ModelMemory, prompts: int) -> Pass:
         """The largest pass over some prompts' samples."""

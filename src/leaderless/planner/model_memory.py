@@ -271,3 +271,11 @@ class ModelMemory:
         if self.part.vision is None:
             return 0
         return self.part.vision.kept_values(gradient_checkpointing=self.config.gradient_checkpointing)
+
+    def seeing_bytes(self, seen: int) -> int:
+        """What the part that sees holds in a pass without a gradient, for some tokens of images."""
+        return 0 if self.part.vision is None else seen * self.part.vision.held_values() * self.width
+
+    def pixel_bytes(self, seen: int) -> int:
+        """Pixels of some tokens of images."""
+        return 0 if self.part.vision is None else seen * self.part.vision.pixel_bytes(self.width)

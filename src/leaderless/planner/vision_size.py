@@ -44,8 +44,8 @@ class VisionSize:
     """What memory depends on.
 
     A token of the prompt stands for `patches_per_token`, which go through `num_layers` of width `hidden_size`;
-    `intermediate_size` is that of their feed-forward part, which `is_gated` or not. What some of its layers have seen
-    is added behind the first `num_added` layers for text.
+    `intermediate_size` is that of their feed-forward part, which `is_gated` or not. A patch has `patch_values` numbers.
+    What some of its layers have seen is added behind the first `num_added` layers for text.
     """
 
     num_parameters: int
@@ -56,6 +56,7 @@ class VisionSize:
     is_gated: bool
     num_frozen: int = 0
     num_added: int = 0
+    patch_values: int = 0
 
     @property
     def is_frozen(self) -> bool:
@@ -70,6 +71,19 @@ class VisionSize:
         """
         inner = (4 if self.is_gated else 2) * self.intermediate_size
         return self.patches_per_token * (10 * self.hidden_size + inner) * (not self.is_frozen)
+
+    def held_values(self) -> int:
+        """Numbers of each token that a pass without a gradient holds in a layer's feed-forward part."""
+        inner = (3 if self.is_gated else 2) * self.intermediate_size
+        return self.patches_per_token * (3 * self.hidden_size + inner)
+
+    def pixel_bytes(self, width: int) -> int:
+        """Bytes of the pixels of each token: in float32, as they come from the host, and as a model takes them.
+
+        Args:
+            width: Bytes of a number as the model computes.
+        """
+        return self.patches_per_token * self.patch_values * (4 + (width if width != 4 else 0))
 
     def kept_values(self, *, gradient_checkpointing: bool) -> int:
         """Numbers of each token that are held when the backward pass begins, and those that its last layer makes."""
@@ -120,6 +134,7 @@ def vision_size(config: Mapping[str, object], *, is_frozen: bool) -> VisionSize:
         config["model_type"] == "qwen2_5_vl",
         frozen if is_frozen else 0,
         tower.num_added,
+        tower.patch_values,
     )
 
 
@@ -131,7 +146,7 @@ def vision_layers(config: Mapping[str, object]) -> Sequence[Linear]:
 class _Tower(NamedTuple):
     """The part that sees: its sizes, its linear layers, all with a bias, and the number of its other weights.
 
-    See `VisionSize` for `num_added`.
+    See `VisionSize` for the others.
     """
 
     width: int
@@ -140,6 +155,7 @@ class _Tower(NamedTuple):
     patches_per_token: int
     layers: Sequence[Linear]
     num_others: int
+    patch_values: int
     num_added: int = 0
 
 
@@ -192,7 +208,7 @@ def _tower_of_qwen(family: str, vision: Mapping[str, int]) -> _Tower:
     others = patch * width + 2 * depth * norm + norm
     if is_newer:
         others += width + vision["num_position_embeddings"] * width + 2 * merged * len(stacked)
-    return _Tower(width, inner, depth, merge, layers, others, len(stacked))
+    return _Tower(width, inner, depth, merge, layers, others, patch, len(stacked))
 
 
 def _tower_of_clip(vision: Mapping[str, int], projector: Sequence[Linear]) -> _Tower:
@@ -209,9 +225,10 @@ def _tower_of_clip(vision: Mapping[str, int], projector: Sequence[Linear]) -> _T
         layers += [Linear(f"{mlp}.fc1", width, inner), Linear(f"{mlp}.fc2", inner, width)]
     side = vision.get("patch_size", 16 if is_siglip else 32)
     patches = (vision.get("image_size", 224) // side) ** 2
-    others = vision.get("num_channels", 3) * side**2 * width + patches * width + (4 * depth + 2) * width
+    values = vision.get("num_channels", 3) * side**2
+    others = values * width + patches * width + (4 * depth + 2) * width
     others += width if is_siglip else (1 + 1 + 2) * width  # a bias; or a class with its place, and a norm before
-    return _Tower(width, inner, depth, 1, [*layers, *projector], others)
+    return _Tower(width, inner, depth, 1, [*layers, *projector], others, values)
 
 
 def _list(section: Mapping[str, object], name: str) -> list[object]:
