@@ -94,6 +94,7 @@ def settings_of(folder: Path, *, workflow: str = "grpo", **changes: object) -> d
         "batch": {"prompts_per_step": 4, "responses_per_prompt": 4, "micro_batch_tokens": 1024},
         "optimizer": {"learning_rate": 1e-2},
         "run": {"directory": str(folder / "runs"), "recorded_prompts": 2},
+        "loggers": [],
         "steps": 4,
     }
     for key, value in changes.items():
