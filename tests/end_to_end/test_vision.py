@@ -41,6 +41,8 @@ CHAT = (
     "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+ALONE = ("loggers=[]", "run.reward_processes=0")
+"""Settings without processes next to the ranks; the first test has them as the recipes say."""
 
 
 def test_counting_is_imitated_exported_and_reinforced(ranks: RankPool, tmp_path: Path) -> None:
@@ -85,6 +87,7 @@ def test_a_critic_that_sees_is_resumed_and_exported(ranks: RankPool, tmp_path: P
         f"data.evaluation.path={tmp_path}/test.jsonl",
         f"run.directory={tmp_path}/runs",
         *("evaluation.every_steps=0", "batch.prompts_per_step=6", "checkpoint.every_steps=1"),
+        *ALONE,
         *("algorithm.critic.warmup_steps=0", "optimizer.learning_rate=1e-2", "reward={format: {pattern: '.*[0-2].*'}}"),
     )
     recipe = ROOT / "recipes/vision/counting/ppo.yaml"
@@ -115,6 +118,7 @@ def test_a_reward_model_that_sees_learns_from_pairs_and_rewards_a_policy(ranks: 
         *(f"data.{name}.path={tmp_path}/{file}.jsonl" for name, file in (("train", "train"), ("evaluation", "test"))),
         *(f"run.directory={tmp_path}/runs", "batch.prompts_per_step=6", "optimizer.learning_rate=1e-2"),
         *("optimizer.warmup_updates=0", "evaluation.max_prompts=5"),
+        *ALONE,
     )
     recipes, out, model = ROOT / "recipes/vision/counting", tmp_path / "judge", f"={tmp_path}/model"
     learned = ("steps=2", "evaluation.every_steps=2", f"models.reward_model{model}")
@@ -165,7 +169,7 @@ def test_a_prompt_read_in_both_directions_is_answered_and_learned(ranks: RankPoo
         f"models.policy={vision_model('paligemma')}",
         *(f"data.{name}.path={tmp_path}/rows.jsonl" for name in ("train", "evaluation")),
         *(f"run.directory={tmp_path}/runs", "batch.prompts_per_step=8", "evaluation.max_prompts=4", "steps=2"),
-        "rollout.max_response_tokens=4",
+        *("rollout.max_response_tokens=4", *ALONE),
     )
     succeed(ranks, tmp_path, "train", ROOT / "recipes/vision/counting/grpo.yaml", *overrides, num_ranks=2)
     lines = metrics(tmp_path / "runs/counting")
@@ -190,6 +194,7 @@ def test_geometry3k_is_read_as_published(ranks: RankPool, tmp_path: Path, axis: 
         *("batch.prompts_per_step=4", "batch.responses_per_prompt=4", "batch.micro_batch_tokens=1024", "steps=2"),
         *("rollout.max_response_tokens=8", "data.max_prompt_tokens=60", "evaluation.every_steps=1"),
         f"layout={{policy: {{{axis}: 2}}, old: {{{axis}: 2}}}}",
+        *ALONE,
     )
     succeed(ranks, tmp_path, "train", ROOT / "recipes/vision/geometry3k.yaml", *overrides, num_ranks=2)
     (_, *lines) = metrics(tmp_path / "runs/geometry3k-grpo")
@@ -211,6 +216,7 @@ def test_an_album_is_leafed_through_turn_by_turn(ranks: RankPool, tmp_path: Path
         *(f"data.train.path={tmp_path}/train.jsonl", f"data.evaluation.path={tmp_path}/test.jsonl"),
         *(f"run.directory={tmp_path}/runs", "batch.prompts_per_step=8", "batch.responses_per_prompt=4", "steps=2"),
         *("evaluation.every_steps=2", "evaluation.max_prompts=4", "batch.micro_batch_tokens=256"),
+        *ALONE,
     )
     recipe = ROOT / "recipes/vision/counting/album.yaml"
     succeed(ranks, tmp_path, "train", recipe, *overrides, *channel, num_ranks=2)
