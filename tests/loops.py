@@ -198,16 +198,10 @@ class Runs:
         kill: Kill | None = None,
         **more: object,
     ) -> Seen:
-        layout = beside(generating, training)
-        data = {"path": str(self.folder / "train.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
-        channels = {"rollout": {"capacity": channel} if isinstance(channel, int) else dict(channel)}
-        changes = {"layout": layout, "channels": channels, "data.evaluation": data, **more}
-        recipe = write_recipe(self.folder, tiny_model(), {**SETTINGS, **changes})
-        write_additions(self.folder / "train.jsonl", 64)
         seen = self.ranks.run(
             generating + training,
             train,
-            str(recipe),
+            str(self.recipe(generating, training, channel, **more)),
             [f"name={name}", f"steps={steps}"],
             stop,
             switches or {},
@@ -221,6 +215,14 @@ class Runs:
             for step, samples in one.trained.items():
                 whole.trained.setdefault(step, {}).update(samples)
         return whole
+
+    def recipe(self, generating: int, training: int, channel: int | Mapping[str, object], **more: object) -> Path:
+        """Write the recipe of a run, and its data."""
+        data = {"path": str(self.folder / "train.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
+        channels = {"rollout": {"capacity": channel} if isinstance(channel, int) else dict(channel)}
+        changes = {"layout": beside(generating, training), "channels": channels, "data.evaluation": data, **more}
+        write_additions(self.folder / "train.jsonl", 64)
+        return write_recipe(self.folder, tiny_model(), {**SETTINGS, **changes})
 
     def directory(self, name: str) -> RunDirectory:
         return RunDirectory(self.folder / "runs" / name)

@@ -6,22 +6,40 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from rich.console import Console
 from tests.distributed.ranks import RankPool
-from tests.loops import NUM_STEPS, PROMPTS, RESPONSES, UPDATES, Runs, Seen, Stop, assert_same, iterations, numbers
+from tests.loops import (
+    NUM_STEPS,
+    PROMPTS,
+    RESPONSES,
+    UPDATES,
+    Runs,
+    Seen,
+    Stop,
+    assert_same,
+    iterations,
+    numbers,
+    train,
+)
 from tests.tiny import tiny_model, write_recipe
 
 from leaderless.checkpoint.manifest import Manifest
 from leaderless.data.batch import Batch
+from leaderless.data.transport import ProcessGroup
 from leaderless.observability.console import Display
 from leaderless.observability.seconds import total_seconds
-from leaderless.planner import Cluster, make_plan
+from leaderless.planner import Channel, Cluster, make_plan
 from leaderless.stages.context import StageContext
+from leaderless.worker.agreement import StepEnd
+from leaderless.worker.chain import Chain
+from leaderless.worker.channels import Channels
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
+from leaderless.worker.worker import Worker
 from leaderless.workflow import load_recipe, resolve_workflow
 
 
@@ -47,6 +65,45 @@ def train_in_known_times(recipe_file: str, overrides: Sequence[str], seconds: Ma
         begin = time.monotonic()
         worker.run()
         return time.monotonic() - begin
+
+
+def train_one_thing_within_another(recipe_file: str, overrides: Sequence[str]) -> Seen:
+    """Be one worker of a run that only comes to its end if weights travel while both loops do something else.
+
+    The rank that generates ends no iteration but the first before the next weights are there; the one that trains
+    agrees on nothing at the end of an iteration before the weights of this iteration have been received.
+    """
+    walk, agree, send, sent = Chain.walk, Worker._agree, Channels._send_weights, set[int]()
+
+    def walk_until_weights_are_there(chain: Chain) -> None:
+        walk(chain)
+        if chain._arrivals and chain._progress.step > 1:
+            wait_until(chain.channels.weights.is_there, "the next weights have not come within an iteration")
+
+    def send_and_note(
+        channels: Channels, channel: Channel, iteration: int, act: Callable[[ProcessGroup], None]
+    ) -> None:
+        send(channels, channel, iteration, act)
+        sent.add(iteration)
+
+    def agree_when_weights_have_left(worker: Worker) -> StepEnd:
+        if not worker._loop.lag:
+            wait_until(lambda: worker.progress.step in sent, "weights wait for the end of the iteration")
+        return agree(worker)
+
+    with (
+        patch.object(Chain, "walk", walk_until_weights_are_there),
+        patch.object(Channels, "_send_weights", send_and_note),
+        patch.object(Worker, "_agree", agree_when_weights_have_left),
+    ):
+        return train(recipe_file, overrides)
+
+
+def wait_until(is_done: Callable[[], bool], problem: str) -> None:
+    end = time.monotonic() + 30
+    while not is_done():
+        assert time.monotonic() < end, problem
+        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +168,15 @@ def test_the_seconds_of_each_rank_add_up_and_waits_say_whose_iteration_they_are_
 def test_two_runs_are_the_same_to_the_last_bit(plain: Mapping[int, Seen], runs: Runs) -> None:
     assert_same(runs(1, 1, 1, "again"), plain[1])
     assert numbers(runs.directory("again")) == numbers(runs.directory("plain-1"))
+
+
+def test_weights_travel_while_both_loops_do_something_else(
+    ranks: RankPool, plain: Mapping[int, Seen], runs: Runs
+) -> None:
+    recipe, overrides = runs.recipe(1, 1, 1), ["name=within", f"steps={NUM_STEPS}"]
+    *_, seen = ranks.run(2, train_one_thing_within_another, str(recipe), overrides, init_group=False, timeout_s=120.0)
+    assert_same(seen, plain[1])
+    assert numbers(runs.directory("within")) == numbers(runs.directory("plain-1"))
 
 
 @pytest.mark.parametrize(("generating", "training", "lag"), [(2, 2, 1), (3, 1, 2)])

@@ -1,4 +1,4 @@
-"""The sending end of a channel, on threads that play its ranks."""
+"""The ends of a channel, on threads that play its ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from leaderless.data.activity import Activity
-from leaderless.data.channel import Note, Outbox
+from leaderless.data.channel import Inbox, Note, Outbox
 from leaderless.data.transport import ProcessGroup
 
 
@@ -93,6 +93,47 @@ def test_as_many_iterations_are_in_flight_as_the_capacity_says(capacity: int) ->
     box.post(capacity, send(capacity))
     box.finish()
     assert sent == list(range(capacity + 1))
+
+
+def test_posts_of_one_iteration_take_the_room_of_one() -> None:
+    box, taken, sent = outbox(2), threading.Semaphore(0), list[str]()
+    for iteration in (1, 2):
+        for part in "ab":
+            box.post(iteration, lambda name=f"{iteration}{part}": [taken.acquire(), sent.append(name)][1])
+    waiting = threading.Thread(target=box.make_room)
+    waiting.start()
+    taken.release()
+    waiting.join(0.1)
+    assert waiting.is_alive(), "a part of the first iteration is still in flight"
+    taken.release()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert sent == ["1a", "1b"]
+    taken.release(2)
+    box.finish()
+    assert sent == ["1a", "1b", "2a", "2b"]
+
+
+def test_an_iteration_is_received_once_and_before_the_next() -> None:
+    received, may_come = list[int](), threading.Event()
+
+    def fetch(iteration: int) -> int:
+        may_come.wait(10)
+        received.append(iteration)
+        return 10 * iteration
+
+    box = Inbox("the weights", fetch, 10.0, Activity())
+    box.begin(3)
+    box.begin(3)
+    assert not box.is_there()
+    with pytest.raises(AssertionError, match="iteration 3 of the weights is not taken"):
+        box.begin(4)
+    may_come.set()
+    assert box.take() == 30
+    box.begin(4)
+    assert box.take() == 40
+    assert received == [3, 4]
+    box.close()
 
 
 def test_a_wait_for_the_other_end_names_the_iteration_and_ends() -> None:

@@ -56,7 +56,7 @@ class Note:
 
 
 class Outbox:
-    """Posts of a rank to a channel that its lane has not sent yet; at most `capacity` iterations.
+    """Posts of a rank to a channel that its lane has not sent yet; at most `capacity` iterations, in some posts each.
 
     Attributes:
         name: Name of the channel.
@@ -96,7 +96,8 @@ class Outbox:
         self._lane.close()
 
     def _wait(self, num_left: int) -> None:
-        while len(self._under_way) > num_left:
+        """Wait until posts of at most some iterations are left."""
+        while len({iteration for iteration, _ in self._under_way}) > num_left:
             iteration, sent = self._under_way[0]
             with self._activity.waiting(f"iteration {iteration} of channel {self.name} to be taken"):
                 if not wait([sent], self._timeout_s).done:
@@ -126,9 +127,10 @@ class Inbox(Generic[T]):
         self._coming: tuple[int, Future[T]] | None = None
 
     def begin(self, iteration: int) -> None:
-        """Receive an iteration; the one before must have been taken."""
-        assert self._coming is None, f"iteration {self._coming and self._coming[0]} of {self.name} is not taken"
-        self._coming = iteration, self._thread.run(lambda: self._fetch(iteration))
+        """Receive an iteration, unless that has begun; the one before must have been taken."""
+        if self._coming is None:
+            self._coming = iteration, self._thread.run(lambda: self._fetch(iteration))
+        assert self._coming[0] == iteration, f"iteration {self._coming[0]} of {self.name} is not taken"
 
     def is_there(self) -> bool:
         """Whether `take` returns at once."""

@@ -236,7 +236,7 @@ class Fed:
             probe: A text with its log-probabilities, if the engine is asked for them.
         """
         stream = receive_weights(self._route, process_group, takers)
-        kept = [(name, tensor.to("cpu", copy=True)) for name, tensor in stream]
+        kept = list(stream)  # in host memory, from where lanes send
         version = stream.policy_version
 
         def load() -> None:

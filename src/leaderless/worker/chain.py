@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 
@@ -115,14 +115,12 @@ class Chain:
 
     def take_weights(self) -> Note:
         """Take the weights that the next training iteration leaves, and what its loop has noted."""
-        self._progress.trained += 1
-        note = Note(self._progress.trained)
-        for action in self._arrivals:
-            self._parts.begin(self._progress.step, str(action), action)
-            with self._timed(action), self._placed(str(action)):
-                note = self.channels.pull_weights(self._parts.plan.channel(action.channel), self._progress.trained)
-        self.channels.forget_trained()
-        return note
+        with ExitStack() as stack:
+            for action in self._arrivals:
+                self._parts.begin(self._progress.step, str(action), action)
+                stack.enter_context(self._placed(str(action)))
+                stack.enter_context(self._timed(action))
+            return self.channels.take_weights()
 
     def report(self) -> None:
         """Add the times of the entries and the numbers of the dataloaders to the metrics."""

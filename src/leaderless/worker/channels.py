@@ -64,7 +64,6 @@ class Channels:
         self.weights = Inbox("the weights", self._fetch_weights, longest_s, parts.transport.activity)
         # Rows stay here until they are trained, as a checkpoint holds those that were in flight after its step.
         self._rows: dict[tuple[str, int], Held] = {}
-        self._weights: dict[str, Callable[[ProcessGroup], None]] = {}
         self._journals = {
             channel.name: LineFile(parts.directory.journal_of(channel.name), "iteration", parts.directory.may_fail)
             for channel in parts.plan.channels
@@ -99,12 +98,13 @@ class Channels:
             outbox.check()
 
     def push(self, channel: Channel) -> None:
-        """Put what the iteration has made into a channel. Weights are copied, and sent when the iteration has ended."""
-        if channel.sync is not None:
-            self._weights[channel.name] = self._parts.roles.copy_weights(channel.sync)
+        """Put what the iteration has made into a channel, which sends it at once, before `end_iteration`."""
+        iteration = self._progress.step
+        if channel.sync is None:
+            self._post_rows(channel, iteration, self._buffer.outgoing(channel))
             return
-        held = self._buffer.outgoing(channel)
-        self._post_rows(channel, self._progress.step, held)
+        send = partial(self._send_weights, channel, iteration, self._parts.roles.copy_weights(channel.sync))
+        self._outboxes[channel.name].post(iteration, send)
 
     def pull_rows(self, channel: Channel) -> None:
         """Take the rows that the iteration works on out of a channel."""
@@ -114,11 +114,20 @@ class Channels:
         if not is_abandoned:
             self._buffer.incoming(channel)
 
-    def pull_weights(self, channel: Channel, iteration: int) -> Note:
-        """Take the weights that a training iteration has left out of a channel; returns what is noted with them."""
-        assert channel.sync is not None, "weights come out of a channel that carries weights"
-        self._parts.roles.sync(channel.sync, self._parts.transport.lane(channel.name, channel.sync.ranks))
-        return self._exchange(channel, Note(iteration))
+    def take_weights(self) -> Note:
+        """Load the weights that the next training iteration leaves, after waiting for them; returns what is noted.
+
+        They arrive while this rank does something else, from `weights.begin` on.
+        """
+        iteration = self._progress.trained + 1
+        with self._parts.clock.doing("wait_weights"), self._tracer.span("wait(weights)", iteration):
+            loads, note = self.weights.take()
+        with self._parts.clock.doing("weights"), self._tracer.span("weights", iteration):
+            for load in loads:
+                load()
+        self._progress.trained = iteration
+        self._rows = {key: held for key, held in self._rows.items() if key[1] > iteration}
+        return note
 
     def _fetch_weights(self, iteration: int) -> tuple[Sequence[Callable[[], None]], Note]:
         """Receive the weights that a training iteration has left, and what is noted with them; the inbox does it."""
@@ -132,7 +141,7 @@ class Channels:
         return loads, note
 
     def end_iteration(self, end: StepEnd) -> None:
-        """Send the weights of a training iteration, with what its loop has agreed on."""
+        """Send what the loop has agreed on after a training iteration, behind its weights."""
         for channel in self._from_here:
             if channel.sync is None:
                 continue
@@ -140,18 +149,13 @@ class Channels:
             version = self._parts.roles.trained()[channel.sync.role].policy_version
             self._note(channel, iteration, {"policy_version": version})
             note = Note(iteration, is_stopping=end.is_stopping, is_checkpoint_due=end.is_checkpoint_due)
-            send = partial(self._send_weights, channel, note, self._weights.pop(channel.name))
-            self._outboxes[channel.name].post(iteration, send)
+            self._outboxes[channel.name].post(iteration, partial(self._send_note, channel, note))
 
     def await_weights_taken(self) -> None:
         """Wait until the loop that generates has come to the weights of the last iteration."""
         for channel in self._from_here:
             if channel.sync is not None:
                 self._outboxes[channel.name].finish()
-
-    def forget_trained(self) -> None:
-        """Forget the rows of iterations that have been trained."""
-        self._rows = {key: held for key, held in self._rows.items() if key[1] > self._progress.trained}
 
     def finish(self) -> None:
         """Leave nothing in flight: rows that will not be trained are taken out by the loop that they were for."""
@@ -267,12 +271,15 @@ class Channels:
             for action, batch in held.items():
                 reshard(action, self._parts.transport.lane(channel.name, action.ranks), batch, None)
 
-    def _send_weights(self, channel: Channel, note: Note, send: Callable[[ProcessGroup], None]) -> None:
+    def _send_weights(self, channel: Channel, iteration: int, send: Callable[[ProcessGroup], None]) -> None:
         """Send the weights of an iteration; the lane does it."""
         assert channel.sync is not None, "only a channel that carries weights sends some"
-        with self._tracer.span(f"send({channel.name})", note.iteration, self._lanes[channel.name]):
+        with self._tracer.span(f"send({channel.name})", iteration, self._lanes[channel.name]):
             send(self._parts.transport.lane(channel.name, channel.sync.ranks))
-            self._exchange(channel, note)
+
+    def _send_note(self, channel: Channel, note: Note) -> None:
+        """Send what is noted with the weights of an iteration; the lane does it."""
+        self._exchange(channel, note)
 
     def _take_rows(self, channel: Channel, iteration: int) -> None:
         if not self._exchange(channel, Note(iteration)).is_abandoned:

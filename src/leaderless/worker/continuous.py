@@ -124,13 +124,7 @@ class ContinuousLoop:
     def take(self) -> None:
         """See `Arrivals`. What is due after a step of training is done before generation goes on."""
         progress, channels = self._progress, self._chain.channels
-        with self._parts.clock.doing("wait_weights"), self._tracer.span("wait(weights)", progress.trained + 1):
-            loads, note = channels.weights.take()
-        with self._parts.clock.doing("weights"), self._tracer.span("weights", progress.trained + 1):
-            for load in loads:
-                load()
-        progress.trained += 1
-        channels.forget_trained()
+        note = channels.take_weights()
         goes_on = progress.trained < self._parts.recipe.steps and not note.is_stopping
         may_switch = goes_on and self._duties.may_switch()
         if goes_on and not may_switch:

@@ -214,14 +214,15 @@ class Worker:
     def _run_ahead(self) -> bool:
         """Take the iterations of a loop that is ahead of training, each with the weights of `lag + 1` steps before.
 
-        What training decides after a step comes with its weights, when exactly `lag` more iterations have been made: so
-        the place of a checkpoint is the same in each run, whichever loop is faster. Returns whether the run stops;
-        else another plan is in force.
+        Weights arrive while an iteration is made. What training decides after a step comes with them, and they are
+        taken when exactly `lag` more iterations have been made: so the place of a checkpoint is the same in each run,
+        whichever loop is faster. Returns whether the run stops; else another plan is in force.
         """
         loop, num_steps, is_stopping = self._loop, self.parts.recipe.steps, False
         if self.progress.step == 0:
             self._write_evaluation(self._evaluate())
         while self.progress.trained < num_steps and not is_stopping and self._loop is loop:
+            self.chain.channels.weights.begin(self.progress.trained + 1)
             if self.progress.step < min(num_steps, self.progress.trained + self._loop.lag + 1):
                 numbers = self.run_step()
                 if self._replanner is not None:
