@@ -273,60 +273,92 @@ def run_quickstart(device: str, limit_s: float) -> Results:
 # --- results -------------------------------------------------------------------------------------------------------
 
 
-def rows(results: Results) -> list[tuple[str, str]]:
+Rows = list[tuple[str, str]]
+"""Figures with their names."""
+
+
+def rows(results: Results) -> Rows:
     """Each figure with its name; failed parts with their errors."""
     parts: Mapping[str, Results] = results["parts"]
     good = {name: part for name, part in parts.items() if "error" not in part}
-    lines: list[tuple[str, str]] = []
-    if "tests" in good:
-        tests = good["tests"]
-        lines.append(
-            (
-                "tests passed, failed, skipped",
-                f"{tests['passed']}, {tests['failed'] + tests['errors']}, {tests['skipped']}",
-            )
-        )
-    if "speeds" in good:
-        lines.append(("product of large matrices", f"{good['speeds']['flops'] / 1e12:,.0f} TFLOP/s"))
-        lines.append(("copying", f"{good['speeds']['bytes_per_s'] / 1e12:.2f} TB/s"))
-    for bias, difference in good.get("agreement", {}).get("key_bias", {}).items():
-        lines.append((f"rollout and trainer differ, keys with a bias of {bias}", f"{difference['mean']:.4f} per token"))
-    if "training" in good:
-        lines += training_rows(good["training"], good.get("speeds"))
-    if "attention" in good:
-        speed, copied = good["attention"]["bytes_per_s"], good.get("speeds", {}).get("bytes_per_s")
-        share = f" ({speed / copied:.0%} of copying)" if copied else ""
-        lines.append(("attention of a layer over pages, keys and values", f"{speed / 1e12:.2f} TB/s{share}"))
-    if "generation" in good:
-        generation = good["generation"]
-        lines.append(("generation at best: products and cache", f"{generation['bound_tokens_per_s']:,.0f} tokens/s"))
-        for way, speed in generation["tokens_per_s"].items():
-            share = speed / generation["bound_tokens_per_s"]
-            lines.append((f"generation, {way}", f"{speed:,.0f} tokens/s ({share:.0%} of the best)"))
-        lines.append(memory_row("generation", generation))
-    for name, steps in good.get("decoding", {}).get("steps", {}).items():
-        figures = (
-            f"{steps['ms_per_step']:.1f} ms, {steps['kernels_per_step']:,.0f} kernels, {steps['device_busy']:.0%} busy"
-        )
-        figures += f", {steps['clones_per_step']:.0f} clones, the host waits {steps['waits_per_step']:.0f} times"
-        lines.append((f"a step of decoding, {name}", figures))
-    if "weights" in good:
-        sent = good["weights"]
-        for way, name in (("native", "the native engine"), ("apart", "an engine in another process")):
-            count = f"{sent['ranks']} GPU{'s' * (sent['ranks'] > 1)}"
-            lines.append((f"new weights in {name}, {count}", f"{sent['bytes'] / sent['seconds'][way] / 1e9:.1f} GB/s"))
-    for title, panel in good.get("timeline", {}).get("panels", {}).items():
-        kinds = ", ".join(f"{kind} {ms / panel['ms']:.0%}" for kind, ms in panel["kinds"].items())
-        lines.append((f"{title}, in the picture", f"{panel['ms']:.1f} ms, {panel['busy']:.0%} busy; {kinds}"))
-    if "quickstart" in good:
-        quickstart = good["quickstart"]
-        accuracy = " → ".join(f"{value:.1%}" for value in quickstart["accuracy"]) or "not evaluated"
-        lines.append(("quickstart", f"{sum(quickstart['seconds'].values()):.0f} s, accuracy {accuracy}"))
+    speeds = good.get("speeds")
+    lines = [row for name, rows_of in ROWS.items() if name in good for row in rows_of(good[name], speeds)]
     lines += [(f"{name} is not complete", part["problem"]) for name, part in good.items() if "problem" in part]
     return lines + [(f"{name} failed", part["error"]) for name, part in parts.items() if "error" in part]
 
 
-def training_rows(training: Results, speeds: Results | None) -> list[tuple[str, str]]:
+def suite_rows(tests: Results, _: Results | None) -> Rows:
+    counts = f"{tests['passed']}, {tests['failed'] + tests['errors']}, {tests['skipped']}"
+    return [("tests passed, failed, skipped", counts)]
+
+
+def speed_rows(speeds: Results, _: Results | None) -> Rows:
+    return [
+        ("product of large matrices", f"{speeds['flops'] / 1e12:,.0f} TFLOP/s"),
+        ("copying", f"{speeds['bytes_per_s'] / 1e12:.2f} TB/s"),
+    ]
+
+
+def agreement_rows(agreement: Results, _: Results | None) -> Rows:
+    return [
+        (f"rollout and trainer differ, keys with a bias of {bias}", f"{difference['mean']:.4f} per token")
+        for bias, difference in agreement.get("key_bias", {}).items()
+    ]
+
+
+def attention_rows(attention: Results, speeds: Results | None) -> Rows:
+    speed = attention["bytes_per_s"]
+    share = f" ({speed / speeds['bytes_per_s']:.0%} of copying)" if speeds else ""
+    return [("attention of a layer over pages, keys and values", f"{speed / 1e12:.2f} TB/s{share}")]
+
+
+def generation_rows(generation: Results, _: Results | None) -> Rows:
+    best = generation["bound_tokens_per_s"]
+    return [
+        ("generation at best: products and cache", f"{best:,.0f} tokens/s"),
+        *(
+            (f"generation, {way}", f"{speed:,.0f} tokens/s ({speed / best:.0%} of the best)")
+            for way, speed in generation["tokens_per_s"].items()
+        ),
+        memory_row("generation", generation),
+    ]
+
+
+def decoding_rows(decoding: Results, _: Results | None) -> Rows:
+    lines = []
+    for name, steps in decoding.get("steps", {}).items():
+        work = f"{steps['kernels_per_step']:,.0f} kernels, {steps['clones_per_step']:.0f} clones"
+        busy = f"{steps['device_busy']:.0%} busy, the host waits {steps['waits_per_step']:.0f} times"
+        lines.append((f"a step of decoding, {name}", f"{steps['ms_per_step']:.1f} ms, {work}, {busy}"))
+    return lines
+
+
+def weight_rows(sent: Results, _: Results | None) -> Rows:
+    gigabytes, count = sent["bytes"] / 1e9, f"{sent['ranks']} GPU{'s' * (sent['ranks'] > 1)}"
+    copied = f"{gigabytes / sent['copy_s']:.1f} GB/s, the host waits {1e3 * sent['copy_host_s']:.0f} ms"
+    return [
+        *(
+            (f"new weights in {name}, {count}", f"{gigabytes / sent['seconds'][way]:.1f} GB/s")
+            for way, name in (("native", "the native engine"), ("apart", "an engine in another process"))
+        ),
+        ("weights copied for a channel", copied),
+    ]
+
+
+def timeline_rows(timeline: Results, _: Results | None) -> Rows:
+    lines = []
+    for title, panel in timeline.get("panels", {}).items():
+        kinds = ", ".join(f"{kind} {ms / panel['ms']:.0%}" for kind, ms in panel["kinds"].items())
+        lines.append((f"{title}, in the picture", f"{panel['ms']:.1f} ms, {panel['busy']:.0%} busy; {kinds}"))
+    return lines
+
+
+def quickstart_rows(quickstart: Results, _: Results | None) -> Rows:
+    accuracy = " → ".join(f"{value:.1%}" for value in quickstart["accuracy"]) or "not evaluated"
+    return [("quickstart", f"{sum(quickstart['seconds'].values()):.0f} s, accuracy {accuracy}")]
+
+
+def training_rows(training: Results, speeds: Results | None) -> Rows:
     speed = training["model_flops"] / training["forward_backward_s"]
     share = f", {speed / speeds['flops']:.0%} of a large product" if speeds else ""
     lines = [
@@ -353,9 +385,24 @@ def memory_row(what: str, part: Results) -> tuple[str, str]:
     return f"most memory in {what}, of what `plan` says", peaks
 
 
-def compiled_row(training: Results) -> list[tuple[str, str]]:
+def compiled_row(training: Results) -> Rows:
     seconds = training.get("compiled_forward_backward_s")
     return [("the same with compiled layers", f"{1e3 * seconds:.0f} ms")] if seconds else []
+
+
+ROWS: dict[str, Callable[[Results, Results | None], Rows]] = {
+    "tests": suite_rows,
+    "speeds": speed_rows,
+    "agreement": agreement_rows,
+    "training": training_rows,
+    "attention": attention_rows,
+    "generation": generation_rows,
+    "decoding": decoding_rows,
+    "weights": weight_rows,
+    "timeline": timeline_rows,
+    "quickstart": quickstart_rows,
+}
+"""What makes the rows of each part, of its results and of the speeds of the GPU if they are known."""
 
 
 def table(results: Results) -> str:

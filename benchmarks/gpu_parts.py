@@ -55,9 +55,10 @@ from leaderless.rollout.paged_plan import Arrangement
 from leaderless.rollout.paged_staging import Staging
 from leaderless.rollout.pages import PAGE_TOKENS, Pages
 from leaderless.rollout.recording import record
-from leaderless.rollout.serving import Colocated
+from leaderless.rollout.serving import Colocated, held_by
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.weights.blocks import Pool, everything, shard_rows
+from leaderless.weights.copies import begin_copy
 from leaderless.worker.join import join_nobody, meet
 from leaderless.worker.place import Place
 from leaderless.workflow import load_recipe, resolve_workflow
@@ -641,7 +642,7 @@ def weights(machine: Machine) -> Result:
 
 
 def weights_on_rank(rank: int, count: int, machine: Machine, folder: str) -> None:
-    """Sharded weights, gathered for an engine in each process and for one next to it; rank 0 writes what it took."""
+    """Sharded weights, gathered for an engine in each process and one next to it, and copied for a channel."""
     is_cuda = machine.device.type == "cuda"
     device = setup_device(rank, count) if is_cuda else DeviceSetup(machine.device, "gloo")
     store, limit = Path(folder) / "store", timedelta(seconds=60)
@@ -658,9 +659,16 @@ def weights_on_rank(rank: int, count: int, machine: Machine, folder: str) -> Non
         for name, engine in (("native", own), ("apart", here.keeper(folder, rank))):
             seconds[name] = here.seconds(partial(bring, Colocated(engine, trainer, pool, here.dtype), trainer))
             engine.close()
+        held = held_by(trainer)
+        copied = here.seconds(lambda: begin_copy(held, here.dtype).wait())
+        here.synchronize()
+        begin = time.perf_counter()
+        copy = begin_copy(held, here.dtype)
+        host = time.perf_counter() - begin
+        copy.wait()
         if rank == 0:
             num_bytes = num_weights(empty_causal_lm(here.config(folder), "policy")) * here.dtype.itemsize
-            result = {"bytes": num_bytes, "seconds": seconds, "ranks": count}
+            result = {"bytes": num_bytes, "seconds": seconds, "ranks": count, "copy_s": copied, "copy_host_s": host}
             (Path(folder) / "found.json").write_text(json.dumps(result), encoding="utf-8")
     finally:
         dist.destroy_process_group()

@@ -42,6 +42,8 @@ from leaderless.rollout.lean_forward import forward_of
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.segment_attention import attend_in_float32
 from leaderless.training.fsdp import FsdpEngine
+from leaderless.weights.blocks import HeldWeights, LocalWeight
+from leaderless.weights.copies import begin_copy
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
@@ -370,6 +372,22 @@ def test_a_mark_is_reached_when_the_work_before_it_is_done() -> None:
     group.backlog.add(group, "rows", device, 0)
     assert place.query()
     assert not group.backlog
+
+
+def test_copies_of_weights_are_what_they_were_while_cuda_and_the_host_continue() -> None:
+    weight = torch.randn(1 << 20, device="cuda")
+    expected = weight.bfloat16().cpu()
+    held = HeldWeights.of([LocalWeight.of("weight", weight)], 3)
+    begin_copy(held, torch.bfloat16).wait()  # pinned memory is there from now on
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    copy = begin_copy(held, torch.bfloat16)
+    assert copy.done is not None
+    assert not copy.done.query(), "the host has not waited"
+    weight.fill_(float("nan"))
+    found = copy.wait().weights["weight"].local
+    assert found.is_pinned()
+    assert torch.equal(found, expected)
 
 
 def exchange_in_a_pass() -> list[bool]:

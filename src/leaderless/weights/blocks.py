@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -186,11 +186,6 @@ class HeldWeights:
     def of(cls, weights: Iterable[LocalWeight], policy_version: int) -> HeldWeights:
         """Collect weights, which keep their order."""
         return cls({weight.name: weight for weight in weights}, policy_version)
-
-    def copied(self) -> HeldWeights:
-        """Copy them to host memory, so that training can change the originals."""
-        weights = (replace(weight, local=weight.local.to("cpu", copy=True)) for weight in self.weights.values())
-        return HeldWeights.of(weights, self.policy_version)
 
     @property
     def shapes(self) -> dict[str, Shape]:

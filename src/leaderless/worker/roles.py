@@ -53,6 +53,7 @@ from leaderless.training.engine import (
 from leaderless.training.move import move_state
 from leaderless.training.registry import make_train_engine, make_value_engine
 from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, everything, shard_rows
+from leaderless.weights.copies import begin_copy
 from leaderless.weights.pipeline import stage_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import Probe, fill_weights, send_weights
@@ -342,10 +343,12 @@ class Roles:
         self._exchange(action, held, self._log_probs(action, source), process_group)
 
     def copy_weights(self, action: SyncWeights) -> Callable[[ProcessGroup], None]:
-        """Copy the weights of now to host memory; the function that is returned sends them, in any thread."""
+        """Begin to copy the weights of now to host memory; the function that is returned sends them, in any thread."""
+        assert self._is_engine_only(action), "through a channel, weights go to ranks that only generate"
         source = self.engines[action.role, action.source_layout.ranks]
-        copied, log_probs = self._held(action, source).copied(), self._log_probs(action, source)
-        return lambda process_group: self._exchange(action, copied, log_probs, process_group)
+        dtype = _type_of_engines(action.role, self._recipe.as_seen_by(action.role))
+        copy, log_probs = begin_copy(self._held(action, source), dtype), self._log_probs(action, source)
+        return lambda process_group: self._exchange(action, copy.wait(), log_probs, process_group)
 
     def fetch(self, action: SyncWeights, lane: Callable[[tuple[int, ...]], ProcessGroup]) -> Callable[[], None]:
         """Receive new weights for an engine in any thread; the function that is returned gives them to the engine.
@@ -397,12 +400,14 @@ class Roles:
     def _way_to_engines(
         self, role: str, recipe: Recipe, source: Layout, target: Layout, shapes: Mapping[str, Shape]
     ) -> Route:
-        config = recipe.model_of(role)
-        assert config is not None, "checked by the planner"
         pools = (Pool(source, _placement(recipe, shapes)), Pool(target, everything))
-        dtype = config.compute_dtype if recipe.body is None else "float32"
         return Route(
-            f"weights of role '{role}'", shapes, *pools, getattr(torch, dtype), self._transport.rank, is_gathered=True
+            f"weights of role '{role}'",
+            shapes,
+            *pools,
+            _type_of_engines(role, recipe),
+            self._transport.rank,
+            is_gathered=True,
         )
 
     def _held(self, action: SyncWeights, source: Trainable) -> HeldWeights:
@@ -471,6 +476,13 @@ def _is_merged(instance: RoleInstance, recipe: Recipe) -> bool:
     config = recipe.model_of(instance.role)
     spec = engine_for(recipe.rollout, instance.engine)
     return config is not None and config.lora is not None and not spec.takes_adapters
+
+
+def _type_of_engines(role: str, recipe: Recipe) -> torch.dtype:
+    """The type of weights that are sent to ranks that only generate."""
+    config = recipe.model_of(role)
+    assert config is not None, "checked by the planner"
+    return getattr(torch, config.compute_dtype) if recipe.body is None else torch.float32
 
 
 def _trains_like(old: RoleInstance, new: RoleInstance) -> bool:
