@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-import yaml
 
 from leaderless.environments.bodies.adapters.libero import CAMERAS, Libero
 from leaderless.environments.bodies.conformance import CHECKS
@@ -80,6 +79,28 @@ class ControlEnv:
         }
 
 
+PACKAGE = """
+import os
+import yaml
+folder = os.environ["LIBERO_CONFIG_PATH"]
+def get_libero_path(name):
+    return read()[name]
+def read():
+    with open(os.path.join(folder, "config.yaml")) as file:
+        return yaml.safe_load(file)
+places_when_imported = read()
+"""
+"""What LIBERO does with its file: it reads it again for each question."""
+UTILS = """
+import os
+assert os.path.exists(os.path.join(os.environ["LIBERO_CONFIG_PATH"], "config.yaml"))
+"""
+WRAPPER = """
+from libero.libero import get_libero_path
+from tests.unit.bodies.test_libero import ControlEnv
+"""
+
+
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A folder like LIBERO's repository, with stand-ins for the packages."""
@@ -89,20 +110,20 @@ def root(tmp_path, monkeypatch):
     for name, starts in zip(TASKS, STARTS, strict=True):
         (library / f"bddl_files/libero_spatial/{name}.bddl").touch()
         np.save(library / f"init_files/libero_spatial/{name}.npy", starts)
-    wrapper = ModuleType("env_wrapper")
-    wrapper.ControlEnv = ControlEnv
-    for name, module in {
-        "robosuite": ModuleType("robosuite"),
-        "bddl": ModuleType("bddl"),
-        "libero.libero.envs.env_wrapper": wrapper,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "libero.libero", raising=False)
+    (library / "utils").mkdir()
+    (library / "envs").mkdir()
+    for place, text in {"": PACKAGE, "utils/": UTILS, "envs/": ""}.items():
+        (library / f"{place}__init__.py").write_text(text)
+    (library / "envs/env_wrapper.py").write_text(WRAPPER)
+    for name in ("robosuite", "bddl"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("LIBERO_CONFIG_PATH", "")
+    monkeypatch.delenv("LIBERO_CONFIG_PATH", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(ControlEnv, "opened", [])
-    return str(tmp_path)
+    yield str(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "libero"]:
+        del sys.modules[name]
 
 
 def opened(root, num=1, **options):
@@ -205,10 +226,10 @@ def test_the_adapter_keeps_the_rules(root, check):
     assert all(world.is_closed for world in ControlEnv.opened)
 
 
-def test_libero_is_told_where_its_files_are_and_asks_nothing(root, monkeypatch):
+def test_libero_is_told_where_its_files_are_asks_nothing_and_leaves_nothing_behind(root, monkeypatch):
     opened(root).reset([0], [{}], [0])
     library = f"{root}/libero/libero"
-    told = yaml.safe_load((Path(os.environ["LIBERO_CONFIG_PATH"]) / "config.yaml").read_text())
+    told = sys.modules["libero.libero"].places_when_imported
     assert told == {
         "benchmark_root": library,
         "bddl_files": f"{library}/bddl_files",
@@ -217,6 +238,10 @@ def test_libero_is_told_where_its_files_are_and_asks_nothing(root, monkeypatch):
         "datasets": f"{library}/datasets",
     }
     assert sys.path[-1] == root, "where its packages are found"
+    ask = sys.modules["libero.libero.envs.env_wrapper"].get_libero_path
+    assert {name: ask(name) for name in told} == told, "it asks anew each time"
+    assert not list(Path(root).glob("leaderless-libero-*")), "not even if the process is killed"
+    assert "LIBERO_CONFIG_PATH" not in os.environ
 
     def missing(*args, **options):
         raise ImportError("libOSMesa is missing")

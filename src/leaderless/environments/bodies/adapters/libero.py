@@ -23,6 +23,8 @@ from leaderless.environments.protocol import Task
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 SETTLING_STEPS = 15
 """Steps without a movement after a start, in which things fall to where they stay."""
+WRAPPERS = "libero.libero.envs.env_wrapper"
+"""LIBERO's module of environments."""
 ROOT = "LIBERO_ROOT"
 """Environment variable that names the folder of LIBERO's repository, where the option does not."""
 
@@ -95,8 +97,7 @@ class _Suite:
         """The simulator of a task, made by LIBERO."""
         needed("robosuite", "libero")
         needed("bddl", "libero")
-        _configure(self.library)
-        wrappers = needed("libero.libero.envs.env_wrapper", "libero")
+        wrappers = _environments(self.library)
         try:
             return wrappers.ControlEnv(
                 str(self.library / "bddl_files" / self.name / f"{task}.bddl"),
@@ -120,16 +121,26 @@ def _number(row: Task, column: str, count: int, chance: np.random.Generator) -> 
     return given
 
 
-def _configure(library: Path) -> None:
-    """Let LIBERO find its files, without the question that it asks on the terminal when it is first imported."""
+def _environments(library: Path) -> Any:  # noqa: ANN401 - LIBERO has no types
+    """LIBERO's module of environments, without the question that it asks on the terminal when it is first imported.
+
+    It reads the places of its files from a file, anew for each question. That file is there only while it is imported:
+    it would be left behind when this process is killed. Afterwards the answers come from here.
+    """
     if "libero.libero" in sys.modules:
-        return
-    folder = Path(tempfile.mkdtemp(prefix="leaderless-libero-"))
+        return needed(WRAPPERS, "libero")
+    sys.path.append(str(library.parents[1]))
     names = {"bddl_files": "bddl_files", "init_states": "init_files", "assets": "assets", "datasets": "datasets"}
     places = {"benchmark_root": str(library)} | {key: str(library / name) for key, name in names.items()}
-    (folder / "config.yaml").write_text(yaml.safe_dump(places), encoding="utf-8")
-    os.environ["LIBERO_CONFIG_PATH"] = str(folder)
-    sys.path.append(str(library.parents[1]))
+    with tempfile.TemporaryDirectory(prefix="leaderless-libero-") as folder:
+        (Path(folder) / "config.yaml").write_text(yaml.safe_dump(places), encoding="utf-8")
+        os.environ["LIBERO_CONFIG_PATH"] = folder
+        try:
+            needed("libero.libero", "libero").get_libero_path = places.__getitem__  # others take it from there
+            needed("libero.libero.utils", "libero")  # it reads the file as well
+            return needed(WRAPPERS, "libero")
+        finally:
+            del os.environ["LIBERO_CONFIG_PATH"]
 
 
 class _Libero(Single):
