@@ -11,6 +11,7 @@ Registering a device changes torch for good, so each pass has a process of its o
 from __future__ import annotations
 
 import json
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +29,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from leaderless.algorithms import LossInputs, importance_ratios
+from leaderless.algorithms import losses as policy_losses
+from leaderless.algorithms.policy_loss import compute
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
@@ -247,6 +251,25 @@ def losses(accelerator: Accelerator) -> dict[str, int]:
     return {"passes": num_passes, "copies": copies, "waits": waits}
 
 
+def formulas(accelerator: Accelerator) -> dict[str, int]:
+    """All policy losses, and all ratios by which a loss is corrected, with their backward passes."""
+    lengths = torch.tensor([3, 5, 0, 2]).to(DEVICE)
+    values = torch.randn(10).to(DEVICE)
+    before = accelerator.num_reads + accelerator.num_copies + accelerator.num_waits
+    kinds = [module.name for module in pkgutil.iter_modules(policy_losses.__path__)]
+    for kind in kinds:
+        loss = AlgorithmConfig.model_validate({"policy_loss": {"type": kind}}).policy_loss
+        log_probs = values.clone().requires_grad_()
+        columns = dict.fromkeys(loss.reads, values)
+        inputs = LossInputs(log_probs, values, values, lengths, values > 0, values > 0, columns, step=2)
+        compute(loss, inputs).loss.sum().backward()
+        assert log_probs.grad is not None
+    for level in ("token", "sequence", "geometric"):
+        importance_ratios(values, values, lengths, level)
+    waits = accelerator.num_reads + accelerator.num_copies + accelerator.num_waits - before
+    return {"losses": len(kinds), "waits": waits}
+
+
 def preferences(accelerator: Accelerator) -> dict[str, int]:
     """The same for the loss of pairs of responses."""
     loss = AlgorithmConfig.model_validate({"preference_loss": {"type": "sigmoid"}}).preference_loss
@@ -299,7 +322,8 @@ def mistakes(accelerator: Accelerator) -> dict[str, int]:
 
 
 PASSES: dict[str, Callable[[Accelerator], dict[str, float]]] = {
-    function.__name__: function for function in (train, values, losses, preferences, decode, refusals, mistakes)
+    function.__name__: function
+    for function in (train, values, losses, formulas, preferences, decode, refusals, mistakes)
 }
 OTHERS = {"updates": "tests.fake_updates"}
 """Modules of further passes."""

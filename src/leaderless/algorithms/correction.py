@@ -46,7 +46,7 @@ def importance_ratios(
             per_sample = segment_sum(difference, lengths)
         case "geometric":
             per_sample = segment_mean(difference, lengths)
-    return ratio_of(repeat_per_token(per_sample, lengths))
+    return ratio_of(repeat_per_token(per_sample, lengths, len(difference)))
 
 
 def truncated_weights(ratios: Tensor, *, highest: float) -> Tensor:

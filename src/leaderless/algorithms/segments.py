@@ -54,9 +54,9 @@ def segment_mean(values: Tensor, lengths: Tensor) -> Tensor:
     return segment_sum(values, lengths) / lengths.clamp(min=1)
 
 
-def repeat_per_token(values: Tensor, lengths: Tensor) -> Tensor:
-    """Each sample's value, once for each of its tokens."""
-    return torch.repeat_interleave(values, lengths)
+def repeat_per_token(values: Tensor, lengths: Tensor, num_tokens: int | None = None) -> Tensor:
+    """Each sample's value, once for each of its tokens; an accelerator need not wait if the number of all is known."""
+    return torch.repeat_interleave(values, lengths, output_size=num_tokens)
 
 
 def add_to_last(values: Tensor, per_sample: Tensor, lengths: Tensor) -> Tensor:

@@ -63,5 +63,5 @@ def gmpo_loss(
     """
     log_ratio = log_ratio_of(log_probs, old_log_probs)
     clipped = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    mean = repeat_per_token(segment_mean(clipped, lengths), lengths)
+    mean = repeat_per_token(segment_mean(clipped, lengths), lengths, len(clipped))
     return LossOutput(-ratio_of(mean) * advantages, (clipped != log_ratio) & (advantages != 0))

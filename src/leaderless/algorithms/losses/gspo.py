@@ -51,5 +51,5 @@ def gspo_loss(
     Each token has the value of s and the gradient of its own probability.
     """
     log_ratio = log_ratio_of(log_probs, old_log_probs)
-    mean = repeat_per_token(segment_mean(log_ratio.detach(), lengths), lengths)
+    mean = repeat_per_token(segment_mean(log_ratio.detach(), lengths), lengths, len(log_ratio))
     return clipped_surrogate(with_gradient_of(mean, log_ratio), advantages, clip_low=clip_low, clip_high=clip_high)

@@ -1,0 +1,92 @@
+"""What the host must not wait for on a GPU, and what it gets from there a step later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tests import fake_accelerator as fake
+from tests import fake_updates
+from tests.gpu.test_cuda import NUM_GPUS
+from tests.tiny import mixture_model, tiny_model
+
+from leaderless.config.models import ModelConfig
+from leaderless.config.rollout import SamplingConfig
+from leaderless.data.transport import ProcessGroup
+from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.routers import Routers
+from leaderless.models.tokenizer import load_tokenizer
+from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.paged_check import paged_attention
+from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
+from leaderless.rollout.sampling import truncate
+
+pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
+KINDS = ("policy", "critic", "adapters with dropout", "recorded experts", "images, qwen3_vl", "images, paligemma")
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Fail where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_of_an_update_waits_for_nothing_on_cuda(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "DEVICE", torch.device("cuda", 0))
+    (make, batch), *_ = [(make, batch) for name, make, batch in fake_updates.kinds() if name == kind]
+    engine = make()
+    one, *_ = engine.micro_batches(batch)
+    with fake.varlen_attention(is_used=True):
+        fake_updates.scored(engine.forward(one)).backward()  # what is tried once
+        torch.cuda.synchronize()
+        with no_waits():
+            fake_updates.scored(engine.forward(one)).backward()
+    torch.cuda.synchronize()
+
+
+def test_pages_record_the_experts_of_slots_on_cuda() -> None:
+    path, device = mixture_model(tiny_model("qwen3")), torch.device("cuda", 0)
+    tokenizer = load_tokenizer(ModelConfig(path=path), "policy")
+    requests = [Request([7 + i, 3, 12], [10 * i + sibling for sibling in range(1 + i % 4)]) for i in range(8)]
+    found = []
+    for is_paged in (False, True):
+        model = load_causal_lm(ModelConfig(path=path), "policy").to(device).eval()
+        routers = Routers.required(model, "models.policy")
+        if is_paged:
+            attend = paged_attention(model, torch.float32, device, ProcessGroup((0,), 0))
+            assert attend is not None
+            options = PagedOptions(attend, 8192, 256, page_tokens=16)
+            engine: NativeEngine = PagedEngine(model, tokenizer, frozenset(), 20, device, options, routers)
+        else:
+            engine = NativeEngine(model, tokenizer, frozenset(), 20, device, routers=routers)
+        groups = generate(engine, requests, SamplingParams(SamplingConfig(), 40, (), seed=5))
+        found.append([(one.tokens, one.experts) for group in groups for one in group])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("config", [SamplingConfig(top_k=50, top_p=0.95), SamplingConfig(top_k=1000), None], ids=str)
+def test_truncation_is_recorded_and_keeps_what_it_keeps_on_the_cpu(config: SamplingConfig | None) -> None:
+    config = config or SamplingConfig(min_p=0.02)
+    generator = torch.Generator().manual_seed(0)
+    many = [(8 * torch.randn(16, 20_000, generator=generator)).round() / 4 for _ in range(2)]  # with ties
+    logits = many[0].cuda()
+    for _ in range(2):
+        truncate(logits, config)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = truncate(logits, config)
+    for one in many:
+        logits.copy_(one)
+        graph.replay()
+        # Sums round otherwise, so that a token at a bound may be on its other side.
+        differs = (kept.cpu().isfinite() != truncate(one, config).isfinite()).sum(1)
+        assert int(differs.max()) <= (1 if config.top_p < 1 or config.min_p > 0 else 0)
