@@ -33,7 +33,7 @@ class EngineMemory:
     Attributes:
         recipe: Settings.
         model: Model that generates.
-        cache: What the engine may have.
+        cache: Bound of its memory.
         is_cpu: Whether it computes on the CPU.
         most: Most sequences that are decoded at the same time; by default what the recipe allows.
         is_served: Whether clients ask it, who may ask for as many.

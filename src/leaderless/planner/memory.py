@@ -311,7 +311,7 @@ class _Rank:
             "converted experts": model.converted_bytes(1),
             "activations": max(tokens * held * model.width, model.seeing_bytes(seen)),
             "pixels": model.pixel_bytes(seen),
-            "copied prompts": model.copied_bytes(work),
+            "copies for attention": model.copied_bytes(work),
             "logits": self._chunk(size, tokens) * 3 * FLOAT32_BYTES * model.has_logits,
         }
 
@@ -336,7 +336,7 @@ class _Rank:
             "converted experts": model.converted_bytes(1 if model.config.gradient_checkpointing else size.num_layers),
             "activations": before * width,
             "pixels": model.pixel_bytes(seen),
-            "copied prompts": copied * (kept + copies * (not model.config.gradient_checkpointing)),
+            "copies for attention": copied * (kept + copies * (not model.config.gradient_checkpointing)),
             "gradients": gradients if num_passes > 1 else 0,
         }
         scored = {
@@ -345,7 +345,7 @@ class _Rank:
         }
         inner = {
             "activations": (before + tokens * model.made_values()) * width,
-            "copied prompts": copied * (kept + copies),
+            "copies for attention": copied * (kept + copies),
             "gradients of attention": model.attention_bytes(work, is_begin=True),
             "dropout of adapters": model.dropped_bytes(tokens),
         }
@@ -364,7 +364,7 @@ class _Rank:
         yield {
             "gathered weights": size.num_root_parameters * width if gathered else 0,
             "activations": tokens * (model.kept_values() * (num_held - 1) + model.layer_values()) * width,
-            "copied prompts": copied * (kept + 1),
+            "copies for attention": copied * (kept + 1),
             "gradients of attention": model.attention_bytes(work, is_begin=False),
             "dropout of adapters": model.dropped_bytes(tokens),
             "gradients": gradients if num_passes > 1 else model.trained_bytes(),
@@ -390,11 +390,12 @@ class _Rank:
             family = data.max_prompt_tokens + siblings * (response - 1)
             bound = min(bound, max(CPU_PASS_TOKENS, family))
         tokens, number = min(bound, held), -(-held // bound)
-        if self.is_cpu or siblings == 1 or model.instance.layout.cp > 1:
+        if self.is_cpu or model.instance.layout.cp > 1:
             return Pass(tokens, number)
         family = data.max_prompt_tokens + siblings * -(-response // SHORT)
         families = min(own_prompts, max(1, tokens // family))
-        return Pass(tokens, number, families * siblings * data.max_prompt_tokens, families * (1 + siblings))
+        copies = families * siblings * data.max_prompt_tokens * (siblings > 1)
+        return Pass(tokens, number, copies, families * (1 + siblings))
 
     def _chunk(self, size: ModelSize, tokens: int) -> int:
         """Logits that are computed at the same time."""

@@ -32,7 +32,7 @@ class Pass(NamedTuple):
         tokens: Tokens.
         number: Number of passes of its kind.
         copies: Tokens of prompts that are copied for siblings: attention reads each prompt once for each of them.
-        sequences: Prompts and responses that attend.
+        sequences: Prompts and responses that attend; 0 where nothing is copied, as on a CPU.
     """
 
     tokens: int
@@ -223,14 +223,13 @@ class ModelMemory:
         return self.layer_values() * self.config.gradient_checkpointing + 3 * self.part.intermediate_size
 
     def copied_bytes(self, work: Pass) -> int:
-        """Keys and values of prompts that a layer copies for siblings, and keeps for its backward pass.
+        """What a layer copies for its attention and keeps for its backward pass.
 
-        In float32 all tokens are laid out, and keys and values for each query head: queries, keys, values and results
-        are kept so, and of the tokens themselves only the result.
+        These are keys and values of prompts, for each sibling. In float32 all tokens are laid out, and keys and values
+        for each query head: queries, keys, values and results are kept so, and of the tokens themselves only the
+        result.
         """
-        if not work.copies:
-            return 0
-        if self.width == FLOAT32_BYTES:
+        if self.width == FLOAT32_BYTES and work.sequences:
             laid_out = (work.tokens + work.copies) * 4 * self.part.query_size
             return (laid_out - work.tokens * (self.part.query_size + self._key_values)) * FLOAT32_BYTES
         return work.copies * self._key_values * self.width
@@ -244,7 +243,7 @@ class ModelMemory:
         released its four inner vectors of each token by then, and when the backward pass begins the three that it
         made.
         """
-        if not work.copies or self.width == FLOAT32_BYTES:
+        if not work.sequences or self.width == FLOAT32_BYTES:
             return 0
         size, laid_out = self.part, work.tokens + work.copies
         queries = (work.tokens + 128 * work.sequences) * (size.query_size + size.num_heads) * FLOAT32_BYTES

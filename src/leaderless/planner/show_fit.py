@@ -27,7 +27,7 @@ class Fitted:
 
     Attributes:
         plan: The plan, with the memory of what ranks would do there.
-        fit: How it fits.
+        fit: Verdict, and use of the memory that is left.
         pools: Pools for keys and values by the role of their native engine.
         gib: Memory of each accelerator.
     """
