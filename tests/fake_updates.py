@@ -34,6 +34,7 @@ from leaderless.models.value_model import load_value_model
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.training.micro_batches import MicroBatch
 
+DTYPE = torch.bfloat16  # of weights
 PEERS = ProcessGroup((0, 1), 0)
 """Two ranks of which only the first is there."""
 MIXTURE = mixture_model(tiny_model("qwen3"))
@@ -92,23 +93,23 @@ def scored(outputs: TokenOutputs | Tensor) -> Tensor:
 def policy(
     path: str, prepare: Callable[[CausalLM], object] = lambda _: None, lora: LoraConfig | None = None
 ) -> FsdpEngine:
-    """A language model in bfloat16, on the device once it has been prepared."""
+    """A language model, on the device once it has been prepared."""
     config = ModelConfig(path=path, compute_dtype="float32", lora=lora)
     model = load_causal_lm(config, "policy")
     prepare(model)
-    moved = cast("CausalLM", fake.moved(model, torch.bfloat16))
+    moved = cast("CausalLM", fake.moved(model, DTYPE))
     engine = FsdpEngine(moved, config, fake.ALONE, fake.DEVICE, 64, optimizer=OptimizerConfig(), num_updates=2)
-    engine.compute_dtype = torch.bfloat16
+    engine.compute_dtype = DTYPE
     return engine
 
 
 def critic() -> FsdpValueEngine:
     config = ModelConfig(path=tiny_model(), compute_dtype="float32")
-    model: Any = fake.moved(load_value_model(config, "critic"), torch.bfloat16)
+    model: Any = fake.moved(load_value_model(config, "critic"), DTYPE)
     for module in model.float32_modules():
         module.weight = nn.Parameter(module.weight.detach().float())
     engine = FsdpValueEngine(model, config, fake.ALONE, fake.DEVICE, 64, optimizer=OptimizerConfig(), num_updates=2)
-    engine.compute_dtype = torch.bfloat16
+    engine.compute_dtype = DTYPE
     return engine
 
 

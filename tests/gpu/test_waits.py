@@ -25,7 +25,15 @@ from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.sampling import truncate
 
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
-KINDS = ("policy", "critic", "adapters with dropout", "recorded experts", "images, qwen3_vl", "images, paligemma")
+KINDS = {
+    "policy": torch.bfloat16,
+    "critic": torch.float32,
+    "adapters with dropout": torch.bfloat16,
+    "recorded experts": torch.bfloat16,
+    "images, qwen3_vl": torch.float32,
+    "images, paligemma": torch.float32,
+}
+"""Updates with the type of their weights, which pixels and the head of a critic do not have by themselves."""
 
 
 @contextmanager
@@ -41,10 +49,11 @@ def no_waits() -> Iterator[None]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pass_of_an_update_waits_for_nothing_on_cuda(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "DEVICE", torch.device("cuda", 0))
+    monkeypatch.setattr(fake_updates, "DTYPE", KINDS[kind])
     (make, batch), *_ = [(make, batch) for name, make, batch in fake_updates.kinds() if name == kind]
     engine = make()
     one, *_ = engine.micro_batches(batch)
-    with fake.varlen_attention(is_used=True):
+    with fake.varlen_attention(is_used=KINDS[kind] == torch.bfloat16):
         fake_updates.scored(engine.forward(one)).backward()  # what is tried once
         torch.cuda.synchronize()
         with no_waits():
