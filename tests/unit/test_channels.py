@@ -131,21 +131,26 @@ def test_ranks_must_agree_on_channels():
 
 @pytest.mark.parametrize("capacity", [1, 3])
 def test_what_is_in_flight_is_part_of_the_memory(tmp_path, capacity):
-    def memory(part: str, num_prompts: int, **sections: object) -> tuple[Plan, list[int]]:
-        batch = {"prompts_per_step": num_prompts, "micro_batch_tokens": 2048}
-        shared = {"models": {"policy": write_model(tmp_path / "m")}, "batch": batch} | sections
+    def memory(part: str, dtype: str, max_sequences: int, **batch: int) -> tuple[Plan, list[int]]:
+        model = {"path": write_model(tmp_path / "m"), "compute_dtype": dtype}
+        shared = {"models": {"policy": model}, "batch": batch, "rollout": {"max_sequences": max_sequences}}
         assert "in flight" not in str(plan_of("grpo", 4, layout=POOLS, **shared).memory)
         plan = cut(capacity, **shared)
         kinds = (plan.memory.cpu, plan.memory.accelerator)
         return plan, [(kind.resident | kind.host)[part] for kind in kinds]
 
-    plan, held = memory("rows in flight", 128, rollout={"max_sequences": 999})
+    plan, held = memory("rows in flight", "float32", 999, prompts_per_step=128, micro_batch_tokens=2048)
     rows = plan.channel("rollout->old")
     tokens = 128 * 8 // 2 * 1024 * 8  # a rank has half of the samples, 8 for each prompt; a token takes 8 bytes
     assert tokens < rows.max_bytes < 10 * tokens
     assert held == [capacity * rows.max_bytes] * 2
-    plan, held = memory("weights in flight", 6, rollout={"max_sequences": 1})  # ranks that train hold most
-    assert held == [capacity * plan.sizes["policy"].num_parameters * 4 // 2] * 2
+    for dtype, width in (("float32", 4), ("bfloat16", 2)):
+        few = {"prompts_per_step": 6, "micro_batch_tokens": 16384}  # so that ranks that train hold most
+        plan, held = memory("weights in flight", dtype, 1, **few)
+        share = plan.sizes["policy"].num_parameters * width // 2
+        pinned = 1 << (share - 1).bit_length()  # torch rounds blocks of pinned memory up to powers of two
+        assert pinned > share
+        assert held == [capacity * share, capacity * pinned]
 
 
 def test_a_reader_sees_loops_and_channels():
@@ -176,7 +181,7 @@ def test_a_reader_sees_loops_and_channels():
 
 
 @pytest.mark.parametrize("capacity", [1, 2])
-def test_continuous_generation_needs_room_for_new_weights_and_for_all_that_it_begins(tmp_path, capacity):
+def test_a_loop_that_is_ahead_needs_room_for_new_weights_and_for_all_that_it_begins(tmp_path, capacity):
     def memory(**channel: object) -> Memory:
         plan = cut(
             layout=BEHIND,
@@ -188,16 +193,18 @@ def test_continuous_generation_needs_room_for_new_weights_and_for_all_that_it_be
         assert plan.memory is not None
         return plan.memory.cpu
 
-    whole, continuous = memory(), memory(mode="continuous")
-    weights = whole.resident["policy engine's weights"]
-    arrived = continuous.resident["weights that arrive"]
-    assert dict(continuous.resident) == {**whole.resident, "weights that arrive": arrived}
-    assert arrived == weights
-    caches = [one.phases["policy generates"]["kv cache"] for one in (whole, continuous)]
-    assert caches[1] == (1 + capacity) * caches[0]
-    travel = continuous.phases["weights of policy travel"].items()
-    assert travel <= continuous.phases["policy generates"].items(), "it goes on meanwhile"
-    assert not travel & whole.phases["policy generates"].items()
+    lockstep, fixed, continuous = memory(capacity=0), memory(), memory(mode="continuous")
+    assert "weights that arrive" not in lockstep.resident
+    for ahead in (fixed, continuous):
+        assert ahead.resident["weights that arrive"] == ahead.resident["policy engine's weights"]
+    assert dict(continuous.resident) == dict(fixed.resident)
+    caches = [one.phases["policy generates"]["kv cache"] for one in (lockstep, fixed, continuous)]
+    assert caches == [caches[0], caches[0], (1 + capacity) * caches[0]]
+    travel = [one.phases["weights of policy travel"].items() for one in (lockstep, fixed, continuous)]
+    generates = [one.phases["policy generates"].items() for one in (lockstep, fixed, continuous)]
+    assert not travel[0] & generates[0]
+    assert travel[1] <= generates[1], "it generates meanwhile"
+    assert travel[2] <= generates[2]
 
 
 def test_the_picture_has_a_lane_for_each_loop_and_channels_between_them():

@@ -63,10 +63,10 @@ def estimate_memory(
     cache, both in the model's `compute_dtype`; engines in other processes have a copy in any case, and a rank that only
     generates holds nothing else of the model. The ranks that an engine spans divide its weights and KV cache. An
     asynchronous checkpoint is written from a copy, in host memory, that is kept for the next one; what is in flight in
-    a channel is there too, on the ranks that push it, and new weights wait there where an engine takes them between
-    two tokens. A pass has at most `pass_tokens`; at most `max_sequences` are
-    decoded at the same time, by default what the recipe allows each role. What ranks use `room` for is counted, too;
-    on an accelerator, it bounds the pools of native engines for keys and values.
+    a channel is there too, on the ranks that push it, and new weights arrive there while an engine generates. A pass
+    has at most `pass_tokens`; at most `max_sequences` are decoded at the same time, by default what the recipe allows
+    each role. What ranks use `room` for is counted, too; on an accelerator, it bounds the pools of native engines for
+    keys and values.
     """
     if recipe.body is not None:
         return estimate_body_memory(recipe, instances, pass_tokens, among)
@@ -77,11 +77,12 @@ def estimate_memory(
     # Ranks with the same models need the same: each combination of models is counted once.
     everywhere = [stages[0] for stages in models]
     ranks = among or all_ranks(*(instance.layout for instance in instances))
-    sources = [frozenset(channel.source_ranks) for channel in channels]
+    ends = [(frozenset(channel.source_ranks), frozenset(channel.target_ranks)) for channel in channels]
     held = dict.fromkeys(
         (
             tuple((place, _stage(models[place], rank)) for place, x in enumerate(instances) if rank in x.layout),
-            tuple(place for place, pushing in enumerate(sources) if rank in pushing),
+            tuple(place for place, (pushing, _) in enumerate(ends) if rank in pushing),
+            tuple(place for place, (_, pulling) in enumerate(ends) if rank in pulling),
         )
         for rank in ranks
     )
@@ -89,8 +90,9 @@ def estimate_memory(
     def fullest(*, is_cpu: bool) -> Memory:
         bounds = pass_tokens, max_sequences, MAX_LOGITS if is_cpu else room.max_logits, is_cpu, room.cache
         estimates = (
-            _Rank(recipe, [models[i][stage] for i, stage in own], everywhere, sent, *bounds).memory()
-            for own, sent in ((own, [channels[i] for i in pushed]) for own, pushed in held)
+            _Rank(recipe, [models[i][stage] for i, stage in own], everywhere, sent, taken, *bounds).memory()
+            for own, *places in held
+            for sent, taken in [[[channels[i] for i in some] for some in places]]
         )
         return max(estimates, key=lambda memory: memory.peak)
 
@@ -152,6 +154,7 @@ class _Rank:
     models: Sequence[ModelMemory]
     everywhere: Sequence[ModelMemory]
     pushed: Sequence[Channel]
+    pulled: Sequence[Channel]
     pass_tokens: int
     max_sequences: int | None
     max_logits: int
@@ -239,9 +242,9 @@ class _Rank:
         return EngineMemory(self.recipe, model, self.cache, self.is_cpu, self.max_sequences)
 
     def _in_flight(self) -> dict[str, int]:
-        """What waits until other ranks take it: rows, and copies of a rank's share of float32 weights.
+        """What waits until other ranks take it: rows, and copies of a rank's share of weights, in the type of engines.
 
-        New weights wait until the engine takes them, between two tokens.
+        New weights wait until the engine takes them.
         """
         parts: dict[str, int] = {}
         for channel in self.pushed:
@@ -250,23 +253,25 @@ class _Rank:
                 role = channel.sync.role
                 model = next(x for x in self.models if x.instance.role == role and x.instance.is_trained)
                 sent = model.part.num_trained if model.adds_adapters else model.part.num_parameters
-                size = -(-sent * FLOAT32_BYTES // model.shards)
+                size = -(-sent * model.width // model.shards)
+                size = size if self.is_cpu else 1 << (size - 1).bit_length()  # blocks of pinned memory
             name = f"{channel.kind} in flight"
             parts[name] = parts.get(name, 0) + channel.capacity * size
-        arriving = [x for x in self.models if x.instance.is_engine_only and iterations(self.recipe) > 1]
-        if arriving:
-            parts["weights that arrive"] = sum(x.sent_bytes() for x in arriving)
-        return parts
+        arriving = [model.sent_bytes() for model in self.models if self._is_fed(model)]
+        return parts | ({"weights that arrive": sum(arriving)} if arriving else {})
+
+    def _is_fed(self, model: ModelMemory) -> bool:
+        """Whether new weights come to the engine of a model while it generates."""
+        taken = [channel.sync for channel in self.pulled if channel.sync is not None]
+        return any((x.role, x.target_layout) == (model.instance.role, model.instance.layout) for x in taken)
 
     def _phases(self, model: ModelMemory) -> Iterator[tuple[str, dict[str, int]]]:
         instance, role = model.instance, model.instance.role
         others = (x.instance for x in self.everywhere if x.instance.role == role)
         is_sent = any(other.is_trained != instance.is_trained for other in others)
         if model.generates:
-            # Continuous generation does not stop while weights travel.
-            goes_on = is_sent and instance.is_engine_only and iterations(self.recipe) > 1
             does = "judges" if instance.is_judge else "generates"
-            travel = self._travel(model) if goes_on else {}
+            travel = self._travel(model) if self._is_fed(model) else {}
             yield from ((f"{role} {does}", moment | travel) for moment in self._generation(model))
         if instance.scores:
             yield f"{role} scores", self._scoring(model)
