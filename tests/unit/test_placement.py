@@ -330,6 +330,16 @@ def test_generation_waits_until_its_rows_have_been_taken():
     assert _pace([fast, slow], [1, 0], handed_s=0.5) == pytest.approx(3.0)
 
 
+def test_new_weights_travel_while_both_loops_work():
+    slow, fast = np.array([3.0, 3.0]), np.array([1.0, 1.0])
+    assert _pace([slow, fast], [1, 0], travel_s=2.0) == pytest.approx(3.0)
+    assert _pace([fast, slow], [1, 0], travel_s=2.0) == pytest.approx(3.0)
+    assert _pace([slow, slow], [1, 0], travel_s=2.0) == pytest.approx(4.0), "the sum of all is two iterations"
+    assert _pace([slow, slow], [2, 0], travel_s=2.0) == pytest.approx(3.0)
+    many = np.full(50, 3.0)
+    assert _pace([many, many], [2, 0], travel_s=5.0) == pytest.approx(5.0), "only one iteration's are on their way"
+
+
 def test_windows_hide_what_travels_and_what_the_next_pool_does():
     layout = make_recipe(
         layout={"rollout": {"ranks": "0"}, **{name: {"ranks": "1"} for name in ("reward", "advantage", "policy")}}

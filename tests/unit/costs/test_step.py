@@ -19,7 +19,7 @@ from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.costs.moves import parcels_of, updates_cost
 from leaderless.planner.costs.network import Network
 from leaderless.planner.costs.rows import Placement, sample_workload, samplers_of
-from leaderless.planner.costs.step import Loaded, Moved, Worked, estimate_step, events_of, walk_peers
+from leaderless.planner.costs.step import Loaded, Moved, Synced, Worked, estimate_step, events_of, walk_peers
 
 CHANGES = {
     "controllers.one.pads_rows": False,
@@ -241,14 +241,19 @@ def test_loops_work_at_the_same_time(tmp_path):
     puts = sum(cost.seconds for name, cost in estimate.transitions.items() if name.startswith("put"))
     moves = sum(cost.seconds for cost in estimate.transitions.values()) - puts
     weights = sum(cost.seconds for cost in estimate.weights.values())
-    spent = {(0, 1): weights + puts, (2, 3): moves}  # what is sent through a channel keeps the ranks that take it busy
+    spent = {(0, 1): puts, (2, 3): moves}  # rows that come through a channel keep the ranks that take them busy
     for event in events:
         if isinstance(event, Loaded):
             spent[event.action.layout.ranks] += float(event.seconds.max())
         elif isinstance(event, Worked):
             spent[event.node.layout.ranks] += float(event.seconds.max())
     assert estimate.seconds == pytest.approx(max(spent.values()))
+    assert estimate.seconds > weights > 0, "weights come meanwhile"
     assert estimate.seconds < 0.7 * lockstep.seconds
+    slowly = [replace(event, num_bytes=10**12) if isinstance(event, Synced) else event for event in events]
+    late = walk_peers(slowly, links)
+    assert late.seconds == pytest.approx(sum(cost.seconds for cost in late.weights.values()))
+    assert late.seconds > 2 * estimate.seconds
 
 
 def test_repeated_nodes_cannot_be_simulated(tmp_path):

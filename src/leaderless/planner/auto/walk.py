@@ -46,7 +46,8 @@ def _seconds(plan: Plan, profile: Profile, steps: StepSeconds) -> float:
         return step_seconds(_pools(plan, plan.loops[0], training, profile, steps))
     took = [*(_LoopClocks(plan, loop, profile, steps).seconds() for loop in plan.loops[:-1]), training]
     handed_s = profile.reshard_s * sum(len(channel.reshards) for channel in plan.channels)
-    return _pace(took, [loop.lag for loop in plan.loops], handed_s)
+    travel_s = profile.sync_s * sum(channel.sync is not None for channel in plan.channels)
+    return _pace(took, [loop.lag for loop in plan.loops], handed_s, travel_s)
 
 
 def _pools(plan: Plan, loop: Loop, training: Seconds, profile: Profile, steps: StepSeconds) -> Pools:
@@ -71,7 +72,7 @@ def _of_node(plan: Plan, name: str, steps: StepSeconds, num_windows: int = 1) ->
     return steps.of_windows(node, node.layout.dp, num_windows, is_balanced=not has_own_rows(node, plan))
 
 
-def _pace(took: Sequence[Seconds], lags: Sequence[int], handed_s: float = 0.0) -> float:
+def _pace(took: Sequence[Seconds], lags: Sequence[int], handed_s: float = 0.0, travel_s: float = 0.0) -> float:
     """Seconds of an iteration in the long run, of one loop or of one that generates ahead of one that trains.
 
     Args:
@@ -79,21 +80,23 @@ def _pace(took: Sequence[Seconds], lags: Sequence[int], handed_s: float = 0.0) -
         lags: Iterations that each loop is ahead.
         handed_s: Seconds at the beginning of an iteration that trains, in which rows arrive. Until then they are in
             flight, and as many iterations may be as generation is ahead.
+        travel_s: Seconds of new weights on their way, while both loops work; one iteration's come after the other's.
     """
     if len(took) == 1:
         return float(took[0].mean())
     generation, training, lag = took[0], took[-1], max(lags)
     num_iterations, trained, generated = 8 * len(generation), list[float](), 0.0
-    arrived: list[float] = []
+    arrived, received = list[float](), list[float]()
     for iteration in range(num_iterations):
         draw = iteration % len(generation)
         # Weights of `lag + 1` iterations before; rows of this one.
-        weights = trained[iteration - lag - 1] if iteration > lag else 0.0
+        weights = received[iteration - lag - 1] if iteration > lag else 0.0
         free = arrived[iteration - lag] if iteration >= lag > 0 else 0.0
         generated = max(generated, weights, free) + float(generation[draw])
         begin = max(generated, trained[-1] if trained else 0.0)
         arrived.append(begin + handed_s)
         trained.append(begin + float(training[draw]))
+        received.append(max(trained[-1], received[-1] if received else 0.0) + travel_s)
     first = len(generation)
     return (trained[-1] - trained[first - 1]) / (num_iterations - first)
 
@@ -164,7 +167,6 @@ def _transfer_seconds(action: Action, plan: Plan, profile: Profile) -> float:
         case SyncWeights():
             return profile.sync_s
         case Pull(name):
-            channel = plan.channel(name)
-            return len(channel.reshards) * profile.reshard_s + (channel.sync is not None) * profile.sync_s
+            return len(plan.channel(name).reshards) * profile.reshard_s
         case _:
             return 0.0

@@ -71,7 +71,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Synced:
-    """Weights sent to another layout; through a channel, while the ranks that send them continue."""
+    """Weights sent to another layout; through a channel, while all ranks continue."""
 
     action: SyncWeights
     num_bytes: int
@@ -204,7 +204,7 @@ class Walk:
     """Clocks and memory of all ranks on the way through a step."""
 
     def __init__(self, network: Network) -> None:
-        self.network, self.peak_bytes = network, 0
+        self.network, self.peak_bytes, self.besides_s = network, 0, 0.0
         self.clocks, self.held = np.zeros(network.num_ranks), np.zeros(network.num_ranks, dtype=np.int64)
         self.transitions: dict[str, Cost] = {}
         self.weights: dict[str, Cost] = {}
@@ -228,9 +228,12 @@ class Walk:
             self.clocks[chosen] = begin + np.repeat(event.seconds, event.node.layout.ranks_per_shard)
 
     def sync(self, event: Synced) -> None:
-        """Weights go from rank to rank."""
+        """Weights go from rank to rank; through a channel, for no longer than an iteration lasts."""
         cost = weights_cost(event.action, event.num_bytes, self.network, is_gathered=event.is_gathered)
-        self.together(_busy_ranks(event), cost.seconds)
+        if event.through_channel:
+            self.besides_s += cost.seconds
+        else:
+            self.together(event.action.ranks, cost.seconds)
         self.weights[str(event.action)] = cost
 
     def move(self, name: str, cost: Cost, held_bytes: int) -> None:
@@ -240,7 +243,7 @@ class Walk:
 
     def estimate(self, events: Sequence[Event], processes_per_host: int) -> Estimate:
         """What the step took, once all of its events have been walked."""
-        cluster, took = self.network.cluster, float(self.clocks.max())
+        cluster, took = self.network.cluster, max(float(self.clocks.max()), self.besides_s)
         worked = [event for event in events if isinstance(event, Worked)]
         sampled = [event for event in worked if event.node.spec.samples] or worked[-1:]
         process_bytes = max(self.peak_bytes, int(self.held.max()))
@@ -258,7 +261,7 @@ class Walk:
         )
 
 
-def _busy_ranks(event: Moved | Synced) -> tuple[int, ...]:
+def _busy_ranks(event: Moved) -> tuple[int, ...]:
     """The ranks that do nothing else while something is sent."""
     return event.action.target_layout.ranks if event.through_channel else event.action.ranks
 
