@@ -59,7 +59,15 @@ def with_fixed_lag(page: str) -> str:
     if results is not None:
         on = f"{results['cores']} cores, {results['iterations']} iterations, {MEAN_S:g} s of each kind on average."
         content = f"{on}\n\n{table(results)}"
-    return between(page, "fixed lag", content)
+    return between(_with_weight_travel(page), "fixed lag", content)
+
+
+def _with_weight_travel(page: str) -> str:
+    """A page with the newest results of `benchmarks/weight_travel.py` between its two marks."""
+    from benchmarks.weight_travel_report import conditions, load, table
+
+    results = load()
+    return between(page, "weight travel", None if results is None else f"{conditions(results)}\n\n{table(results)}")
 
 
 def with_placement(page: str) -> str:
