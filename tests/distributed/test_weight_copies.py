@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import cast
 from unittest.mock import patch
 
 import pytest
@@ -13,15 +15,17 @@ from torch import Tensor
 
 from leaderless.data.activity import Activity
 from leaderless.data.channel import Inbox, Note
-from leaderless.data.transport import Transport
+from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.planner import Layout
+from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.serving import Fed
 from leaderless.weights import copies
 from leaderless.weights import route as routes
 from leaderless.weights.blocks import HeldWeights, LocalWeight, Placement, Pool, even_rows, everything, whole_block
 from leaderless.weights.copies import begin_copy
 from leaderless.weights.pipeline import stage_rows
 from leaderless.weights.route import Route
-from leaderless.weights.stream import _Delivery, receive_weights, send_weights
+from leaderless.weights.stream import WeightStream, _Delivery, receive_weights, send_weights
 from leaderless.weights.tensor_parallel import tensor_rows
 
 VERSION = 7
@@ -164,3 +168,44 @@ def test_the_host_does_not_wait_for_an_accelerator_before_copies_are_sent(monkey
     assert pinned == [(sum(map(math.prod, sizes)), True)], "one block for all"
     assert copy.wait().policy_version == VERSION
     assert log[-1] == "wait"
+
+
+class Taking:
+    """An engine that keeps the weights that it is given."""
+
+    def __init__(self) -> None:
+        self.policy_version, self.taken = 0, list[tuple[str, Tensor]]()
+
+    def wake(self, reload: Callable[[], None]) -> None:
+        """Be awake already."""
+
+    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:  # noqa: ARG002
+        self.taken, self.policy_version = list(weights), weights.policy_version
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_that_come_are_in_few_blocks_of_pinned_memory_where_an_accelerator_reads_them(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    empty, blocks = torch.empty, list[int]()
+
+    def recorded(size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
+        if pin_memory:
+            blocks.append(size)
+        return empty(size, dtype=dtype)
+
+    weights = {name: whole(name).bfloat16() for name in SHAPES}
+    pools = Pool(Layout((0,), 1), everything), Pool(Layout((1,), 1), everything)
+    route = Route("policy", SHAPES, *pools, torch.bfloat16, 1, is_gathered=True)
+    engine, lane = Taking(), ProcessGroup((0, 1), 1)
+    serving = Fed(cast("RolloutEngine", engine), route, ProcessGroup((1,), 1, payload_device=torch.device(device)))
+    monkeypatch.setattr(copies.torch, "empty", recorded)
+    monkeypatch.setattr(copies, "PINNED_BYTES", 50)
+    stream = WeightStream(iter(weights.items()), VERSION)
+    with patch("leaderless.rollout.serving.receive_weights", return_value=stream):
+        load = serving.fetch(lane, lane, None)
+    load()
+    assert [name for name, _ in engine.taken] == list(weights)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in engine.taken)
+    # Of 64, 48, 16 + 24, 48 and 10 bytes, each rounded up to whole 16.
+    assert blocks == ([] if device == "cpu" else [64, 50, 50, 50, 16])

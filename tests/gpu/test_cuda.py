@@ -43,7 +43,7 @@ from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.segment_attention import attend_in_float32
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.weights.blocks import HeldWeights, LocalWeight
-from leaderless.weights.copies import begin_copy
+from leaderless.weights.copies import begin_copy, pinned
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
@@ -388,6 +388,13 @@ def test_copies_of_weights_are_what_they_were_while_cuda_and_the_host_continue()
     found = copy.wait().weights["weight"].local
     assert found.is_pinned()
     assert torch.equal(found, expected)
+
+
+def test_weights_that_come_for_cuda_are_in_pinned_memory() -> None:
+    weights = {f"weight {n}": torch.randn(n, 3).bfloat16() for n in (5, 1000, 7)}
+    found = dict(pinned(weights.items(), [weight.nbytes for weight in weights.values()]))
+    assert all(tensor.is_pinned() for tensor in found.values())
+    assert all(torch.equal(found[name].cuda().cpu(), weight) for name, weight in weights.items())
 
 
 def exchange_in_a_pass() -> list[bool]:

@@ -17,6 +17,7 @@ from tests.unit.test_schedule import Tables, rows_of
 
 from leaderless.config import RecipeError
 from leaderless.planner import Cluster, Layout, Plan, Pull, Push, Reshard, RunNode, SyncWeights, make_plan
+from leaderless.planner.memory import estimate_memory
 from leaderless.planner.memory_parts import Memory
 from leaderless.planner.picture import draw_plan
 from leaderless.planner.show import print_plan
@@ -205,6 +206,23 @@ def test_a_loop_that_is_ahead_needs_room_for_new_weights_and_for_all_that_it_beg
     assert not travel[0] & generates[0]
     assert travel[1] <= generates[1], "it generates meanwhile"
     assert travel[2] <= generates[2]
+
+
+@pytest.mark.parametrize(("vocabulary", "blocks"), [(1000, 1 << 19), (30_000_000, 5 << 30)])
+def test_weights_that_arrive_for_an_accelerator_are_in_blocks_of_pinned_memory(tmp_path, vocabulary, blocks):
+    recipe = make_recipe(
+        models={"policy": {"path": write_model(tmp_path / "m", vocab_size=vocabulary), "compute_dtype": "bfloat16"}},
+        layout=BEHIND,
+        channels={"rollout": {"capacity": 1}},
+    )
+    plan = make_plan(recipe, resolve_workflow("grpo"), Cluster(4))
+    estimate = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, 1024, among=[0])
+    size = plan.sizes["policy"].num_parameters * 2
+    assert estimate.cpu.resident["weights that arrive"] == size
+    # A small model fits into a block; of a large one, the words alone are rounded up to 4 GiB, and the rest to 1 GiB.
+    alone = 0 if vocabulary == 1000 else (4 << 30) - vocabulary * 64 * 2
+    assert estimate.accelerator.host["weights that arrive"] == blocks + alone
+    assert size < blocks
 
 
 def test_the_picture_has_a_lane_for_each_loop_and_channels_between_them():

@@ -495,6 +495,7 @@ def test_the_constants_are_those_of_the_code_that_they_describe():
     assert (native.COARSE.rows, native.PREFILL_TOKENS) == (engine_memory.ROWS, engine_memory.PREFILL_TOKENS)
     assert pages.PAGE_TOKENS == cache_pool.PAGE_TOKENS
     assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
+    assert pytest.importorskip("leaderless.weights.copies").PINNED_BYTES == memory.PINNED_BYTES
     messages = pytest.importorskip("leaderless.rollout.apart.messages")
     assert 2 * 8 * messages.DEVICE_CHECKSUM_WORDS == memory.CHECKSUM_BYTES, "factors and products of eight bytes"
     assert pytest.importorskip("leaderless.weights.files").BLOCK_BYTES == memory.READ_BYTES

@@ -11,7 +11,7 @@ from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.body_memory import estimate_body_memory
 from leaderless.planner.cache_pool import UNBOUND, CacheBound, CachePool
-from leaderless.planner.engine_memory import EngineMemory, iterations
+from leaderless.planner.engine_memory import EngineMemory
 from leaderless.planner.judges import as_judged
 from leaderless.planner.layout import all_ranks
 from leaderless.planner.memory_parts import (
@@ -40,6 +40,8 @@ SHORT = 4
 """Part of the longest response that responses have where passes hold many prompts."""
 WEIGHT_BUCKET_BYTES = 32 * MIB
 """Bytes of a bucket of weights on the way to serving ranks: `leaderless.weights.route` has the same."""
+PINNED_BYTES = 1024 * MIB
+"""Bytes of a block of pinned memory for weights that come: `leaderless.weights.copies` has the same."""
 CHECKSUM_BYTES = 64 * MIB
 """Bytes of factors and products of a checksum on an accelerator: see `leaderless.rollout.apart.messages`."""
 
@@ -257,8 +259,18 @@ class _Rank:
                 size = size if self.is_cpu else 1 << (size - 1).bit_length()  # blocks of pinned memory
             name = f"{channel.kind} in flight"
             parts[name] = parts.get(name, 0) + channel.capacity * size
-        arriving = [model.sent_bytes() for model in self.models if self._is_fed(model)]
+        arriving = [self._arriving_bytes(model) for model in self.models if self._is_fed(model)]
         return parts | ({"weights that arrive": sum(arriving)} if arriving else {})
+
+    def _arriving_bytes(self, model: ModelMemory) -> int:
+        """New weights of an engine; for an accelerator in blocks of pinned memory, at whose ends some room is left."""
+        size, largest = model.sent_bytes(), model.size.vocab_size * model.size.hidden_size * model.width
+        if self.is_cpu:
+            return size
+        if size <= PINNED_BYTES:
+            return 1 << (size - 1).bit_length()
+        alone = (1 << (largest - 1).bit_length()) - largest if largest > PINNED_BYTES else 0
+        return -(-9 * size // (8 * PINNED_BYTES)) * PINNED_BYTES + alone
 
     def _is_fed(self, model: ModelMemory) -> bool:
         """Whether new weights come to the engine of a model while it generates."""

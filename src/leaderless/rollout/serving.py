@@ -20,6 +20,7 @@ from leaderless.rollout.probe import probe_of
 from leaderless.rollout.shard import ALONE, compared
 from leaderless.training.engine import AdaptedEngine, Trainable, TrainEngine
 from leaderless.weights.blocks import HeldWeights, Pool, Shape, everything
+from leaderless.weights.copies import pinned
 from leaderless.weights.route import Route
 from leaderless.weights.stream import NO_VERSION, Probe, WeightStream, receive_weights
 
@@ -236,7 +237,8 @@ class Fed:
             probe: A text with its log-probabilities, if the engine is asked for them.
         """
         stream = receive_weights(self._route, process_group, takers)
-        kept = list(stream)  # in host memory, from where lanes send
+        has_accelerator = self._takers.payload_device.type != "cpu"  # which reads them from host memory
+        kept = list(pinned(stream, self._sizes) if has_accelerator else stream)
         version = stream.policy_version
 
         def load() -> None:
@@ -250,6 +252,11 @@ class Fed:
                 trim_host_memory()
 
         return load
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Bytes of each weight."""
+        return [math.prod(shape) * self._route.dtype.itemsize for shape in self._route.shapes.values()]
 
     def _keeping(self, stream: WeightStream) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:

@@ -1,12 +1,19 @@
-"""Copies of weights in host memory, which are sent while training changes the originals."""
+"""Copies of weights in host memory: those that are sent while training changes the originals, and those that come."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from leaderless.weights.blocks import HeldWeights
+
+PINNED_BYTES = 1 << 30
+"""Most bytes of a block of pinned memory for weights that come; a larger weight has a block to itself."""
+ALIGNMENT = 16
+"""Divisor of the offset at which each weight begins, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -49,3 +56,23 @@ def begin_copy(held: HeldWeights, dtype: torch.dtype) -> PendingCopy:
         done = torch.get_device_module(device).Event()
         done.record()
     return PendingCopy(HeldWeights.of(copies, held.policy_version), done)
+
+
+def pinned(named: Iterable[tuple[str, Tensor]], sizes: Iterable[int]) -> Iterator[tuple[str, Tensor]]:
+    """Copy weights, whose sizes in bytes are known, to pinned memory, which an accelerator reads by itself.
+
+    Torch rounds blocks up to powers of two and keeps them: few large ones waste little, and are there the next time.
+    """
+    room, begin, num_left = torch.empty(0, dtype=torch.uint8), 0, sum(map(_aligned, sizes))
+    for name, tensor in named:
+        size = _aligned(tensor.nbytes)
+        if begin + size > len(room):
+            room = torch.empty(max(size, min(PINNED_BYTES, num_left)), dtype=torch.uint8, pin_memory=True)
+            begin = 0
+        place = room[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        yield name, place.copy_(tensor)
+        begin, num_left = begin + size, num_left - size
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
