@@ -222,7 +222,13 @@ def test_goals_are_shown_with_what_was_measured_of_them() -> None:
         "speeds": {"flops": 8e14},
         "training": {"model_flops": 4e14, "forward_backward_s": 2.0, "compiled_forward_backward_s": 1.0},
         "generation": {"tokens_per_s": {"pages": 30.0, "transformers": 90.0}, "bound_tokens_per_s": 100.0},
-        "weights": {"bytes": 3.04e9, "seconds": {"native": 0.05, "apart": 0.1}, "ranks": 1, "copy_s": 0.1, "copy_host_s": 0.01},
+        "weights": {
+            "bytes": 3.04e9,
+            "seconds": {"native": 0.05, "apart": 0.1},
+            "ranks": 1,
+            "copy_s": 0.1,
+            "copy_host_s": 0.01,
+        },
     }
     page = goals(parts)
     assert "| 40 % | 50% |" in page
