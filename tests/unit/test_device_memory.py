@@ -20,7 +20,7 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
-from leaderless.models import attention, decoder, products
+from leaderless.models import attention, decoder, products, uploads
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.recomputing import recompute_layers
@@ -217,6 +217,7 @@ def test_an_engine_with_slots_takes_what_the_plan_says(monkeypatch: pytest.Monke
     """Responses end at any length, and others begin meanwhile: slots of all sizes are in use."""
     for module in (kv_cache, memory_of_engines):
         monkeypatch.setattr(module, "SMALLEST_SLOT", 4)
+    monkeypatch.setattr(uploads, "PAGE_BYTES", 1 << 12)  # as small as the model
     folder = write_model(tmp_path / "model", **{**SMALL, "num_hidden_layers": 1})
     planned = engine_memory(folder, CacheBound(has_pages=False), 16, 16, max_sequences=64)
     model, lengths, done = model_on_meta(ModelConfig(path=folder)), random.Random(0), list[Delta]()
