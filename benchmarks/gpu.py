@@ -6,7 +6,8 @@ It runs with the Python and the torch of the machine (torch 2.11 or newer, trans
 Other packages that are missing are installed next to the results from wheels in the folder that `--wheels` names.
 
 Each part is a separate process with a time limit, and its result is saved in `docs/performance/gpu.json` as soon as it
-is done; if a part fails, its error is saved, and the others continue. `--parts` measures some parts again. Models are
+is done; if a part fails or is stopped, its error and what it has measured are saved, and the others continue. Tests
+print to `runs/gpu-tests.log`. `--parts` measures some parts again. Models are
 Qwen2 with random weights, with 1.5 or 0.5 billion parameters, whichever fits. `--draw` only draws the existing results.
 """
 
