@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_timeline.py TRACE [PICTURE]
 
-draws any Chrome trace of torch's profiler. Operations are sorted by their names into a few kinds. The upper lanes show
-what the device does, by stream, and the lowest one what the host does meanwhile: it starts work, or waits. In a trace
-without a device the operations of the CPU are shown instead.
+draws any Chrome trace of torch's profiler, such as those of `run.profiled_step`. Operations are sorted by their names
+into a few kinds. The upper lanes show what the device does, by stream, and the lowest one what the host does meanwhile:
+it starts work, or waits. In a trace without a device the operations of the CPU are shown instead.
 """
 
 from __future__ import annotations

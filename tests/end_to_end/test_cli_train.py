@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +32,15 @@ def weights(run_folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
+def trace_of(path: Path) -> list[dict[str, Any]]:
+    """Operations of a device in a step."""
+    return [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "cpu_op"]
+
+
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_run_leaves_all_that_it_promises(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
     changes = SIGNAL | held_out(tmp_path) | {"loggers": ["tensorboard"], "steps": 3, "run.trace_steps": 2}
+    changes |= {"run.profiled_step": 3}
     recipe = write_recipe(tmp_path, tiny_model(), changes | {"checkpoint": {"every_steps": 1, "keep": 2}})
     succeed(ranks, tmp_path, "train", recipe, num_ranks=num_ranks)
     folder = tmp_path / "runs/tiny"
@@ -60,6 +67,8 @@ def test_a_run_leaves_all_that_it_promises(ranks: RankPool, tmp_path: Path, num_
         sizes = [span["args"] for span in spans if span["name"] in {"rollout", "policy"}]
         assert all(size["tokens"] >= size["longest"] > 0 and size["rows"] > 0 for size in sizes), "as profiles need"
         assert all(sum(size.get("lengths", [size["tokens"]])) == size["tokens"] for size in sizes)
+        names = [event["name"] for event in trace_of(folder / f"trace/device-rank-{rank}.json")]
+        assert names.count("aten::mm") > 10, "products of the profiled step"
     profiled = succeed(ranks, tmp_path, "profile", recipe, "--from", str(folder), "--output", "profile.json")
     assert "rollout:" in profiled
     report = (folder / "report.html").read_text()

@@ -63,6 +63,9 @@ class RunConfig(Section):
     whether `leaderless stop` has been called; 0 for never. With more than 128 ranks they are longer."""
     trace_steps: int = Field(default=20, ge=0)
     """Number of first steps of which each rank writes a Chrome trace; 0 for none."""
+    profiled_step: int = Field(default=0, ge=0)
+    """Step of which each rank also writes every operation of its CUDA device, or else of the CPU, as a Chrome trace of
+    torch's profiler, which makes that step slower; 0 for none. Ranks that generate continuously write none."""
 
 
 GuardAction = Literal["warn", "skip", "roll_back", "stop"]

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -24,6 +25,7 @@ from leaderless.worker.agreement import StepEnd, agree, to_first_rank
 from leaderless.worker.chain import Chain
 from leaderless.worker.continuous import ContinuousLoop, Duties
 from leaderless.worker.description import write_description
+from leaderless.worker.device_trace import device_trace
 from leaderless.worker.in_force import plan_in_force
 from leaderless.worker.keeper import Keeper
 from leaderless.worker.layouts import PastLayouts, note_layout
@@ -243,7 +245,8 @@ class Worker:
         self.progress.step += 1
         seed_generators(self.parts.recipe.seed, self.progress.step, self._rank)
         begin = time.perf_counter()
-        self.chain.walk()
+        with self._profiled():
+            self.chain.walk()
         seconds = time.perf_counter() - begin
         with self.parts.clock.doing("log"):
             self.chain.report()
@@ -258,6 +261,14 @@ class Worker:
         if self._guards.num_roll_backs:
             numbers["guard/roll_backs"] = self._guards.num_roll_backs
         return {**numbers, "time/step": seconds}
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        """The context of a step: the one that is to be profiled has a trace of the device."""
+        directory, step = self.parts.directory, self.parts.recipe.run.profiled_step
+        if self.progress.step != step:
+            return nullcontext()
+        path = directory.traces / f"device-rank-{self._rank}.json"
+        return device_trace(path, self.parts.turns.device, directory.may_fail)
 
     def close(self) -> None:
         """End the threads that read data ahead, send what is in flight, and write checkpoints."""
