@@ -71,7 +71,7 @@ class Chain:
         self._parts, self._progress, self._tracer = parts, progress, tracer
         self._rank = parts.transport.rank
         self._entries = parts.plan.chain(self._rank)
-        # Weights arrive between two iterations, where a run is also evaluated, saved and stopped.
+        # Weights are taken between two iterations, where a run is also evaluated, saved and stopped.
         self._arrivals = [
             action
             for action in self._entries
