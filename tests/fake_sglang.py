@@ -32,7 +32,7 @@ VALUES = {"model-path", "host", "port", "dtype", "context-length", "max-running-
 VALUES |= {"mem-fraction-static", "sampling-defaults", "device", "base-gpu-id", "revision"}
 FLAGS = {"skip-tokenizer-init", "enable-memory-saver", "enable-weights-cpu-backup", "trust-remote-code"}
 VALUES |= {"max-lora-rank", "max-loras-per-batch", "max-loaded-loras"}
-FLAGS |= {"disable-cuda-graph", "enable-lora", "enable-return-routed-experts"}
+FLAGS |= {"stream-output", "disable-cuda-graph", "enable-lora", "enable-return-routed-experts"}
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop_token_ids", "ignore_eos", "sampling_seed"}
 FIELDS: Mapping[str, set[str]] = {
     "/generate": {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream", "lora_path"}
@@ -61,6 +61,7 @@ class Server:
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}  # weights with each merged into them
         self.most_adapters = int(arguments.get("max-loaded-loras", 0))
         self.records_experts = "enable-return-routed-experts" in arguments
+        self.repeats = "stream-output" not in arguments
         self.token, self.version = arguments["api-key"], "default"
         self.max_running = int(arguments["max-running-requests"])
         self.lock, self.aborted, self.running = threading.Lock(), set[str](), set[str]()
@@ -143,7 +144,7 @@ class Server:
         return "Cache flushed."
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Events of a batch, each with the whole response so far."""
+        """Events of a batch, each with the new tokens of a response, or with the whole response so far."""
         asks = {
             rid: Ask(
                 index,
@@ -195,9 +196,11 @@ class Server:
                             info["routed_experts"] = self.experts([*asks[rid].prompt, *sampled][:-1])
                         del asks[rid]
                         self.running.discard(rid)
+                    info["completion_tokens"] = len(grown[rid])
+                    shown = grown[rid] if self.repeats else grown[rid][-1:] if rid in gains else []
                     yield {
-                        "output_ids": [int(entry[1] or 0) for entry in grown[rid]],
-                        "meta_info": info | {"output_token_logprobs": grown[rid]},
+                        "output_ids": [int(entry[1] or 0) for entry in shown],
+                        "meta_info": info | {"output_token_logprobs": shown},
                     }
         finally:
             self.running -= set(body["rid"])

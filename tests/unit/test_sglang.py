@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice, pairwise
 from unittest.mock import Mock
 
 import numpy as np
@@ -59,6 +60,42 @@ def answers(finish: str, **facts: str) -> Iterator[bytes]:
     """The answer about one response, which has a token and ends."""
     info = {"id": "1", "weight_version": "default", "finish_reason": {"type": finish}, **facts}
     yield b"data: " + json.dumps({"meta_info": {**info, "output_token_logprobs": [[-1.0, 5, None]]}}).encode()
+
+
+def events(sizes: list[int], *, repeats: bool) -> Iterator[bytes]:
+    """Events about one response, after which it has these numbers of tokens: with the new ones, or with all."""
+    for before, size in pairwise([0, *sizes]):
+        entries = [[-float(place), 5 + place, None] for place in range(0 if repeats else before, size)]
+        info = {"id": "1", "weight_version": "3", "completion_tokens": size, "output_token_logprobs": entries}
+        info["finish_reason"] = {"type": "length"} if size == sizes[-1] else None
+        yield b"data: " + json.dumps({"meta_info": info}).encode()
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_each_token_is_read_once_whether_or_not_an_event_repeats_earlier_ones(repeats: bool) -> None:
+    child = Mock(spec=ChildServer, answer_timeout_s=10.0, stream=lambda *_: events([1, 2, 2, 4], repeats=repeats))
+    driver, gains = server_of(child), list[Gain]()
+    driver.submit([ASK])
+    while not gains or gains[-1].finish_reason is None:
+        gains += driver.step()
+    assert [gain.tokens for gain in gains] == [[5], [6], [], [7, 8]]
+    assert [gain.log_probs for gain in gains] == [[0.0], [-1.0], [], [-2.0, -3.0]]
+
+
+def test_tokens_that_an_event_leaves_out_are_missed() -> None:
+    late = islice(events([1, 2, 3], repeats=False), 1, 3)
+    child = Mock(spec=ChildServer, answer_timeout_s=10.0, stream=lambda *_: late)
+    driver = server_of(child)
+    driver.submit([ASK])
+    with pytest.raises(EngineError, match="tokens from 1 on of a response of which 0 were read"):
+        driver.step()
+
+
+def test_sglang_is_asked_for_new_tokens_alone() -> None:
+    child = Mock(spec=ChildServer, port=1, token="secret")
+    server_of(child).start()
+    command, _ = child.start.call_args.args
+    assert "--stream-output" in command, "else a response of n tokens takes n events of up to n tokens"
 
 
 def test_a_response_has_the_experts_of_all_tokens_but_its_last_one_and_needs_none_if_it_was_aborted() -> None:

@@ -30,6 +30,8 @@ START = (
     "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)\n"
 )
 """Program for SGLang's interpreter. The token is not on its command line, which all users of the machine can read."""
+INCREMENTAL = "stream-output"
+"""Flag by which an event has its new tokens alone. Newer versions also have it as `incremental-streaming-output`."""
 JOIN_S = 10.0
 """Longest wait for the end of a stream of aborted responses."""
 
@@ -79,7 +81,7 @@ class SglangServer:
             rank, count = max(cast("int", said["r"]) for said in settings.adapters.values()), len(settings.adapters)
             arguments |= {"max-lora-rank": rank, "max-loras-per-batch": count, "max-loaded-loras": count}
         flags = ["enable-lora"] * bool(settings.adapters)
-        flags += ["skip-tokenizer-init", "enable-memory-saver", "enable-weights-cpu-backup"]
+        flags += ["skip-tokenizer-init", "enable-memory-saver", "enable-weights-cpu-backup", INCREMENTAL]
         flags += ["trust-remote-code"] * settings.trust_remote_code
         flags += ["disable-cuda-graph"] * (not settings.enable_graphs)
         flags += ["enable-return-routed-experts"] * bool(settings.expert_layers)
@@ -297,12 +299,16 @@ def _generate_body(asks: Sequence[Ask]) -> dict[str, Json]:
 
 
 def _read_gain(answer: Mapping[str, Json], known: dict[int, int]) -> Gain:
-    """Read the new tokens of an event, which repeats all earlier ones; `known` counts those."""
+    """Read the new tokens of an event; `known` counts earlier ones, which older versions of SGLang repeat in each."""
     if "error" in answer:
         raise EngineError(f"SGLang answered /generate with an error: {answer['error']}")
     info = cast("Mapping[str, Json]", answer["meta_info"])
     number = int(str(info["id"]))
-    entries = cast("Sequence[Sequence[float]]", info["output_token_logprobs"])[known[number] :]
+    entries = cast("Sequence[Sequence[float]]", info["output_token_logprobs"])
+    first = max(0, int(str(info.get("completion_tokens", 0))) - len(entries))
+    if first > known[number]:
+        raise EngineError(f"SGLang has sent tokens from {first} on of a response of which {known[number]} were read")
+    entries = entries[known[number] - first :]
     known[number] += len(entries)
     finish = cast("Mapping[str, str] | None", info["finish_reason"])
     tokens, log_probs = [int(entry[1]) for entry in entries], [entry[0] for entry in entries]
