@@ -31,6 +31,7 @@ from tests.engines import (
     server_of,
     settings_of,
 )
+from tests.pictures import prompt_with, vision_model
 from torch import Tensor
 
 from leaderless.config.models import ModelConfig
@@ -39,6 +40,7 @@ from leaderless.models.attention import Attention, PackedAttention
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.routers import Routers
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.models.vision import VisionLM
 from leaderless.planner import Layout
 from leaderless.planner.engines import RolloutEngineSpec, engine_of
 from leaderless.rollout import native, prefill_attention
@@ -226,6 +228,28 @@ def test_greedy_tokens_are_those_of_transformers(make_engine: Callable[[str, int
             torch.tensor([request.prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0
         )[0, len(request.prompt) :].tolist()
         assert [completion.tokens for completion in group] == [expected, expected]
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+@torch.no_grad()
+def test_greedy_tokens_after_images_are_those_of_transformers(name: str) -> None:
+    path, sizes = vision_model("qwen2_5_vl"), ([(32, 32)], [], [(40, 16), (16, 24)])
+    prompts = [prompt_with(one, "qwen2_5_vl", seed) for seed, one in enumerate(sizes)]
+    asked = [Request(tokens, [number], images=images) for number, (tokens, images) in enumerate(prompts)]
+    results = generate(EMBEDDED[name](path, 4), asked, params(temperature=0))
+    reference = load_causal_lm(ModelConfig(path=path), "policy")
+    assert isinstance(reference, VisionLM)
+    reference.model.set_attn_implementation("eager")
+    never = [[token] for token in sorted(reference.reader.reserved)]
+    for (tokens, images), (completion,) in zip(prompts, results, strict=True):
+        seen: dict[str, Tensor] = {}
+        if images:
+            pixels, kinds = reference.reader.pixels(images), torch.tensor([tokens]) == reference.reader.token
+            seen = {"pixel_values": pixels.values, "image_grid_thw": pixels.grids, "mm_token_type_ids": kinds.int()}
+        found = reference.model.generate(
+            torch.tensor([tokens]), **seen, max_new_tokens=12, do_sample=False, pad_token_id=0, bad_words_ids=never
+        )
+        assert completion.tokens == found[0, len(tokens) :].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
