@@ -83,7 +83,7 @@ def test_ranks_that_divide_tokens_score_and_learn_like_one(
     ranks: RankPool, tmp_path: Path, sizes: dict[str, int], micro_batch_tokens: int, changes: dict[str, object]
 ) -> None:
     path = write_critic(tmp_path) if "is_critic" in changes else tiny_model("qwen3")
-    (expected,) = ranks.run(1, train, path, {"dp": 1}, 64, {**changes})
+    (expected,) = ranks.once(1, train, path, {"dp": 1}, 64, {**changes})
     found = ranks.run(sizes["dp"] * sizes["cp"], train, path, sizes, micro_batch_tokens, {**changes})
     assert largest_difference(found, expected) < 1e-5
 

@@ -38,6 +38,11 @@ def write_critic(folder: Path, kind: type = AutoModelForTokenClassification, num
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def critic(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_critic(tmp_path_factory.mktemp("critic"))
+
+
 def columns(batch: Batch) -> tuple[Tensor, Tensor]:
     """[total] old values and returns, which depend only on sample and position."""
     lengths = response_lengths(batch.jagged("response_mask"))
@@ -85,11 +90,10 @@ def train_critic(model: str, micro_batch_tokens: int, settings: dict[str, object
     return numbers
 
 
-def test_values_and_gradients_are_those_of_one_sample_after_the_other(ranks: RankPool, tmp_path: Path) -> None:
+def test_values_and_gradients_are_those_of_one_sample_after_the_other(ranks: RankPool, critic: str) -> None:
     """Compared with a token classifier of `transformers` in float64, which gets one sample at a time."""
-    path = write_critic(tmp_path)
-    (result,) = ranks.run(1, train_critic, path, 64, {}, 1)
-    model = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+    (result,) = ranks.once(1, train_critic, critic, 64, {}, 1)
+    model = AutoModelForTokenClassification.from_pretrained(critic, dtype=torch.float64, attn_implementation="eager")
     model.eval()
     samples = random_samples(LENGTHS, siblings=3)
     old, returns = (column.double().split([after for _, after in LENGTHS]) for column in columns(samples))
@@ -112,27 +116,24 @@ def test_values_and_gradients_are_those_of_one_sample_after_the_other(ranks: Ran
 
 @pytest.mark.parametrize(("world_size", "micro_batch_tokens"), [(1, 31), (2, 31), (2, 4096), (4, 64)])
 def test_values_gradients_and_weights_depend_on_neither_ranks_nor_micro_batches(
-    ranks: RankPool, tmp_path: Path, world_size: int, micro_batch_tokens: int
+    ranks: RankPool, critic: str, world_size: int, micro_batch_tokens: int
 ) -> None:
-    path = write_critic(tmp_path)
-    (expected,) = ranks.run(1, train_critic, path, 4096, {}, 2)
-    results = ranks.run(world_size, train_critic, path, micro_batch_tokens, {}, 2)
+    (expected,) = ranks.once(1, train_critic, critic, 4096, {}, 2)
+    results = ranks.run(world_size, train_critic, critic, micro_batch_tokens, {}, 2)
     difference = largest_difference(results, expected)
     print(f"{world_size} ranks, micro-batches of {micro_batch_tokens} tokens: {difference:.1e}")
     assert difference < 1e-5
 
 
-def test_recomputing_activations_changes_no_number_of_a_critic(ranks: RankPool, tmp_path: Path) -> None:
-    path = write_critic(tmp_path)
-    (expected,) = ranks.run(1, train_critic, path, 64, {}, 1)
-    results = ranks.run(2, train_critic, path, 64, {"gradient_checkpointing": True}, 1)
+def test_recomputing_activations_changes_no_number_of_a_critic(ranks: RankPool, critic: str) -> None:
+    (expected,) = ranks.once(1, train_critic, critic, 64, {}, 1)
+    results = ranks.run(2, train_critic, critic, 64, {"gradient_checkpointing": True}, 1)
     assert largest_difference(results, expected) < 1e-5
 
 
-def test_in_bfloat16_the_head_computes_in_float32(ranks: RankPool, tmp_path: Path) -> None:
-    path = write_critic(tmp_path)
-    (expected,) = ranks.run(1, train_critic, path, 64, {}, 1)
-    results = ranks.run(2, train_critic, path, 64, {"compute_dtype": "bfloat16"}, 1)
+def test_in_bfloat16_the_head_computes_in_float32(ranks: RankPool, critic: str) -> None:
+    (expected,) = ranks.once(1, train_critic, critic, 64, {}, 1)
+    results = ranks.run(2, train_critic, critic, 64, {"compute_dtype": "bfloat16"}, 1)
     merged = {key: value for result in results for key, value in result.items()}
     assert all(value.dtype == torch.float32 for value in merged.values())
     values = torch.cat([merged[f"values.{row}"] for row in range(len(LENGTHS))])

@@ -75,6 +75,24 @@ def wait_until_ended(pids: list[int]) -> None:
         time.sleep(0.02)
 
 
+def count_calls(path: str, number: int) -> list[int]:
+    with Path(path).open("a") as calls:
+        calls.write("x")
+    return [number]
+
+
+def test_equal_calls_are_made_once_and_nobody_changes_the_results_of_others(ranks: RankPool, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    for _ in range(2):
+        results = ranks.once(2, count_calls, str(calls), 1)
+        assert results == [[1], [1]]
+        results[0].append(2)
+    assert calls.read_text() == "xx", "once on each rank"
+    assert ranks.once(1, count_calls, str(calls), 1) == [[1]]
+    assert ranks.once(1, count_calls, str(calls), 2) == [[2]]
+    assert calls.read_text() == "xxxx"
+
+
 @pytest.mark.parametrize("world_size", [4, 3, 2, 1])
 def test_every_rank_gets_its_number_and_a_process_group(ranks: RankPool, world_size: int) -> None:
     total = sum(10 + rank for rank in range(world_size))

@@ -100,7 +100,7 @@ def test_gradients_log_probs_and_weights_depend_on_neither_ranks_nor_micro_batch
     ranks: RankPool, family: str, world_size: int, micro_batch_tokens: int
 ) -> None:
     model = tiny_model(family)  # type: ignore[arg-type]
-    (expected,) = ranks.run(1, train_one_update, model, 4096, {}, 2)
+    (expected,) = ranks.once(1, train_one_update, model, 4096, {}, 2)
     results = ranks.run(world_size, train_one_update, model, micro_batch_tokens, {}, 2)
     difference = largest_difference(results, expected)
     print(f"{family} on {world_size} ranks, micro-batches of {micro_batch_tokens} tokens: {difference:.1e}")
@@ -109,13 +109,13 @@ def test_gradients_log_probs_and_weights_depend_on_neither_ranks_nor_micro_batch
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_recomputing_activations_changes_no_number(ranks: RankPool, world_size: int) -> None:
-    (expected,) = ranks.run(1, train_one_update, tiny_model(), 64, {}, 1)
+    (expected,) = ranks.once(1, train_one_update, tiny_model(), 64, {}, 1)
     results = ranks.run(world_size, train_one_update, tiny_model(), 64, {"gradient_checkpointing": True}, 1)
     assert largest_difference(results, expected) < 1e-5
 
 
 def test_bfloat16_computes_alike_on_any_number_of_ranks_and_keeps_float32_weights(ranks: RankPool) -> None:
-    (expected,) = ranks.run(1, train_one_update, tiny_model(), 64, {}, 1)
+    (expected,) = ranks.once(1, train_one_update, tiny_model(), 64, {}, 1)
     (single,) = ranks.run(1, train_one_update, tiny_model(), 64, {"compute_dtype": "bfloat16"}, 1)
     results = ranks.run(2, train_one_update, tiny_model(), 64, {"compute_dtype": "bfloat16"}, 1)
     assert all(value.dtype == torch.float32 for value in single.values())
@@ -145,7 +145,7 @@ def test_temperatures_of_tokens_are_not_rounded_to_bfloat16(ranks: RankPool) -> 
 
 
 def test_log_probs_equal_those_of_an_unpacked_model_of_transformers(ranks: RankPool) -> None:
-    (result,) = ranks.run(1, train_one_update, tiny_model("qwen3"), 64, {}, 1)
+    (result,) = ranks.once(1, train_one_update, tiny_model("qwen3"), 64, {}, 1)
     model = load_causal_lm(ModelConfig(path=tiny_model("qwen3")), "policy").model
     model.set_attn_implementation("eager")
     samples = random_samples(LENGTHS, siblings=3)

@@ -129,7 +129,7 @@ def test_ranks_that_divide_the_layers_for_text_learn_like_one(
     ranks: RankPool, tmp_path: Path, family: Family, sizes: dict[str, int], changes: dict[str, object]
 ) -> None:
     model, samples = with_even_words(tmp_path, family), samples_with(family)
-    (expected,) = ranks.run(1, train, model, samples, {"dp": 1}, changes)
+    (expected,) = ranks.once(1, train, model, samples, {"dp": 1}, changes)
     assert largest_difference(ranks.run(prod(sizes.values()), train, model, samples, sizes, changes), expected) < 1e-5
 
 
@@ -140,7 +140,7 @@ def test_ranks_that_divide_the_layers_for_text_learn_like_one(
 )
 def test_ranks_that_send_tokens_of_images_to_experts_learn_like_one(ranks: RankPool, sizes: dict[str, int]) -> None:
     model, samples = vision_model("qwen3_vl_moe"), samples_with("qwen3_vl_moe")
-    (expected,) = ranks.run(1, train, model, samples, {"dp": 1}, {})
+    (expected,) = ranks.once(1, train, model, samples, {"dp": 1}, {})
     found = ranks.run(sizes["dp"] * sizes.get("cp", 1), train, model, samples, sizes, {})
     assert largest_difference(found, expected) < 1e-5
 
@@ -205,7 +205,7 @@ def test_critics_learn_of_images_like_one_rank(
     ranks: RankPool, family: Family, sizes: dict[str, int], changes: dict[str, object]
 ) -> None:
     model, samples = vision_critic(family), samples_with(family)
-    (expected,) = ranks.run(1, train, model, samples, {"dp": 1}, changes)
+    (expected,) = ranks.once(1, train, model, samples, {"dp": 1}, changes)
     size = prod(count for axis, count in sizes.items() if axis != "ep")
     assert largest_difference(ranks.run(size, train, model, samples, sizes, changes), expected) < 1e-5
 
@@ -240,13 +240,13 @@ def test_stages_learn_of_images_like_one_rank(
     ranks: RankPool, tmp_path: Path, family: Family, sizes: dict[str, int], changes: dict[str, object]
 ) -> None:
     model, samples = with_own_head(tmp_path, family, num_added=2), samples_with(family)
-    (expected,) = ranks.run(1, train, model, samples, {"dp": 1}, changes)
+    (expected,) = ranks.once(1, train, model, samples, {"dp": 1}, changes)
     assert largest_difference(ranks.run(prod(sizes.values()), train, model, samples, sizes, changes), expected) < 1e-5
 
 
 def test_a_head_that_is_the_embedding_is_divided_with_images(ranks: RankPool) -> None:
     model, samples = vision_model(), samples_with("qwen3_vl")
-    (expected,) = ranks.run(1, train, model, samples, {"dp": 1}, {})
+    (expected,) = ranks.once(1, train, model, samples, {"dp": 1}, {})
     assert largest_difference(ranks.run(2, train, model, samples, {"dp": 1, "pp": 2}, {}), expected) < 1e-5
 
 
