@@ -107,6 +107,30 @@ def test_gradients_log_probs_and_weights_depend_on_neither_ranks_nor_micro_batch
     assert difference < 1e-5
 
 
+def clip_in_both_ways(model: str, max_norm: float) -> None:
+    transport, config = Transport(torch.device("cpu"), timeout_s=60), ModelConfig(path=model)
+    engine = FsdpEngine(
+        load_causal_lm(config, "policy"), config, transport.world, torch.device("cpu"), 64, optimizer=OptimizerConfig()
+    )
+    rank, size = transport.world.rank, transport.world.size
+    _accumulate(engine, random_samples(LENGTHS).select(torch.arange(rank, len(LENGTHS), size)), transport)
+    weights = [parameter for _, parameter in engine.named_weights()]
+    gradients = [parameter.grad for parameter in weights]
+    copies = [gradient.clone() for gradient in gradients if gradient is not None]
+    norm = engine._clip(max_norm)
+    for parameter, copy in zip(weights, copies, strict=True):
+        parameter.grad = copy
+    assert norm == float(whole(nn.utils.clip_grad_norm_(weights, max_norm)))
+    for gradient, copy in zip(gradients, copies, strict=True):
+        assert gradient is not None
+        assert whole(gradient).equal(whole(copy))
+
+
+@pytest.mark.parametrize(("world_size", "max_norm"), [(1, 0.01), (2, 0.01), (2, 1e6)])
+def test_clipping_gives_the_bits_of_torch(ranks: RankPool, world_size: int, max_norm: float) -> None:
+    ranks.run(world_size, clip_in_both_ways, tiny_model(), max_norm)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_recomputing_activations_changes_no_number(ranks: RankPool, world_size: int) -> None:
     (expected,) = ranks.once(1, train_one_update, tiny_model(), 64, {}, 1)

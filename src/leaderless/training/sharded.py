@@ -232,8 +232,18 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     def _clip(self, max_norm: float) -> float:
         """Scale the gradient down to a norm if it is longer; returns its norm before."""
         if self._tensor is None and self._experts is None and self.line is None:
-            norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), max_norm)
-            return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self._module.parameters() if p.grad is not None])
+            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        else:
+            whole = self._norm_of_parts()
+        # Also of the words of the last stage, which have no name of their own.
+        gradients = [_local(weight.grad) for weight in self._module.parameters() if weight.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, (max_norm / (whole + 1e-6)).clamp(max=1.0))
+        return float(whole)
+
+    def _norm_of_parts(self) -> Tensor:
+        """The norm of a gradient of which ranks have parts that are not along `dp` alone."""
         gradients = [(name, _local(p.grad)) for name, p in self.named_weights() if p.grad is not None]
         words = self.model.shared_words
         if words is not None and words.grad is not None:
@@ -246,12 +256,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             squares = [gradient.square().sum() for name, gradient in gradients if self._counts(name) == is_counted]
             if squares:  # another rank counts the same gradient, but it may be NaN on this one alone
                 own = own + is_counted * torch.stack(squares).sum()
-        whole = self._process_group.sum(own, "the norm of the gradient").sqrt()
-        factor = (max_norm / (whole + 1e-6)).clamp(max=1.0)
-        for weight in self._module.parameters():  # also the words of the last stage, which have no name of their own
-            if weight.grad is not None:
-                _local(weight.grad).mul_(factor)
-        return float(whole)
+        return self._process_group.sum(own, "the norm of the gradient").sqrt()
 
     def _counts(self, name: str) -> bool:
         """Whether this rank counts the gradient of a weight in the norm; of ranks with the same one, only one does."""
