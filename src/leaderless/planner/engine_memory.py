@@ -48,9 +48,8 @@ class EngineMemory:
 
     @property
     def has_pages(self) -> bool:
-        """Whether keys and values are in pages of a pool. An engine that records experts has slots everywhere."""
-        records = self.recipe.as_seen_by(self.model.instance.role).algorithm.replay_experts
-        return self.cache.has_pages and not (self.is_cpu or records)
+        """Whether keys and values are in pages of a pool."""
+        return self.cache.has_pages and not self.is_cpu
 
     @property
     def stays(self) -> bool:
