@@ -48,7 +48,7 @@ def is_among(numbers: Int, ordered: Int) -> NDArray[np.bool_]:
     if not len(ordered):
         return np.zeros(len(numbers), dtype=np.bool_)
     places = np.minimum(np.searchsorted(ordered, numbers), len(ordered) - 1)
-    return ordered[places] == numbers
+    return np.equal(ordered[places], numbers)
 
 
 def assign(costs: Int, units: Int, holders: Int, num_shards: int, before: Int | None = None) -> Int:

@@ -340,7 +340,7 @@ def _without_weights() -> Iterator[None]:
         if param is not None and not param.is_meta:  # one that two modules share stays the same object
             param = nn.Parameter(param.to("meta"))
             # Else `transformers` draws numbers for it, which takes a millisecond, and throws them away.
-            param._is_hf_initialized = True  # noqa: SLF001
+            param._is_hf_initialized = True  # type: ignore[attr-defined]  # noqa: SLF001
         register(self, name, param)
 
     nn.Module.register_parameter = without_values  # type: ignore[method-assign]

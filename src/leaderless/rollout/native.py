@@ -57,7 +57,7 @@ class NativeEngine:
         """Decode at most `max_sequences` responses at a time; the shapes of passes are rounded as suits the device.
 
         A model without weights, as of `empty_causal_lm`, gets them by `load_weights`; one with adapters gets these.
-        The choices of its routers are recorded if they are given; passes are not compiled then, nor captured with slots.
+        The choices of its routers are recorded if given: then passes are not compiled, nor captured with slots.
         """
         self._weights = {name: parameter.shape for name, parameter in model.trained_weights()}
         is_empty = any(parameter.is_meta for parameter in model.parameters())

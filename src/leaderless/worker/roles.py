@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from leaderless.models.tokenizer import check_vocabulary, load_chat_tokenizer
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering, trained_instance, trains_reward_model
 from leaderless.planner.adapters import base_of, companions_of, donor_of, optimizer_of
-from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_for, engine_of
 from leaderless.planner.judges import as_judged
 from leaderless.planner.memory import plan_pool
@@ -52,12 +51,12 @@ from leaderless.training.engine import (
 )
 from leaderless.training.move import move_state
 from leaderless.training.registry import make_train_engine, make_value_engine
-from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, everything, shard_rows
+from leaderless.weights.blocks import HeldWeights, Pool, Shape, everything
 from leaderless.weights.copies import begin_copy
-from leaderless.weights.pipeline import stage_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import Probe, fill_weights, send_weights
 from leaderless.worker.turns import Turns
+from leaderless.worker.weights import placement_of, type_of_engines
 
 InstanceKey = tuple[str, tuple[int, ...]]
 """Role and ranks."""
@@ -222,12 +221,12 @@ class Roles:
         setup, spec = self._setup(instance, recipe), engine_for(recipe.rollout, instance.engine)
         if recipe.body is not None:
             engine = make_body_rollout(setup.model, f"models.{instance.role}", recipe.body, self._device)
-            pool = Pool(instance.layout, _placement(recipe, trainer.weight_shapes()))
+            pool = Pool(instance.layout, placement_of(recipe, trainer.weight_shapes()))
             return Colocated(cast("RolloutEngine", engine), trainer, pool, getattr(torch, setup.model.compute_dtype))
         return Colocated(
             self._engine(instance, setup),
             trainer,
-            Pool(instance.layout, _placement(recipe, trainer.weight_shapes())),
+            Pool(instance.layout, placement_of(recipe, trainer.weight_shapes())),
             getattr(torch, setup.model.compute_dtype),
             shard=setup.shard,
             probe=setup.probe if self._is_probed(instance.role) else (),
@@ -307,7 +306,7 @@ class Roles:
         version = torch.tensor([held.policy_version if held else 0])
         version = world.max(version, f"the policy version of role '{role}'")
         wanted = self.engines[role, target.layout.ranks] if world.rank in target.layout else None
-        placement = _placement(self._recipe.as_seen_by(role), ())  # stages of a pipeline do not move
+        placement = placement_of(self._recipe.as_seen_by(role), ())  # stages of a pipeline do not move
         pools = Pool(source.layout, placement), Pool(target.layout, placement)
         move_state(role, held, wanted, pools, world)
         if wanted is not None:
@@ -346,7 +345,7 @@ class Roles:
         """Begin to copy the weights of now to host memory; the function that is returned sends them, in any thread."""
         assert self._is_engine_only(action), "through a channel, weights go to ranks that only generate"
         source = self.engines[action.role, action.source_layout.ranks]
-        dtype = _type_of_engines(action.role, self._recipe.as_seen_by(action.role))
+        dtype = type_of_engines(action.role, self._recipe.as_seen_by(action.role))
         copy, log_probs = begin_copy(self._held(action, source), dtype), self._log_probs(action, source)
         return lambda process_group: self._exchange(action, copy.wait(), log_probs, process_group)
 
@@ -378,7 +377,7 @@ class Roles:
             wanted = held_by(copy) if copy else None
             some = held or wanted
             assert some is not None, "a rank without any of these weights does not take part"
-            placement = _placement(recipe, some.shapes)
+            placement = placement_of(recipe, some.shapes)
             pools = Pool(source_layout, placement), Pool(target_layout, placement)
             route = self._routes.setdefault(
                 action, Route(f"weights of role '{role}'", some.shapes, *pools, torch.float32, self._transport.rank)
@@ -400,15 +399,9 @@ class Roles:
     def _way_to_engines(
         self, role: str, recipe: Recipe, source: Layout, target: Layout, shapes: Mapping[str, Shape]
     ) -> Route:
-        pools = (Pool(source, _placement(recipe, shapes)), Pool(target, everything))
-        return Route(
-            f"weights of role '{role}'",
-            shapes,
-            *pools,
-            _type_of_engines(role, recipe),
-            self._transport.rank,
-            is_gathered=True,
-        )
+        pools = (Pool(source, placement_of(recipe, shapes)), Pool(target, everything))
+        name, dtype = f"weights of role '{role}'", type_of_engines(role, recipe)
+        return Route(name, shapes, *pools, dtype, self._transport.rank, is_gathered=True)
 
     def _held(self, action: SyncWeights, source: Trainable) -> HeldWeights:
         """What this rank sends."""
@@ -478,13 +471,6 @@ def _is_merged(instance: RoleInstance, recipe: Recipe) -> bool:
     return config is not None and config.lora is not None and not spec.takes_adapters
 
 
-def _type_of_engines(role: str, recipe: Recipe) -> torch.dtype:
-    """The type of weights that are sent to ranks that only generate."""
-    config = recipe.model_of(role)
-    assert config is not None, "checked by the planner"
-    return getattr(torch, config.compute_dtype) if recipe.body is None else torch.float32
-
-
 def _trains_like(old: RoleInstance, new: RoleInstance) -> bool:
     """Whether what trains or scores one instance can do so for another one, whatever generates."""
     fields = ("role", "layout", "is_trained", "is_critic", "num_updates", "is_engine_only")
@@ -497,11 +483,3 @@ def _apart(recipe: Recipe, logs: Path) -> ApartSetup | None:
     if config.python is None:
         return None
     return ApartSetup(config.python, config.start_timeout_s, config.answer_timeout_s, logs)
-
-
-def _placement(recipe: Recipe, names: Iterable[str]) -> Placement:
-    """How the back end of a role divides its weights, which have these names."""
-    backend = backend_of(recipe.training.backend)
-    if not backend.shards_weights or recipe.algorithm.sac is not None:
-        return everything
-    return stage_rows(names) if backend.shards_along_axes else shard_rows

@@ -136,7 +136,8 @@ def _environments(library: Path) -> Any:  # noqa: ANN401 - LIBERO has no types
         (Path(folder) / "config.yaml").write_text(yaml.safe_dump(places), encoding="utf-8")
         os.environ["LIBERO_CONFIG_PATH"] = folder
         try:
-            needed("libero.libero", "libero").get_libero_path = places.__getitem__  # others take it from there
+            package = needed("libero.libero", "libero")
+            package.get_libero_path = places.__getitem__  # type: ignore[attr-defined]  # others take it from there
             needed("libero.libero.utils", "libero")  # it reads the file as well
             return needed(WRAPPERS, "libero")
         finally:
