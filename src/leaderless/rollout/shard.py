@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+
+from typing_extensions import override
 
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import format_ranks
 from leaderless.rollout.engine import Delta, Request, RolloutEngine, SamplingParams
-from leaderless.weights.stream import WeightStream
+from leaderless.rollout.wrapped import WrappedEngine
 
 ALONE = ProcessGroup((0,), 0)
 """One rank whose engine is its own."""
@@ -41,11 +43,12 @@ def compared(engine: RolloutEngine, shard: ProcessGroup) -> Iterator[RolloutEngi
         )
 
 
-class _Witness:
+class _Witness(WrappedEngine):
     """See `RolloutEngine`. An engine, with a digest of all requests, tokens and experts."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        self._engine, self._digest = engine, hashlib.blake2b()
+        super().__init__(engine)
+        self._digest = hashlib.blake2b()
         self._places: dict[int, int] = {}
 
     @property
@@ -53,49 +56,20 @@ class _Witness:
         """The digest so far."""
         return self._digest.hexdigest()
 
-    @property
-    def policy_version(self) -> int | None:
-        """See `RolloutEngine`."""
-        return self._engine.policy_version
-
-    def wake(self, reload: Callable[[], None]) -> None:
-        """See `RolloutEngine`."""
-        self._engine.wake(reload)
-
-    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
-        """See `RolloutEngine`."""
-        self._engine.load_weights(weights, keep_cache=keep_cache)
-
-    def sleep(self, *, keep_weights: bool) -> None:
-        """See `RolloutEngine`."""
-        self._engine.sleep(keep_weights=keep_weights)
-
+    @override
     def submit(self, request: Request, params: SamplingParams) -> int:
-        """See `RolloutEngine`."""
-        number = self._engine.submit(request, params)
+        number = super().submit(request, params)
         self._places[number] = len(self._places)
         self._note("request", list(request.prompt), list(request.sample_ids), params)
         return number
 
+    @override
     def step(self) -> list[Delta]:
-        """See `RolloutEngine`."""
-        deltas = self._engine.step()
+        deltas = super().step()
         for delta in deltas:
             self._note("delta", self._places[delta.request], delta.sibling, list(delta.tokens), delta.finish_reason)
             self._digest.update(b"".join(delta.experts))
         return deltas
-
-    def abort(self, request: int) -> None:
-        """See `RolloutEngine`."""
-        self._engine.abort(request)
-
-    def forget(self, conversation: int) -> None:
-        """See `RolloutEngine`."""
-        self._engine.forget(conversation)
-
-    def close(self) -> None:
-        """See `RolloutEngine`."""
-        self._engine.close()
 
     def _note(self, *values: object) -> None:
         self._digest.update(repr(values).encode())

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from typing_extensions import override
+
 from leaderless.rollout.engine import Delta, Request, RolloutEngine, SamplingParams
-from leaderless.weights.stream import WeightStream
+from leaderless.rollout.wrapped import WrappedEngine
 
 
-class SharedEngine:
+class SharedEngine(WrappedEngine):
     """See `RolloutEngine`. What one view has asked for goes on while another one takes steps."""
 
     def __init__(self, engine: RolloutEngine, turn: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Share an engine that nobody uses yet; the shared engine is a view itself. Each step takes a turn."""
-        self._engine, self._turn = engine, turn
+        super().__init__(engine)
+        self._turn = turn
         # Of each request, where its owner finds deltas, and how many of its responses have not ended.
         self._owners: dict[int, tuple[list[Delta], int]] = {}
         self._deltas: list[Delta] = []
@@ -25,37 +28,26 @@ class SharedEngine:
         other._owners = self._owners
         return other
 
-    @property
-    def policy_version(self) -> int | None:
-        """See `RolloutEngine`."""
-        return self._engine.policy_version
-
-    def wake(self, reload: Callable[[], None]) -> None:
-        """See `RolloutEngine`."""
-        self._engine.wake(reload)
-
-    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
-        """See `RolloutEngine`."""
-        self._engine.load_weights(weights, keep_cache=keep_cache)
-
+    @override
     def sleep(self, *, keep_weights: bool) -> None:
         """See `RolloutEngine`. All views lose their requests."""
         for deltas, _ in self._owners.values():
             deltas.clear()
         self._owners.clear()
-        self._engine.sleep(keep_weights=keep_weights)
+        super().sleep(keep_weights=keep_weights)
 
+    @override
     def submit(self, request: Request, params: SamplingParams) -> int:
-        """See `RolloutEngine`."""
-        number = self._engine.submit(request, params)
+        number = super().submit(request, params)
         self._owners[number] = self._deltas, len(request.sample_ids)
         return number
 
+    @override
     def step(self) -> list[Delta]:
         """See `RolloutEngine`. What other views have got by it waits for their next step."""
         if not self._deltas:
             with self._turn():
-                deltas = self._engine.step()
+                deltas = super().step()
             for delta in deltas:
                 if delta.request not in self._owners:
                     continue  # aborted
@@ -72,16 +64,9 @@ class SharedEngine:
         self._deltas.clear()
         return deltas
 
+    @override
     def abort(self, request: int) -> None:
         """See `RolloutEngine`. Nothing more is heard of the request."""
-        self._engine.abort(request)
+        super().abort(request)
         self._owners.pop(request, None)
         self._deltas[:] = [delta for delta in self._deltas if delta.request != request]
-
-    def forget(self, conversation: int) -> None:
-        """See `RolloutEngine`."""
-        self._engine.forget(conversation)
-
-    def close(self) -> None:
-        """See `RolloutEngine`."""
-        self._engine.close()
