@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.distributed.continued import check_continued
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_mesh import REPEATING, setup_of
 from tests.distributed.test_training import LENGTHS, SHARES, Numbers, largest_difference, train_one_update, whole
@@ -27,18 +28,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from leaderless.checkpoint.reader import RunState, load_checkpoint
-from leaderless.checkpoint.writer import CheckpointWriter, Content
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.config.run import CheckpointConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.decoder import Decoder
 from leaderless.models.experts import ExpertParallel, num_experts
-from leaderless.models.tokenizer import load_tokenizer
-from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
 from leaderless.training.fsdp import FsdpEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
@@ -255,43 +251,11 @@ def test_replayed_and_balanced_experts_do_not_depend_on_ranks(
     assert largest_difference(found, expected) < 1e-5
 
 
-def continue_run(folder: str, model: str, sizes: dict[str, int], way: str) -> Numbers:
-    """Weights after an update of a run that begins, and is saved, or goes on from what was saved."""
-    transport = Transport(torch.device("cpu"), timeout_s=60)
-    layout = Layout(transport.world.ranks, **sizes)
-    setup = setup_of(transport, layout, model)
-    engine = make_engine(setup)
-    assert isinstance(engine, FsdpEngine)
-    if way == "continue":
-        (checkpoint,) = list_checkpoints(Path(folder))
-        load_checkpoint(checkpoint, {"policy": engine})
-    mine = torch.arange(len(LENGTHS)) % layout.dp == layout.shard_of(transport.rank)
-    add_gradients(engine, random_samples(LENGTHS).select(mine), loss_of)
-    engine.optimizer_step()
-    if way == "begin":
-        tokenizer, config = load_tokenizer(setup.model, "policy"), CheckpointConfig()
-        files = {"recipe.yaml": ""}
-        writer = CheckpointWriter(Path(folder), {"policy": engine}, transport.world, tokenizer, config, 30.0, files)
-        writer.begin(Content(RunState(1, 0, 0.0)))
-        writer.finish()
-    return {name: value.clone() for name, value in engine.full_weights()}
-
-
 def test_a_run_continues_with_another_ep(ranks: RankPool, tmp_path: Path) -> None:
-    model = experts_model(tmp_path, "qwen3_moe")
-    folders = [str(tmp_path / name) for name in ("alone", "divided")]
-    first = ranks.run(1, continue_run, folders[0], model, {"dp": 1}, "begin")
-    again = ranks.run(2, continue_run, folders[1], model, {"dp": 2, "ep": 2}, "begin")
-    assert largest_difference(again, first[0]) < 1e-5
-    (expected,) = ranks.run(1, continue_run, folders[0], model, {"dp": 1}, "continue")
-    assert largest_difference([expected], first[0]) > 1e-4
-    for sizes in ({"dp": 1}, {"dp": 2}, {"dp": 1, "cp": 2, "ep": 2}, {"dp": 4, "ep": 2}):
-        found = ranks.run(num_ranks(sizes), continue_run, folders[1], model, sizes, "continue")
-        assert largest_difference(found, expected) < 1e-5
-    parts = str(tmp_path / "parts")
-    ranks.run(4, continue_run, parts, model, {"dp": 1, "tp": 2, "pp": 2, "ep": 2}, "begin")
-    found = ranks.run(4, continue_run, parts, model, {"dp": 4, "ep": 2}, "continue")
-    assert largest_difference(found, expected) < 1e-5
+    model, samples = experts_model(tmp_path, "qwen3_moe"), random_samples(LENGTHS)
+    others = {"dp": 1}, {"dp": 2}, {"dp": 1, "cp": 2, "ep": 2}, {"dp": 4, "ep": 2}
+    parts = {"dp": 1, "tp": 2, "pp": 2, "ep": 2}, [{"dp": 4, "ep": 2}]
+    check_continued(ranks, tmp_path, model, samples, loss_of, [({"dp": 2, "ep": 2}, others), parts])
 
 
 def apply_first(size: int) -> Numbers:

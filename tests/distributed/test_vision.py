@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.distributed.continued import check_continued
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import Numbers, largest_difference
@@ -19,16 +20,11 @@ from tests.unit.recipes import plan_of
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from leaderless.checkpoint.reader import RunState, load_checkpoint
-from leaderless.checkpoint.writer import CheckpointWriter, Content
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.config.run import CheckpointConfig
 from leaderless.data.batch import Batch
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
-from leaderless.models.tokenizer import load_tokenizer
-from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
 from leaderless.training.fsdp import FsdpValueEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
@@ -145,26 +141,6 @@ def test_ranks_that_send_tokens_of_images_to_experts_learn_like_one(ranks: RankP
     assert largest_difference(found, expected) < 1e-5
 
 
-def continue_run(folder: str, model: str, samples: Batch, sizes: dict[str, int], way: str) -> Numbers:
-    """Weights after an update of a run that begins, and is saved, or continues from what was saved."""
-    transport = Transport(torch.device("cpu"), timeout_s=60)
-    setup = setup_of(transport, Layout(transport.world.ranks, **sizes), model)
-    engine = make_engine(setup)
-    if way == "continue":
-        (checkpoint,) = list_checkpoints(Path(folder))
-        load_checkpoint(checkpoint, {"policy": engine})
-    mine = torch.arange(len(samples)) % setup.layout.dp == setup.layout.shard_of(transport.rank)
-    add_gradients(engine, samples.select(mine), loss_of)
-    engine.optimizer_step()
-    if way == "begin":
-        tokenizer, config = load_tokenizer(setup.model, "policy"), CheckpointConfig()
-        files = {"recipe.yaml": ""}
-        writer = CheckpointWriter(Path(folder), {"policy": engine}, transport.world, tokenizer, config, 30.0, files)
-        writer.begin(Content(RunState(1, 0, 0.0)))
-        writer.finish()
-    return {name: value.clone() for name, value in engine.full_weights()}
-
-
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [("qwen3_vl", {"dp": 1, "tp": 2}), ("qwen3_vl_moe", {"dp": 2, "ep": 2}), ("qwen3_vl", {"dp": 1, "pp": 2})],
@@ -174,18 +150,7 @@ def test_a_run_with_images_continues_with_another_layout(
     ranks: RankPool, tmp_path: Path, family: Family, sizes: dict[str, int]
 ) -> None:
     model = with_own_head(tmp_path, family) if "pp" in sizes else with_even_words(tmp_path, family)
-    samples = samples_with(family)
-    folders = [str(tmp_path / name) for name in ("alone", "divided")]
-    first = ranks.run(1, continue_run, folders[0], model, samples, {"dp": 1}, "begin")
-    again = ranks.run(2, continue_run, folders[1], model, samples, sizes, "begin")
-    assert largest_difference(again, first[0]) < 1e-5
-    (expected,) = ranks.run(1, continue_run, folders[0], model, samples, {"dp": 1}, "continue")
-    assert largest_difference([expected], first[0]) > 1e-4
-    for other in ({"dp": 2}, sizes):
-        found = ranks.run(
-            prod(other.values()) // other.get("ep", 1), continue_run, folders[1], model, samples, other, "continue"
-        )
-        assert largest_difference(found, expected) < 1e-5
+    check_continued(ranks, tmp_path, model, samples_with(family), loss_of, [(sizes, [{"dp": 2}, sizes])])
 
 
 @pytest.mark.parametrize(
