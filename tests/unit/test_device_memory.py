@@ -117,7 +117,6 @@ def attends(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (3, 1024, {}),
         (3, 64, {}),
-        (3, 1, {}),
         (3, 64, {"compute_dtype": "float32"}),
         (3, 64, {"lora": {"rank": 16}}),
         (3, 64, {"lora": {"rank": 16}, "gradient_checkpointing": True}),
