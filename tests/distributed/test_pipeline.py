@@ -284,8 +284,10 @@ def test_memory_counts_the_layers_and_micro_batches_of_a_stage(tmp_path: Path) -
 
     def parts(micro_batch_tokens: int, world_size: int, **layout: int) -> dict[str, dict[str, int]]:
         batch = {"micro_batch_tokens": micro_batch_tokens, "prompts_per_step": 64}
-        memory = plan_of("grpo", world_size, models=model, layout={"policy": layout}, batch=batch).memory
+        settings = {"layout": {"policy": layout}, "batch": batch, "rollout": {"max_sequences": 16}}
+        memory = plan_of("grpo", world_size, models=model, **settings).memory
         assert memory is not None
+        assert memory.cpu.peak == sum(memory.cpu.resident.values()) + sum(memory.cpu.phases["policy trains"].values())
         return {"resident": dict(memory.cpu.resident), **memory.cpu.phases}
 
     alone, staged = parts(1024, 1), parts(1024, 4, pp=4)

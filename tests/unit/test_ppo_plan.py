@@ -83,7 +83,7 @@ def test_a_critic_has_a_head_of_one_output_and_no_logits(tmp_path):
     assert estimate is not None
     memory = estimate.accelerator
     assert memory.resident["critic optimizer"] == 2 * -(-critic.num_parameters * 4 // 2)
-    assert memory.phases["critic trains"]["logits"] == 0
+    assert "logits" not in memory.phases["critic trains"]
     assert memory.phases["policy trains"]["logits"] > 0
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TokenOutputs(NamedTuple):
-    """Scores of the tokens that were sampled; a tuple, in which FSDP looks for tensors with a gradient.
+    """Scores of the tokens that were sampled; a tuple, in which sharding finds the tensors with a gradient.
 
     Attributes:
         log_probs: [R] float32, with gradient.

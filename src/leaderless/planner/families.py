@@ -19,7 +19,7 @@ UNDIVIDED = {
     "whisper", "youtu",
 }
 # fmt: on
-"""Families that are supported, but whose layers FSDP's ranks cannot divide along `tp`: `models/tensor_parallel.py`."""
+"""Families that are supported, but whose layers ranks cannot divide along `tp`: `models/tensor_parallel.py`."""
 
 
 def family_of(model: ModelConfig | None) -> str | None:

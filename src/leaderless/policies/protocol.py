@@ -61,7 +61,7 @@ class Acted:
 
 
 class Scores(NamedTuple):
-    """Decisions under a policy; a tuple, in which FSDP looks for tensors with a gradient.
+    """Decisions under a policy; a tuple, in which sharding finds the tensors with a gradient.
 
     Attributes:
         log_probs: [n, chunk, score_dim] float32.

@@ -81,7 +81,8 @@ def check_memory(
     least = (-world.max(-torch.tensor(mine, dtype=torch.float64), "the memory of each rank")).long().tolist()
     is_cpu, has_pages = device.type == "cpu", device.type == "cuda"
     fit = fit_plan(recipe, plan, least[0], is_cpu=is_cpu, has_pages=has_pages)
-    if fit.is_hopeless and recipe.run.memory_check == "refuse":
+    is_strict = recipe.run.memory_check == "refuse"
+    if fit.is_hopeless and is_strict:
         raise RecipeError.at("run.memory_check", f"{fit.problem}; or set run.memory_check=warn to try all the same")
     if fit.problem:
         say(f"[bold red]memory may run out[/]: {escape(fit.problem)}")
