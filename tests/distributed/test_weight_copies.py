@@ -67,7 +67,7 @@ def bring(case: str, dtype: torch.dtype) -> dict[str, Tensor]:
     holders = Pool(*HOLDERS[case])
     free = tuple(rank for rank in (2, 3) if rank not in holders.layout)
     takers = Pool(Layout(free, len(free)), everything)
-    route = Route("policy", SHAPES, holders, takers, dtype, transport.rank, is_gathered=True)
+    route = Route("weights of role 'policy'", SHAPES, holders, takers, dtype, transport.rank, is_gathered=True)
     for ranks in (route.ranks, takers.layout.ranks):
         transport.add_lane("weights", ranks)
     if transport.rank not in route.ranks:
@@ -100,7 +100,7 @@ def receive_from_a_rank_that_stops() -> str:
     """The error of this rank when rank 1 stops after one of several buckets; rank 2 receives in a thread."""
     transport = Transport(torch.device("cpu"), 1.0)
     holders, takers = Pool(Layout((0, 1), 2), even_rows), Pool(Layout((2,), 1), everything)
-    route = Route("policy", SHAPES, holders, takers, torch.float32, transport.rank, is_gathered=True)
+    route = Route("weights of role 'policy'", SHAPES, holders, takers, torch.float32, transport.rank, is_gathered=True)
     transport.add_lane("weights", (0, 1, 2))
     transport.add_lane("weights", (2,))
     lane = transport.lane("weights", (0, 1, 2))
@@ -196,7 +196,7 @@ def test_weights_that_come_are_in_few_blocks_of_pinned_memory_where_an_accelerat
 
     weights = {name: whole(name).bfloat16() for name in SHAPES}
     pools = Pool(Layout((0,), 1), everything), Pool(Layout((1,), 1), everything)
-    route = Route("policy", SHAPES, *pools, torch.bfloat16, 1, is_gathered=True)
+    route = Route("weights of role 'policy'", SHAPES, *pools, torch.bfloat16, 1, is_gathered=True)
     engine, lane = Taking(), ProcessGroup((0, 1), 1)
     serving = Fed(cast("RolloutEngine", engine), route, ProcessGroup((1,), 1, payload_device=torch.device(device)))
     monkeypatch.setattr(copies.torch, "empty", recorded)
