@@ -151,11 +151,20 @@ class Channels:
             note = Note(iteration, is_stopping=end.is_stopping, is_checkpoint_due=end.is_checkpoint_due)
             self._outboxes[channel.name].post(iteration, partial(self._send_note, channel, note))
 
-    def await_weights_taken(self) -> None:
-        """Wait until the loop that generates has come to the weights of the last iteration."""
+    def meet(self) -> None:
+        """Wait until the loop that generates has taken the weights of the last iteration. Both loops call it together.
+
+        With a fixed lag, it has received them long before: it may be as many iterations away as it is ahead, for which
+        only process groups of channels have the patience. One that generates continuously takes them at once.
+        """
         for channel in self._from_here:
             if channel.sync is not None:
                 self._outboxes[channel.name].finish()
+        if self._parts.plan.is_continuous:
+            return
+        for channel in (*self._from_here, *self._to_here):
+            if channel.sync is not None:
+                self._exchange(channel, Note(self._progress.trained))
 
     def finish(self) -> None:
         """Leave nothing in flight: rows that will not be trained are taken out by the loop that they were for."""

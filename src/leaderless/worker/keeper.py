@@ -168,7 +168,7 @@ class Keeper:
             self._writer.begin(self._content(numbers), from_copy=not is_awaited)
             if is_awaited:
                 try:
-                    self._chain.channels.await_weights_taken()  # then the other loop is here as well
+                    self._chain.channels.meet()
                     self._writer.finish()
                 except (CheckpointError, OSError) as error:
                     if must_succeed:

@@ -165,7 +165,7 @@ class Worker:
 
     def find_better(self) -> Plan | None:
         """A plan that takes fewer seconds, or that of a run that is followed. All ranks call it together."""
-        self.chain.channels.await_weights_taken()  # then the other loop is here as well
+        self.chain.channels.meet()
         if self._past is not None:
             return self._past.plan_after(self.progress.trained, self.parts.plan)
         return None if self._replanner is None else self._replanner.look(self.progress.trained)
