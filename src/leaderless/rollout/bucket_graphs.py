@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from leaderless.data.errors import is_out_of_memory
-from leaderless.rollout.recording import EAGER_PASSES, record, run_without_waiting, warn_unrecorded
+from leaderless.rollout.recording import EAGER_PASSES, record, try_out, warn_unrecorded
 
 
 class BucketGraphs:
@@ -31,7 +31,7 @@ class BucketGraphs:
         if graph is not None:
             graph.replay()
         elif self.is_enabled and self.seen[key] == EAGER_PASSES:
-            self._try(compute)
+            _, self.is_enabled = try_out(compute)
         else:
             compute()
 
@@ -39,17 +39,6 @@ class BucketGraphs:
         """Drop all graphs."""
         self._graphs.clear()
         self.seen.clear()
-
-    def _try(self, compute: Callable[[], None]) -> None:
-        """Run a pass before it is recorded. One in which the host waits is run again as it is."""
-        try:
-            run_without_waiting(compute)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            warn_unrecorded(error)
-            self.is_enabled = False
-            compute()
 
     def _record(self, key: Hashable, compute: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Record a pass without running it; None if this cannot be done."""

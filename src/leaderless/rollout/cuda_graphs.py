@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from leaderless.data.errors import is_out_of_memory
 from leaderless.rollout.lean_forward import Forward
-from leaderless.rollout.recording import EAGER_PASSES, record, run_without_waiting, warn_unrecorded
+from leaderless.rollout.recording import EAGER_PASSES, record, try_out, warn_unrecorded
 from leaderless.rollout.segment_attention import DecodeAttention
 
 MOST_GRAPHS = 256
@@ -52,24 +53,14 @@ class DecodeGraphs:
                     del self._recorded[next(iter(self._recorded))]
                 self._recorded[key] = recorded
                 return recorded.replay(inputs)
-        logits = self._run(tokens, positions, attention, everywhere, is_last=self._seen[key] == EAGER_PASSES)
+        work = partial(self._forward, tokens, positions, attention, everywhere)
+        if self._is_enabled and self._seen[key] == EAGER_PASSES:
+            logits, self._is_enabled = try_out(work)
+        else:
+            logits = work()
         if len(self._logits) < len(logits):
             self._logits = torch.empty_like(logits)
         return logits
-
-    def _run(
-        self, tokens: Tensor, positions: Tensor, attention: DecodeAttention, everywhere: Tensor, *, is_last: bool
-    ) -> Tensor:
-        """Run a pass as it is. In the last one before a recording the host may not wait: else nothing is recorded."""
-        if self._is_enabled and is_last:
-            try:
-                return run_without_waiting(lambda: self._forward(tokens, positions, attention, everywhere))
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    raise
-                warn_unrecorded(error)
-                self._is_enabled = False
-        return self._forward(tokens, positions, attention, everywhere)
 
     def _drop_stale(self, allocations: frozenset[int]) -> None:
         """Drop graphs of memory that keys and values no longer use."""

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from leaderless.data.errors import is_out_of_memory
+
 EAGER_PASSES = 2
 """Passes of a kind before one is recorded; they let compilers and libraries prepare themselves."""
 
@@ -48,6 +50,20 @@ def run_without_waiting(work: Callable[[], Result]) -> Result:
         return work()
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def try_out(work: Callable[[], Result]) -> tuple[Result, bool]:
+    """Run work in its last pass before a recording; returns also whether it can be recorded.
+
+    If the host waits in it, it is run again as it is.
+    """
+    try:
+        return run_without_waiting(work), True
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        warn_unrecorded(error)
+    return work(), False
 
 
 def warn_unrecorded(error: RuntimeError) -> None:
