@@ -86,9 +86,11 @@ def _import_for_good() -> None:
     Looking for it takes a sixth of the time of the import. Later, each look would keep the other ranks waiting.
     """
     gc.disable()
-    import_module("leaderless.worker.process")
-    gc.freeze()
-    gc.enable()
+    try:
+        import_module("leaderless.worker.process")
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def _work(job: Job, place: Place) -> None:
