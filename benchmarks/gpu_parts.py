@@ -39,7 +39,7 @@ from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_l
 from leaderless.models.compiled_layers import compile_layers
 from leaderless.models.scoring import score_tokens
 from leaderless.planner import Layout
-from leaderless.planner.cache_pool import pool_tokens
+from leaderless.planner.cache_pool import PAGE_TOKENS, pool_tokens
 from leaderless.planner.memory import estimate_memory, plan_pool
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Memory, Room
 from leaderless.rollout import vllm
@@ -53,7 +53,7 @@ from leaderless.rollout.paged_check import paged_attention
 from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.paged_plan import Arrangement
 from leaderless.rollout.paged_staging import Staging
-from leaderless.rollout.pages import PAGE_TOKENS, Pages
+from leaderless.rollout.pages import Pages
 from leaderless.rollout.recording import record
 from leaderless.rollout.serving import Colocated, held_by
 from leaderless.training.fsdp import FsdpEngine

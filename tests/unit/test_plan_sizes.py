@@ -12,7 +12,7 @@ from tests.unit.recipes import make_recipe, plan_of, write_model
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.planner import Cluster, cache_pool, engine_memory, make_plan, memory
+from leaderless.planner import Cluster, engine_memory, make_plan, memory
 from leaderless.planner.cache_pool import UNBOUND, CacheBound
 from leaderless.planner.fit import MARGIN, Fit, fit_plan
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Room, format_bytes
@@ -483,9 +483,7 @@ def test_chunks_of_logits_are_large_where_accelerators_have_room(tmp_path):
 
 def test_the_constants_are_those_of_the_code_that_they_describe():
     scoring = pytest.importorskip("leaderless.models.scoring")
-    cache, pages, native = (
-        pytest.importorskip(f"leaderless.rollout.{name}") for name in ("kv_cache", "pages", "native")
-    )
+    cache, native = (pytest.importorskip(f"leaderless.rollout.{name}") for name in ("kv_cache", "native"))
     assert (scoring.CHUNK_ELEMENTS, scoring.CPU_CHUNK_ELEMENTS) == (MAX_LOGITS, memory.CPU_MAX_LOGITS)
     weights = pytest.importorskip("leaderless.weights.route")
     assert (cache.SMALLEST_SLOT, cache.MOST_SPARE_SLOTS) == (
@@ -493,7 +491,6 @@ def test_the_constants_are_those_of_the_code_that_they_describe():
         engine_memory.MOST_SPARE_SLOTS,
     )
     assert (native.COARSE.rows, native.PREFILL_TOKENS) == (engine_memory.ROWS, engine_memory.PREFILL_TOKENS)
-    assert pages.PAGE_TOKENS == cache_pool.PAGE_TOKENS
     assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
     assert pytest.importorskip("leaderless.weights.copies").PINNED_BYTES == memory.PINNED_BYTES
     messages = pytest.importorskip("leaderless.rollout.apart.messages")

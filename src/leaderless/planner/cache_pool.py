@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FLOAT32_BYTES = 4
 PAGE_TOKENS = 64
-"""Tokens of a page: `leaderless.rollout.pages` has the same."""
+"""Tokens of a page: few enough that little of the last one is unused, so many that lists of pages are short."""
 SPARE_ITEMS = 256
 """Most items of work that lengths add to the number of rows; with them a device has work for all its processors."""
 
@@ -91,4 +90,4 @@ def buffers_bytes(most_rows: int, longest: int, num_heads: int, head_dim: int) -
     rows = bucket_of(most_rows)
     pages = 2 * rows * -(-longest // PAGE_TOKENS)
     numbers = rows * (32 + 28 + 16 + 4 + 8) + 2 * (rows + SPARE_ITEMS) * 20 + 4 * pages
-    return numbers + (3 * rows + 2 * SPARE_ITEMS) * num_heads * (head_dim + 1) * FLOAT32_BYTES
+    return numbers + (3 * rows + 2 * SPARE_ITEMS) * num_heads * (head_dim + 1) * 4

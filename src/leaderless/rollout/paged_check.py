@@ -10,10 +10,11 @@ from torch import Tensor
 
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM
+from leaderless.planner.cache_pool import PAGE_TOKENS
 from leaderless.rollout.paged_attention import PagedAttend, attend_with_torch
 from leaderless.rollout.paged_plan import Arrangement
 from leaderless.rollout.paged_staging import Staging
-from leaderless.rollout.pages import PAGE_TOKENS, Pages
+from leaderless.rollout.pages import Pages
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Largest difference of results of about 1 that rounding explains, by the type of queries, keys and values."""

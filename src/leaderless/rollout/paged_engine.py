@@ -16,6 +16,7 @@ from leaderless.models.attention import check_window
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.routers import Routers
 from leaderless.models.uploads import placed
+from leaderless.planner.cache_pool import PAGE_TOKENS
 from leaderless.rollout.bucket_graphs import BucketGraphs
 from leaderless.rollout.engine import Delta
 from leaderless.rollout.kv_cache import Segment, Store
@@ -24,7 +25,7 @@ from leaderless.rollout.native_prompts import Draws, Prompt, Response, draws_of
 from leaderless.rollout.paged_attention import PagedAttend, PagedAttention
 from leaderless.rollout.paged_plan import Arrangement, PagedPlan
 from leaderless.rollout.paged_staging import Staging, pinned
-from leaderless.rollout.pages import PAGE_TOKENS, OutOfPagesError, Pages
+from leaderless.rollout.pages import OutOfPagesError, Pages
 from leaderless.rollout.sampling import sample_tokens, uniform_noise
 from leaderless.weights.stream import WeightStream
 

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from leaderless.models.uploads import one_copy, placed
+from leaderless.planner.cache_pool import PAGE_TOKENS
 from leaderless.rollout.kv_cache import LayerKeysValues, Segment
 
-PAGE_TOKENS = 64
-"""Tokens of a page: few enough that little of the last one is unused, so many that lists of pages are short."""
 LEAST_WIDTH = 8
 """Least pages for which there is room in a list."""
 
