@@ -108,11 +108,11 @@ class ProcessGroup:
                 dist.all_reduce(torch.zeros(1, device=self.payload_device), group=self.handle)
 
     def sum(self, values: Tensor, what: str, *, most_ahead: int = 0) -> Tensor:
-        """The sum over all ranks, the same on each; of messages on an accelerator, some may still be under way."""
+        """The sum over all ranks, the same on each, of values in the same shape; for `most_ahead` see `Backlog.add`."""
         return self._all_reduce(values, dist.ReduceOp.SUM, what, most_ahead)
 
     def max(self, values: Tensor, what: str, *, most_ahead: int = 0) -> Tensor:
-        """The largest over all ranks, the same on each; values have the same shape on every rank, as those of `sum`."""
+        """The largest over all ranks, the same on each; see `sum`."""
         return self._all_reduce(values, dist.ReduceOp.MAX, what, most_ahead)
 
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType, what: str, most_ahead: int) -> Tensor:
