@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -97,6 +98,21 @@ def unused_accelerators() -> str:
                 "the CPU: install a build for CUDA (see pytorch.org), or set CUDA_VISIBLE_DEVICES to nothing"
             )
     return ""
+
+
+@cache
+def can_pin(device_type: str) -> bool:
+    """Whether the host has memory that devices of a kind read and write by themselves, which is tried once."""
+    import torch
+
+    if device_type == "cpu":
+        return False
+    try:
+        torch.get_device_module(device_type)
+        torch.empty(1, dtype=torch.uint8, pin_memory=True)
+    except (RuntimeError, AttributeError):  # not there for this kind of device
+        return False
+    return True
 
 
 def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:

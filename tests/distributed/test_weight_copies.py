@@ -145,7 +145,10 @@ class Event:
         self.log.append("wait")
 
 
-def test_the_host_does_not_wait_for_an_accelerator_before_copies_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_the_host_does_not_wait_for_an_accelerator_before_copies_are_sent(
+    monkeypatch: pytest.MonkeyPatch, is_pinned: bool
+) -> None:
     log, empty, pinned = list[str](), torch.empty, list[object]()
 
     def recorded(size: int, *, pin_memory: bool, **options: object) -> Tensor:
@@ -158,6 +161,7 @@ def test_the_host_does_not_wait_for_an_accelerator_before_copies_are_sent(monkey
 
     held = held_by(Pool(Layout((0, 1), 2), even_rows), 0)
     there = [LocalWeight(one.name, one.shape, one.block, one.local.to("meta")) for one in held.weights.values()]
+    monkeypatch.setattr(copies, "can_pin", lambda kind: is_pinned and kind == "meta")
     monkeypatch.setattr(copies.torch, "empty", recorded)
     monkeypatch.setattr(Tensor, "copy_", copied)
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=Event))
@@ -165,7 +169,7 @@ def test_the_host_does_not_wait_for_an_accelerator_before_copies_are_sent(monkey
     copy = begin_copy(HeldWeights.of(there, VERSION), torch.bfloat16)
     sizes = [tuple(weight.local.shape) for weight in held.weights.values()]
     assert log == [*(f"copy {size} torch.bfloat16" for size in sizes), "record"], "it converts before they cross"
-    assert pinned == [(sum(map(math.prod, sizes)), True)], "one block for all"
+    assert pinned == [(sum(map(math.prod, sizes)), is_pinned)], "one block for all"
     assert copy.wait().policy_version == VERSION
     assert log[-1] == "wait"
 
@@ -183,9 +187,9 @@ class Taking:
         self.taken, self.policy_version = list(weights), weights.policy_version
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("device", "is_pinned"), [("cpu", False), ("meta", True), ("meta", False)])
 def test_weights_that_come_are_in_few_blocks_of_pinned_memory_where_an_accelerator_reads_them(
-    monkeypatch: pytest.MonkeyPatch, device: str
+    monkeypatch: pytest.MonkeyPatch, device: str, is_pinned: bool
 ) -> None:
     empty, blocks = torch.empty, list[int]()
 
@@ -199,6 +203,7 @@ def test_weights_that_come_are_in_few_blocks_of_pinned_memory_where_an_accelerat
     route = Route("weights of role 'policy'", SHAPES, *pools, torch.bfloat16, 1, is_gathered=True)
     engine, lane = Taking(), ProcessGroup((0, 1), 1)
     serving = Fed(cast("RolloutEngine", engine), route, ProcessGroup((1,), 1, payload_device=torch.device(device)))
+    monkeypatch.setattr(copies, "can_pin", lambda _: is_pinned)
     monkeypatch.setattr(copies.torch, "empty", recorded)
     monkeypatch.setattr(copies, "PINNED_BYTES", 50)
     stream = WeightStream(iter(weights.items()), VERSION)
@@ -208,4 +213,4 @@ def test_weights_that_come_are_in_few_blocks_of_pinned_memory_where_an_accelerat
     assert [name for name, _ in engine.taken] == list(weights)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in engine.taken)
     # Of 64, 48, 16 + 24, 48 and 10 bytes, each rounded up to whole 16.
-    assert blocks == ([] if device == "cpu" else [64, 50, 50, 50, 16])
+    assert blocks == ([64, 50, 50, 50, 16] if is_pinned else [])

@@ -19,7 +19,7 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.data.under_way import MESSAGES_AHEAD, mark
-from leaderless.device import setup_device
+from leaderless.device import can_pin, setup_device
 from leaderless.models import uploads
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.flash_attention import activate_flash_attention_3, restore_flash_attention
@@ -34,7 +34,7 @@ from leaderless.models.repeats import Repeats
 from leaderless.models.scoring import score_tokens
 from leaderless.models.shared_prompts import Family, VarlenAttention, attention_over
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
-from leaderless.models.uploads import _can_pin, one_copy, placed
+from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Metrics
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
 from leaderless.rollout.engine import Request, SamplingParams, generate
@@ -43,7 +43,7 @@ from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.segment_attention import attend_in_float32
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.weights.blocks import HeldWeights, LocalWeight
-from leaderless.weights.copies import begin_copy, pinned
+from leaderless.weights.copies import begin_copy, collected
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
@@ -209,7 +209,7 @@ def test_gradients_of_tokens_that_are_selected_again_repeat_bit_for_bit_on_cuda(
 
 def test_tensors_go_to_cuda_while_it_computes_and_arrive_as_they_were() -> None:
     device = torch.device("cuda", 0)
-    assert _can_pin("cuda")
+    assert can_pin("cuda")
     tensors = [torch.randint(0, 1 << 40, (n,)) for n in (3, 40_000, 1_000_000)]
     for round_number in range(20):  # memory of the host is used again while copies from it are under way
         begin = torch.cuda.Event(enable_timing=True)
@@ -224,19 +224,19 @@ def test_tensors_go_to_cuda_while_it_computes_and_arrive_as_they_were() -> None:
 
 
 def test_log_probs_do_not_depend_on_how_inputs_go_to_cuda(ranks: RankPool) -> None:
-    ways = [ranks.run(1, score_once, tiny_model(), can_pin, init_group=False)[0] for can_pin in (True, False)]
+    ways = [ranks.run(1, score_once, tiny_model(), is_pinned, init_group=False)[0] for is_pinned in (True, False)]
     assert torch.equal(*ways)
 
 
-def score_once(model: str, can_pin: bool) -> Tensor:
+def score_once(model: str, is_pinned: bool) -> Tensor:
     transport, device = join()
-    config, before = ModelConfig(path=model, compute_dtype="bfloat16"), uploads._can_pin
+    config, before = ModelConfig(path=model, compute_dtype="bfloat16"), uploads.can_pin
     engine = FsdpEngine(load_causal_lm(config, "policy"), config, transport.world, device, 64)
-    uploads._can_pin = lambda _: can_pin
+    uploads.can_pin = lambda _: is_pinned
     try:
         return engine.log_probs(random_samples(LENGTHS, siblings=3)).values
     finally:
-        uploads._can_pin = before
+        uploads.can_pin = before
 
 
 def test_flash_attention_3_is_used_or_says_why_not() -> None:
@@ -392,7 +392,7 @@ def test_copies_of_weights_are_what_they_were_while_cuda_and_the_host_continue()
 
 def test_weights_that_come_for_cuda_are_in_pinned_memory() -> None:
     weights = {f"weight {n}": torch.randn(n, 3).bfloat16() for n in (5, 1000, 7)}
-    found = dict(pinned(weights.items(), [weight.nbytes for weight in weights.values()]))
+    found = dict(collected(weights.items(), [weight.nbytes for weight in weights.values()], torch.device("cuda")))
     assert all(tensor.is_pinned() for tensor in found.values())
     assert all(torch.equal(found[name].cuda().cpu(), weight) for name, weight in weights.items())
 

@@ -13,7 +13,14 @@ import torch
 
 from leaderless import device
 from leaderless.config.models import ModelConfig
-from leaderless.device import cores_left, find_accelerator, own_device_environment, setup_device, threads_of_workers
+from leaderless.device import (
+    can_pin,
+    cores_left,
+    find_accelerator,
+    own_device_environment,
+    setup_device,
+    threads_of_workers,
+)
 from leaderless.run import profile
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
@@ -181,3 +188,8 @@ def test_a_profile_describes_the_accelerator_that_is_used(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module if kind == "npu" else whole(kind))
     found = profile.this_machine(8)
     assert (found.accelerator, found.memory_gib) == ("Ascend 910B", 64)
+
+
+def test_no_memory_is_pinned_for_a_cpu_or_for_what_torch_has_no_module_of() -> None:
+    assert not can_pin("cpu")
+    assert not can_pin("meta")

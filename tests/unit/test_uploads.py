@@ -27,7 +27,7 @@ TENSORS = [
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without memory that devices read."""
-    monkeypatch.setattr(uploads, "_can_pin", lambda _: False)
+    monkeypatch.setattr(uploads, "can_pin", lambda _: False)
 
 
 @pytest.mark.parametrize("page_bytes", [0, 2 * ALIGNMENT_BYTES, PAGE_BYTES])
@@ -95,7 +95,7 @@ def test_memory_that_the_device_reads_is_used_where_there_is_some(monkeypatch: p
         kinds.append(options.pop("pin_memory", None))
         return empty(size, **options)  # type: ignore[call-overload,no-any-return]
 
-    monkeypatch.setattr(uploads, "_can_pin", lambda kind: kind == "cpu")
+    monkeypatch.setattr(uploads, "can_pin", lambda kind: kind == "cpu")
     monkeypatch.setattr(cast("object", uploads.torch), "empty", recorded)
     _Upload(CPU).place(torch.ones(2))
     assert kinds == [None, True]

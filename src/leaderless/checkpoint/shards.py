@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry
+from leaderless.device import can_pin
 from leaderless.weights.files import BLOCK_BYTES, DTYPES, StoredTensor, bytes_of, read_block, read_header
 
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
@@ -48,7 +49,7 @@ def copy_to_host(shards: Mapping[str, Shard], buffers: dict[str, Tensor]) -> dic
     """Copy the current shards into buffers in host memory, which later copies reuse."""
     for name, shard in shards.items():
         if name not in buffers:
-            buffers[name] = torch.empty_like(shard.local, device="cpu", pin_memory=not shard.local.is_cpu)
+            buffers[name] = torch.empty_like(shard.local, device="cpu", pin_memory=can_pin(shard.local.device.type))
         buffers[name].copy_(shard.local, non_blocking=True)
     if any(not shard.local.is_cpu for shard in shards.values()):
         torch.accelerator.synchronize()

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from leaderless.device import can_pin
+
 if TYPE_CHECKING:
     from leaderless.data.transport import ProcessGroup
 
@@ -136,7 +138,9 @@ def incoming(message: Tensor, device: torch.device) -> Tensor:
 
 def outgoing(message: Tensor, device: torch.device) -> Tensor:
     """A message on a device."""
-    return message if message.device == device else message.pin_memory().to(device, non_blocking=True)
+    if message.device == device:
+        return message
+    return (message.pin_memory() if can_pin(device.type) else message).to(device, non_blocking=True)
 
 
 def fetch(received: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
@@ -144,7 +148,10 @@ def fetch(received: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> No
     received = [(message, there) for message, there in received if message is not there]
     if not received:
         return
-    pinned = [torch.empty_like(message, pin_memory=True).copy_(there, non_blocking=True) for message, there in received]
+    is_pinned = can_pin(device.type)
+    buffers = [
+        torch.empty_like(message, pin_memory=is_pinned).copy_(there, non_blocking=True) for message, there in received
+    ]
     torch.accelerator.current_stream(device).synchronize()
-    for (message, _), buffer in zip(received, pinned, strict=True):
+    for (message, _), buffer in zip(received, buffers, strict=True):
         message.copy_(buffer)

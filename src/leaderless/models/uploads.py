@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
+
+from leaderless.device import can_pin
 
 PAGE_BYTES = 1 << 22
 """Bytes of the memory in which tensors are collected, if they are not larger."""
@@ -45,7 +46,7 @@ class _Upload:
             room = max(size, PAGE_BYTES)
             there = torch.empty(room, dtype=torch.uint8, device=self.device)
             # Torch does not use pinned memory again before the copies from it are done.
-            pages.append(_Page(torch.empty(room, dtype=torch.uint8, pin_memory=_can_pin(self.device.type)), there))
+            pages.append(_Page(torch.empty(room, dtype=torch.uint8, pin_memory=can_pin(self.device.type)), there))
         page = pages[-1]
         own = slice(page.used, page.used + size)
         page.used = min(len(page.host), -(-own.stop // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
@@ -91,17 +92,6 @@ def placed(tensor: Tensor, device: torch.device) -> Tensor:
     upload = _UNDER_WAY.get()
     if upload is not None and upload.device == device:
         return upload.place(tensor)
-    if not _can_pin(device.type):
+    if not can_pin(device.type):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-@cache
-def _can_pin(device_type: str) -> bool:
-    """Try whether the host has memory that devices of a kind read by themselves."""
-    try:
-        torch.get_device_module(device_type)
-        torch.empty(1, dtype=torch.uint8, pin_memory=True)
-    except (RuntimeError, AttributeError):  # not there for this kind of device
-        return False
-    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leaderless.device import can_pin
 from leaderless.planner.cache_pool import bucket_of
 from leaderless.rollout.paged_plan import (
     TILE_ROWS,
@@ -24,8 +25,8 @@ BUFFERS = 2
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory that a CUDA device copies by itself."""
-    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    """Memory of the host that a device copies by itself, if there is such memory."""
+    return torch.empty(shape, dtype=dtype, pin_memory=can_pin(device.type))
 
 
 class Staging:

@@ -20,7 +20,7 @@ from leaderless.rollout.probe import probe_of
 from leaderless.rollout.shard import ALONE, compared
 from leaderless.training.engine import AdaptedEngine, Trainable, TrainEngine
 from leaderless.weights.blocks import HeldWeights, Pool, Shape, everything
-from leaderless.weights.copies import pinned
+from leaderless.weights.copies import collected
 from leaderless.weights.route import Route
 from leaderless.weights.stream import NO_VERSION, Probe, WeightStream, receive_weights
 
@@ -237,8 +237,8 @@ class Fed:
             probe: A text with its log-probabilities, if the engine is asked for them.
         """
         stream = receive_weights(self._route, process_group, takers)
-        has_accelerator = self._takers.payload_device.type != "cpu"  # which reads them from host memory
-        kept = list(pinned(stream, self._sizes) if has_accelerator else stream)
+        device = self._takers.payload_device
+        kept = list(stream if device.type == "cpu" else collected(stream, self._sizes, device))
         version = stream.policy_version
 
         def load() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from leaderless.device import can_pin
 from leaderless.weights.blocks import HeldWeights
 
 PINNED_BYTES = 1 << 30
@@ -38,12 +39,13 @@ class PendingCopy:
 def begin_copy(held: HeldWeights, dtype: torch.dtype) -> PendingCopy:
     """Begin to copy weights to host memory, in the type in which they are sent.
 
-    The host does not wait for an accelerator, which converts weights and writes them to one block of pinned memory.
+    The host does not wait for an accelerator, which converts weights and writes them to one block of pinned memory, if
+    it can.
     """
     weights = list(held.weights.values())
     device = next((weight.local.device for weight in weights), torch.device("cpu"))
     is_on_host = device.type == "cpu"
-    room = torch.empty(sum(weight.local.numel() for weight in weights), dtype=dtype, pin_memory=not is_on_host)
+    room = torch.empty(sum(weight.local.numel() for weight in weights), dtype=dtype, pin_memory=can_pin(device.type))
     places = torch.split(room, [weight.local.numel() for weight in weights])
     copies = []
     for weight, place in zip(weights, places, strict=True):
@@ -58,8 +60,10 @@ def begin_copy(held: HeldWeights, dtype: torch.dtype) -> PendingCopy:
     return PendingCopy(HeldWeights.of(copies, held.policy_version), done)
 
 
-def pinned(named: Iterable[tuple[str, Tensor]], sizes: Iterable[int]) -> Iterator[tuple[str, Tensor]]:
-    """Copy weights, whose sizes in bytes are known, to pinned memory, which an accelerator reads by itself.
+def collected(
+    named: Iterable[tuple[str, Tensor]], sizes: Iterable[int], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Copy weights, whose sizes in bytes are known, to few blocks of memory that a device reads by itself, if it can.
 
     Torch rounds blocks up to powers of two and keeps them: few large ones waste little, and are there the next time.
     """
@@ -67,8 +71,8 @@ def pinned(named: Iterable[tuple[str, Tensor]], sizes: Iterable[int]) -> Iterato
     for name, tensor in named:
         size = _aligned(tensor.nbytes)
         if begin + size > len(room):
-            room = torch.empty(max(size, min(PINNED_BYTES, num_left)), dtype=torch.uint8, pin_memory=True)
-            begin = 0
+            begin, num_bytes = 0, max(size, min(PINNED_BYTES, num_left))
+            room = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=can_pin(device.type))
         place = room[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         yield name, place.copy_(tensor)
         begin, num_left = begin + size, num_left - size
