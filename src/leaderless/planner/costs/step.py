@@ -204,7 +204,7 @@ class Walk:
     """Clocks and memory of all ranks on the way through a step."""
 
     def __init__(self, network: Network) -> None:
-        self.network, self.peak_bytes, self.besides_s = network, 0, 0.0
+        self.network, self.peak_bytes, self.travel_s = network, 0, 0.0
         self.clocks, self.held = np.zeros(network.num_ranks), np.zeros(network.num_ranks, dtype=np.int64)
         self.transitions: dict[str, Cost] = {}
         self.weights: dict[str, Cost] = {}
@@ -231,7 +231,7 @@ class Walk:
         """Weights go from rank to rank; through a channel, for no longer than an iteration lasts."""
         cost = weights_cost(event.action, event.num_bytes, self.network, is_gathered=event.is_gathered)
         if event.through_channel:
-            self.besides_s += cost.seconds
+            self.travel_s += cost.seconds
         else:
             self.together(event.action.ranks, cost.seconds)
         self.weights[str(event.action)] = cost
@@ -243,7 +243,7 @@ class Walk:
 
     def estimate(self, events: Sequence[Event], processes_per_host: int) -> Estimate:
         """What the step took, once all of its events have been walked."""
-        cluster, took = self.network.cluster, max(float(self.clocks.max()), self.besides_s)
+        cluster, took = self.network.cluster, max(float(self.clocks.max()), self.travel_s)
         worked = [event for event in events if isinstance(event, Worked)]
         sampled = [event for event in worked if event.node.spec.samples] or worked[-1:]
         process_bytes = max(self.peak_bytes, int(self.held.max()))
