@@ -97,14 +97,10 @@ class EngineMemory:
         return self.kept() | max(self.moments(), key=lambda parts: sum(parts.values()))
 
     def pool_tokens(self) -> int:
-        """Tokens of the pool of pages.
-
-        Where conversations of an environment begin with a shared prompt, they have it themselves after a turn.
-        """
+        """Tokens of the pool of pages."""
         count, prompt = self.num_sequences, self.followed.data.max_prompt_tokens
-        siblings = self.followed.batch.responses_per_prompt
-        own = self.longest if siblings == 1 or self.followed.has_episodes else self.response
-        return pool_tokens(count, own, self._num_prompts() * (siblings > 1), prompt, self.cache.most_tokens)
+        num_shared = self._num_prompts() * (self.followed.batch.responses_per_prompt > 1)
+        return pool_tokens(count, self._own_tokens, num_shared, prompt, self.cache.most_tokens)
 
     def _slot_tokens(self) -> int:
         """Tokens of slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too.
@@ -114,8 +110,7 @@ class EngineMemory:
         """
         recipe, count = self.followed, self.num_sequences
         siblings, prompts = recipe.batch.responses_per_prompt, self._num_prompts()
-        own = self.longest if siblings == 1 or recipe.has_episodes else self.response
-        largest = _slot(own)
+        largest = _slot(self._own_tokens)
         is_asked = self.model.instance.is_judge or self.is_served
         is_mixed = recipe.has_episodes or (not is_asked and self._num_samples() > count)
         smaller = largest - SMALLEST_SLOT if is_mixed else largest // 2 * (largest > SMALLEST_SLOT)
@@ -129,10 +124,17 @@ class EngineMemory:
         Scores are there three times: as they are, masked, and as weights.
         """
         size, count = self.model.size, _num_slots(self.num_sequences)
-        siblings = self.followed.batch.responses_per_prompt
-        own = self.longest if siblings == 1 or self.followed.has_episodes else self.response
         keys = size.num_kv_heads * size.head_dim * self.model.width
-        return count * _slot(own) * (keys + 3 * FLOAT32_BYTES * size.num_heads)
+        return count * _slot(self._own_tokens) * (keys + 3 * FLOAT32_BYTES * size.num_heads)
+
+    @property
+    def _own_tokens(self) -> int:
+        """Most tokens that a sequence does not share.
+
+        Where conversations of an environment begin with a shared prompt, they have it themselves after a turn.
+        """
+        is_alone = self.followed.batch.responses_per_prompt == 1
+        return self.longest if is_alone or self.followed.has_episodes else self.response
 
     @property
     def followed(self) -> Recipe:
