@@ -28,7 +28,7 @@ class Mark(Protocol):
         """Check whether the accelerator has come so far."""
 
 
-def mark(device: torch.device) -> Mark:
+def mark(device: torch.device) -> torch.Event:
     """Mark the place up to which work is queued on an accelerator."""
     event: torch.Event = torch.get_device_module(device).Event()
     event.record()

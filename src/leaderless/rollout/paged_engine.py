@@ -12,6 +12,7 @@ from torch import Tensor
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.encode import Tokenizer
+from leaderless.data.under_way import mark
 from leaderless.models.attention import check_window
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.routers import Routers
@@ -58,7 +59,7 @@ class _Flight:
 
     sequences: Sequence[Response]
     results: Tensor
-    event: torch.cuda.Event | None
+    event: torch.Event | None
     version: int | None
     news: Sequence[Sequence[bytes]] | None = None
 
@@ -332,9 +333,7 @@ class PagedEngine(NativeEngine):
         """Have the results of responses, [2 or more, n or more], copied to the host behind all that was started."""
         there = pinned(tuple(results.shape), torch.int64, self.device)
         there.copy_(results, non_blocking=True)
-        event = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        if event is not None:
-            event.record()
+        event = None if self.device.type == "cpu" else mark(self.device)
         flight = _Flight(sequences, there[:, : len(sequences)], event, self.policy_version, news)
         self._flights.append(flight)
         return flight

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from leaderless.data.under_way import mark
 from leaderless.device import can_pin
 from leaderless.weights.blocks import HeldWeights
 
@@ -53,11 +54,7 @@ def begin_copy(held: HeldWeights, dtype: torch.dtype) -> PendingCopy:
         # Torch converts on the CPU what crosses to it, in pageable memory, and waits.
         copy.copy_(weight.local if is_on_host else weight.local.to(dtype), non_blocking=True)
         copies.append(replace(weight, local=copy))
-    done = None
-    if not is_on_host:
-        done = torch.get_device_module(device).Event()
-        done.record()
-    return PendingCopy(HeldWeights.of(copies, held.policy_version), done)
+    return PendingCopy(HeldWeights.of(copies, held.policy_version), None if is_on_host else mark(device))
 
 
 def collected(
