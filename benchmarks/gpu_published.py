@@ -1,4 +1,4 @@
-"""The parts of `benchmarks/gpu.py` that repeat what others have published on one GPU; they are run like `gpu_parts.py`.
+"""Parts of `benchmarks/gpu.py`: what others have published on one GPU, repeated.
 
 Models have random weights and the published shapes, and responses have given lengths. The keys of figures are those of
 `docs/performance/published.json`, which names the sources. On a CPU, everything is small, to try the parts themselves.
@@ -7,14 +7,14 @@ Models have random weights and the published shapes, and responses have given le
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from gpu_parts import PRESETS, Machine, Preset, Result, run
+from gpu_machine import PRESETS, Machine, Preset, Result
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
@@ -178,16 +178,3 @@ def update_with(trainer: FsdpEngine, batch: Batch) -> None:
         outputs = trainer.forward(micro_batch, "gradient")
         (outputs.log_probs.mean() - 1e-3 * outputs.entropies.mean()).backward()
     trainer.optimizer_step()
-
-
-PARTS: dict[str, Callable[[Machine], Result]] = {
-    part.__name__: part for part in (published_verl, published_one, published_many)
-}
-
-
-def main() -> None:
-    run(PARTS)
-
-
-if __name__ == "__main__":
-    main()

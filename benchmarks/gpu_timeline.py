@@ -1,4 +1,4 @@
-"""A timeline of decoding and training, as a part of `benchmarks/gpu.py`, and pictures of timelines.
+"""A part of `benchmarks/gpu.py`: a timeline of decoding and training; and pictures of timelines.
 
     python benchmarks/gpu_timeline.py TRACE [PICTURE]
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from gpu_parts import Machine, Result
+    from gpu_machine import Machine, Result
 
 KINDS = {
     "communication": r"nccl|hccl|c10d",
@@ -197,7 +197,7 @@ def events_of(path: Path) -> list[Mapping[str, Any]]:
 
 def timeline(machine: Machine) -> Result:
     """Three steps of decoding and one pass of training with its optimizer step, by what the device does when."""
-    from gpu_parts import samples
+    from gpu_machine import samples
     from leaderless.config.rollout import SamplingConfig
     from leaderless.rollout.engine import SamplingParams
 
@@ -280,21 +280,12 @@ def _draw_lanes(panel: Axes, found: Mapping[str, Any]) -> None:
         panel.spines[side].set_visible(False)
 
 
-def _text(numbers: Iterable[float]) -> str:
-    return " ".join(f"{number:.10g}" for number in numbers)
-
-
 def _pairs(text: str) -> Iterator[tuple[float, float]]:
     numbers = [float(number) for number in text.split()]
     return zip(numbers[::2], numbers[1::2], strict=True)
 
 
 def main() -> None:
-    if sys.argv[1] == timeline.__name__:
-        from gpu_parts import run
-
-        run({timeline.__name__: timeline})
-        return
     trace = Path(sys.argv[1])
     picture = Path(sys.argv[2]) if len(sys.argv) > 2 else trace.with_suffix(".png")
     draw({trace.stem: summary(operations_of(events_of(trace)))}, picture)

@@ -26,7 +26,7 @@ def with_decode_counts(page: str) -> str:
 
 def with_published(page: str) -> str:
     """A page with what others have published, next to our newest results, between its two marks."""
-    from benchmarks.gpu import RESULTS
+    from benchmarks.gpu_report import RESULTS
     from benchmarks.published import tables
 
     results = json.loads(RESULTS.read_text(encoding="utf-8"))["parts"] if RESULTS.exists() else {}
@@ -67,7 +67,7 @@ def goals(parts: Mapping[str, Any]) -> str:
 
 def measured() -> str:
     """The goals, pictures and a table."""
-    from benchmarks.gpu import PICTURE, RESULTS, TIMELINE, table
+    from benchmarks.gpu_report import PICTURE, RESULTS, TIMELINE, table
 
     if not RESULTS.exists():
         return f"There are no results yet: the script has not been run on a GPU.\n\n{goals({})}"

@@ -6,21 +6,24 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gpu, gpu_parts, published
-
-sys.path.append(str(Path(gpu_parts.__file__).parent))  # where parts find each other
-from benchmarks.gpu_parts import PARTS, PRESETS, Machine
 from transformers import AutoModelForCausalLM
 
-import gpu_published
-import gpu_timeline
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))  # as when it is run
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # as when they are run
+sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
+from benchmarks import gpu, published
 from generate_gpu import goals, with_published
+
+import gpu_parts
+import gpu_published
+import gpu_report
+import gpu_timeline
+from gpu_machine import PRESETS, Machine
+from gpu_parts import MODULES, part_named
 
 
 def test_every_part_is_kept_as_soon_as_it_is_done(tmp_path: Path) -> None:
@@ -33,15 +36,14 @@ def test_every_part_is_kept_as_soon_as_it_is_done(tmp_path: Path) -> None:
             return {"passed": 3, "failed": 0, "errors": 0, "skipped": 1, "failures": []}
         if part == "quickstart":
             raise RuntimeError("exit code 1: no | wheels")
-        if part not in PARTS:
-            return {"preset": gpu_parts.asdict(machine.preset)}  # these have tests of their own
-        result = PARTS[part](machine)
-        return json.loads(json.dumps(result | {"preset": gpu_parts.asdict(machine.preset)}))
+        if part == "timeline" or part.startswith(published.PREFIX):
+            return {"preset": asdict(machine.preset)}  # these have tests of their own
+        return json.loads(json.dumps(part_named(part)(machine) | {"preset": asdict(machine.preset)}))
 
     results = gpu.measure(list(gpu.LIMITS_S), run, path, 480)
     assert json.loads(path.read_text()) == results
     assert set(results["parts"]) == set(gpu.LIMITS_S)
-    assert set(gpu.LIMITS_S) == {*PARTS, *gpu_published.PARTS, "timeline", "tests", "quickstart"}
+    assert set(gpu.LIMITS_S) == {*MODULES, "tests", "quickstart"}
     assert results["parts"]["agreement"]["key_bias"]["0"]["mean"] < 1e-4
     assert results["parts"]["agreement"]["key_bias"]["50"]["mean"] < 1e-3
     assert results["parts"]["training"]["tokens"] <= PRESETS["tiny"].pass_tokens
@@ -51,33 +53,32 @@ def test_every_part_is_kept_as_soon_as_it_is_done(tmp_path: Path) -> None:
         own = sum(found["planned"]["phases"][phase].values()) + sum(kept.values()) * (part == "training")
         assert found["planned_bytes"] == own > 0, "on a CPU there are no workspaces, and libraries are not counted"
     assert results["parts"]["decoding"]["steps"]["no graphs"]["ms_per_step"] > 0
-    table = gpu.table(results)
+    table = gpu_report.table(results)
     assert "| new weights in the native engine, 1 GPU |" in table
     assert "| new weights in an engine in another process, 1 GPU |" in table
     assert "| quickstart failed | exit code 1: no / wheels |" in table
     assert "transformers.generate" in table
     assert "most memory in generation, of what `plan` says" in table
     again = gpu.measure(["quickstart"], lambda *_: {"seconds": {"a": 2.0}, "accuracy": [0.25, 0.5]}, path, 480)
-    assert "| quickstart | 2 s, accuracy 25.0% → 50.0% |" in gpu.table(again)
+    assert "| quickstart | 2 s, accuracy 25.0% → 50.0% |" in gpu_report.table(again)
 
 
-def test_every_part_has_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    scripts = {}
-
+def test_a_part_is_started_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def answer(command: list[str], _: float) -> str:
-        scripts[command[2]] = Path(command[1])
-        return "{}"
+        assert Path(command[1]) == Path(gpu_parts.__file__)
+        monkeypatch.setattr(sys, "argv", command[1:])
+        gpu_parts.main()
+        return capsys.readouterr().out.removeprefix(gpu.MARK)
 
     monkeypatch.setattr(gpu, "answer_of", answer)
-    for part in gpu.LIMITS_S.keys() - {"tests", "quickstart"}:
-        gpu.run_part(part, "cpu", "tiny", 1)
-    texts = {part: script.read_text(encoding="utf-8") for part, script in scripts.items()}
-    assert all(f"def {part}(" in text for part, text in texts.items())
+    found = gpu.run_part("environment", "cpu", "tiny", 1)
+    assert found["preset"] == asdict(PRESETS["tiny"])
+    assert gpu_report.table({"parts": {"environment": found}}).startswith("a CPU, to try the script; torch 2.")
 
 
 def test_published_work_gives_a_figure_for_each_key() -> None:
     machine = Machine(torch.device("cpu"), PRESETS["tiny"])
-    parts = {name: part(machine) for name, part in gpu_published.PARTS.items()}
+    parts = {name: part_named(name)(machine) for name in MODULES if name.startswith(published.PREFIX)}
     keys = {entry["key"] for entry in published.load()["one_gpu"]}
     assert published.our_figures(parts).keys() == keys
     assert all(value > 0 for value in published.our_figures(parts).values())

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gpu, gpu_parts
-from benchmarks.gpu_parts import PRESETS, Machine
 from tests.gpu import conftest
 
 from leaderless.rollout.paged_engine import PagedOptions
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # as when they are run
+from benchmarks import gpu
+
+import gpu_machine
+from gpu_machine import PRESETS, Machine
+from gpu_report import rows
+from gpu_rollout import generation
 
 OUTPUT = """
 collected 5 items
@@ -43,8 +50,10 @@ def test_results_of_tests_are_known_before_their_end(monkeypatch: pytest.MonkeyP
     ]
     assert found["problem"] == "stopped after 150 s"
     assert (tmp_path / "runs/tests.log").read_text() == OUTPUT
-    rows = gpu.rows({"parts": {"tests": found}})
-    assert rows == [("tests passed, failed, skipped", "1, 2, 1"), ("tests is not complete", "stopped after 150 s")]
+    assert rows({"parts": {"tests": found}}) == [
+        ("tests passed, failed, skipped", "1, 2, 1"),
+        ("tests is not complete", "stopped after 150 s"),
+    ]
     monkeypatch.setattr(gpu, "output_of", lambda *_: (4, "no module named pytest"))
     with pytest.raises(RuntimeError, match="exit code 4: no module named pytest"):
         gpu.run_tests(150)
@@ -79,7 +88,7 @@ def test_a_part_that_is_stopped_keeps_what_it_has_measured(end: str) -> None:
 
 
 def test_each_way_to_generate_is_said_as_soon_as_it_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_parts.generation(Machine(torch.device("cpu"), PRESETS["tiny"]))
+    generation(Machine(torch.device("cpu"), PRESETS["tiny"]))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(gpu.MARK)]
     lines = [json.loads(line.removeprefix(gpu.MARK)) for line in said]
     assert [len(line["tokens_per_s"]) for line in lines] == [1, 2, 3, 4]
@@ -91,7 +100,7 @@ def test_the_pool_of_the_engine_leaves_room_on_the_smallest_gpu_of_a_preset(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     chosen = list[PagedOptions]()
-    monkeypatch.setattr(gpu_parts, "PagedEngine", lambda *args: chosen.append(args[-1]))
+    monkeypatch.setattr(gpu_machine, "PagedEngine", lambda *args: chosen.append(args[-1]))
     preset = PRESETS[name]
     Machine(torch.device("cpu"), preset).native(None, "pages")  # type: ignore[arg-type]
     (options,) = chosen

@@ -1,0 +1,165 @@
+"""Parts of `benchmarks/gpu.py`: generation, its steps, and the attention of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from gpu_device import speeds
+from gpu_machine import DECODED_TOKENS, DECODING_STEPS, SIBLINGS, Machine, Result, num_weights
+from gpu_plan import planned_memory
+from leaderless.config.rollout import SamplingConfig
+from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.paged_attention import attend_with_torch
+from leaderless.rollout.paged_plan import Arrangement
+from leaderless.rollout.paged_staging import Staging
+from leaderless.rollout.pages import Pages
+
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+"""Calls by which the host waits for the device."""
+
+
+def generation(machine: Machine) -> Result:
+    """Tokens per second of the native engine and of `transformers`, with the bound of products and cache together."""
+    preset = machine.preset
+    requests, tokens = machine.requests(), preset.prompts * SIBLINGS * preset.response_tokens
+    params = SamplingParams(SamplingConfig(), preset.response_tokens)
+    with machine.model_folder() as folder:
+        model = machine.sampler(folder)
+        reached = speeds(machine)
+        names = {"native": "pages", "native with slots": "slots", "native without graphs": "no graphs"}
+        planned = planned_memory(machine, folder)
+        engines = {name: machine.native(model, way, planned.pool_tokens) for name, way in names.items()}
+        ways: dict[str, Callable[[], object]] = {
+            name: partial(generate, engine, requests, params) for name, engine in engines.items()
+        }
+        ways["transformers.generate"] = partial(whole_batch, machine, folder, requests)
+        first, then, peaks = dict[str, float](), dict[str, float](), dict[str, int]()
+        bound = seconds_at_best(machine, num_weights(model), reached)
+        result: Result = {
+            "tokens": tokens,
+            "bound_tokens_per_s": tokens / bound,
+            "tokens_per_s": then,
+            "first_s": first,
+            "planned_bytes": planned.allocated("policy generates", without=planned.held),
+            "planned": planned.memory.to_json(),
+        }
+        for name, way in ways.items():
+            spent = []
+            with machine.watching(peaks, name):
+                for _ in range(2):  # compilers work in the first one
+                    begin = time.perf_counter()
+                    way()
+                    machine.synchronize()
+                    spent.append(time.perf_counter() - begin)
+            first[name], then[name] = spent[0], tokens / spent[1]
+            result["peak_bytes"] = peaks["native"]
+            machine.say(result)
+    return result
+
+
+def seconds_at_best(machine: Machine, weights: int, reached: Mapping[str, object]) -> float:
+    """Least seconds of all decoding steps: products or reading weights, whichever takes longer, and reading the cache.
+
+    A prompt's keys and values are read once for all of its responses.
+    """
+    preset, width = machine.preset, machine.dtype.itemsize
+    flops, bandwidth = (float(str(reached[name])) for name in ("flops", "bytes_per_s"))
+    rows = preset.prompts * SIBLINGS
+    products = max(2 * weights * rows / flops, weights * width / bandwidth)
+    per_token = 2 * preset.layers * preset.key_heads * (preset.hidden // preset.heads) * width
+    cached = preset.prompts * preset.prompt_tokens + rows * preset.response_tokens / 2
+    return preset.response_tokens * (products + cached * per_token / bandwidth)
+
+
+_WHOLE: dict[str, object] = {}
+
+
+def whole_batch(machine: Machine, folder: str, requests: list[Request]) -> None:
+    """`generate` of `transformers` with all responses in one batch."""
+    if folder not in _WHOLE:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=machine.dtype, attn_implementation="sdpa")
+        _WHOLE[folder] = model.to(machine.device).eval()
+    inputs = torch.tensor([r.prompt for r in requests for _ in r.sample_ids], device=machine.device)
+    tokens = machine.preset.response_tokens
+    _WHOLE[folder].generate(  # type: ignore[attr-defined]
+        inputs, attention_mask=torch.ones_like(inputs), do_sample=True, top_k=0, max_new_tokens=tokens, pad_token_id=0
+    )
+
+
+def decoding(machine: Machine) -> Result:
+    """Twenty steps of decoding under the profiler, with pages, with slots, and without graphs."""
+    from torch._dynamo.utils import counters
+
+    steps, results = DECODING_STEPS, {}
+    is_cuda = machine.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * is_cuda
+    with machine.model_folder() as folder:
+        for name in ("pages", "slots", "no graphs"):
+            engine = machine.native(machine.sampler(folder), name)
+            for request in machine.requests():
+                engine.submit(request, SamplingParams(SamplingConfig(), DECODED_TOKENS))
+            for _ in range(steps):
+                engine.step()
+            machine.synchronize()
+            begin = time.perf_counter()
+            with torch.profiler.profile(activities=activities) as profile:
+                for _ in range(steps):
+                    engine.step()
+                machine.synchronize()
+            wall = time.perf_counter() - begin
+            engine.close()
+            events = profile.key_averages()
+            kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+            results[name] = {
+                "ms_per_step": 1e3 * wall / steps,
+                "kernels_per_step": sum(e.count for e in kernels) / steps,
+                "device_busy": sum(e.self_device_time_total for e in kernels) / 1e6 / wall,
+                "clones_per_step": sum(e.count for e in events if e.key == "aten::clone") / steps,
+                "copies_to_host_per_step": sum(e.count for e in events if "DtoH" in e.key) / steps,
+                "copies_to_device_per_step": sum(e.count for e in events if "HtoD" in e.key) / steps,
+                "waits_per_step": sum(e.count for e in events if e.key in WAITS) / steps,
+            }
+            machine.say({"steps": results})
+    return {"steps": results, "graph_breaks": sum(counters["graph_break"].values()), **dict(counters["stats"])}
+
+
+def attention(machine: Machine) -> Result:
+    """Bytes of keys and values that attention over pages reads per second, in one layer of a full decoding step."""
+    preset = machine.preset
+    rows, width = preset.prompts * SIBLINGS, preset.hidden // preset.heads
+    own = preset.response_tokens // 2
+    needed = rows * -(-(own + 1) // PAGE_TOKENS) + preset.prompts * -(-preset.prompt_tokens // PAGE_TOKENS)
+    pages = Pages(needed)
+    prompts = [one for _ in range(preset.prompts) for one in [pages.add(preset.prompt_tokens)] * SIBLINGS]
+    arrangement = Arrangement([pages.add(own, 1) for _ in range(rows)], prompts)
+    staging, lengths = Staging(rows, PAGE_TOKENS, own + preset.prompt_tokens, machine.device), np.full(rows, own)
+    host = staging.host(arrangement, pages, lengths + 1)
+    host.places.zero_()
+    host.places.numpy()[:rows] = pages.slots_at(arrangement.own_slots, lengths)
+    plan = staging.send(arrangement, lengths + 1, pages)
+
+    def random(count: int, heads: int) -> torch.Tensor:
+        return torch.randn(count, heads, width, device=machine.device, dtype=machine.dtype)
+
+    query, key, value = (random(len(plan.places), n) for n in (preset.heads, preset.key_heads, preset.key_heads))
+    cached = [random((needed + 1) * PAGE_TOKENS, preset.key_heads) for _ in range(2)]
+    attend = attend_with_torch
+    if machine.device.type == "cuda":
+        from leaderless.rollout.paged_kernels import attend_with_kernels
+
+        attend = attend_with_kernels
+
+    def work() -> None:
+        for _ in range(20):
+            attend(query, key, value, (cached[0], cached[1]), plan, width**-0.5)
+
+    seconds = machine.seconds(machine.recorded(work))
+    num_bytes = 2 * preset.key_heads * width * machine.dtype.itemsize
+    num_bytes *= preset.prompts * preset.prompt_tokens + rows * (own + 1)
+    return {"seconds": seconds / 20, "bytes": num_bytes, "bytes_per_s": 20 * num_bytes / seconds}

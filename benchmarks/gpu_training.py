@@ -1,0 +1,119 @@
+"""Parts of `benchmarks/gpu.py`: a pass of training, and whether the trainer agrees with the engine."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_machine import SIBLINGS, Machine, Preset, Result, num_weights, samples
+from gpu_plan import planned_memory
+from leaderless.config.rollout import SamplingConfig
+from leaderless.data.batch import Batch, Jagged
+from leaderless.models.causal_lm import empty_causal_lm
+from leaderless.models.compiled_layers import compile_layers
+from leaderless.models.scoring import score_tokens
+from leaderless.planner import Layout
+from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS
+from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.serving import Colocated
+from leaderless.weights.blocks import Pool, everything
+
+
+def training(machine: Machine) -> Result:
+    """Forward pass, backward pass and optimizer step of one pass with groups of eight, and its peak memory."""
+    preset = machine.preset
+    batch = samples(preset, preset.vocabulary)
+
+    with machine.model_folder() as folder, machine.trainer(folder) as trainer:
+        micro_batches = trainer.micro_batches(batch)
+        num_tokens = sum(len(m.tokens) for m in micro_batches)
+        num_scored = sum(len(m.targets) for m in micro_batches)
+        peaks: dict[str, int] = {}
+
+        def add_gradients() -> None:
+            for micro_batch in micro_batches:
+                trainer.forward(micro_batch, "value").log_probs.mean().backward()
+
+        def update() -> None:
+            add_gradients()
+            trainer.optimizer_step()
+
+        with machine.watching(peaks, "update"):
+            step = machine.seconds(update)
+            backward = machine.seconds(add_gradients)
+        trainer.discard_gradient()
+        scoring = machine.seconds(lambda: trainer.log_probs(batch))
+        planned = planned_memory(machine, folder)
+        small, head = (head_seconds(machine, num_scored, most) for most in (MAX_LOGITS, LARGE_MAX_LOGITS))
+        result: Result = {
+            "tokens": num_tokens,
+            "step_s": step,
+            "forward_backward_s": backward,
+            "compiled_forward_backward_s": None,
+            "log_probs_s": scoring,
+            "head_s": head,
+            "head_in_small_chunks_s": small,
+            "model_flops": training_flops(preset, num_weights(trainer.model), num_tokens, num_scored),
+            "peak_bytes": peaks["update"],
+            "planned_bytes": planned.allocated("policy trains"),
+            "planned": planned.memory.to_json(),
+        }
+        machine.say(result)
+        if machine.device.type == "cuda":
+            compile_layers(trainer.model)
+            result["compiled_forward_backward_s"] = machine.seconds(add_gradients)
+            trainer.discard_gradient()
+    return result
+
+
+def training_flops(preset: Preset, weights: int, num_tokens: int, num_scored: int) -> float:
+    """Operations that a forward and a backward pass must do: layers at every token, the head at scored tokens."""
+    head = preset.vocabulary * preset.hidden
+    attended = preset.prompt_tokens + max(1, (preset.pass_tokens // 4 - preset.prompt_tokens) // SIBLINGS) / 2
+    attention = 4 * preset.layers * preset.hidden * attended * num_tokens
+    return 3 * (2 * (weights - head) * num_tokens + 2 * head * num_scored + attention)
+
+
+def head_seconds(machine: Machine, rows: int, max_logits: int) -> float:
+    """Scoring of tokens by the head alone, forward and backward, in chunks of a size."""
+    preset = machine.preset
+    head = torch.nn.Linear(preset.hidden, preset.vocabulary, bias=False, device=machine.device, dtype=machine.dtype)
+    hidden = torch.randn(rows, preset.hidden, device=machine.device, dtype=machine.dtype, requires_grad=True)
+    targets = torch.randint(0, preset.vocabulary, (rows,), device=machine.device)
+
+    def score() -> None:
+        scores, _ = score_tokens(hidden, head, targets, 1.0, "value", max_logits=max_logits)
+        scores.sum().backward()
+
+    return machine.seconds(score)
+
+
+def agreement(machine: Machine) -> Result:
+    """Mean difference between log-probs of the rollout and of the trainer, with small and with large keys."""
+    results = {}
+    for key_bias in (0.0, 50.0):
+        with machine.model_folder(key_bias) as folder, machine.trainer(folder) as trainer:
+            requests = machine.requests(min(4, machine.preset.prompts))
+            own = empty_causal_lm(machine.config(folder), "policy")
+            engine = NativeEngine(own, None, frozenset(), 64, machine.device)  # type: ignore[arg-type]
+            pool = Pool(Layout((0,), 1), everything)
+            with Colocated(engine, trainer, pool, machine.dtype).phase():
+                params = SamplingParams(SamplingConfig(), min(64, machine.preset.response_tokens))
+                groups = generate(engine, requests, params)
+            batch = sampled(requests, [completion.tokens for group in groups for completion in group])
+            found = torch.tensor([score for group in groups for completion in group for score in completion.log_probs])
+            difference = (trainer.log_probs(batch).values - found).abs()
+            results[f"{key_bias:g}"] = {"mean": float(difference.mean()), "largest": float(difference.max())}
+    return {"key_bias": results}
+
+
+def sampled(requests: list[Request], responses: list[list[int]]) -> Batch:
+    tokens = Jagged.from_lists(responses, torch.int64, "tokens")
+    mask = Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens")
+    prompts = Jagged.from_lists([list(request.prompt) for request in requests], torch.int64, "prompt_tokens")
+    return Batch(
+        torch.arange(len(responses)),
+        {"tokens": tokens, "response_mask": mask},
+        Batch(torch.arange(len(requests)), {"prompt_tokens": prompts}),
+        torch.arange(len(responses)) // SIBLINGS,
+    )
