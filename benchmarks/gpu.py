@@ -129,26 +129,28 @@ def measure(parts: Sequence[str], run: Runner, path: Path, most_s: float) -> Res
     Args:
         parts: Parts to run, by name.
         run: Function that runs a part within a time limit in seconds.
-        path: File of the results; parts that are not run again stay in it.
+        path: File of the results; parts that are not run again, if only for lack of time, stay in it.
         most_s: Time limit of all parts together.
     """
     results: Results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"parts": {}}
+    path.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     for part in parts:
-        left = most_s - (time.monotonic() - begin)
         started = time.monotonic()
-        try:
-            if left < 10:
-                raise TimeoutError("no time was left")
+        left = most_s - (started - begin)
+        if left < 10:
+            results["parts"].setdefault(part, {"error": "no time was left"})
+            print(f"{part}: no time was left", flush=True)
+        else:
             print(f"{part} ...", flush=True)
-            result = run(part, min(LIMITS_S[part], left))
-        except (RuntimeError, TimeoutError) as error:
-            result = {"error": str(error)}
-        result["seconds_in_all"] = round(time.monotonic() - started, 1)
-        results["parts"][part] = result
-        path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                result = run(part, min(LIMITS_S[part], left))
+            except (RuntimeError, TimeoutError) as error:
+                result = {"error": str(error)}
+            result["seconds_in_all"] = round(time.monotonic() - started, 1)
+            results["parts"][part] = result
+            print(f"{part}: {result.get('error', 'done')}, {result['seconds_in_all']:.0f} s", flush=True)
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        print(f"{part}: {result.get('error', 'done')}, {result['seconds_in_all']:.0f} s", flush=True)
     return results
 
 
@@ -186,6 +188,8 @@ def answer_of(command: Sequence[str], limit_s: float) -> str:
         if MARK not in output:
             raise
     answers = [line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK)]
+    if code:
+        answers = [answer for answer in answers if answer.endswith("}")]  # the last one may be cut off
     if not answers:
         raise RuntimeError(problem)
     return json.dumps(json.loads(answers[-1]) | {"problem": problem}) if code else answers[-1]

@@ -133,7 +133,11 @@ def speed(machine: Machine, shape: Shape, number: int, prompt_tokens: int, respo
 
 def published_one(machine: Machine) -> Result:
     """One response at a time: vLLM in Qwen2.5's speed benchmark."""
-    return {"figures": {f"vLLM, one response, {name}": speed(machine, QWEN[name], 1, 1, 2048) for name in QWEN}}
+    figures: dict[str, float] = {}
+    for name, shape in QWEN.items():
+        figures[f"vLLM, one response, {name}"] = speed(machine, shape, 1, 1, 2048)
+        machine.say({"figures": figures})
+    return {"figures": figures}
 
 
 def published_many(machine: Machine) -> Result:

@@ -76,12 +76,14 @@ def test_a_part_is_started_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert gpu_report.table({"parts": {"environment": found}}).startswith("a CPU, to try the script; torch 2.")
 
 
-def test_published_work_gives_a_figure_for_each_key() -> None:
+def test_published_work_gives_a_figure_for_each_key(capsys: pytest.CaptureFixture[str]) -> None:
     machine = Machine(torch.device("cpu"), PRESETS["tiny"])
     parts = {name: part_named(name)(machine) for name in MODULES if name.startswith(published.PREFIX)}
     keys = {entry["key"] for entry in published.load()["one_gpu"]}
     assert published.our_figures(parts).keys() == keys
     assert all(value > 0 for value in published.our_figures(parts).values())
+    said = [line.removeprefix(gpu.MARK) for line in capsys.readouterr().out.splitlines() if line.startswith(gpu.MARK)]
+    assert [len(json.loads(line)["figures"]) for line in said] == [1, 2, 3], "each is kept as soon as it is measured"
     assert parts["published_verl"]["tokens"] == sum([2, 2, 3, 4, 5, 6])
     assert published.our_figures({"published_one": {"error": "no time was left"}, "generation": {"figures": {}}}) == {}
 
@@ -203,8 +205,11 @@ def test_an_operation_of_the_cpu_does_what_those_that_it_calls_do_not() -> None:
 def test_a_part_that_takes_too_long_is_stopped_and_the_others_have_what_is_left(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match="stopped after 1 s; it said last: begun"):
         gpu.output_of(["sh", "-c", "echo begun; sleep 60"], 1)  # Python may take a second to start
-    results = gpu.measure(["speeds"], lambda *_: {}, tmp_path / "gpu.json", 5)
-    assert results["parts"]["speeds"]["error"] == "no time was left"
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"parts": {"training": {"step_s": 2.0}}}))
+    results = gpu.measure(["speeds", "training"], lambda *_: {}, path, 5)
+    assert results["parts"] == {"speeds": {"error": "no time was left"}, "training": {"step_s": 2.0}}
+    assert json.loads(path.read_text()) == results
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -83,6 +83,8 @@ def test_a_part_that_is_stopped_keeps_what_it_has_measured(end: str) -> None:
     assert answer["speed"] == 2
     assert answer["problem"].startswith("stopped after 1 s" if "sleep" in end else "exit code 3")
     assert json.loads(gpu.answer_of(["sh", "-c", said], 10)) == {"speed": 2}
+    cut_off = f"""{said}; echo 'MEASURED {{"spee'"""
+    assert json.loads(gpu.answer_of(["sh", "-c", f"{cut_off}; {end}"], 1))["speed"] == 2
     with pytest.raises(TimeoutError if "sleep" in end else RuntimeError):
         gpu.answer_of(["sh", "-c", end], 1)
 
