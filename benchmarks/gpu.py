@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--wheels FOLDER] [--parts training generation] && python docs/generate.py
 
-It runs with the Python and the torch of the machine (torch 2.11 or newer, transformers 5.10 or newer), from a checkout.
+It runs with the Python and the torch of the machine (torch 2.11 or newer, transformers 5.17 or newer), from a checkout.
 Other packages that are missing are installed next to the results from wheels in the folder that `--wheels` names.
 
 Each part is a separate process with a time limit, and its result is saved in `docs/performance/gpu.json` as soon as it
