@@ -169,14 +169,20 @@ def loss(outputs: TokenOutputs, micro_batch: object) -> Tensor:
     return outputs.log_probs.sum() + outputs.entropies.sum()
 
 
+def critic(dtype: torch.dtype) -> FsdpValueEngine:
+    """A value model on the device, whose head stays in float32."""
+    config = ModelConfig(path=tiny_model(), compute_dtype="float32")
+    model = moved(load_value_model(config, "critic"), dtype)
+    for module in model.float32_modules():
+        module.weight = nn.Parameter(module.weight.detach().float())
+    engine = FsdpValueEngine(model, config, ALONE, DEVICE, 64, optimizer=OptimizerConfig(), num_updates=2)
+    engine.compute_dtype = dtype
+    return engine
+
+
 def values(accelerator: Accelerator) -> dict[str, int]:
     """A value model's scores and update."""
-    config = ModelConfig(path=tiny_model(), compute_dtype="float32")
-    model = moved(load_value_model(config, "critic"), torch.bfloat16)
-    for module in model.float32_modules():
-        moved_head = nn.Parameter(module.weight.detach().float())
-        module.weight = moved_head
-    engine = FsdpValueEngine(model, config, ALONE, DEVICE, 64, optimizer=OptimizerConfig(), num_updates=2)
+    engine = critic(torch.bfloat16)
     batch = random_samples(LENGTHS, siblings=3)
     assert engine.values(batch).values.device.type == "cpu"
     add_gradients(engine, batch, lambda outputs, _: outputs.sum())

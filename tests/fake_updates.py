@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 from unittest.mock import patch
 
 import torch
 from tests import fake_accelerator as fake
 from tests.pictures import samples_with, vision_model
 from tests.tiny import at_temperature, mixture_model, random_samples, tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
 from leaderless.data import transport, under_way
@@ -30,7 +30,6 @@ from leaderless.models.products import _can_add_float32
 from leaderless.models.ring import RingParallel
 from leaderless.models.routers import UNKNOWN
 from leaderless.models.tensor_parallel import TensorParallel
-from leaderless.models.value_model import load_value_model
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.training.micro_batches import MicroBatch
 
@@ -103,16 +102,6 @@ def policy(
     return engine
 
 
-def critic() -> FsdpValueEngine:
-    config = ModelConfig(path=tiny_model(), compute_dtype="float32")
-    model: Any = fake.moved(load_value_model(config, "critic"), DTYPE)
-    for module in model.float32_modules():
-        module.weight = nn.Parameter(module.weight.detach().float())
-    engine = FsdpValueEngine(model, config, fake.ALONE, fake.DEVICE, 64, optimizer=OptimizerConfig(), num_updates=2)
-    engine.compute_dtype = DTYPE
-    return engine
-
-
 def divided(kind: type[ContextParallel]) -> FsdpEngine:
     engine = policy(tiny_model())
     engine.divide_passes(kind(PEERS))
@@ -131,7 +120,7 @@ def kinds() -> Iterator[tuple[str, Callable[[], Engine], Batch]]:
     """Updates by name: an engine and a batch."""
     batch = at_temperature(random_samples(fake.LENGTHS, siblings=3), torch.linspace(0.5, 1.5, 73))
     yield "policy", lambda: policy(tiny_model()), batch
-    yield "critic", critic, batch
+    yield "critic", lambda: fake.critic(DTYPE), batch
     yield "adapters with dropout", lambda: policy(tiny_model(), lora=LoraConfig(rank=4, dropout=0.1)), batch
     yield "recorded experts", lambda: policy(MIXTURE), with_experts(batch)
     for family, path in PICTURES.items():

@@ -7,12 +7,25 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.forking import Forked
 from torch.utils import backend_registration
 
 RESULTS = Path(__file__).parents[2] / "docs/performance/decode_counts.json"
+
+
+def counts_of(*names: str) -> dict[str, Any]:
+    """What a process with the device prints."""
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch cannot register a device in Python")
+    command = [sys.executable, "-m", "tests.fake_accelerator", *names]
+    process = Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    counts: dict[str, Any] = json.loads(output)
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -39,13 +52,7 @@ RESULTS = Path(__file__).parents[2] / "docs/performance/decode_counts.json"
     ],
 )
 def test_a_pass_leaves_nothing_on_the_host(name: str, counts: dict[str, int]) -> None:
-    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
-        pytest.skip("this torch cannot register a device in Python")
-    command = [sys.executable, "-m", "tests.fake_accelerator", name]
-    process = Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert json.loads(output) == counts
+    assert counts_of(name) == counts
 
 
 SOME = ("adapters with dropout", "recorded experts", "images, qwen3_vl", "cp")
@@ -54,13 +61,7 @@ SOME = ("adapters with dropout", "recorded experts", "images, qwen3_vl", "cp")
 
 @pytest.mark.parametrize("names", [SOME, pytest.param((), marks=pytest.mark.thorough)], ids=["some", "all"])
 def test_a_pass_of_an_update_is_one_copy_to_the_device_for_which_nobody_waits(names: Sequence[str]) -> None:
-    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
-        pytest.skip("this torch cannot register a device in Python")
-    command = [sys.executable, "-m", "tests.fake_accelerator", "updates", *names]
-    process = Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    found = json.loads(output)
+    found = counts_of("updates", *names)
     assert {*found} == {*names} or len(found) == 13
     for name, counts in found.items():
         is_scored = name.startswith("scores")

@@ -17,6 +17,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.attention import PackedAttention
 from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.routers import Routers
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
@@ -78,13 +79,17 @@ def test_a_recording_and_the_check_before_it_work_on_this_gpu() -> None:
     assert total.item() == 4, "nothing is computed while it is recorded"
 
 
-def engine_in_pages(path: str, pool_tokens: int = 8192, *, dtype: str = "float32", keeps: bool = True) -> PagedEngine:
+def engine_in_pages(
+    path: str, pool_tokens: int = 8192, *, dtype: str = "float32", keeps: bool = True, records: bool = False
+) -> PagedEngine:
+    """An engine with pages of 16 tokens, which may record choices of experts."""
     config = ModelConfig(path=path)
     model = load_causal_lm(config, "policy").to(DEVICE, getattr(torch, dtype)).eval()
+    routers = Routers.required(model, "models.policy") if records else None
     attend = paged_attention(model, getattr(torch, dtype), DEVICE, ProcessGroup((0,), 0))
     assert attend is not None
     options = PagedOptions(attend, pool_tokens, 256, keeps_memory=keeps, page_tokens=16)
-    return PagedEngine(model, load_tokenizer(config, "policy"), frozenset(), 20, DEVICE, options)
+    return PagedEngine(model, load_tokenizer(config, "policy"), frozenset(), 20, DEVICE, options, routers)
 
 
 def weights_of(engine: NativeEngine) -> dict[str, Tensor]:

@@ -9,19 +9,16 @@ import pytest
 import torch
 from tests import fake_accelerator as fake
 from tests import fake_updates
-from tests.gpu.test_cuda import NUM_GPUS
+from tests.gpu.test_paged import DEVICE, NUM_GPUS, PARAMS, REQUESTS, engine_in_pages
 from tests.tiny import mixture_model, tiny_model
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.routers import Routers
 from leaderless.models.tokenizer import load_tokenizer
-from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.engine import generate
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.paged_check import paged_attention
-from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.sampling import truncate
 
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
@@ -62,28 +59,21 @@ def test_a_pass_of_an_update_waits_for_nothing_on_cuda(kind: str, monkeypatch: p
 
 
 def test_pages_record_the_experts_of_slots_on_cuda() -> None:
-    path, device = mixture_model(tiny_model("qwen3")), torch.device("cuda", 0)
-    tokenizer = load_tokenizer(ModelConfig(path=path), "policy")
-    requests = [Request([7 + i, 3, 12], [10 * i + sibling for sibling in range(1 + i % 4)]) for i in range(8)]
-    found = []
-    for is_paged in (False, True):
-        model = load_causal_lm(ModelConfig(path=path), "policy").to(device).eval()
-        routers = Routers.required(model, "models.policy")
-        if is_paged:
-            attend = paged_attention(model, torch.float32, device, ProcessGroup((0,), 0))
-            assert attend is not None
-            options = PagedOptions(attend, 8192, 256, page_tokens=16)
-            engine: NativeEngine = PagedEngine(model, tokenizer, frozenset(), 20, device, options, routers)
-        else:
-            engine = NativeEngine(model, tokenizer, frozenset(), 20, device, routers=routers)
-        groups = generate(engine, requests, SamplingParams(SamplingConfig(), 40, (), seed=5))
-        found.append([(one.tokens, one.experts) for group in groups for one in group])
-    assert found[0] == found[1]
+    path = mixture_model(tiny_model("qwen3"))
+    config = ModelConfig(path=path)
+    model = load_causal_lm(config, "policy").to(DEVICE).eval()
+    routers = Routers.required(model, "models.policy")
+    slots = NativeEngine(model, load_tokenizer(config, "policy"), frozenset(), 20, DEVICE, routers=routers)
+    expected, found = (
+        [[(one.tokens, one.experts) for one in group] for group in generate(engine, REQUESTS, PARAMS)]
+        for engine in (slots, engine_in_pages(path, records=True))
+    )
+    assert found == expected
 
 
-@pytest.mark.parametrize("config", [SamplingConfig(top_k=50, top_p=0.95), SamplingConfig(top_k=1000), None], ids=str)
-def test_truncation_is_recorded_and_keeps_what_it_keeps_on_the_cpu(config: SamplingConfig | None) -> None:
-    config = config or SamplingConfig(min_p=0.02)
+@pytest.mark.parametrize("way", [{"top_k": 50, "top_p": 0.95}, {"top_k": 1000}, {"min_p": 0.02}], ids=str)
+def test_truncation_is_recorded_and_keeps_what_it_keeps_on_the_cpu(way: dict[str, float]) -> None:
+    config = SamplingConfig.model_validate(way)
     generator = torch.Generator().manual_seed(0)
     many = [(8 * torch.randn(16, 20_000, generator=generator)).round() / 4 for _ in range(2)]  # with ties
     logits = many[0].cuda()
