@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -13,7 +15,12 @@ from torch import Tensor
 
 from leaderless.data.activity import Activity
 from leaderless.data.channel import Inbox, Note, Outbox
+from leaderless.data.databuffer import Databuffer
 from leaderless.data.transport import ProcessGroup
+from leaderless.observability.trace import Tracer
+from leaderless.planner import Channel, Layout, SyncWeights
+from leaderless.worker.channels import Channels
+from leaderless.worker.parts import Parts, Progress
 
 
 @dataclass
@@ -176,3 +183,24 @@ def test_a_failure_of_the_lane_is_raised_in_the_main_thread(then: Callable[[Outb
     has_failed.wait(10)
     with pytest.raises(RuntimeError, match="rank 3 is gone"):
         then(box)
+
+
+def test_no_weights_wait_for_the_end_of_the_iteration_that_has_left_them() -> None:
+    """What is noted comes at that end: with the weights of one role before it, those of another one would wait."""
+    log = list[str]()
+
+    def note(numbers: Tensor, what: str) -> Tensor:
+        log.append(what)
+        return numbers
+
+    syncs = [SyncWeights(role, Layout((1,), 1), Layout((0,), 1)) for role in "xy"]
+    weights = [Channel(f"{sync.role}=>rollout", "weights", "train", "rollout", 1, 1, sync=sync) for sync in syncs]
+    transport = SimpleNamespace(rank=0, activity=Activity(), lane=lambda *_: SimpleNamespace(max=note))
+    roles = SimpleNamespace(fetch=lambda sync, _: log.append(sync.role))
+    plan, recipe = SimpleNamespace(channels=weights), SimpleNamespace(run=SimpleNamespace(timeout_s=10.0))
+    parts = SimpleNamespace(plan=plan, transport=transport, roles=roles, recipe=recipe)
+    channels = Channels(cast("Parts", parts), Progress({}), cast("Databuffer", None), Tracer(None, 0))
+    channels.weights.begin(1)
+    channels.weights.take()
+    assert log == ["x", "y", "channel x=>rollout", "channel y=>rollout"]
+    channels.close()

@@ -130,14 +130,17 @@ class Channels:
         return note
 
     def _fetch_weights(self, iteration: int) -> tuple[Sequence[Callable[[], None]], Note]:
-        """Receive the weights that a training iteration has left, and what is noted with them; the inbox does it."""
+        """Receive the weights that a training iteration has left, and what is noted with them; the inbox does it.
+
+        What is noted comes at the end of the iteration, so that the weights of all roles are received before.
+        """
         note, loads = Note(iteration), list[Callable[[], None]]()
-        for channel in self._to_here:
-            if channel.sync is not None:
-                with self._tracer.span(f"receive({channel.name})", iteration, self._lanes[channel.name]):
-                    lane = partial(self._parts.transport.lane, channel.name)
-                    loads.append(self._parts.roles.fetch(channel.sync, lane))
-                    note = self._exchange(channel, Note(iteration))
+        arriving = [(channel, channel.sync) for channel in self._to_here if channel.sync is not None]
+        for channel, sync in arriving:
+            with self._tracer.span(f"receive({channel.name})", iteration, self._lanes[channel.name]):
+                loads.append(self._parts.roles.fetch(sync, partial(self._parts.transport.lane, channel.name)))
+        for channel, _ in arriving:
+            note = self._exchange(channel, Note(iteration))
         return loads, note
 
     def end_iteration(self, end: StepEnd) -> None:
