@@ -28,7 +28,9 @@ from tests.loops import (
 from tests.tiny import tiny_model, write_recipe
 
 from leaderless.checkpoint.manifest import Manifest
+from leaderless.checkpoint.writer import CheckpointWriter
 from leaderless.data.batch import Batch
+from leaderless.data.channel import Note
 from leaderless.data.transport import ProcessGroup
 from leaderless.observability.console import Display
 from leaderless.observability.seconds import total_seconds
@@ -97,6 +99,39 @@ def train_one_thing_within_another(recipe_file: str, overrides: Sequence[str]) -
         patch.object(Worker, "_agree", agree_when_weights_have_left),
     ):
         return train(recipe_file, overrides)
+
+
+def train_and_note_meetings(recipe_file: str, overrides: Sequence[str]) -> dict[int, float]:
+    """Be one worker of a run whose ranks meet after each step; returns when this one was there, by step.
+
+    An iteration of the rank that generates takes a while, during which the weights arrive.
+    """
+    walk, take, finish = Chain.walk, Chain.take_weights, CheckpointWriter.finish
+    there, finished = dict[int, float](), list[CheckpointWriter]()
+
+    def walk_slowly(chain: Chain) -> None:
+        walk(chain)
+        if chain._arrivals and chain._progress.step > 1:
+            wait_until(chain.channels.weights.is_there, "the next weights have not come within an iteration")
+            time.sleep(0.3)
+
+    def come(chain: Chain) -> Note:
+        note = take(chain)
+        there[chain._progress.trained] = time.monotonic()
+        return note
+
+    def finish_together(writer: CheckpointWriter) -> None:
+        there.setdefault(1 + len(finished), time.monotonic())  # of the rank that generates, it is known
+        finished.append(writer)
+        finish(writer)
+
+    with (
+        patch.object(Chain, "walk", walk_slowly),
+        patch.object(Chain, "take_weights", come),
+        patch.object(CheckpointWriter, "finish", finish_together),
+    ):
+        train(recipe_file, overrides)
+    return there
 
 
 def wait_until(is_done: Callable[[], bool], problem: str) -> None:
@@ -177,6 +212,17 @@ def test_weights_travel_while_both_loops_do_something_else(
     *_, seen = ranks.run(2, train_one_thing_within_another, str(recipe), overrides, init_group=False, timeout_s=120.0)
     assert_same(seen, plain[1])
     assert numbers(runs.directory("within")) == numbers(runs.directory("plain-1"))
+
+
+def test_ranks_meet_only_where_those_that_generate_have_come_to_the_weights(ranks: RankPool, runs: Runs) -> None:
+    """Else some would wait in a collective, which is not as patient, for iterations of others; rank 1 only grades."""
+    layout = {node: {"ranks": number} for number, node in enumerate(("rollout", "reward", "policy"))}
+    changes = {"layout": layout, "checkpoint": {"every_steps": 1, "asynchronous": False}}
+    recipe, overrides = runs.recipe(1, 2, 1, **changes), ["name=meeting", "steps=3", "evaluation.every_steps=0"]
+    came, *others = ranks.run(3, train_and_note_meetings, str(recipe), overrides, init_group=False, timeout_s=120.0)
+    for met in others:
+        assert met.keys() == came.keys() == {1, 2, 3}
+        assert all(met[step] > came[step] for step in came)
 
 
 @pytest.mark.parametrize(("generating", "training", "lag"), [(2, 2, 1), (3, 1, 2)])

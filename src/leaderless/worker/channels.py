@@ -27,6 +27,8 @@ from leaderless.worker.parts import Parts, Progress
 
 LANE = 2
 """Lane of the first channel in the trace of a rank."""
+MEETING = "meeting"
+"""Name of the lane in which the ranks of the loop that trains wait until the other loop is where they are."""
 Held = Mapping[Reshard, Batch]
 """What a rank puts into a channel in one iteration: its rows for each reshard that it is a source of."""
 Flight = dict[tuple[str, int], dict[Reshard, Batch]]
@@ -155,19 +157,25 @@ class Channels:
             self._outboxes[channel.name].post(iteration, partial(self._send_note, channel, note))
 
     def meet(self) -> None:
-        """Wait until the loop that generates has taken the weights of the last iteration. Both loops call it together.
+        """Wait until both loops are behind the last training iteration. The ranks of both call it together.
 
-        With a fixed lag, it has received them long before: it may be as many iterations away as it is ahead, for which
-        only process groups of channels have the patience. One that generates continuously takes them at once.
+        The loop that generates may be iterations away, and what follows waits no longer than for an iteration. With a
+        fixed lag, weights are often received long before its ranks come to them, so that these report it. Ranks that
+        generate continuously come soon, and may be receiving the next weights already.
         """
-        for channel in self._from_here:
-            if channel.sync is not None:
-                self._outboxes[channel.name].finish()
-        if self._parts.plan.is_continuous:
-            return
-        for channel in (*self._from_here, *self._to_here):
-            if channel.sync is not None:
-                self._exchange(channel, Note(self._progress.trained))
+        place = Note(self._progress.trained)
+        channels = [channel for channel in self._from_here if channel.sync is not None]
+        for channel in channels:
+            if not self._is_continuous(channel.target):
+                self._outboxes[channel.name].post(place.iteration, partial(self._send_note, channel, place))
+        for channel in channels:
+            self._outboxes[channel.name].finish()
+        for channel in self._to_here:
+            if channel.sync is not None and not self._is_continuous(channel.target):
+                self._exchange(channel, place)
+        ranks = _meeting_ranks(self._parts.plan)
+        if self._parts.transport.rank in ranks:
+            self._parts.transport.lane(MEETING, ranks).max(torch.zeros(1), "the loop that generates")
 
     def finish(self) -> None:
         """Leave nothing in flight: rows that will not be trained are taken out by the loop that they were for."""
@@ -177,7 +185,7 @@ class Channels:
                     self._take_rows(channel, iteration)
                     self._buffer.clear()
         for channel in self._from_here:
-            if channel.kind == "rows" and self._is_continuous(channel):
+            if channel.kind == "rows" and self._is_continuous(channel.source):
                 for iteration in self._left(channel):
                     if iteration > self._progress.step:
                         self._outboxes[channel.name].post(iteration, partial(self._abandon, channel, iteration))
@@ -210,13 +218,13 @@ class Channels:
         for (name, iteration), held in sorted(flight.items(), key=lambda one: one[0]):
             self._post_rows(self._parts.plan.channel(name), iteration, held)
 
-    def _is_continuous(self, channel: Channel) -> bool:
-        return next(loop.is_continuous for loop in self._parts.plan.loops if loop.name == channel.source)
+    def _is_continuous(self, loop: str) -> bool:
+        return next(one.is_continuous for one in self._parts.plan.loops if one.name == loop)
 
     def _left(self, channel: Channel) -> range:
         """Iterations whose rows may be in flight when the run stops."""
         first = self._progress.trained + 1
-        num_ahead = channel.capacity + self._is_continuous(channel)
+        num_ahead = channel.capacity + self._is_continuous(channel.source)
         return range(first, min(first + num_ahead, self._parts.recipe.steps + 1))
 
     def _abandon(self, channel: Channel, iteration: int) -> None:
@@ -275,7 +283,7 @@ class Channels:
             if self._exchange(channel, Note(iteration)).is_abandoned:
                 return
             self._note_rows(channel, iteration, held)
-            if self._is_continuous(channel):
+            if self._is_continuous(channel.source):
                 for action, batch in held.items():
                     self._buffer.compare(
                         action.source, batch, self._parts.transport.lane(channel.name, channel.source_ranks)
@@ -374,6 +382,14 @@ def add_process_groups(plan: Plan, transport: Transport) -> None:
     for loop in plan.loops:
         for ranks in (loop.ranks, *metric_pools(plan, loop)) if loop.is_continuous else ():
             transport.add_lane(LOG, ranks)
+    if ranks := _meeting_ranks(plan):
+        transport.add_lane(MEETING, ranks, max(map(patience, between_loops(plan))))
+
+
+def _meeting_ranks(plan: Plan) -> tuple[int, ...]:
+    """Ranks of the loop that trains, where some of them send no weights to another loop and hear of it from others."""
+    sources = {rank for channel in between_loops(plan) if channel.sync is not None for rank in channel.source_ranks}
+    return plan.leading.ranks if sources and not sources.issuperset(plan.leading.ranks) else ()
 
 
 def _journaling_rank(plan: Plan, channel: Channel) -> int:
