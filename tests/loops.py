@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from rich.console import Console
+from tests.delays import delays
 from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_additions, write_recipe
 from torch import Tensor
@@ -76,12 +77,18 @@ def train(
     stop: Stop | None = None,
     switches: Mapping[int, str] = MappingProxyType({}),
     kill: Kill | None = None,
+    delays_of: int | None = None,
 ) -> Seen:
-    """Be one worker of a run, or of the rest of it; one rank may get a signal, or be killed while the plan changes."""
+    """Be one worker of a run, or of the rest of it; one rank may get a signal, or be killed while the plan changes.
+
+    With a seed (`delays_of`), all that ranks exchange is delayed at random.
+    """
     recipe = load_recipe(recipe_file, overrides).recipe
     place, seen = Place.from_environment(), Seen()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     with ExitStack() as stack:
+        if delays_of is not None:
+            stack.enter_context(delays(delays_of))
         worker = stack.enter_context(open_worker(recipe, plan, place, Display(Console(), is_shown=False)))
         phase = kill[0] if kill is not None and kill[1] == place.rank else ""
         stack.enter_context(patch.object(Replanner, "look", switching(worker, switches, phase)))
@@ -196,6 +203,8 @@ class Runs:
         steps: int = NUM_STEPS,
         switches: Mapping[int, str] | None = None,
         kill: Kill | None = None,
+        *,
+        delays_of: int | None = None,
         **more: object,
     ) -> Seen:
         seen = self.ranks.run(
@@ -206,6 +215,7 @@ class Runs:
             stop,
             switches or {},
             kill,
+            delays_of,
             init_group=False,
             timeout_s=120.0,
         )

@@ -75,6 +75,21 @@ def test_a_run_that_is_followed_is_the_same_to_the_last_bit(plain: Seen, runs: R
     assert numbers(runs.directory("again")) == numbers(runs.directory("plain"))
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("capacity", [1, 2, 3])
+@pytest.mark.parametrize(("generating", "training"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_what_is_delayed_at_random_can_be_followed(runs: Runs, generating: int, training: int, capacity: int) -> None:
+    channel = {**CHANNEL, "capacity": capacity}
+    for seed in range(2):
+        name = f"{generating}-{training}-{capacity}-{seed}"
+        delayed = runs(generating, training, channel, name, delays_of=seed)
+        assert len({row for rows in delayed.trained.values() for row in rows}) == NUM_STEPS * PROMPTS * RESPONSES
+        assert all(row["staleness/oldest"] <= capacity * UPDATES for row in numbers(runs.directory(name))[1:])
+        again = runs(generating, training, channel, f"{name}-again", delays_of=9, **{"run.follow": name})
+        assert_same(again, delayed)
+        assert lines(runs, f"{name}-again") == lines(runs, name)
+
+
 def test_episodes_are_played_across_updates_and_can_be_followed(runs: Runs) -> None:
     channel = {**CHANNEL, "stragglers": "defer", "max_staleness": 2 * UPDATES}
     played = runs(2, 1, channel, "played", **EPISODES)

@@ -225,6 +225,22 @@ def test_ranks_meet_only_where_those_that_generate_have_come_to_the_weights(rank
         assert all(met[step] > came[step] for step in came)
 
 
+def test_delays_at_random_change_no_bit(plain: Mapping[int, Seen], runs: Runs) -> None:
+    assert_same(runs(1, 1, 2, "delayed", delays_of=0), plain[2])
+    assert numbers(runs.directory("delayed")) == numbers(runs.directory("plain-2"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("lag", [1, 2, 3])
+@pytest.mark.parametrize(("generating", "training"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_delays_at_random_change_no_bit_on_any_ranks(runs: Runs, generating: int, training: int, lag: int) -> None:
+    name = f"{generating}-{training}-{lag}"
+    undisturbed = runs(generating, training, lag, f"undisturbed-{name}")
+    for seed in range(3):
+        assert_same(runs(generating, training, lag, f"delayed-{name}-{seed}", delays_of=seed), undisturbed)
+        assert numbers(runs.directory(f"delayed-{name}-{seed}")) == numbers(runs.directory(f"undisturbed-{name}"))
+
+
 @pytest.mark.parametrize(("generating", "training", "lag"), [(2, 2, 1), (3, 1, 2)])
 def test_samples_do_not_depend_on_the_number_of_ranks(
     plain: Mapping[int, Seen], runs: Runs, generating: int, training: int, lag: int
