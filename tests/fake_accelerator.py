@@ -116,9 +116,15 @@ def moved(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         for name, buffer in list(part._buffers.items()):
             if buffer is not None:
                 part._buffers[name] = buffer.to(DEVICE)
-    module.model.tie_weights()
+    if hasattr(module, "model") and hasattr(module.model, "tie_weights"):
+        module.model.tie_weights()
     module.to = lambda *_: module  # engines would move it again, which fake tensors do not support
     return module
+
+
+def moved_to(module: nn.Module, *_: object) -> nn.Module:
+    """In the place of `Module.to`."""
+    return moved(module, torch.float32)
 
 
 @contextmanager
@@ -331,7 +337,7 @@ PASSES: dict[str, Callable[[Accelerator], dict[str, float]]] = {
     function.__name__: function
     for function in (train, values, losses, formulas, preferences, decode, refusals, mistakes)
 }
-OTHERS = {"updates": "tests.fake_updates"}
+OTHERS = {"updates": "tests.fake_updates", "bodies": "tests.fake_bodies"}
 """Modules of further passes."""
 
 

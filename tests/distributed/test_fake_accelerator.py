@@ -70,6 +70,24 @@ def test_a_pass_of_an_update_is_one_copy_to_the_device_for_which_nobody_waits(na
         assert counts["copies back"] == (0.5 if is_scored else 0), f"{name}: one for both passes"
 
 
+def test_passes_of_bodies_and_updates_of_sac_wait_for_nothing() -> None:
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch cannot register a device in Python")
+    command = [sys.executable, "-m", "tests.fake_accelerator", "bodies"]
+    process = Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    found = {name: tuple(counts.values()) for name, counts in json.loads(output).items()}
+    assert found == {  # copies to the device, those for which the host waits, and copies back
+        "policy": (1, 0, 0),
+        "critic": (1, 0, 0),
+        "scores": (2, 0, 0.2),  # the second one says where the scores belong, and all of them come back together
+        "final values": (2, 0, 1),  # of two passes
+        "decisions": (2, 0, 1),  # the second one is the range of actions
+        "sac": (3, 0, 1),  # of two updates of the critics, and one of the policy
+    }
+
+
 def test_a_step_over_pages_is_one_copy_in_one_pass_and_one_copy_back(tmp_path: Path) -> None:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this torch cannot register a device in Python")

@@ -1,4 +1,4 @@
-"""Copies of small tensors from the host to an accelerator, many in one, for which the host does not wait.
+"""Copies of small tensors from the host to an accelerator, many in one, for which the host does not wait, and back.
 
 A plain copy waits until the device has done all that it was asked to do before: it would stand still while the host
 prepares the next pass. Here tensors are collected in pinned memory, which the device reads when its turn comes.
@@ -6,12 +6,14 @@ prepares the next pass. Here tensors are collected in pinned memory, which the d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from leaderless.device import can_pin
@@ -95,3 +97,21 @@ def placed(tensor: Tensor, device: torch.device) -> Tensor:
     if not can_pin(device.type):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def constants(like: Tensor, *values: Sequence[float] | NDArray[np.generic] | Tensor) -> list[Tensor]:
+    """Numbers of the host on the device of a tensor, in one copy; outside of other blocks of `one_copy`."""
+    if like.is_meta:
+        return [torch.as_tensor(one).to(like.device) for one in values]
+    with one_copy(like.device):
+        return [placed(torch.as_tensor(one), like.device) for one in values]
+
+
+def read_back(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of one device on the host, in one copy, for which it waits; on the host they are the same ones."""
+    if all(one.device.type == "cpu" for one in tensors):
+        return [*tensors]
+    parts = [one.contiguous().flatten().view(torch.uint8) for one in tensors]
+    whole = torch.cat(parts).cpu().split([len(part) for part in parts])
+    # Copies, since a part may begin at an odd place for its type.
+    return [part.clone().view(one.dtype).view(one.shape) for part, one in zip(whole, tensors, strict=True)]

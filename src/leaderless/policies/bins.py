@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
+from leaderless.models.uploads import constants
 from leaderless.policies.protocol import Acted, Scores
 
 
@@ -59,7 +60,7 @@ class Bins:
         """The middle of the range between two bins' borders, [n, chunk, dim], or choices [n, chunk]."""
         if self._is_discrete:
             return choices.long()
-        low, high = self._low.to(choices.device), self._high.to(choices.device)
+        low, high = constants(choices, self._low, self._high)
         return low + choices.view(-1, chunk, self.dim) / (self.num - 1) * (high - low)
 
     def choices_of(self, actions: Tensor) -> Tensor:

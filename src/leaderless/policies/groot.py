@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from leaderless.environments.bodies.protocol import Spaces
+from leaderless.models.uploads import constants
 from leaderless.policies.base_folder import needs_weights
 from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
 from leaderless.policies.protocol import BodyModel, BodyValue, Observed, instructions_of
@@ -150,7 +151,7 @@ class _Groot(BodyModel):
 
     def _normal_state(self, observed: Observed) -> Tensor:
         """[n, numbers] float32: the state, from -1 to 1 where it was in training."""
-        low, high = (torch.tensor(one, device=observed.state.device) for one in self._state_limits)
+        low, high = constants(observed.state, *self._state_limits)
         scaled = (observed.state - low) / (high - low).clamp(min=1e-8) * 2 - 1
         return torch.where(high > low, scaled, torch.zeros_like(scaled))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from leaderless.environments.bodies.protocol import Continuous, Discrete, Spaces
+from leaderless.models.uploads import constants
 from leaderless.policies.bins import Bins
 from leaderless.policies.flow_steps import as_normal
 from leaderless.policies.normalizer import StateNormalizer
@@ -120,7 +121,7 @@ class Mlp(BodyPolicy):
         actions = self.spaces.actions
         if not isinstance(actions, Continuous):
             return choices.long()
-        low, high = (torch.tensor(one, device=choices.device) for one in (actions.low, actions.high))
+        low, high = constants(choices, actions.low, actions.high)
         return choices.view(-1, self.chunk, self.score_dim).clamp(low, high)
 
     def choices_of(self, actions: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, DynamicCache, PI0Config, PI0ForConditionalGeneration
 
 from leaderless.environments.bodies.protocol import Spaces
+from leaderless.models.uploads import constants
 from leaderless.policies.base_folder import needs_weights
 from leaderless.policies.cache import with_cache
 from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
@@ -94,7 +95,7 @@ class _Pi0(BodyModel):
 
     def _normal_state(self, observed: Observed, most: int) -> Tensor:
         """[n, most] float32: the state, as in training."""
-        means, deviations = (torch.tensor(one, device=observed.state.device) for one in self._state)
+        means, deviations = constants(observed.state, *self._state)
         scaled = (observed.state - means) / (deviations + 1e-8)
         return functional.pad(scaled, (0, most - scaled.shape[1]))
 

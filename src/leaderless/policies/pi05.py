@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from leaderless.environments.bodies.protocol import Spaces
+from leaderless.models.uploads import constants
 from leaderless.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
 from leaderless.policies.pali import Prefix, embedded, mean_features, read_prefix
 from leaderless.policies.pi05_model import Pi05Network, read_network
@@ -86,7 +87,7 @@ class _Pi05(BodyModel):
 
     def _normal_state(self, observed: Observed) -> Tensor:
         """[n, numbers] float32: the state, as in training, mostly from -1 to 1."""
-        low, high = (torch.tensor(one, device=observed.state.device) for one in self._state)
+        low, high = constants(observed.state, *self._state)
         scaled = (observed.state - low) / (high - low).clamp(min=1e-8) * 2 - 1
         return nn.functional.pad(scaled, (0, self._most - scaled.shape[1]))
 

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from leaderless.environments.bodies.protocol import Spaces
+from leaderless.models.uploads import placed
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What is seen before n decisions of any episodes, on the device of the model.
+    """What is seen before n decisions of any episodes; models take it on their device.
 
     Attributes:
         images: [n, height, width, 3] uint8 of each camera.
@@ -37,6 +39,12 @@ class Observed:
         ids, lengths = self.instructions
         images = {camera: image[rows] for camera, image in self.images.items()}
         return Observed(images, self.state[rows], (ids[rows], lengths[rows]))
+
+    def placed(self, device: torch.device) -> Observed:
+        """The same on a device, as `leaderless.models.uploads.placed` puts it there."""
+        ids, lengths = self.instructions
+        images = {camera: placed(image, device) for camera, image in self.images.items()}
+        return Observed(images, placed(self.state, device), (placed(ids, device), placed(lengths, device)))
 
 
 def instructions_of(observed: Observed) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from leaderless.algorithms.sac import squashed_log_densities
 from leaderless.environments.bodies.protocol import Continuous, Spaces
+from leaderless.models.uploads import constants
 from leaderless.policies.bins import Bins
 from leaderless.policies.cnn import Eyes, with_features
 from leaderless.policies.flow_steps import as_normal
@@ -91,7 +92,8 @@ class Squashed(BodyPolicy):
         mean, log_deviation = self._normal(observed, temperature)
         shape = (-1, self.chunk, self.score_dim)
         log_probs = squashed_log_densities(choices, mean, log_deviation)
-        points, weights = (torch.from_numpy(one).to(mean) for one in np.polynomial.hermite_e.hermegauss(NUM_POINTS))
+        known = np.polynomial.hermite_e.hermegauss(NUM_POINTS)
+        points, weights = (one.to(mean.dtype) for one in constants(mean, *known))
         there = mean[..., None] + log_deviation.exp()[..., None] * points
         log_densities = squashed_log_densities(there, mean[..., None], log_deviation[..., None])
         entropies = -(log_densities * weights).sum(-1) / weights.sum()
@@ -99,7 +101,7 @@ class Squashed(BodyPolicy):
 
     def actions_of(self, choices: Tensor) -> Tensor:
         """See `BodyPolicy`."""
-        low, high = self._low.to(choices), self._high.to(choices)
+        low, high = (one.to(choices.dtype) for one in constants(choices, self._low, self._high))
         shares = (torch.tanh(choices).view(-1, self.chunk, self.score_dim) + 1) / 2
         return (low + shares * (high - low)).clamp(low, high)
 
@@ -110,7 +112,7 @@ class Squashed(BodyPolicy):
 
     def squash(self, actions: Tensor) -> Tensor:
         """Actions [n, chunk, dim] of the environment as numbers from -1 to 1, [n, choice_size]."""
-        low, high = self._low.to(actions), self._high.to(actions)
+        low, high = (one.to(actions.dtype) for one in constants(actions, self._low, self._high))
         return ((actions - low) / (high - low) * 2 - 1).flatten(1).clamp(-1, 1)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from leaderless.config import Json, nearest
 from leaderless.environments.bodies.protocol import Continuous, Spaces
+from leaderless.models.uploads import constants
 
 GRIPPERS = ("unchanged", "inverted")
 """What becomes of a gripper's number; see `Limits.of_dataset`."""
@@ -93,9 +94,7 @@ class Limits:
         )
 
     def _tensors(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        low, high, least, most = (
-            torch.tensor(one, device=like.device) for one in (self.low, self.high, self.least, self.most)
-        )
+        low, high, least, most = constants(like, self.low, self.high, self.least, self.most)
         return low, high, least, most
 
     def restore(self, values: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from leaderless.models.uploads import constants
+
 
 @dataclass(frozen=True)
 class TowerShape:
@@ -131,8 +133,7 @@ class Tower(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """See the class."""
         means, deviations = (
-            torch.tensor(one, device=images.device, dtype=images.dtype)[:, None, None]
-            for one in (self.shape.means, self.shape.deviations)
+            one.to(images.dtype)[:, None, None] for one in constants(images, self.shape.means, self.shape.deviations)
         )
         x: Tensor = self.patch_embed((images - means) / deviations) + self.pos_embed
         if self.shape.num_extra:

@@ -17,6 +17,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.device import cores_left
 from leaderless.environments.bodies.protocol import Observations, Spaces, Steps
 from leaderless.environments.protocol import Task
+from leaderless.models.uploads import one_copy, placed, read_back
 from leaderless.observability.clock import Clock
 from leaderless.policies.opened import open_model
 from leaderless.policies.protocol import BodyPolicy, Observed
@@ -161,31 +162,33 @@ class BodyEngine:
         actions: list[NDArray[np.generic]] = [np.zeros(0)] * len(episodes)
         for is_greedy in {task.is_greedy for task in tasks}:
             rows = [row for row, task in enumerate(tasks) if task.is_greedy == is_greedy]
-            some = observed if len(rows) == len(tasks) else observed.select(torch.tensor(rows, device=self.device))
+            some = observed if len(rows) == len(tasks) else observed.select(torch.tensor(rows))
             noise = None if is_greedy else self._noise([episodes[row] for row in rows], [tasks[r] for r in rows], seed)
-            acted = self.policy.act(some, noise, 1.0 if is_greedy else temperature)
-            decided = acted.actions.cpu().numpy()
-            choices, log_probs = acted.choices.float().cpu(), acted.log_probs.float().cpu()
+            with one_copy(self.device):
+                there = some.placed(self.device)
+                noise = None if noise is None else placed(noise, self.device)
+            acted = self.policy.act(there, noise, 1.0 if is_greedy else temperature)
+            decided, choices, log_probs = read_back(acted.actions, acted.choices.float(), acted.log_probs.float())
             for place, row in enumerate(rows):
-                actions[row] = decided[place]
+                actions[row] = decided[place].numpy()
                 episodes[row].choices.append(choices[place])
                 episodes[row].log_probs.append(log_probs[place])
         return np.stack(actions)
 
     def _observed(self, episodes: Sequence[BodyEpisode]) -> Observed:
-        """What each of some episodes saw last."""
-        pixels = torch.from_numpy(np.stack([episode.frames[-1] for episode in episodes])).to(self.device)
-        states = torch.from_numpy(np.stack([episode.states[-1] for episode in episodes])).to(self.device)
+        """What each of some episodes saw last, on the host."""
+        pixels = torch.from_numpy(np.stack([episode.frames[-1] for episode in episodes]))
+        states = torch.from_numpy(np.stack([episode.states[-1] for episode in episodes]))
         ids = [self.policy.instruction_ids(episode.instruction) for episode in episodes]
-        return Observed(images_of(pixels, self.spaces), states, padded(ids, self.device))
+        return Observed(images_of(pixels, self.spaces), states, padded(ids, torch.device("cpu")))
 
     def _noise(self, episodes: Sequence[BodyEpisode], tasks: Sequence[BodyTask], seed: int) -> Tensor:
-        """Noise of each row, which follows from the seed, the sample and the number of its decision."""
+        """Noise of each row, on the host, which follows from the seed, the sample and the number of its decision."""
         size = self.policy.noise_size
         numbers = torch.tensor([task.number for task in tasks]).repeat_interleave(size)
         decisions = torch.tensor([len(episode.choices) for episode in episodes]).repeat_interleave(size)
         places = decisions * size + torch.arange(size).repeat(len(tasks))
-        return uniform_noise(seed, numbers, places).view(len(tasks), size).to(self.device)
+        return uniform_noise(seed, numbers, places).view(len(tasks), size)
 
 
 class _Game:

@@ -20,6 +20,7 @@ from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.decoder import Completion
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import Family
+from leaderless.models.uploads import one_copy, placed
 from leaderless.policies.normalizer import StateNormalizer, joined, moments
 from leaderless.policies.opened import open_model
 from leaderless.policies.protocol import BodyPolicy, BodyValue, Observed, Scores
@@ -36,7 +37,7 @@ NO_WORDS = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class BodyMicroBatch(MicroBatch):
-    """Whole episodes that pass through a policy together.
+    """Whole episodes that pass through a policy together, on the host.
 
     Attributes:
         observed: Observations before each of N decisions.
@@ -144,7 +145,7 @@ class _Bodies(ShardedModel[HeldBody]):
 
         With `gradient_checkpointing`, what is computed at once has at most as many, or one decision.
         """
-        episodes = _Episodes.of(batch, self.model.model, self.device)
+        episodes = _Episodes.of(batch, self.model.model)
         packs: list[list[int]] = []
         filled = 0
         for row in torch.argsort(episodes.counts, descending=True, stable=True).tolist():
@@ -206,9 +207,13 @@ class BodyPolicyEngine(_Bodies):
         assert isinstance(micro_batch, BodyMicroBatch)
         assert isinstance(micro_batch.temperature, float), "all decisions of a pass have the same temperature"
         self.process_group.activity.beat()
-        given = micro_batch.observed, micro_batch.choices, micro_batch.temperature, micro_batch.num_pieces
-        scores = cast("Scores", self.model(*given))
-        units = self.grain, micro_batch.decisions, micro_batch.places
+        with one_copy(self.device):
+            observed = micro_batch.observed.placed(self.device)
+            choices, decisions, places = (
+                placed(one, self.device) for one in (micro_batch.choices, micro_batch.decisions, micro_batch.places)
+            )
+        scores = cast("Scores", self.model(observed, choices, micro_batch.temperature, micro_batch.num_pieces))
+        units = self.grain, decisions, places
         log_probs = grained(scores.log_probs.float(), *units)
         if entropy == "none":
             return TokenOutputs(log_probs, log_probs[:0])
@@ -231,30 +236,39 @@ class BodyValueEngine(_Bodies):
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """See `ValueEngine`."""
         assert isinstance(micro_batch, BodyMicroBatch)
-        found = self._values(micro_batch.observed, micro_batch.num_pieces)
+        steps = micro_batch.steps
+        with one_copy(self.device):
+            observed = micro_batch.observed.placed(self.device)
+            decisions = placed(micro_batch.decisions, self.device)
+            there = None if steps is None else placed(steps, self.device)
+        found = self._values(observed, micro_batch.num_pieces)
         if found.ndim == 1:
-            return found[micro_batch.decisions]
-        assert micro_batch.steps is not None
-        if len(micro_batch.steps) and int(micro_batch.steps.max()) >= found.shape[1]:
+            return found[decisions]
+        assert steps is not None
+        if len(steps) and int(steps.max()) >= found.shape[1]:
             raise RuntimeError(
                 f"the critic has values for {found.shape[1]} steps of a decision, but the policy's decisions have "
                 "more: give both the same option chunk"
             )
-        return found[micro_batch.decisions, micro_batch.steps]
+        return found[decisions, there]
 
     @torch.no_grad()
     def final_values(self, batch: Batch) -> Tensor:
         """Value of what each episode saw at its end, [n] float32; 0 for failed ones, which saw nothing."""
         found = torch.zeros(len(batch))
-        episodes = _Episodes.of(batch, self.model.model, self.device)
+        episodes = _Episodes.of(batch, self.model.model)
         rows = torch.nonzero(episodes.seen.lengths > 0)[:, 0]
         parts = list(torch.split(rows, max(1, self.micro_batch_tokens // self.model.model.chunk)))
         count = int(self.process_group.max(torch.tensor([len(parts)]), "the number of passes over last observations"))
+        values: list[Tensor] = []
         for part in [*parts, *[rows[:0]] * (count - len(parts))]:
-            after = self._values(episodes.ends(part))[: len(part)].cpu()
-            found[part] = after if after.ndim == 1 else after[:, 0]
+            with one_copy(self.device):
+                ends = episodes.ends(part).placed(self.device)
+            after = self._values(ends)[: len(part)]
+            values.append(after if after.ndim == 1 else after[:, 0])
         if self.units:
             self.units[-1].reshard()
+        found[rows] = torch.cat(values).cpu()
         return found
 
     def _values(self, observed: Observed, num_pieces: int = 1) -> Tensor:
@@ -267,7 +281,6 @@ class _Episodes:
     """The columns of a batch that passes need; a model always sees something, if only a blank."""
 
     model: BodyPolicy | BodyValue
-    device: torch.device
     seen: Jagged  # pixels
     states: Jagged
     choices: Jagged
@@ -279,14 +292,13 @@ class _Episodes:
     temperatures: Tensor | None
 
     @classmethod
-    def of(cls, batch: Batch, model: BodyPolicy | BodyValue, device: torch.device) -> _Episodes:
+    def of(cls, batch: Batch, model: BodyPolicy | BodyValue) -> _Episodes:
         """Take the columns of a batch."""
         prompts, prompt_of_row = batch.prompts, batch.prompt_index
         if prompts is None or prompt_of_row is None or "prompt_tokens" in batch.columns:
             prompts, prompt_of_row = batch, torch.arange(len(batch))
         return cls(
             model,
-            device,
             seen=batch.jagged("frames"),
             states=batch.jagged("states"),
             choices=batch.jagged("choices"),
@@ -323,10 +335,10 @@ class _Episodes:
             response_lengths=units.lengths,
             temperature=1.0 if temperatures is None or not len(temperatures) else float(str(temperatures[0].numpy())),
             observed=self._observed(index, rows.repeat_interleave(counts)),
-            choices=self._some(self.choices.select(rows).values),
-            decisions=(first + self.turns.select(rows).values.long()).to(self.device),
-            places=units.values.to(self.device),
-            steps=None if self.env_steps is None else self._steps(self.env_steps, rows).to(self.device),
+            choices=_some(self.choices.select(rows).values),
+            decisions=first + self.turns.select(rows).values.long(),
+            places=units.values,
+            steps=None if self.env_steps is None else self._steps(self.env_steps, rows),
         )
 
     def _steps(self, env_steps: Jagged, rows: Tensor) -> Tensor:
@@ -339,13 +351,14 @@ class _Episodes:
         return self._observed(self.seen.offsets[1:][rows] - 1, rows)
 
     def _observed(self, index: Tensor, rows: Tensor) -> Observed:
-        pixels, states = self._some(self.seen.values[index]), self._some(self.states.values[index])
+        pixels, states = _some(self.seen.values[index]), _some(self.states.values[index])
         ids = [self.instructions[prompt] for prompt in self.prompt_of_row[rows].tolist()] or [[0]]
-        return Observed(images_of(pixels, self.model.spaces), states, padded(ids, self.device))
+        return Observed(images_of(pixels, self.model.spaces), states, padded(ids, torch.device("cpu")))
 
-    def _some(self, values: Tensor) -> Tensor:
-        """Values on the device; zeros for one decision if there are none."""
-        return (values if len(values) else values.new_zeros(1, *values.shape[1:])).to(self.device)
+
+def _some(values: Tensor) -> Tensor:
+    """Values, or zeros for one decision if there are none."""
+    return values if len(values) else values.new_zeros(1, *values.shape[1:])
 
 
 def make_body_engine(setup: EngineSetup) -> BodyPolicyEngine | BodyValueEngine | SacEngine:

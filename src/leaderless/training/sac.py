@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from leaderless.algorithms.sac import targets
 from leaderless.config.models import OptimizerConfig
 from leaderless.config.sac import SacConfig
+from leaderless.models.uploads import one_copy, placed
 from leaderless.policies.critics import Critics
 from leaderless.policies.protocol import Observed
 from leaderless.policies.squashed import Squashed
@@ -36,7 +37,7 @@ class Batch:
     rewards: Tensor
     num_steps: Tensor
     is_terminated: Tensor
-    slots: Tensor
+    slots: NDArray[np.int64]
     noise: Tensor
     heads: Tensor
 
@@ -89,6 +90,7 @@ class SacLearner:
         start = torch.tensor([float(np.log(config.first_temperature))], device=self._device)
         self.log_temperature = nn.Parameter(start)
         self._target_entropy = config.target_entropy * policy.choice_size
+        self._norms: list[tuple[str, Tensor]] = []  # of the gradients of an update
         self._optimizers = {
             name: make_optimizer(parameters, optimizer, is_fused=is_fused)
             for name, parameters in (
@@ -108,16 +110,25 @@ class SacLearner:
             RuntimeError: A gradient is not finite.
         """
         config, critic_loss = self.config, torch.zeros((), device=self._device)
+        self._norms.clear()
         for number in range(config.critic_updates):
             now = self.num_updates * config.critic_updates + number
             batch = self._batch(draw(config.batch_size, self._seed, now), now)
             critic_loss = self._update_critics(batch)
         actor_loss, entropy = self._update_policy(batch)
-        self.num_updates += 1
         sums = self._sum(torch.stack([critic_loss, actor_loss, entropy]))
-        names = ("critic_loss", "actor_loss", "entropy")
-        temperature = float(self.log_temperature.detach().exp())
-        return {**dict(zip(names, sums.tolist(), strict=True)), "temperature": temperature}
+        temperature = self.log_temperature.detach().exp()
+        names = ("critic_loss", "actor_loss", "entropy", "temperature")
+        # All that the host asks of the device, which has not had to wait for the host before.
+        numbers = torch.cat([sums, temperature, *(norm[None] for _, norm in self._norms)]).cpu().tolist()
+        for (name, _), norm in zip(self._norms, numbers[len(names) :], strict=True):
+            if not np.isfinite(norm):
+                raise RuntimeError(
+                    f"the gradient of the {name} has the norm {norm} in update {self.num_updates}: lower "
+                    "optimizer.learning_rate, or look at the rewards"
+                )
+        self.num_updates += 1
+        return dict(zip(names, numbers, strict=False))
 
     def state(self) -> dict[str, Tensor]:
         """Weights but for those of the policy, and what optimizers keep of all, in the memory that training changes."""
@@ -149,23 +160,24 @@ class SacLearner:
         kept, policy, chance = drawn.transitions, self.policy, self._chance(CRITICS, number)
         noise = chance.standard_normal((self.config.batch_size, policy.choice_size)).astype(np.float32)
         heads = chance.permutation(self.config.num_heads)[: self.config.subset_size]
+        executed = torch.arange(policy.chunk) < torch.from_numpy(kept.num_steps)[:, None]
+        actions = policy.squash(torch.from_numpy(kept.actions)).view(-1, policy.chunk, policy.score_dim)
         on_device = self._tensor
-        executed = torch.arange(policy.chunk, device=self._device) < on_device(kept.num_steps)[:, None]
-        actions = policy.squash(on_device(kept.actions)).view(-1, policy.chunk, policy.score_dim)
-        return Batch(
-            seen=self._observed(kept.images, kept.state),
-            next_seen=self._observed(kept.next_images, kept.next_state),
-            actions=(actions * executed[..., None]).flatten(1),
-            rewards=on_device(kept.rewards),
-            num_steps=on_device(kept.num_steps),
-            is_terminated=on_device(kept.terminated),
-            slots=on_device(drawn.slots),
-            noise=on_device(noise[drawn.slots]),
-            heads=on_device(heads),
-        )
+        with one_copy(self._device):
+            return Batch(
+                seen=self._observed(kept.images, kept.state),
+                next_seen=self._observed(kept.next_images, kept.next_state),
+                actions=placed((actions * executed[..., None]).flatten(1), self._device),
+                rewards=on_device(kept.rewards),
+                num_steps=on_device(kept.num_steps),
+                is_terminated=on_device(kept.terminated),
+                slots=drawn.slots,
+                noise=on_device(noise[drawn.slots]),
+                heads=on_device(heads),
+            )
 
     def _tensor(self, values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+        return placed(torch.from_numpy(np.ascontiguousarray(values)), self._device)
 
     def _observed(self, images: Mapping[str, NDArray[np.uint8]], state: NDArray[np.float32]) -> Observed:
         return observed_of(images, state, self._device)
@@ -189,7 +201,8 @@ class SacLearner:
     def _update_policy(self, batch: Batch) -> tuple[Tensor, Tensor]:
         size = self.config.batch_size
         noise = self._chance(POLICY, self.num_updates).standard_normal((size, self.policy.choice_size))
-        mine = self._tensor(noise.astype(np.float32))[batch.slots]
+        with one_copy(self._device):
+            mine = self._tensor(noise.astype(np.float32)[batch.slots])
         actions, log_probs = self.policy.draw(batch.seen, mine)
         temperature = self.log_temperature.exp()[0]
         values = self.critics(batch.seen, actions).mean(0)
@@ -204,13 +217,9 @@ class SacLearner:
         given, config = list(parameters), self._optimizer_config
         found = torch.autograd.grad(loss, given)
         whole = self._sum(torch.cat([one.flatten() for one in found]))
-        norm = float(torch.linalg.vector_norm(whole))
-        if not np.isfinite(norm):
-            raise RuntimeError(
-                f"the gradient of the {name} has the norm {norm} in update {self.num_updates}: lower "
-                "optimizer.learning_rate, or look at the rewards"
-            )
-        whole *= min(1.0, config.max_grad_norm / (norm + 1e-6))
+        norm = torch.linalg.vector_norm(whole)
+        self._norms.append((name, norm))
+        whole *= (config.max_grad_norm / (norm.double() + 1e-6)).clamp(max=1.0)
         for parameter, gradient in zip(given, torch.split(whole, [one.numel() for one in given]), strict=True):
             parameter.grad = gradient.view_as(parameter).clone()
         optimizer = self._optimizers[name]
@@ -223,6 +232,6 @@ class SacLearner:
 def observed_of(images: Mapping[str, NDArray[np.uint8]], state: NDArray[np.float32], device: torch.device) -> Observed:
     """What was seen, as policies take it; instructions are not kept."""
     num = len(state)
-    pixels = {camera: torch.from_numpy(np.ascontiguousarray(one)).to(device) for camera, one in images.items()}
-    nothing = torch.zeros(num, 1, dtype=torch.int64, device=device), torch.zeros(num, dtype=torch.int64, device=device)
-    return Observed(pixels, torch.from_numpy(np.ascontiguousarray(state)).to(device), nothing)
+    pixels = {camera: torch.from_numpy(np.ascontiguousarray(one)) for camera, one in images.items()}
+    nothing = torch.zeros(num, 1, dtype=torch.int64), torch.zeros(num, dtype=torch.int64)
+    return Observed(pixels, torch.from_numpy(np.ascontiguousarray(state)), nothing).placed(device)

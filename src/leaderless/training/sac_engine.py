@@ -12,6 +12,7 @@ from torch import Tensor
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
+from leaderless.data.under_way import MESSAGES_AHEAD
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.scoring import Entropy
 from leaderless.policies.critics import check_policy
@@ -60,7 +61,7 @@ class SacEngine:
 
     def _sum(self, values: Tensor) -> Tensor:
         self.process_group.activity.beat()
-        return self.process_group.sum(values, f"gradients of role '{self._role}'")
+        return self.process_group.sum(values, f"gradients of role '{self._role}'", most_ahead=MESSAGES_AHEAD)
 
     @property
     def policy(self) -> Squashed:

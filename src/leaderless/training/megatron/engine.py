@@ -23,6 +23,7 @@ from leaderless.device import own_device_environment
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
 from leaderless.models.saved_form import form_of, joined
 from leaderless.models.scoring import Entropy
+from leaderless.models.uploads import one_copy, placed, read_back
 from leaderless.models.vision import VisionLM
 from leaderless.rollout.apart.messages import PackedWeight, checksum
 from leaderless.rollout.child_server import ChildServer, bound_command
@@ -100,7 +101,8 @@ class MegatronEngine(BoundedPasses):
         self.process_group.activity.beat()
         one = _texts(micro_batch, has_entropies=entropy != "none")
         log_probs, entropies = cast("Sequence[Sequence[float]]", self._call("score", cast("Json", asdict(one))))
-        values = torch.tensor(log_probs, device=self.device), torch.tensor(entropies, device=self.device)
+        with one_copy(self.device):
+            values = placed(torch.tensor(log_probs), self.device), placed(torch.tensor(entropies), self.device)
 
         def add(slope: Slope) -> None:
             has_slope = entropy == "gradient"
@@ -272,8 +274,8 @@ class _Remote(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[None, ...]:  # noqa: ANN401
-        log_probs, entropies = (slope.tolist() for slope in slopes)
-        ctx.add(Slope(log_probs, entropies))
+        log_probs, entropies = read_back(*slopes)
+        ctx.add(Slope(log_probs.tolist(), entropies.tolist()))
         return None, None, None, None
 
 
