@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +29,12 @@ BACKENDS: dict[AcceleratorKind, str] = {"cuda": "nccl", "npu": "hccl"}
 """Library by which accelerators of a kind exchange tensors."""
 VISIBLE_DEVICES: dict[AcceleratorKind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """Environment variable that selects a process's devices of a kind."""
+VISIBLE_IN_ROCM = "HIP_VISIBLE_DEVICES"
+"""Environment variable that comes before `CUDA_VISIBLE_DEVICES` in builds of torch for ROCm."""
 DEVICE_FILES: dict[AcceleratorKind, str] = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}
 """Files of devices in `DEVICE_FOLDER`, as a pattern."""
+ROCM_FILE, WSL_FILE = "kfd", "dxg"
+"""Files of all AMD GPUs, and in the Windows subsystem for Linux of all GPUs: whether torch can use one is not sure."""
 DEVICE_FOLDER = Path("/dev")
 THREADS = "OMP_NUM_THREADS"
 """Environment variable from which torch has its number of threads."""
@@ -61,13 +66,51 @@ def find_accelerator() -> AcceleratorKind | None:
     """Find the kind of accelerator that this process uses, without loading torch.
 
     There must be a device that the environment does not hide, and a package for it: Ascend's `torch_npu`, or a build of
-    torch that is not for the CPU only.
+    torch that is not for the CPU only. AMD GPUs are of the kind `cuda`, as in torch.
     """
-    for kind, pattern in DEVICE_FILES.items():
-        is_hidden = os.environ.get(VISIBLE_DEVICES[kind], "0") in {"", "-1"}
-        if not is_hidden and any(DEVICE_FOLDER.glob(pattern)) and _is_supported(kind):
+    for kind in DEVICE_FILES:
+        if not _is_hidden(kind) and _is_there(kind) and _is_supported(kind):
             return kind
     return None
+
+
+def _is_hidden(kind: AcceleratorKind) -> bool:
+    return os.environ.get(_visible_devices(kind), "0") in {"", "-1"}
+
+
+def _visible_devices(kind: AcceleratorKind) -> str:
+    """The environment variable by which devices of a kind are selected here."""
+    is_rocm = kind == "cuda" and VISIBLE_IN_ROCM in os.environ and _is_built_for_rocm()
+    return VISIBLE_IN_ROCM if is_rocm else VISIBLE_DEVICES[kind]
+
+
+def _is_there(kind: AcceleratorKind) -> bool:
+    """Whether this machine has a device of a kind that the installed torch may be able to use."""
+    is_there = any(DEVICE_FOLDER.glob(DEVICE_FILES[kind]))
+    is_amd, is_any = ((DEVICE_FOLDER / name).exists() for name in (ROCM_FILE, WSL_FILE))
+    if kind != "cuda" or not (is_there or is_amd or is_any):
+        return is_there
+    if _is_built_for_rocm():
+        return is_amd
+    return is_there or (is_any and _num_by_driver() > 0)
+
+
+def _num_by_driver() -> int:
+    """Number of NVIDIA's GPUs, as its library for management counts them: unlike CUDA, it lets the process fork."""
+    number = ctypes.c_uint()
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        is_counted = library.nvmlInit_v2() == 0 and library.nvmlDeviceGetCount_v2(ctypes.byref(number)) == 0
+    except (OSError, AttributeError):  # no driver, or a very old one
+        return 0
+    return number.value if is_counted else 0
+
+
+def _is_built_for_rocm() -> bool:
+    """Whether torch is built for AMD GPUs, which not all of its version numbers say."""
+    spec = find_spec("torch")
+    about = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    return about is not None and about.exists() and bool(re.search(r"^hip\b.*['\"]", about.read_text(), re.MULTILINE))
 
 
 def _is_supported(kind: AcceleratorKind) -> bool:
@@ -85,7 +128,7 @@ def unused_accelerators() -> str:
 
     for kind, pattern in DEVICE_FILES.items():
         number = len(list(DEVICE_FOLDER.glob(pattern)))
-        if not number or os.environ.get(VISIBLE_DEVICES[kind], "0") in {"", "-1"}:
+        if not number or _is_hidden(kind):
             continue
         if kind == "npu" and not _is_supported(kind):
             return (
@@ -135,6 +178,12 @@ def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
         module.set_device(device.index)
         return DeviceSetup(device, f"cpu:gloo,{kind}:{backend}")
     kind_there = find_accelerator()
+    if kind_there == "cuda" and torch.version.hip is not None:
+        raise RuntimeError(
+            f"this machine has an AMD GPU that torch {torch.__version__} (ROCm {torch.version.hip}) cannot use: "
+            f"{_why_unavailable('cuda')}; add this user to the groups render and video, install a build of torch for "
+            f"this driver and GPU, or set {VISIBLE_IN_ROCM} to nothing to train on the CPU"
+        )
     if kind_there == "cuda" and torch.version.cuda is not None:
         raise RuntimeError(
             f"this machine has a CUDA device that torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use: "
@@ -190,7 +239,7 @@ def _limit_compilers(most: int) -> None:
 def _device_index(kind: AcceleratorKind, count: int, local_rank: int, local_world_size: int) -> int:
     if local_world_size <= count:
         return local_rank
-    variable = VISIBLE_DEVICES[kind]
+    variable = _visible_devices(kind)
     if count == 1 and os.environ.get(variable):  # the launcher has given each rank a device, under the same index
         return 0
     raise RuntimeError(
@@ -247,9 +296,9 @@ def first_device() -> DeviceType | None:
 
 def own_device_environment(device: torch.device) -> dict[str, str]:
     """The environment variable by which another process sees only this rank's device; none for the CPU."""
-    for kind, variable in VISIBLE_DEVICES.items():
+    for kind in VISIBLE_DEVICES:
         if device.type == kind:
-            visible = os.environ.get(variable)
+            visible = os.environ.get(variable := _visible_devices(kind))
             return {variable: visible.split(",")[device.index] if visible else str(device.index)}
     return {}
 

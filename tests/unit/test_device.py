@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -112,6 +113,68 @@ def test_models_compute_in_bfloat16_where_there_is_an_accelerator(
     assert ModelConfig(path="m", compute_dtype="float32").compute_dtype == "float32"
     monkeypatch.setattr(device, "version", Mock(return_value="2.13.0+cpu"))
     assert ModelConfig(path="m").compute_dtype == "float32", "a build of torch for the CPU"
+
+
+@pytest.fixture
+def rocm(device_files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of device files, on a machine with a build of torch for ROCm whose number does not say so."""
+    package = device_files / "torch"
+    package.mkdir()
+    (package / "version.py").write_text("cuda: Optional[str] = None\nhip: Optional[str] = '7.0.2'\n")
+    monkeypatch.setattr(device, "version", Mock(return_value="2.13.0+git684f6f2"))
+    monkeypatch.setattr(device, "find_spec", lambda _: SimpleNamespace(origin=str(package / "__init__.py")))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "7.0.2")
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    return device_files
+
+
+def test_an_amd_gpu_is_an_accelerator_for_a_build_for_rocm(rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rocm / "nvidia0").touch()
+    assert find_accelerator() is None, "this torch cannot use it"
+    (rocm / "kfd").touch()
+    assert find_accelerator() == "cuda"
+    assert ModelConfig(path="m").compute_dtype == "bfloat16"
+    with pytest.raises(RuntimeError, match=r"an AMD GPU that torch .*\(ROCm 7.0.2\) cannot use: .*; add this user"):
+        setup_device(0, 1)
+    rank_device: torch.device = SimpleNamespace(type="cuda", index=1)  # type: ignore[assignment]
+    assert own_device_environment(rank_device) == {"CUDA_VISIBLE_DEVICES": "1"}
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "4,6")
+    assert own_device_environment(rank_device) == {"HIP_VISIBLE_DEVICES": "6"}, "the other one would have no effect"
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    assert setup_device(0, 1).device.type == "cpu", "the user wants it"
+
+
+def test_an_amd_gpu_is_none_for_a_build_for_cuda(device_files: Path) -> None:
+    (device_files / "kfd").touch()
+    assert find_accelerator() is None
+    assert setup_device(0, 1).device.type == "cpu"
+
+
+@pytest.mark.parametrize(("started", "number", "kind"), [(0, 2, "cuda"), (0, 0, None), (9, 2, None)])
+def test_a_gpu_in_the_subsystem_of_windows_is_found_by_its_driver(
+    device_files: Path, monkeypatch: pytest.MonkeyPatch, started: int, number: int, kind: str | None
+) -> None:
+    """The only device file there is that of all GPUs, of whichever maker."""
+
+    def count(place: Any) -> int:
+        place._obj.value = number
+        return 0
+
+    asked = list[str]()
+    driver = SimpleNamespace(nvmlInit_v2=lambda: started, nvmlDeviceGetCount_v2=count)
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: (asked.append(name), driver)[1])
+    monkeypatch.setattr(profile, "DEVICE_FOLDER", device_files)
+    assert find_accelerator() is None
+    assert asked == []
+    assert not profile.has_accelerator()
+    (device_files / "dxg").touch()
+    assert profile.has_accelerator()
+    assert find_accelerator() == kind
+    assert asked == ["libnvidia-ml.so.1"]
+    assert ModelConfig(path="m").compute_dtype == ("float32" if kind is None else "bfloat16")
+    monkeypatch.setattr(device.ctypes, "CDLL", Mock(side_effect=OSError("no such library")))
+    assert find_accelerator() is None
 
 
 def test_a_cuda_device_that_torch_cannot_use_ends_the_run(device_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.source import Setting
-from leaderless.device import first_device
+from leaderless.device import DEVICE_FILES, DEVICE_FOLDER, ROCM_FILE, WSL_FILE, first_device
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Plan
 from leaderless.planner.auto.candidates import placeable
@@ -22,8 +22,8 @@ from leaderless.planner.auto.profile import MachineIdentity, Point, Profile, set
 from leaderless.planner.costs.cluster import GIB
 from leaderless.run.run import Run
 
-ACCELERATORS = ("nvidia[0-9]*", "davinci[0-9]*", "kfd")
-"""Devices in `/dev` of machines that have accelerators."""
+ACCELERATORS = (*DEVICE_FILES.values(), ROCM_FILE, WSL_FILE)
+"""Files in `DEVICE_FOLDER` of machines that may have accelerators, as patterns."""
 NUM_STEPS = 4
 """Steps of each measuring run; the first is not counted."""
 MAX_LENGTHS = 4096
@@ -187,8 +187,8 @@ def profile_of(spans: Spans, recipe: Recipe, workers: int) -> Profile:
 
 
 def has_accelerator() -> bool:
-    """Whether this machine has accelerators, found without torch."""
-    return any(True for pattern in ACCELERATORS for _ in Path("/dev").glob(pattern))
+    """Whether this machine may have accelerators, found without torch."""
+    return any(True for pattern in ACCELERATORS for _ in DEVICE_FOLDER.glob(pattern))
 
 
 def this_machine(workers: int) -> MachineIdentity:
