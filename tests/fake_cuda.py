@@ -16,6 +16,7 @@ class FakeCuda:
         sync_mode: Mode for operations that wait: "error" refuses them.
         modes: Mode of each recording.
         fails: Whether what is recorded cannot be.
+        reason: Error of a recording that fails.
         is_collecting: Whether Python collected garbage in the last recording.
     """
 
@@ -23,6 +24,7 @@ class FakeCuda:
         """Take the place of functions of torch."""
         self.stream, self.sync_mode = "default", "default"
         self.modes, self.fails, self.is_collecting = list[str](), False, True
+        self.reason = RuntimeError("operation failed due to a previous error during capture")
         fake = self
 
         class Graph:
@@ -39,7 +41,7 @@ class FakeCuda:
                 fake.stream, fake.is_collecting = "side", gc.isenabled()
                 fake.modes.append(self.mode)
                 if fake.fails:  # work that is recorded is not done
-                    raise RuntimeError("operation failed due to a previous error during capture")
+                    raise fake.reason
 
             def __exit__(self, *_: object) -> None:
                 fake.stream = "default"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.fake_cuda import FakeCuda
 from tests.tiny import tiny_model
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from leaderless.config.models import ModelConfig
@@ -23,7 +24,7 @@ from leaderless.rollout.engine import Completion, Request, SamplingParams, gener
 from leaderless.rollout.kv_cache import SegmentStore
 from leaderless.rollout.lean_forward import LeanForward, forward_of
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.recording import EAGER_PASSES
+from leaderless.rollout.recording import EAGER_PASSES, MemoryFailures
 from leaderless.rollout.segment_attention import Rounding
 
 SIZES = {
@@ -231,7 +232,7 @@ def bytes_of(store: SegmentStore) -> int:
 def test_where_no_graph_can_be_recorded_it_is_said_and_decoding_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch).fails = True
     engine, expected = tiny_engine(rounding=Rounding(rows=4, tokens=16)), sample(tiny_engine())
-    engine._graphs = DecodeGraphs(engine._pass)
+    engine._graphs = DecodeGraphs(engine._pass, MemoryFailures())
     with pytest.warns(UserWarning, match="no CUDA graph can be recorded"):
         assert_same(sample(engine, max_tokens=12), expected)
     assert EAGER_PASSES < 11, "passes of twelve tokens"
@@ -251,6 +252,29 @@ def test_a_compiler_that_fails_is_said_and_decoding_goes_on(monkeypatch: pytest.
     engine._pass = LeanForward(engine.model, enable_compile=True)
     with pytest.warns(RuntimeWarning, match="torch.compile failed: no compiler"):
         assert_same(sample(engine), expected)
+
+
+@torch.no_grad()
+def test_a_prompt_of_one_token_needs_no_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler takes the number of rows for a constant where it is 1."""
+    expected, rows = tiny_engine(), list[int]()
+
+    def counted(function: Callable[..., object], *, dynamic: bool) -> Callable[..., object]:
+        def call(layer: nn.Module, *values: Tensor) -> object:
+            rows.extend(map(len, values))
+            return function(layer, *values)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", counted)
+    engine = tiny_engine()
+    engine._pass = LeanForward(engine.model, enable_compile=True)
+    params = SamplingParams(SamplingConfig(temperature=0), 4, (), seed=1)
+    for prompts in ([[7]], [[7], [5, 6, 7]]):
+        asked = [Request(prompt, [number]) for number, prompt in enumerate(prompts)]
+        for (one,), (other,) in zip(generate(engine, asked, params), generate(expected, asked, params), strict=True):
+            assert_same([one], [other])
+    assert min(rows) == 2
 
 
 def test_engines_of_several_models_may_all_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

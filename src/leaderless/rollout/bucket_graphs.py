@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from leaderless.data.errors import is_out_of_memory
-from leaderless.rollout.recording import EAGER_PASSES, record, try_out, warn_unrecorded
+from leaderless.rollout.recording import EAGER_PASSES, MemoryFailures, record, try_out, warn_unrecorded
 
 
 class BucketGraphs:
@@ -20,17 +20,19 @@ class BucketGraphs:
     def __init__(self, *, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
         self.seen: Counter[Hashable] = Counter()
+        self._failures = MemoryFailures()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def run(self, key: Hashable, compute: Callable[[], None]) -> None:
         """Run a pass. Those with the same key do the same work on the same memory."""
         self.seen[key] += 1
         graph = self._graphs.get(key)
-        if graph is None and self.is_enabled and self.seen[key] > EAGER_PASSES:
+        may_record = self.is_enabled and not self._failures.is_final(key)
+        if graph is None and may_record and self.seen[key] > EAGER_PASSES:
             graph = self._record(key, compute)
         if graph is not None:
             graph.replay()
-        elif self.is_enabled and self.seen[key] == EAGER_PASSES:
+        elif may_record and self.seen[key] == EAGER_PASSES:
             _, self.is_enabled = try_out(compute)
         else:
             compute()
@@ -46,7 +48,9 @@ class BucketGraphs:
             graph = record(compute, [*self._graphs.values()])
         except RuntimeError as error:
             self.clear()  # this may free the memory that is missing
-            if not is_out_of_memory(error):
+            if is_out_of_memory(error):
+                self._failures.add(key, error)
+            else:
                 warn_unrecorded(error)
                 self.is_enabled = False
             return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leaderless.data.errors import is_out_of_memory
 from leaderless.rollout.lean_forward import Forward
-from leaderless.rollout.recording import EAGER_PASSES, record, try_out, warn_unrecorded
+from leaderless.rollout.recording import EAGER_PASSES, MemoryFailures, record, try_out, warn_unrecorded
 from leaderless.rollout.segment_attention import DecodeAttention
 
 MOST_GRAPHS = 256
@@ -21,8 +21,8 @@ MOST_GRAPHS = 256
 class DecodeGraphs:
     """A forward pass that records shapes that recur, and replays them."""
 
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
+    def __init__(self, forward: Forward, failures: MemoryFailures) -> None:
+        self._forward, self._failures = forward, failures
         self._is_enabled = True
         self._allocations = frozenset[int]()
         self._seen: Counter[tuple[int, ...]] = Counter()
@@ -39,13 +39,16 @@ class DecodeGraphs:
             return recorded.replay(inputs)
         everywhere = torch.arange(len(tokens), device=tokens.device)
         self._seen[key] += 1
-        if self._is_enabled and self._seen[key] > EAGER_PASSES:
+        may_record = self._is_enabled and not self._failures.is_final(len(tokens))
+        if may_record and self._seen[key] > EAGER_PASSES:
             try:
                 recorded = self._record(inputs, attention, everywhere)
             except RuntimeError as error:
                 self._recorded.clear()  # this may free the memory that is missing
                 self._seen.clear()
-                if not is_out_of_memory(error):
+                if is_out_of_memory(error):
+                    self._failures.add(len(tokens), error)  # signatures change with the memory of keys
+                else:
                     warn_unrecorded(error)
                     self._is_enabled = False
             else:
@@ -54,7 +57,7 @@ class DecodeGraphs:
                 self._recorded[key] = recorded
                 return recorded.replay(inputs)
         work = partial(self._forward, tokens, positions, attention, everywhere)
-        if self._is_enabled and self._seen[key] == EAGER_PASSES:
+        if may_record and self._seen[key] == EAGER_PASSES:
             logits, self._is_enabled = try_out(work)
         else:
             logits = work()

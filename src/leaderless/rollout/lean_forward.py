@@ -30,6 +30,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl_text")
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Rows = TypeVar("Rows", Tensor, tuple[Tensor, Tensor, Tensor])
 
 
 class Forward(Protocol):
@@ -66,8 +67,9 @@ class LeanForward:
 
     def __init__(self, model: CausalLM, enable_compile: bool) -> None:
         self._model = model
-        self._project, self._finish = (_compiled(project), _compiled(finish)) if enable_compile else (project, finish)
+        self._project, self._finish = project, finish
         if enable_compile:
+            self._project, self._finish = _of_two_rows(_compiled(project)), _of_two_rows(_compiled(finish))
             allow_variants()
 
     def __call__(
@@ -144,6 +146,18 @@ def normalize(norm: nn.Module, values: Tensor) -> Tensor:
 def _turn(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Apply rotary positions: rotate each half of a head with the other, rounded step by step as in `transformers`."""
     return values * cosine + values.roll(values.shape[-1] // 2, -1) * sine
+
+
+def _of_two_rows(function: Callable[[nn.Module, *tuple[Tensor, ...]], Rows]) -> Callable[..., Rows]:
+    """Call a function with at least two rows: for one, `torch.compile` would make other kernels, in tens of seconds."""
+
+    def call(layer: nn.Module, *rows: Tensor) -> Rows:
+        if len(rows[0]) != 1:
+            return function(layer, *rows)
+        found = function(layer, *(torch.cat([one, one]) for one in rows))
+        return cast("Rows", found[:1] if isinstance(found, Tensor) else tuple(one[:1] for one in found))
+
+    return call
 
 
 def _compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -23,6 +23,7 @@ from leaderless.rollout.lean_forward import forward_of
 from leaderless.rollout.native_prompts import Draws, Key, Part, Prompt, Response, Rows, draws_of, passes_of
 from leaderless.rollout.prefill_attention import PrefillAttention, PromptPart
 from leaderless.rollout.probe import PROBE_TOLERANCE, check_probe
+from leaderless.rollout.recording import MemoryFailures
 from leaderless.rollout.sampling import sample_tokens, uniform_noise
 from leaderless.rollout.segment_attention import DecodeAttention, Rounding, SharedPrompts, round_up
 from leaderless.weights.stream import Probe, WeightStream
@@ -71,6 +72,7 @@ class NativeEngine:
         self._pass = forward_of(model, enable_compile=device.type == "cuda" and routers is None)
         self._rounding = rounding or (EXACT if device.type == "cpu" else COARSE)
         self._num_requests = self._num_loads = 0
+        self._failures = MemoryFailures()
         self._reset()
 
     def _reset(self) -> None:
@@ -81,7 +83,7 @@ class NativeEngine:
         self._prompts, self._responses = self._make_stores()
         self._kept = Conversations(self._responses)
         is_captured = self.device.type == "cuda" and self._routers is None
-        self._graphs = DecodeGraphs(self._pass) if is_captured else None
+        self._graphs = DecodeGraphs(self._pass, self._failures) if is_captured else None
         self._experts: list[bytes] = []  # of each token of the last pass
         self._active: dict[Segment, Response] = {}
         self._rows: Rows | None = None
@@ -110,7 +112,7 @@ class NativeEngine:
         if missing:
             raise RuntimeError(f"{len(missing)} of the model's weights have not been sent, such as {min(missing)}")
         if self._graphs is not None:
-            self._graphs = DecodeGraphs(self._pass)  # a graph reads from the memory of earlier weights
+            self._graphs = DecodeGraphs(self._pass, self._failures)  # a graph reads from the memory of earlier weights
         if weights.probe is not None:
             self._check(weights.probe, weights.policy_version)
         self.policy_version = weights.policy_version

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -15,7 +16,33 @@ from leaderless.data.errors import is_out_of_memory
 EAGER_PASSES = 2
 """Passes of a kind before one is recorded; they let compilers and libraries prepare themselves."""
 
+MOST_FAILURES = 3
+"""Recordings of a kind of pass that run out of memory before no other one is tried."""
+
 Result = TypeVar("Result")
+
+
+class MemoryFailures:
+    """Recordings that ran out of memory, by kind of pass. Each waits for the device, and drops all other graphs."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Hashable] = Counter()
+        self._is_said = False
+
+    def add(self, key: Hashable, error: RuntimeError) -> None:
+        """Count a failure of passes of a kind; the first kind that is given up gets a warning."""
+        self._counts[key] += 1
+        if self.is_final(key) and not self._is_said:
+            self._is_said = True
+            warnings.warn(
+                f"decoding is slower, since there is too little memory to record passes of some sizes: {error}; lower "
+                "rollout.max_sequences, or leave more memory free",
+                stacklevel=3,
+            )
+
+    def is_final(self, key: Hashable) -> bool:
+        """Whether passes of a kind are not to be recorded any more."""
+        return self._counts[key] >= MOST_FAILURES
 
 
 def record(work: Callable[[], None], others: Sequence[torch.cuda.CUDAGraph]) -> torch.cuda.CUDAGraph:
