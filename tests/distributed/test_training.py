@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
 from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from leaderless.algorithms import Denominators, token_weights
@@ -17,6 +21,7 @@ from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch, response_lengths
+from leaderless.training.sharded import forget_order
 
 LENGTHS = [(3, 9), (7, 1), (5, 14), (1, 30), (12, 2), (4, 4), (9, 21), (2, 5), (6, 0), (3, 17), (8, 8)]
 """Prompt and response tokens of each sample: uneven, and one without a response."""
@@ -229,3 +234,23 @@ def test_weight_decay_spares_biases_and_norms() -> None:
     matrices, vectors = count_weight_decay(tiny_model())
     assert matrices == 1 + 2 * 7
     assert vectors == 1 + 2 * (3 + 2)
+
+
+def order_after_scoring(num_batches: int) -> list[int]:
+    """Lengths of all that torch keeps of the order in which passes went through the units of a model."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    config = ModelConfig(path=tiny_model(), compute_dtype="bfloat16")
+    engine = FsdpEngine(load_causal_lm(config, "ref"), config, transport.world, torch.device("cpu"), 64)
+    scores = [engine.log_probs(random_samples(LENGTHS)).values for _ in range(num_batches)]
+    assert all(torch.equal(one, scores[0]) for one in scores)
+    groups: list[Any] = []
+    for state in (unit._get_fsdp_state() for unit in engine.units):
+        groups += state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    assert groups
+    return [len(kept) for group in groups for kept in (group._post_forward_indices, group.comm_ctx.post_forward_order)]
+
+
+def test_a_model_that_is_only_scored_keeps_nothing_of_its_passes(ranks: RankPool) -> None:
+    assert {*ranks.run(1, order_after_scoring, 2)[0]} == {0}
+    forget_order([])
+    forget_order(cast("list[FSDPModule]", [object(), SimpleNamespace(_get_fsdp_state=object)]))  # as of another torch

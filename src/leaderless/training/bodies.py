@@ -28,7 +28,7 @@ from leaderless.policies.seen import images_of, padded
 from leaderless.training.engine import EngineSetup
 from leaderless.training.micro_batches import TEMPERATURES, MicroBatch
 from leaderless.training.sac_engine import SacEngine, make_sac_engine
-from leaderless.training.sharded import ShardedModel
+from leaderless.training.sharded import ShardedModel, forget_order
 from leaderless.training.units import grained
 
 NO_WORDS = 1 << 62
@@ -268,6 +268,7 @@ class BodyValueEngine(_Bodies):
             values.append(after if after.ndim == 1 else after[:, 0])
         if self.units:
             self.units[-1].reshard()
+            forget_order(self.units)
         found[rows] = torch.cat(values).cpu()
         return found
 

@@ -42,6 +42,22 @@ from leaderless.weights.tensor_parallel import tensor_rows
 Model_co = TypeVar("Model_co", bound=Shardable, covariant=True)
 
 
+def forget_order(units: Iterable[FSDPModule]) -> None:
+    """Forget the order in which passes without a gradient went through units.
+
+    Torch appends each unit of each pass to lists, and clears them in a backward pass, which a frozen model has none of.
+    Their names are not public: where they are others, they are left alone.
+    """
+    for unit in units:
+        state = getattr(unit, "_get_fsdp_state", lambda: None)()
+        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+            order = getattr(getattr(group, "comm_ctx", None), "post_forward_order", None)
+            indices = getattr(group, "_post_forward_indices", None)
+            if isinstance(order, list) and isinstance(indices, list):
+                order.clear()
+                indices.clear()
+
+
 class ShardedModel(BoundedPasses, Generic[Model_co]):
     """See `Trainable`.
 
@@ -185,6 +201,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             # FSDP keeps the root, or all units, gathered after a forward pass, for a backward pass that does not come.
             for unit in self.units[-1:] if self._keeps == "nothing" else self.units:
                 unit.reshard()
+            forget_order(self.units)
             self._trim_memory()
         return scores
 
