@@ -16,7 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from leaderless import device
+from leaderless import device, versions
 from leaderless.cli.main import app
 from leaderless.doctor import devices, machine
 from leaderless.doctor import folder as folder_checks
@@ -44,7 +44,7 @@ def test_a_machine_that_runs_the_tests_has_no_errors() -> None:
 
 def test_packages_that_are_missing_or_old_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = ["numpy>=999", "no-such-package>=1", "torch>=1", 'pytest>=999; extra == "test"']
-    monkeypatch.setattr(machine, "requires", lambda _: needed)
+    monkeypatch.setattr(versions, "requires", lambda _: needed)
     found = only([machine.check_python], "packages")
     assert found.level == "error"
     assert "numpy is " in found.value

@@ -11,18 +11,14 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from leaderless.device import SHARED_MEMORY, SMALL_SHARED_MEMORY, find_accelerator
 from leaderless.doctor.devices import check_devices
 from leaderless.doctor.finding import Findings
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
+from leaderless.versions import REMEDY, unfit_versions
 
 GIB = 1 << 30
 MIN_FILES, FEW_FILES = 256, 4096
@@ -35,23 +31,10 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 def check_python(findings: Findings) -> None:
     """Whether Python is new enough, and which packages are missing or of another version."""
-    from packaging.requirements import Requirement
-
     value = f"{platform.python_version()} ({sys.executable})"
     findings.fail_if(sys.version_info < (3, 11), "interpreter", value, "use Python 3.11 or newer")
-    needed = [Requirement(line) for line in requires("leaderless") or ()]
-    wrong = list(filter(None, (_problem_of(one) for one in needed if one.marker is None)))
-    value = "; ".join(wrong) or "all that leaderless needs"
-    findings.fail_if(bool(wrong), "packages", value, "pip install --upgrade leaderless, in this environment")
-
-
-def _problem_of(requirement: Requirement) -> str:
-    try:
-        found = version(requirement.name)
-    except PackageNotFoundError:
-        return f"{requirement.name} is missing"
-    is_right = requirement.specifier.contains(found, prereleases=True)
-    return "" if is_right else f"{requirement.name} is {found}, but must be {requirement.specifier}"
+    wrong = [*unfit_versions()]
+    findings.fail_if(bool(wrong), "packages", "; ".join(wrong) or "all that leaderless needs", REMEDY)
 
 
 def check_cores(findings: Findings) -> None:

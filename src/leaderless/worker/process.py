@@ -36,6 +36,7 @@ from leaderless.planner.memory_parts import Room
 from leaderless.rewards.judges.judge import AnswerFile
 from leaderless.rewards.pool import RewardPool
 from leaderless.stages.play import writer_of
+from leaderless.versions import REMEDY, unfit_versions
 from leaderless.worker.accelerator import check_accelerator
 from leaderless.worker.attention import choose_attention
 from leaderless.worker.description import write_description
@@ -148,6 +149,8 @@ def _join(
     """Start the processes that compute rewards for this worker, then meet the other workers."""
     activity, run = Activity(), RunDirectory.of(recipe)
     run.say = partial(_print_own, display)
+    if place.local_rank == 0 and (wrong := "; ".join(unfit_versions())):
+        run.say(f"this run may fail: {wrong}: {REMEDY}")
     answers = AnswerFile(run.answers / f"rank-{place.rank}.jsonl", run.may_fail)
     rewards = stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat, answers))
     transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))

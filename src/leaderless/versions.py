@@ -1,0 +1,25 @@
+"""Whether the packages that this one needs are there, in versions with which it works. Imports none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+
+REMEDY = "pip install --upgrade leaderless, in this environment"
+"""What to do about packages of other versions."""
+
+
+def unfit_versions() -> Iterator[str]:
+    """Yield a line for each package that is missing, or of a version that is too old or not known yet."""
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, requires("leaderless") or ()):
+        if requirement.marker is not None:
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            yield f"{requirement.name} is missing"
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            yield f"{requirement.name} is {found}, but must be {requirement.specifier}"
