@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from leaderless.models import uploads
-from leaderless.models.uploads import ALIGNMENT_BYTES, PAGE_BYTES, _Upload, one_copy, placed
+from leaderless.models.uploads import (
+    ALIGNMENT_BYTES,
+    PAGE_BYTES,
+    _parted,
+    _together,
+    _Upload,
+    one_copy,
+    placed,
+    read_back,
+)
 
 CPU = torch.device("cpu")
 TENSORS = [
@@ -43,6 +52,13 @@ def test_tensors_arrive_as_they_were(monkeypatch: pytest.MonkeyPatch, page_bytes
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
         assert torch.equal(tensor, expected)
     assert (len(upload._pages) == 1) == (page_bytes == PAGE_BYTES)
+
+
+def test_tensors_come_back_as_they_were() -> None:
+    for back, expected in zip(_parted(_together(TENSORS), TENSORS), TENSORS, strict=True):
+        assert (back.dtype, back.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(back, expected)
+    assert all(back is one for back, one in zip(read_back(*TENSORS), TENSORS, strict=True)), "they are on the host"
 
 
 def test_a_tensor_may_be_changed_in_place_without_the_others() -> None:

@@ -30,7 +30,6 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl_text")
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-Rows = TypeVar("Rows", Tensor, tuple[Tensor, Tensor, Tensor])
 
 
 class Forward(Protocol):
@@ -148,14 +147,16 @@ def _turn(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return values * cosine + values.roll(values.shape[-1] // 2, -1) * sine
 
 
-def _of_two_rows(function: Callable[[nn.Module, *tuple[Tensor, ...]], Rows]) -> Callable[..., Rows]:
+def _of_two_rows(function: Callable[..., Result]) -> Callable[..., Result]:
     """Call a function with at least two rows: for one, `torch.compile` would make other kernels, in tens of seconds."""
 
-    def call(layer: nn.Module, *rows: Tensor) -> Rows:
+    def call(layer: nn.Module, *rows: Tensor) -> Result:
         if len(rows[0]) != 1:
             return function(layer, *rows)
-        found = function(layer, *(torch.cat([one, one]) for one in rows))
-        return cast("Rows", found[:1] if isinstance(found, Tensor) else tuple(one[:1] for one in found))
+        found: object = function(layer, *(torch.cat([one, one]) for one in rows))
+        several = [found] if isinstance(found, Tensor) else cast("tuple[Tensor, ...]", found)
+        first = [one[:1] for one in several]
+        return cast("Result", first[0] if isinstance(found, Tensor) else tuple(first))
 
     return call
 

@@ -92,6 +92,14 @@ def learner_of(config: SacConfig = SMALL, spaces: Spaces = SPACES, **more: objec
     return SacLearner(policy_of(spaces), config, optimizer, seed=3, **more)  # type: ignore[arg-type]
 
 
+def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    lived = decisions(0)
+    memory = memory_of(tmp_path, replace(lived, rewards=np.full_like(lived.rewards, np.nan)))
+    learner = learner_of()
+    with pytest.raises(RuntimeError, match="the gradient of the critics has the norm nan in update 0: lower optimizer"):
+        learner.update(memory.draw)
+
+
 def test_targets_are_those_of_a_loop() -> None:
     rewards = torch.tensor([[1.0, 2.0, 4.0], [1.0, 0.0, 0.0], [3.0, 5.0, 0.0]])
     num_steps, is_terminated = torch.tensor([3, 1, 2]), torch.tensor([False, False, True])
