@@ -206,7 +206,7 @@ def output_of(command: Sequence[str], limit_s: float) -> tuple[int, str]:
         os.killpg(process.pid, 9)
         output, _ = process.communicate()
         last = " / ".join(output.strip().splitlines()[-2:])
-        raise StoppedError(f"stopped after {limit_s:.0f} s; it said last: {last}", output) from None
+        raise StoppedError(f"stopped after {limit_s:.0f} s; it said last: {last or 'nothing'}", output) from None
     return process.returncode, output
 
 

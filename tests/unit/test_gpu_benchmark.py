@@ -74,6 +74,7 @@ def test_a_part_is_started_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: 
     found = gpu.run_part("environment", "cpu", "tiny", 1)
     assert found["preset"] == asdict(PRESETS["tiny"])
     assert gpu_report.table({"parts": {"environment": found}}).startswith("a CPU, to try the script; torch 2.")
+    assert all(callable(part_named(name)) for name in MODULES)
 
 
 def test_published_work_gives_a_figure_for_each_key(capsys: pytest.CaptureFixture[str]) -> None:
