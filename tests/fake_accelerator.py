@@ -107,6 +107,19 @@ class Accelerator(TorchDispatchMode):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
+class Event:
+    """A place in the work of the device, which it has always reached."""
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
 def moved(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A module with its weights on the device."""
     for part in module.modules():
@@ -357,6 +370,7 @@ def register() -> None:
     _setup_privateuseone_for_python_backend(KIND)
     torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes tensors on the host, and moves them visibly
     DEVICE = torch.device(KIND, 0)
+    torch.get_device_module(DEVICE).Event = Event
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tests.tiny import at_temperature, mixture_model, random_samples, tiny_model
 from torch import Tensor
 
 from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
-from leaderless.data import transport, under_way
+from leaderless.data import transport
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.data.under_way import MESSAGES_AHEAD
@@ -55,8 +55,6 @@ class Done:
     def is_completed(self) -> bool:
         return True
 
-    query = is_completed
-
     def wait(self) -> None:
         pass
 
@@ -75,7 +73,7 @@ def absent_ranks(waits: Waits) -> Iterator[None]:
     replaced = [patch.object(transport.dist, name, done) for name in names]
     replaced += [patch.object(transport.dist, "P2POp", done), patch.object(transport, "_all_gather", done)]
     replaced += [patch.object(transport.dist, "batch_isend_irecv", lambda _: [Done()])]
-    replaced += [patch.object(under_way, "mark", done), patch.object(ProcessGroup, "_poll", poll)]
+    replaced += [patch.object(ProcessGroup, "_poll", poll)]
     for one in replaced:
         one.start()
     try:

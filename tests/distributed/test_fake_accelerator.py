@@ -71,13 +71,7 @@ def test_a_pass_of_an_update_is_one_copy_to_the_device_for_which_nobody_waits(na
 
 
 def test_passes_of_bodies_and_updates_of_sac_wait_for_nothing() -> None:
-    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
-        pytest.skip("this torch cannot register a device in Python")
-    command = [sys.executable, "-m", "tests.fake_accelerator", "bodies"]
-    process = Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    found = {name: tuple(counts.values()) for name, counts in json.loads(output).items()}
+    found = {name: tuple(counts.values()) for name, counts in counts_of("bodies").items()}
     assert found == {  # copies to the device, those for which the host waits, and copies back
         "policy": (1, 0, 0),
         "critic": (1, 0, 0),
