@@ -6,13 +6,17 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from tests.delays import delays
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
 from tests.tiny import tiny_model, write_recipe
+from torch import Tensor
 
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan, rollout_engine
@@ -248,3 +252,32 @@ def test_two_policies_may_have_different_back_ends(walk: Walk) -> None:
         for name, weights in expected["weights"].items():
             difference = (result["weights"][name] - weights).norm() / weights.norm().clamp(min=1e-3)
             assert float(difference) < 1e-4, f"{name}, step {step + 1}"
+
+
+def train_ahead(recipe_file: str, name: str, seed: int | None) -> dict[str, Tensor]:
+    """The weights of both policies that this rank trains; with a seed, all that ranks exchange is delayed at random."""
+    recipe = load_recipe(recipe_file, [f"name={name}"]).recipe
+    place = Place.from_environment()
+    plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
+    assert [one.name for one in plan.channels if one.sync] == ["first=>first_rollout", "second=>second_rollout"]
+    disturbing = nullcontext() if seed is None else delays(seed)
+    with disturbing, open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        worker.run()
+        trained = worker.parts.roles.trained().items()
+        return {f"{role}/{name}": one.clone() for role, engine in trained for name, one in engine.full_weights()}
+
+
+def test_two_policies_that_generate_ahead_get_the_same_weights_in_any_order(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text(write_workflow(joined()))
+    nodes = [node.name for node in joined().nodes]
+    layout = {name: {"ranks": "0" if name.endswith("_rollout") else "1"} for name in nodes}
+    ahead = {"layout": layout, "channels": {"first_rollout": {"capacity": 1}}, "steps": 3}
+    own = {"workflow": str(tmp_path / "two.yaml"), **ahead}
+    recipe = write_recipe(tmp_path, tiny_model(), {**SETTINGS, **own})
+    undisturbed, delayed = (
+        ranks.run(2, train_ahead, str(recipe), f"ahead-{seed}", seed, init_group=False, timeout_s=60.0)[1]
+        for seed in (None, 0)
+    )
+    assert {name.partition("/")[0] for name in undisturbed} == {"first", "second"}
+    assert undisturbed.keys() == delayed.keys()
+    assert all(torch.equal(weight, delayed[name]) for name, weight in undisturbed.items())
