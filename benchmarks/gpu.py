@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -249,6 +250,7 @@ def run_quickstart(device: str, limit_s: float) -> Results:
         ["-m", "leaderless", "export", "runs/quickstart-sft", "runs/quickstart-base"],
         ["-m", "leaderless", "train", "recipes/quickstart/grpo.yaml", "--workers", "1", "--fresh", *few],
     ]
+    shutil.rmtree(ROOT / "runs/quickstart-base", ignore_errors=True)  # of an earlier quickstart
     seconds = []
     for command in commands:
         started = time.monotonic()

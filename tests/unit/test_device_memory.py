@@ -219,6 +219,14 @@ def test_an_engine_with_pages_takes_what_the_plan_says(
     assert max(admitted) + rows < sum(decoding.values())
 
 
+def test_an_engine_that_records_experts_has_pages_like_others(tmp_path: Path) -> None:
+    engine = engine_memory(write_model(tmp_path / "model", **SMALL))
+    algorithm = engine.recipe.algorithm.model_copy(update={"replay_experts": True})
+    recording = replace(engine, recipe=engine.recipe.model_copy(update={"algorithm": algorithm}))
+    assert recording.kept() == engine.kept()
+    assert "recorded passes" in recording.kept()
+
+
 @pytest.mark.usefixtures("attends")
 def test_an_engine_with_slots_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Responses end at any length, and others begin meanwhile: slots of all sizes are in use."""

@@ -109,3 +109,13 @@ def test_the_pool_of_the_engine_leaves_room_on_the_smallest_gpu_of_a_preset(
     per_token = 2 * preset.layers * preset.key_heads * (preset.hidden // preset.heads) * 2
     assert options.pool_tokens >= preset.prompts * (preset.prompt_tokens + 8 * preset.response_tokens)
     assert options.pool_tokens * per_token <= 0.3 * max(1, preset.least_gib) * 2**30
+
+
+def test_the_quickstart_runs_where_there_was_one_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    base = tmp_path / "runs/quickstart-base"
+    base.mkdir(parents=True)
+    (tmp_path / "runs/quickstart").mkdir()
+    (tmp_path / "runs/quickstart/metrics.jsonl").write_text('{"evaluation/accuracy": 0.5}\n')
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "output_of", lambda command, _: (int("export" in command and base.exists()), "not empty"))
+    assert gpu.run_quickstart("cuda", 60)["accuracy"] == [0.5, 0.5]
