@@ -237,8 +237,11 @@ def test_goals_are_shown_with_what_was_measured_of_them() -> None:
             "copy_host_s": 0.01,
         },
     }
-    page = goals(parts)
-    assert "| 40 % | 50% |" in page
+    page = goals({name: {**part, "preset": asdict(PRESETS["1.5B"])} for name, part in parts.items()})
+    assert "| 40 % | 1.5B: 50% |" in page
     assert "512 sequences | 60 % | 30% |" in page
-    assert "| 0.5 s | native 0.25 s, in another process 0.50 s without what vLLM adds |" in page
+    assert "| 0.5 s | by those of 1.5B: native 0.25 s, in another process 0.50 s without what vLLM adds |" in page
+    for size in ("0.5B", "tiny"):
+        smaller = goals({name: {**part, "preset": asdict(PRESETS[size])} for name, part in parts.items()})
+        assert smaller.count("not measured") == 5, "they would promise what larger models do not reach"
     assert goals({"training": {"error": "out of memory"}}).count("not measured") == 5
