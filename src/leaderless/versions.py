@@ -10,10 +10,17 @@ REMEDY = "pip install --upgrade leaderless, in this environment"
 
 
 def unfit_versions() -> Iterator[str]:
-    """Yield a line for each package that is missing, or of a version that is too old or not known yet."""
+    """Yield a line for each package that is missing, or of a version that is too old or not known yet.
+
+    A source tree that is not installed does not say what it needs: nothing is yielded there.
+    """
     from packaging.requirements import Requirement
 
-    for requirement in map(Requirement, requires("leaderless") or ()):
+    try:
+        needed = requires("leaderless") or ()
+    except PackageNotFoundError:
+        return
+    for requirement in map(Requirement, needed):
         if requirement.marker is not None:
             continue
         try:

@@ -1,4 +1,4 @@
-"""What passes calls to an engine on."""
+"""An engine that passes its calls on to another one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from leaderless.weights.stream import WeightStream
 
 
 class WrappedEngine:
-    """See `RolloutEngine`. An engine around another one, which has every call; subclasses add to some of them."""
+    """See `RolloutEngine`. Passes every call on to another engine; subclasses add something to some of them."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        """Take the engine that has the calls."""
+        """Pass calls on to `engine`."""
         self._engine = engine
 
     @property
