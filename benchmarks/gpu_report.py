@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # where the documentation reads it
+from gpu_goals import model_of, passes, percent
 from gpu_timeline import draw as draw_panels
+from model_flops import shares
+from published import NOT_MEASURED, device_of
+from published import table as markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs/performance/gpu.json"
@@ -64,7 +68,7 @@ def generation_rows(generation: Results, _: Results | None) -> Rows:
             (f"generation, {way}", f"{speed:,.0f} tokens/s ({speed / best:.0%} of the best)")
             for way, speed in generation["tokens_per_s"].items()
         ),
-        memory_row("generation", generation),
+        *memory_rows("generation", generation),
     ]
 
 
@@ -79,14 +83,15 @@ def decoding_rows(decoding: Results, _: Results | None) -> Rows:
 
 def weight_rows(sent: Results, _: Results | None) -> Rows:
     gigabytes, count = sent["bytes"] / 1e9, f"{sent['ranks']} GPU{'s' * (sent['ranks'] > 1)}"
-    copied = f"{gigabytes / sent['copy_s']:.1f} GB/s, the host waits {1e3 * sent['copy_host_s']:.0f} ms"
-    return [
-        *(
-            (f"new weights in {name}, {count}", f"{gigabytes / sent['seconds'][way]:.1f} GB/s")
-            for way, name in (("native", "the native engine"), ("apart", "an engine in another process"))
-        ),
-        ("weights copied for a channel", copied),
+    lines = [
+        (f"new weights in {name}, {count}", f"{gigabytes / sent['seconds'][way]:.1f} GB/s")
+        for way, name in (("native", "the native engine"), ("apart", "an engine in another process"))
+        if way in sent["seconds"]
     ]
+    if "copy_s" in sent:
+        copied = f"{gigabytes / sent['copy_s']:.1f} GB/s, the host waits {1e3 * sent['copy_host_s']:.0f} ms"
+        lines.append(("weights copied for a channel", copied))
+    return lines
 
 
 def timeline_rows(timeline: Results, _: Results | None) -> Rows:
@@ -102,36 +107,36 @@ def quickstart_rows(quickstart: Results, _: Results | None) -> Rows:
     return [("quickstart", f"{sum(quickstart['seconds'].values()):.0f} s, accuracy {accuracy}")]
 
 
-def training_rows(training: Results, speeds: Results | None) -> Rows:
-    speed = training["model_flops"] / training["forward_backward_s"]
-    share = f", {speed / speeds['flops']:.0%} of a large product" if speeds else ""
-    lines = [
-        (
-            f"a pass of {training['tokens']:,} tokens, forward and backward",
-            f"{1e3 * training['forward_backward_s']:.0f} ms",
-        ),
-        ("operations that it has to do", f"{speed / 1e12:.0f} TFLOP/s{share}"),
-        *compiled_row(training),
-        ("of it the head", f"{training['head_s'] / training['forward_backward_s']:.0%}"),
-        (
-            "the head, in chunks of 2²⁵ and of 2²⁸ logits",
-            f"{1e3 * training['head_in_small_chunks_s']:.0f} ms, {1e3 * training['head_s']:.0f} ms",
-        ),
-        ("an update with its optimizer step", f"{1e3 * training['step_s']:.0f} ms"),
-        ("log-probs of a pass", f"{1e3 * training['log_probs_s']:.0f} ms"),
-    ]
-    return [*lines, memory_row("an update", training)]
+def training_rows(training: Results, _: Results | None) -> Rows:
+    names = {
+        "head_in_small_chunks_s": "the head of a pass, in chunks of 2²⁵ logits",
+        "head_s": "the head of a pass, in chunks of 2²⁸ logits",
+        "step_s": "an update with its optimizer step",
+        "log_probs_s": "log-probs of a pass",
+    }
+    lines = [(name, f"{1e3 * training[key]:.0f} ms") for key, name in names.items() if key in training]
+    return [*lines, *memory_rows("an update", training)]
 
 
-def memory_row(what: str, part: Results) -> tuple[str, str]:
-    """The most memory that torch had allocated, next to the estimate of `plan`."""
+def training_table(parts: Mapping[str, Results]) -> str:
+    """Passes of training, forward and backward, with MFU and the share of a large product, as a table in Markdown."""
+    titles = ("model", "layers", "tokens", "ms", "TFLOP/s", "MFU", "share of a large product", "device")
+    lines = []
+    for part in parts.values():
+        for layers, seconds in passes(part) if "error" not in part and "model_flops" in part else ():
+            found = shares(part, seconds, parts.get("speeds", {}))
+            figures = f"{part['tokens']:,}", f"{1e3 * seconds:.0f}", f"{part['model_flops'] / seconds / 1e12:.0f}"
+            rates = percent(found.mfu), percent(found.of_large_product, NOT_MEASURED)
+            lines.append((model_of(part), layers, *figures, *rates, device_of(part)))
+    return markdown(titles, lines) if lines else ""
+
+
+def memory_rows(what: str, part: Results) -> Rows:
+    """The most memory that torch had allocated, next to the estimate of `plan`; none if that was not measured."""
+    if "peak_bytes" not in part:
+        return []
     peaks = f"{part['peak_bytes'] / 2**30:.1f} of {part['planned_bytes'] / 2**30:.1f} GiB"
-    return f"most memory in {what}, of what `plan` says", peaks
-
-
-def compiled_row(training: Results) -> Rows:
-    seconds = training.get("compiled_forward_backward_s")
-    return [("the same with compiled layers", f"{1e3 * seconds:.0f} ms")] if seconds else []
+    return [(f"most memory in {what}, of what `plan` says", peaks)]
 
 
 ROWS: dict[str, Callable[[Results, Results | None], Rows]] = {
@@ -150,14 +155,16 @@ ROWS: dict[str, Callable[[Results, Results | None], Rows]] = {
 
 
 def table(results: Results) -> str:
-    """The figures as a table in Markdown, below the conditions of the measurement."""
+    """Passes of training as a table in Markdown, then the conditions of the measurement and all other figures."""
     environment = results["parts"].get("environment", {})
     packages = ", ".join(f"{name} {number}" for name, number in environment.get("packages", {}).items())
     preset = next((p["preset"] for p in results["parts"].values() if "preset" in p), None)
     model = f"; a Qwen2 of {preset['layers']} layers of {preset['hidden']}" if preset else ""
     head = f"{environment.get('device', 'an unknown device')}; {packages}{model}."
     body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows(results))
-    return f"{head}\n\n| figure | measured |\n| --- | ---: |\n{body}"
+    figures = f"{head}\n\n| figure | measured |\n| --- | ---: |\n{body}"
+    training = training_table(results["parts"])
+    return f"{training}\n\n{figures}" if training else figures
 
 
 def draw(results: Results, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_machine import SIBLINGS, Machine, Preset, Result, num_weights, samples
+from gpu_machine import SIBLINGS, Machine, Result, samples
 from gpu_plan import planned_memory
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
@@ -17,6 +17,7 @@ from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.serving import Colocated
 from leaderless.weights.blocks import Pool, everything
+from model_flops import training_flops
 
 
 def training(machine: Machine) -> Result:
@@ -28,6 +29,7 @@ def training(machine: Machine) -> Result:
         micro_batches = trainer.micro_batches(batch)
         num_tokens = sum(len(m.tokens) for m in micro_batches)
         num_scored = sum(len(m.targets) for m in micro_batches)
+        num_pairs = sum(int((m.positions + 1).sum()) for m in micro_batches)
         peaks: dict[str, int] = {}
 
         def add_gradients() -> None:
@@ -53,7 +55,7 @@ def training(machine: Machine) -> Result:
             "log_probs_s": scoring,
             "head_s": head,
             "head_in_small_chunks_s": small,
-            "model_flops": training_flops(preset, num_weights(trainer.model), num_tokens, num_scored),
+            "model_flops": training_flops(preset, num_tokens, num_scored, num_pairs),
             "peak_bytes": peaks["update"],
             "planned_bytes": planned.allocated("policy trains"),
             "planned": planned.memory.to_json(),
@@ -64,14 +66,6 @@ def training(machine: Machine) -> Result:
             result["compiled_forward_backward_s"] = machine.seconds(add_gradients)
             trainer.discard_gradient()
     return result
-
-
-def training_flops(preset: Preset, weights: int, num_tokens: int, num_scored: int) -> float:
-    """Operations that a forward and a backward pass must do: layers at every token, the head at scored tokens."""
-    head = preset.vocabulary * preset.hidden
-    attended = preset.prompt_tokens + max(1, (preset.pass_tokens // 4 - preset.prompt_tokens) // SIBLINGS) / 2
-    attention = 4 * preset.layers * preset.hidden * attended * num_tokens
-    return 3 * (2 * (weights - head) * num_tokens + 2 * head * num_scored + attention)
 
 
 def head_seconds(machine: Machine, rows: int, max_logits: int) -> float:
