@@ -48,7 +48,11 @@ def test_sections_dotted_keys_and_overrides_change_the_settings_that_they_name(t
     assert run.recipe.optimizer.learning_rate == 0.5
     assert (run.recipe.models["policy"].path, run.recipe.models["policy"].revision) == ("m", "v1")
     assert Run(run.recipe).recipe == run.recipe
-    assert Run(run.recipe.model_dump(mode="json"), steps=8).recipe.steps == 8
+    sections = run.recipe.model_dump(mode="json")
+    assert Run(sections, steps=8).recipe.steps == 8
+    for whole in (sections, run.recipe):
+        assert Run(whole, "steps=9").recipe.steps == 9
+        assert Run(whole, "steps=9", steps=10).recipe.steps == 10
 
 
 def test_a_wrong_argument_is_named(tmp_path: Path) -> None:

@@ -33,26 +33,36 @@ _Leaf = tuple[tuple[str, ...], Setting]
 def read_settings(
     recipe: Recipe | Mapping[str, Setting] | str | Path, overrides: Sequence[str], settings: Mapping[str, Setting]
 ) -> LoadedRecipe:
-    """Read a recipe from what `Run` takes, and write files for the objects in it; the settings are applied last."""
-    given = dict(leaves_of(settings))
+    """Read a recipe from what `Run` takes, and write files for the objects in it.
+
+    Overrides change the recipe, and the settings change both.
+    """
+    given, whole = dict(leaves_of(settings)), dict[tuple[str, ...], Setting]()
     if isinstance(recipe, Mapping | Recipe):
-        whole = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe
-        source, given = RecipeSource({}, {}), dict(leaves_of(whole)) | given
+        whole = dict(leaves_of(recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe))
+        source = RecipeSource({}, {})
     elif str(recipe) in builtin_workflows() and not Path(recipe).exists():
         source = RecipeSource({"workflow": str(recipe)}, {})
     else:
         source = read_yaml(recipe_path(Path(recipe)))
-    source = apply_overrides(source, overrides)
-    directory = given.get(("run", "directory")) or _section(source, "run").get("directory")
+    changed, key = apply_overrides(source, overrides), ("run", "directory")
+    directory = given.get(key) or _section(changed, "run").get("directory") or whole.get(key)
     inputs = _Inputs(Path(str(directory or RunConfig.model_fields["directory"].default)) / _FOLDER)
-    for key, value in given.items():
-        source = with_setting(source, key, inputs.plain(value, key), f"argument {'.'.join(key)}")
+    source = _with(source, whole, inputs)
+    source = _with(apply_overrides(source, overrides), given, inputs)
     has_local_reward = any(str(name).startswith(f"{MAIN}:") for name in _section(source, "reward"))
     if has_local_reward and "reward_processes" not in _section(source, "run"):
         source = with_setting(source, ("run", "reward_processes"), 0, f"default for rewards of {MAIN}")
     loaded = load_recipe(source)
     inputs.write()
     return loaded
+
+
+def _with(source: RecipeSource, given: Mapping[tuple[str, ...], Setting], inputs: _Inputs) -> RecipeSource:
+    """A recipe with a program's settings, by path."""
+    for key, value in given.items():
+        source = with_setting(source, key, inputs.plain(value, key), f"argument {'.'.join(key)}")
+    return source
 
 
 def recipe_path(target: Path) -> Path:
