@@ -166,3 +166,11 @@ def test_a_run_in_which_a_rank_helps_can_be_stopped_and_followed(runs: Runs) -> 
     assert_same(again, Seen(before.trained | after.trained, after.weights))
     groups = [len(line["groups"]) for line in lines(runs, "not-interrupted")]  # type: ignore[arg-type]
     assert groups == [3] * NUM_STEPS + [1] * NUM_STEPS
+
+
+def test_the_only_rank_that_generates_may_share_the_device_of_the_one_that_trains(runs: Runs) -> None:
+    seen = runs(1, 1, {**CHANNEL, "helpers": {0: 1}}, "sharing", steps=3)
+    assert seen.done == (3, 3)
+    versions = {step: {version for _, version in samples.values()} for step, samples in seen.trained.items()}
+    assert max(versions[3]) >= UPDATES, "weights have come to the rank that generates"
+    assert all(row["staleness/oldest"] <= UPDATES for row in numbers(runs.directory("sharing"))[1:])

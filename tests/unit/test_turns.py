@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tests.unit.recipes import make_recipe, plan_of, write_model
 from torch import Tensor
 
+from leaderless import device
 from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Plan
@@ -120,6 +122,24 @@ def test_a_helper_has_the_device_of_the_rank_that_it_helps() -> None:
     assert place_of_device(plan(), 3, 1, 2) == (1, 2)
     with pytest.raises(RuntimeError, match=r"rank 3 .* of rank 1, which is on another machine: .* ranks 2 to 3"):
         place_of_device(shared, 3, 1, 2)
+
+
+def test_two_workers_of_a_machine_with_one_gpu_both_get_it_if_one_of_them_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[int] = []
+    gpus = SimpleNamespace(device_count=lambda: 1, set_device=chosen.append)
+    monkeypatch.setattr(device, "_usable_module", {"cuda": gpus}.get)
+    monkeypatch.setenv(device.COMPILERS_VARIABLE, "1")
+    layout = {node: {"ranks": "0" if node in {"rollout", "reward"} else "1"} for node in LAYOUT}
+    channels = {"rollout": {"capacity": 1, "mode": "continuous", "helpers": {0: 1}}}
+    shared = plan_of("grpo", 2, layout=layout, channels=channels, batch={"prompts_per_step": 6})
+    for rank in range(2):
+        setup = device.setup_device(*place_of_device(shared, rank, rank, 2))
+        assert setup == device.DeviceSetup(torch.device("cuda", 0), "cpu:gloo,cuda:nccl")
+    assert chosen == [0, 0]
+    with pytest.raises(RuntimeError, match="2 workers on a machine with 1 cuda devices"):
+        device.setup_device(*place_of_device(plan(), 0, 0, 2))
 
 
 @pytest.mark.parametrize(
