@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import math
 import shutil
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_context_parallel import train
@@ -36,7 +39,7 @@ from transformers import (
 from leaderless.checkpoint.export import export_model
 from leaderless.config import RecipeError
 from leaderless.data.errors import CollectiveError
-from leaderless.data.transport import Transport
+from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.models.pipeline import check_stages
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout, Plan
@@ -199,6 +202,84 @@ def wait_for_the_last(path: str) -> None:
 
 def test_the_last_stage_does_not_wait_for_the_first(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(3, wait_for_the_last, write(tmp_path, "llama"))
+
+
+Step = tuple[str, str, str, int, int]
+"""What a rank does: it asks for a message, or waits for it; its process group, whether it is sent, the other rank, and
+its number on this rank."""
+
+
+def messages_of(path: str, micro_batch_tokens: int) -> tuple[list[Step], list[str]]:
+    """The messages of this stage in log-probabilities and an update, in its order; names of the two process groups."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    layout = Layout(transport.world.ranks, dp=1, pp=transport.world.size)
+    engine = make_engine(replace(setup_of(transport, layout, path), micro_batch_tokens=micro_batch_tokens))
+    assert isinstance(engine, FsdpEngine)
+    assert engine.line is not None
+    steps, begun, batch, order = list[Step](), list[tuple[object, Step]](), ProcessGroup._batch, ProcessGroup._order
+
+    def name(group: ProcessGroup) -> str:
+        return str(group.torch_group.group_name)
+
+    def watched_batch(self: ProcessGroup, sent: Messages, received: Messages, what: str) -> Sequence[dist.Work]:
+        works = batch(self, sent, received, what)
+        for is_sent, messages in (("sent", sent), ("received", received)):
+            for peer, _ in messages:
+                begun.append((works, ("asks", name(self), is_sent, peer, len(begun))))
+                steps.append(begun[-1][1])
+        return works
+
+    def watched_order(self: ProcessGroup, works: Sequence[dist.Work], what: str, device: torch.device) -> None:
+        steps.extend(("waits", *step[1:]) for one, step in begun if one is works)
+        order(self, works, what, device)
+
+    with patch.object(ProcessGroup, "_batch", watched_batch), patch.object(ProcessGroup, "_order", watched_order):
+        samples = random_samples(LENGTHS)
+        engine.log_probs(samples)
+        add_gradients(engine, samples, lambda out, _: out.log_probs.sum())
+        engine.optimizer_step()
+    return steps, [name(group) for group in (engine.line.stages.forth, engine.line.stages.back)]
+
+
+Messages = Sequence[tuple[int, Tensor]]
+
+
+def waiting_for_ever(programs: Sequence[Sequence[Step]]) -> dict[int, Step]:
+    """The step at which each rank stays where an accelerator sends and receives as NCCL does.
+
+    The messages of a process group follow one another on each rank, and one ends on both of its ranks together.
+    """
+    left, queues, done = [deque(one) for one in programs], defaultdict(deque[Step]), set[tuple[int, int]]()
+    while True:
+        before = sum(map(len, left)), len(done)
+        for rank, program in enumerate(left):
+            while program and (program[0][0] == "asks" or (rank, program[0][4]) in done):
+                if (step := program.popleft())[0] == "asks":
+                    queues[rank, step[1]].append(step)
+        for (rank, group), queue in list(queues.items()):
+            if queue and queue[0][2] == "sent":
+                other = queues[queue[0][3], group]
+                if other and other[0][2:4] == ("received", rank):
+                    done |= {(queue[0][3], other.popleft()[4]), (rank, queue.popleft()[4])}
+        if before == (sum(map(len, left)), len(done)):
+            return {rank: program[0] for rank, program in enumerate(left) if program}
+
+
+@pytest.mark.parametrize(
+    ("family", "num_stages", "micro_batch_tokens"), [("tied", 2, 9), ("tied", 3, 9), ("llama", 4, 31)]
+)
+def test_messages_that_wait_for_their_turn_and_their_other_end_never_wait_for_ever(
+    ranks: RankPool, tmp_path: Path, family: str, num_stages: int, micro_batch_tokens: int
+) -> None:
+    path = write(tmp_path, family, num_layers=4)
+    programs, names = zip(*ranks.run(num_stages, messages_of, path, micro_batch_tokens), strict=True)
+    assert all(one == names[0] for one in names)
+    forth, back = names[0]
+    assert {step[1] for program in programs for step in program} == {forth, back}
+    assert sum(step[0] == "waits" for step in programs[0]) == sum(step[0] == "asks" for step in programs[0]) > 20
+    assert waiting_for_ever(programs) == {}
+    in_one_group = [[(kind, "both", *step) for kind, _, *step in program] for program in programs]
+    assert waiting_for_ever(in_one_group), "two process groups are needed"
 
 
 def test_where_a_stage_fails_no_other_waits_for_long(ranks: RankPool, tmp_path: Path) -> None:

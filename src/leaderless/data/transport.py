@@ -101,7 +101,8 @@ class ProcessGroup:
         """Connect all ranks through the backend that moves payload. All of them call it together.
 
         With NCCL the first use of a process group must be a collective of all its ranks: an exchange, in which some
-        may have nothing to do, would hang.
+        may have nothing to do, would hang. All later messages use this communicator, as they are sent in batches, if of
+        one message: `isend` or `irecv` alone would make another one for each two ranks, in the middle of a step.
         """
         if self.size > 1:
             with self._waiting("the first message of a process group"):
@@ -189,28 +190,33 @@ class ProcessGroup:
         All ranks call it together, and wait for the result at any time later. The last rank sends to the first.
         """
         place, received = self.ranks.index(self.rank), torch.empty_like(values)
-        operations = [
-            dist.P2POp(dist.irecv, received, self.ranks[place - 1], group=self.handle),
-            dist.P2POp(dist.isend, values, self.ranks[(place + 1) % self.size], group=self.handle),
-        ]
-        with self._waiting(what):
-            works = dist.batch_isend_irecv(operations)
+        sent = [(self.ranks[(place + 1) % self.size], values)]
+        works = self._batch(sent, [(self.ranks[place - 1], received)], what)
         return Passing(self, received, values, works, what)
 
     def send(self, values: Tensor, receiver: int, what: str) -> Sending:
-        """Begin to send values to one rank, as numbered in the whole run, which calls `receive`."""
-        with self._waiting(what):
-            work = dist.isend(values, receiver, group=self.handle)
-        assert work is not None
-        return Sending(self, values, work, what)
+        """Begin to send values to one rank, as numbered in the whole run, which calls `receive`.
+
+        The messages of a process group follow one another, also those of other ranks: an accelerator sends and receives
+        them in the order in which a rank has asked for them, and each waits for its other end.
+        """
+        return Sending(self, values, self._batch([(receiver, values)], [], what), what)
 
     def receive(self, values: Tensor, sender: int, what: str) -> Tensor:
         """Fill values with those that one rank sends, of the same shape and type; messages come in their order."""
-        with self._waiting(what):
-            work = dist.irecv(values, sender, group=self.handle)
-        assert work is not None
-        self._wait([work], what, values.device)
+        self._order(self._batch([], [(sender, values)], what), what, values.device)
         return values
+
+    def _batch(
+        self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], what: str
+    ) -> Sequence[dist.Work]:
+        """Begin to send values to some ranks, and to receive those of some, in the memory that the backend reads."""
+        operations = [
+            *(dist.P2POp(dist.irecv, values, peer, group=self.handle) for peer, values in received),
+            *(dist.P2POp(dist.isend, values, peer, group=self.handle) for peer, values in sent),
+        ]
+        with self._waiting(what):
+            return dist.batch_isend_irecv(operations) if operations else []
 
     def swap_uneven(self, values: Tensor, sent: list[int], received: list[int], what: str) -> Tensor:
         """[n, ...]: the rows that every rank has for this one, from those that this one has for every rank, in order.
@@ -301,12 +307,7 @@ class ProcessGroup:
     ) -> RoundUnderWay:
         here = [(peer, message, incoming(message, self.payload_device)) for peer, message in received if len(message)]
         away = [(peer, outgoing(message, self.payload_device)) for peer, message in sent if len(message)]
-        operations = [
-            *(dist.P2POp(dist.irecv, there, peer, group=self.handle) for peer, _, there in here),
-            *(dist.P2POp(dist.isend, there, peer, group=self.handle) for peer, there in away),
-        ]
-        with self._waiting(what):
-            works = dist.batch_isend_irecv(operations) if operations else []
+        works = self._batch(away, [(peer, there) for peer, _, there in here], what)
         return RoundUnderWay(works, [(message, there) for _, message, there in here], [there for _, there in away])
 
     def _finish(self, under_way: RoundUnderWay, what: str) -> None:
@@ -314,8 +315,15 @@ class ProcessGroup:
         if self.payload_device.type != "cpu":
             fetch(under_way.received, self.payload_device)
 
+    def _order(self, works: Sequence[dist.Work], what: str, device: torch.device) -> None:
+        """Let what follows on a device come after operations on its memory; on a CPU the host waits for them."""
+        with self._waiting(what):
+            for work in works:
+                work.wait()
+        self.backlog.add(self, what, device, MESSAGES_AHEAD)
+
     def _wait(self, works: Sequence[dist.Work], what: str, device: torch.device) -> None:
-        """Wait for operations on the memory of a device."""
+        """Wait on the host for operations on the memory of a device."""
         if device.type != "cpu":
             self.backlog.wait()
         with self._waiting(what):

@@ -97,10 +97,7 @@ class Passing:
 
     def wait(self) -> Tensor:
         """The values of the rank before."""
-        with self.process_group._waiting(self.what):  # noqa: SLF001
-            for work in self.works:
-                work.wait()
-        self.process_group.backlog.add(self.process_group, self.what, self.received.device, MESSAGES_AHEAD)
+        self.process_group._order(self.works, self.what, self.received.device)  # noqa: SLF001
         return self.received
 
 
@@ -110,12 +107,12 @@ class Sending:
 
     process_group: ProcessGroup
     values: Tensor
-    work: dist.Work
+    works: Sequence[dist.Work]
     what: str
 
     def wait(self) -> None:
-        """Wait until they have left."""
-        self.process_group._wait([self.work], self.what, self.values.device)  # noqa: SLF001
+        """Let what follows on their device come after they have left, so that their memory may be used again."""
+        self.process_group._order(self.works, self.what, self.values.device)  # noqa: SLF001
 
 
 @dataclass

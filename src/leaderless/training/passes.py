@@ -66,6 +66,7 @@ class BoundedPasses:
                 values[places] = found
 
         self.run_passes(batch, fill)
+        self._process_group.backlog.wait()  # an accelerator that waits for ranks could not name them
         return Jagged(values.cpu(), lengths, "response_tokens")
 
     def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:

@@ -12,6 +12,19 @@ So no more micro-batches are held than there are stages (Narayanan et al., arXiv
 pipelining` has the same order, but wants micro-batches of one shape and a loop of its own, with the loss on the last
 stage alone; here samples are packed, passes have as many tokens as they like, and every rank knows how many from the
 samples, which all stages have.
+
+An accelerator sends and receives the messages of a process group one after the other, in the order in which its rank
+asks for them, and each waits for its other end. No rank waits for ever, because all ranks ask in one order. It is, for
+micro-batch k of stages 0 to p-1,
+
+    forth   hidden states of k from 0 to 1, from 1 to 2, ..., from p-2 to p-1, then those of k + 1
+    back    results of k from p-1 to 0, to 1, ..., to p-2, gradients of k from p-1 to p-2, ..., from 1 to 0, then k + 1
+
+so that of the messages that are not there, the first one of a process group is the next one on both of its ranks, as
+soon as they get to it. What a rank does before that depends on earlier messages alone: a forward pass on hidden states
+that are already there, and a backward pass of k on its results and gradients, for which the last stage needs no later
+hidden states. In one process group for both directions, hidden states of k + 1 would be ahead of results of k on one
+stage, and behind them on another.
 """
 
 from __future__ import annotations
@@ -80,9 +93,10 @@ class Line:
             _wait_for_all_but(self._results, self.stages.size**2)
 
     def finish(self) -> None:
-        """Wait until all has arrived that was sent."""
+        """Wait until all has arrived that was sent, and that was to come: whoever is missing is named here."""
         _wait_for_all_but(self._gradients, 0)
         _wait_for_all_but(self._results, 0)
+        self.stages.back.backlog.wait()
 
     def exchange(self, values: Tensor) -> Tensor:
         """On the first and the last stage, what the other one has in place of these values."""
@@ -132,7 +146,10 @@ class Line:
 
 
 def _wait_for_all_but(sent: deque[Sending], count: int) -> None:
-    """Keep the newest of what is being sent, and wait for what is older, which has arrived by now."""
+    """Keep the newest of what is being sent, and wait for what is older, which has arrived by now.
+
+    Where an accelerator sends, it is the one that waits, before it goes on.
+    """
     while len(sent) > count:
         sent.popleft().wait()
 
