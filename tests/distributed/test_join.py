@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from rich.console import Console
 from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_recipe
+from tests.unit.recipes import plan_of
 
 from leaderless.config import load_recipe
 from leaderless.data.activity import Activity
 from leaderless.data.batch import Batch
-from leaderless.data.transport import Transport
+from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.observability.console import Display
-from leaderless.planner import Cluster, make_plan
+from leaderless.planner import Cluster, Plan, make_plan
+from leaderless.planner.process_groups import communicators
 from leaderless.stages.context import StageContext
 from leaderless.worker import join
-from leaderless.worker.join import join_workers
+from leaderless.worker.join import add_process_groups, join_workers
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.workflow import resolve_workflow
@@ -82,6 +85,64 @@ def test_samples_of_an_earlier_policy_are_refused(ranks: RankPool, tmp_path: Pat
         assert "was drawn by policy version 0, but version 1 is trained" in message
         assert f"at step 2, in policy, on rank {rank}" in message
         assert is_unchanged
+
+
+VLLM = {"rollout": {"engine": "vllm"}}
+CONTINUOUS = {"capacity": 1, "mode": "continuous"}
+CRITIC = {"models": dict.fromkeys(("policy", "critic"), "/no/such/model"), "algorithm": {"advantage": {"type": "gae"}}}
+ALONE, LAST = {"ranks": "0"}, {"ranks": "1-3"}
+REST = dict.fromkeys(("reward", "advantage", "policy"), LAST)
+PLANS: dict[str, tuple[int, str, dict[str, object]]] = {
+    "one pool": (4, "grpo", {}),
+    "two pools": (4, "grpo", {"layout": {"rollout": ALONE, "policy": LAST}}),
+    "tp": (4, "grpo", {"layout": {"policy": {"tp": 2}}}),
+    "pp and tp": (4, "grpo", {"layout": {"policy": {"pp": 2, "tp": 2}}}),
+    "two meshes": (4, "ppo", {"layout": {"policy": {"tp": 2}, "critic": {"pp": 2, "ranks": "2-3"}}} | CRITIC),
+    "cp and an engine over ranks": (4, "grpo", {"layout": {"rollout": {"tp": 2}, "policy": {"cp": 2}}} | VLLM),
+    "a channel": (4, "grpo", {"layout": {"rollout": ALONE, **REST}, "channels": {"rollout": {"capacity": 1}}}),
+}
+
+
+def connected(name: str) -> tuple[int, int]:
+    """The process groups that this rank connects on its accelerator, and those that the plan counts."""
+    world_size, workflow, sections = PLANS[name]
+    return _connect(plan_of(workflow, world_size, **sections))
+
+
+def _connect(plan: Plan) -> tuple[int, int]:
+    device, warm_up, found = torch.device("meta"), ProcessGroup.warm_up, list[ProcessGroup]()
+
+    def watched(self: ProcessGroup) -> None:
+        if self.size > 1 and self.payload_device == device:
+            found.append(self)
+        warm_up(replace(self, payload_device=torch.device("cpu")))
+
+    with patch.object(ProcessGroup, "warm_up", watched):
+        transport = Transport(device, timeout_s=60, sharing=plan.helpers)
+        add_process_groups(plan, transport)
+    return len(found), communicators(plan)(transport.rank)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_counts_the_communicators_that_ranks_make(ranks: RankPool, name: str) -> None:
+    counts = ranks.run(PLANS[name][0], connected, name)
+    assert [made for made, _ in counts] == [planned for _, planned in counts]
+    assert all(made for made, _ in counts)
+
+
+def connected_with_a_helper() -> tuple[int, int]:
+    """The same where rank 2 uses the device of rank 1."""
+    layout = {"rollout": {"ranks": "0,2"}} | {name: {"ranks": "1"} for name in ("reward", "advantage", "policy")}
+    plan = plan_of("grpo", 3, layout=layout, channels={"rollout": CONTINUOUS})
+    helped = [replace(loop, helpers=((2, 1),) if loop.is_continuous else ()) for loop in plan.loops]
+    return _connect(replace(plan, loops=tuple(helped)))
+
+
+def test_ranks_that_share_a_device_have_no_communicator(ranks: RankPool) -> None:
+    found = ranks.run(3, connected_with_a_helper)
+    assert found[1] == (0, 0), "the world is in host memory"
+    assert [made for made, _ in found] == [planned for _, planned in found]
+    assert found[0][0] > 0, "the ranks that generate have devices of their own"
 
 
 def look_for_folder(folders: list[str]) -> str:

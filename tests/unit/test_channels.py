@@ -216,7 +216,7 @@ def test_weights_that_arrive_for_an_accelerator_are_in_blocks_of_pinned_memory(t
         channels={"rollout": {"capacity": 1}},
     )
     plan = make_plan(recipe, resolve_workflow("grpo"), Cluster(4))
-    estimate = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, 1024, among=[0])
+    estimate = estimate_memory(recipe, plan, 1024, among=[0])
     size = plan.sizes["policy"].num_parameters * 2
     assert estimate.cpu.resident["weights that arrive"] == size
     # A small model fits into a block; of a large one, the words alone are rounded up to 4 GiB, and the rest to 1 GiB.

@@ -327,7 +327,7 @@ def test_a_helper_must_fit_next_to_the_rank_whose_device_it_has(tmp_path: Path) 
     model = write_model(tmp_path / "model", hidden_size=1024, num_hidden_layers=24, vocab_size=50000)
     recipe = continuous_recipe(helpers=1).model_copy(update={"models": make_recipe(models={"policy": model}).models})
     fits = []
-    for memory_gib in (6, 16):
+    for memory_gib in (4.5, 16):
         machine = MachineIdentity(processor="made up", accelerator="made up", memory_gib=memory_gib)
         profile = make_profile(recipe, TAIL_S, UPDATE, lengths=tail_lengths(1.1), machine=machine)
         alone = recipe.model_copy(update={"placement": continuous_recipe().placement})

@@ -467,7 +467,7 @@ def test_chunks_of_logits_are_large_where_accelerators_have_room(tmp_path):
     recipe, plan = make_recipe(**sections), plan_of("grpo", 1, **sections)
 
     def logits(room=None, kind="accelerator"):
-        estimate = memory.estimate_memory(recipe, plan.instances, [], plan.sizes, 16384, room=room)
+        estimate = memory.estimate_memory(recipe, plan, 16384, room=room)
         return getattr(estimate, kind).phases["policy trains"]["logits"]
 
     large = Room(max_logits=LARGE_MAX_LOGITS)
@@ -556,8 +556,17 @@ def test_gloo_sums_gradients_in_a_copy_of_its_own(tmp_path, world_size, dtype, o
 
 
 def test_several_accelerators_need_buffers_to_communicate(model):
-    assert "communication" not in memory_of("grpo", 1, model).resident
-    assert memory_of("grpo", 2, model).resident["communication"] == memory.COMMUNICATION_BYTES
+    def count(world_size, **sections):
+        buffers = memory_of("grpo", world_size, model, **sections).resident.get("communication", 0)
+        assert buffers % memory.COMMUNICATOR_BYTES == 0
+        return buffers // memory.COMMUNICATOR_BYTES
+
+    assert count(1) == 0
+    assert count(2) == count(8) == 1, "all ranks do everything together"
+    apart = {"rollout": {"ranks": "0"}, "policy": {"ranks": "1-3"}}
+    assert count(4, layout=apart) == 2, "all ranks, and those that train; the one that generates is alone"
+    # All ranks, those that stand for rows; along dp and along tp; those with the same part are those along dp.
+    assert count(4, layout={"policy": {"tp": 2}}) == 4
 
 
 def test_a_reference_is_another_model_that_only_scores(model):
@@ -631,7 +640,7 @@ def test_a_pool_is_as_large_as_there_is_room_for(model):
 
     def estimate(cache):
         room = Room(cache=cache)
-        return memory.estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, 1024, room=room).accelerator
+        return memory.estimate_memory(recipe, plan, 1024, room=room).accelerator
 
     whole, small = estimate(UNBOUND), estimate(CacheBound(1 << 15))
     parts = small.phases["policy generates"]

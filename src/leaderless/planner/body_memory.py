@@ -10,7 +10,7 @@ from leaderless.config import Recipe, RecipeError
 from leaderless.config.body import BodyConfig
 from leaderless.planner.layout import all_ranks, most_prompts_of_rank
 from leaderless.planner.memory_parts import (
-    COMMUNICATION_BYTES,
+    COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     LIBRARIES_BYTES,
     WORKSPACE_BYTES,
@@ -20,6 +20,8 @@ from leaderless.planner.memory_parts import (
 )
 from leaderless.planner.model_memory import FLOAT32_BYTES, number_bytes
 from leaderless.planner.parts import RoleInstance, answering
+from leaderless.planner.plan import Plan
+from leaderless.planner.process_groups import communicators
 
 if TYPE_CHECKING:
     from leaderless.policies.measured import BodySize, LearnerSize
@@ -33,7 +35,7 @@ COUNT_BYTES = 8
 
 
 def estimate_body_memory(
-    recipe: Recipe, instances: Sequence[RoleInstance], pass_steps: int, among: Sequence[int] | None = None
+    recipe: Recipe, plan: Plan, pass_steps: int, among: Sequence[int] | None = None
 ) -> MemoryEstimate | None:
     """Estimate the bytes on the rank that holds most; None where the environment or a model cannot be made here.
 
@@ -42,11 +44,11 @@ def estimate_body_memory(
 
     Args:
         recipe: Settings.
-        instances: Models.
+        plan: Models, and the ranks that exchange with each other.
         pass_steps: Most steps of the environment in a pass.
         among: Ranks to look at; all by default.
     """
-    body = recipe.body
+    body, instances = recipe.body, plan.instances
     assert body is not None
     models: list[_Model] = []
     for instance in instances:
@@ -64,10 +66,11 @@ def estimate_body_memory(
     if not models:
         return None
     ranks = among or all_ranks(*(instance.layout for instance in instances))
-    sets = dict.fromkeys(tuple(x for x in models if rank in x.instance.layout) for rank in ranks)
+    count = communicators(plan)
+    sets = dict.fromkeys((tuple(x for x in models if rank in x.instance.layout), count(rank)) for rank in ranks)
 
     def fullest(*, is_cpu: bool) -> Memory:
-        found = (_Rank(recipe, body, own, pass_steps, len(ranks), is_cpu).memory() for own in sets)
+        found = (_Rank(recipe, body, own, pass_steps, num, is_cpu).memory() for own, num in sets)
         return max(found, key=lambda memory: memory.peak)
 
     return MemoryEstimate(fullest(is_cpu=True), fullest(is_cpu=False))
@@ -149,7 +152,7 @@ class _Rank:
     body: BodyConfig
     models: Sequence[_Model]
     pass_steps: int
-    num_ranks: int
+    num_communicators: int
     is_cpu: bool
 
     def memory(self) -> Memory:
@@ -183,8 +186,8 @@ class _Rank:
             rows["rows as they were played"] = self.rows_bytes() * any(model.generates for model in self.models)
             return Memory(resident | rows | kept | libraries, phases, {"loading": libraries | loaded}, {})
         resident |= {"driver": CONTEXT_BYTES, "workspaces": WORKSPACE_BYTES}
-        if self.num_ranks > 1:
-            resident["communication"] = COMMUNICATION_BYTES
+        if self.num_communicators:
+            resident["communication"] = self.num_communicators * COMMUNICATOR_BYTES
         copies = {"rows of a mini-batch, or being packed": self.rows_bytes()}
         host = libraries | kept | rows | copies | loaded
         return Memory(resident, phases, {}, host)

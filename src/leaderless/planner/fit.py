@@ -50,7 +50,7 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool, has_pa
     limit = MARGIN * available
 
     def memory(pass_tokens: int, sequences: int | None = None, room: Room | None = None) -> Memory:
-        estimate = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, pass_tokens, sequences, room=room)
+        estimate = estimate_memory(recipe, plan, pass_tokens, sequences, room=room)
         assert estimate is not None, "checked before"
         return estimate.cpu if is_cpu else estimate.accelerator
 

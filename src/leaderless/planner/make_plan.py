@@ -90,7 +90,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     loops, channels = make_loops(recipe, nodes, instances, workflow.repeated)
     check_judging(recipe, instances, loops)
     nodes = with_staleness(recipe, nodes, loops, channels, workflow.repeated)
-    return Plan(
+    plan = Plan(
         recipe_name=recipe.name,
         workflow=workflow.name,
         world_size=cluster.world_size,
@@ -102,11 +102,12 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         instances=instances,
         batch=batch,
         sizes=sizes,
-        memory=estimate_memory(recipe, instances, channels, sizes, batch.micro_batch_tokens),
+        memory=None,
         recipe_hash=hashlib.sha256(json.dumps(recipe.model_dump(mode="json")).encode()).hexdigest(),
         engine=cluster.engine,
         layout=recipe.layout,
     )
+    return replace(plan, memory=estimate_memory(recipe, plan, batch.micro_batch_tokens))
 
 
 def _reads(flow: Flow, layouts: Mapping[str, Layout], name: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from leaderless.planner.engine_memory import EngineMemory
 from leaderless.planner.judges import as_judged
 from leaderless.planner.layout import all_ranks
 from leaderless.planner.memory_parts import (
-    COMMUNICATION_BYTES,
+    COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     LIBRARIES_BYTES,
     MAX_LOGITS,
@@ -29,6 +29,8 @@ from leaderless.planner.memory_parts import (
 from leaderless.planner.model_memory import FLOAT32_BYTES, Guest, ModelMemory, Pass, number_bytes
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import Channel, RoleInstance, answering
+from leaderless.planner.plan import Plan
+from leaderless.planner.process_groups import communicators
 
 CPU_MAX_LOGITS = 1 << 21
 """Logits of one chunk on a CPU."""
@@ -48,9 +50,7 @@ CHECKSUM_BYTES = 64 * MIB
 
 def estimate_memory(
     recipe: Recipe,
-    instances: Sequence[RoleInstance],
-    channels: Sequence[Channel],
-    sizes: Mapping[str, ModelSize | None],
+    plan: Plan,
     pass_tokens: int,
     max_sequences: int | None = None,
     among: Sequence[int] | None = None,
@@ -71,20 +71,22 @@ def estimate_memory(
     keys and values.
     """
     if recipe.body is not None:
-        return estimate_body_memory(recipe, instances, pass_tokens, among)
-    room = room or Room()
-    models = models_of(recipe, instances, sizes, room.keeps)
+        return estimate_body_memory(recipe, plan, pass_tokens, among)
+    room, instances, channels = room or Room(), plan.instances, plan.channels
+    models = models_of(recipe, instances, plan.sizes, room.keeps)
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
     everywhere = [stages[0] for stages in models]
     ranks = among or all_ranks(*(instance.layout for instance in instances))
     ends = [(frozenset(channel.source_ranks), frozenset(channel.target_ranks)) for channel in channels]
+    num_communicators = communicators(plan)
     held = dict.fromkeys(
         (
             tuple((place, _stage(models[place], rank)) for place, x in enumerate(instances) if rank in x.layout),
             tuple(place for place, (pushing, _) in enumerate(ends) if rank in pushing),
             tuple(place for place, (_, pulling) in enumerate(ends) if rank in pulling),
+            num_communicators(rank),
         )
         for rank in ranks
     )
@@ -92,8 +94,8 @@ def estimate_memory(
     def fullest(*, is_cpu: bool) -> Memory:
         bounds = pass_tokens, max_sequences, MAX_LOGITS if is_cpu else room.max_logits, is_cpu, room.cache
         estimates = (
-            _Rank(recipe, [models[i][stage] for i, stage in own], everywhere, sent, taken, *bounds).memory()
-            for own, *places in held
+            _Rank(recipe, [models[i][stage] for i, stage in own], everywhere, sent, taken, num, *bounds).memory()
+            for own, *places, num in held
             for sent, taken in [[[channels[i] for i in some] for some in places]]
         )
         return max(estimates, key=lambda memory: memory.peak)
@@ -157,6 +159,7 @@ class _Rank:
     everywhere: Sequence[ModelMemory]
     pushed: Sequence[Channel]
     pulled: Sequence[Channel]
+    num_communicators: int
     pass_tokens: int
     max_sequences: int | None
     max_logits: int
@@ -188,8 +191,8 @@ class _Rank:
             apart = {"loading": libraries | self._loading(), "resume": resumed, **self._commands(libraries)}
             return Memory(resident | kept | self._in_flight() | libraries, phases, apart, {})
         resident |= {"driver": CONTEXT_BYTES, "workspaces": WORKSPACE_BYTES}
-        if len(all_ranks(*(model.instance.layout for model in self.everywhere))) > 1:
-            resident["communication"] = COMMUNICATION_BYTES
+        if self.num_communicators:
+            resident["communication"] = self.num_communicators * COMMUNICATOR_BYTES
         host = libraries | kept | self._in_flight() | self._loading()
         if asleep := sum(model.engine_bytes() for model in self.models if model.keeps_base_asleep):
             host["bases of engines asleep"] = asleep

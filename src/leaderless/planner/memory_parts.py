@@ -16,11 +16,11 @@ LIBRARIES_BYTES = 330 * MIB
 CONTEXT_BYTES = 600 * MIB
 """Memory of an accelerator that its driver takes for a process: its context, and kernels that are loaded when they are
 needed."""
-COMMUNICATION_BYTES = 1024 * MIB
-"""Buffers of the accelerator's communication library, where there are several ranks.
+COMMUNICATOR_BYTES = 220 * MIB
+"""Buffers of the accelerator's communication library for each process group of several ranks.
 
 NCCL has 4 MiB, 4.7 MiB and 0.5 MiB for its three protocols in each connection, and a ring has one in each of up to 24
-channels: 220 MiB for a group of ranks, and four times that for those of which a run makes use."""
+channels. Each process group has a communicator of its own, which is connected at the start."""
 WORKSPACE_BYTES = 200 * MIB
 """Memory that torch gives to libraries of an accelerator, and does not take back.
 

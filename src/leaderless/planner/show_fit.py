@@ -43,7 +43,7 @@ class Fitted:
         fit, pools = fit_plan(recipe, plan, int(gib * GIB), is_cpu=False), dict[str, CachePool]()
         if plan.memory is None:
             return cls(plan, fit, pools, gib)
-        found = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, fit.pass_tokens, room=fit.room)
+        found = estimate_memory(recipe, plan, fit.pass_tokens, room=fit.room)
         assert found is not None, "it was known before"
         native = [one for one in plan.instances if one.has_engine and one.engine == "native"]
         for instance in native if recipe.body is None else []:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
-from leaderless.planner import Loop, Plan, PlannedNode, RunNode, flat, format_ranks
+from leaderless.planner import Plan, PlannedNode, format_ranks
+from leaderless.planner.process_groups import metric_pools
 from leaderless.worker.seconds import without_idle
 
 LOG = "log"
@@ -68,13 +69,6 @@ class StepMetrics:
             return without_idle(numbers)
 
         return reduce
-
-
-def metric_pools(plan: Plan, loop: Loop) -> Iterator[tuple[int, ...]]:
-    """The ranks that add up metrics together: those of each entry, those of a node's shards, and all of the loop."""
-    entries = [*flat(loop.schedule)]
-    nodes = (plan[action.node].layout.representatives for action in entries if isinstance(action, RunNode))
-    yield from dict.fromkeys([*map(plan.ranks_of, entries), *nodes, loop.ranks])
 
 
 def to_first_rank(ranks: tuple[int, ...], numbers: dict[str, float], loop: ProcessGroup) -> dict[str, float]:

@@ -22,7 +22,8 @@ from leaderless.observability.clock import State
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Channel, Plan, Reshard, format_ranks
-from leaderless.worker.agreement import LOG, StepEnd, metric_pools
+from leaderless.planner.process_groups import metric_pools
+from leaderless.worker.agreement import LOG, StepEnd
 from leaderless.worker.parts import Parts, Progress
 
 LANE = 2

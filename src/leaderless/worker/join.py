@@ -16,10 +16,9 @@ from leaderless.data.activity import Activity
 from leaderless.data.databuffer import WINDOWS
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.device import DeviceSetup, setup_device
-from leaderless.planner import Plan, Reshard, flat, format_ranks
-from leaderless.planner.judges import asking_ranks
+from leaderless.planner import Plan, Reshard, format_ranks
+from leaderless.planner.process_groups import layouts_with_axes, process_groups
 from leaderless.worker import channels
-from leaderless.worker.agreement import metric_pools
 from leaderless.worker.place import Place
 from leaderless.worker.turns import place_of_device
 
@@ -73,16 +72,9 @@ def meet(place: Place, setup: DeviceSetup, timeout: timedelta) -> None:
 
 def add_process_groups(plan: Plan, transport: Transport) -> None:
     """Make the process groups of a plan that there are none of yet. All ranks of the world call it together."""
-    transport.add_axes(layout for one in plan.instances for layout in (one.layout, one.serving_layout))
-    for action in flat(plan.schedule):
-        transport.add_process_group(plan.ranks_of(action))
-    for instance in plan.instances:
-        transport.add_process_group(instance.layout.ranks)
-    for ranks in asking_ranks(plan.instances):
+    transport.add_axes(layouts_with_axes(plan))
+    for ranks in process_groups(plan):
         transport.add_process_group(ranks)
-    for loop in plan.loops:
-        for ranks in (loop.ranks, *metric_pools(plan, loop)):
-            transport.add_process_group(ranks)
     channels.add_process_groups(plan, transport)
     for action in plan.windowed.body if plan.windowed else ():
         if isinstance(action, Reshard):

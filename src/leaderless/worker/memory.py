@@ -98,8 +98,7 @@ def bytes_of_helper(recipe: Recipe, plan: Plan, rank: int) -> int:
     helper = next((one for one, owner in plan.helpers.items() if owner == rank), None)
     if helper is None:
         return 0
-    tokens = plan.batch.micro_batch_tokens
-    estimate = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, tokens, among=(helper,))
+    estimate = estimate_memory(recipe, plan, plan.batch.micro_batch_tokens, among=(helper,))
     return 0 if estimate is None else estimate.accelerator.peak
 
 

@@ -211,6 +211,5 @@ def _bytes_of_helpers(recipe: Recipe, plan: Plan) -> int:
     """Bytes that a rank which helps needs of an accelerator on which another one trains."""
     if not plan.helpers:
         return 0
-    tokens = plan.batch.micro_batch_tokens
-    estimate = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, tokens, among=tuple(plan.helpers))
+    estimate = estimate_memory(recipe, plan, plan.batch.micro_batch_tokens, among=tuple(plan.helpers))
     return 0 if estimate is None else estimate.accelerator.peak
