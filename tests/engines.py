@@ -99,7 +99,7 @@ class CopyDriver:
 
     def load(self, weights: WeightStream) -> None:
         own = dict(self._model.named_parameters())
-        for bucket in make_buckets(weights, torch.float32, LocalStaging(torch.device("cpu")), BUCKET_BYTES):
+        for bucket in make_buckets(weights, torch.float32, LocalStaging(torch.device("cpu")), max_bytes=BUCKET_BYTES):
             self._called("load")
             with torch.no_grad():
                 for weight in bucket.weights:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import cast
 from unittest.mock import patch
@@ -24,12 +24,13 @@ from torch import Tensor
 
 from leaderless.data.activity import Activity
 from leaderless.data.transport import ProcessGroup, Round, Transport
-from leaderless.data.under_way import PendingGather
+from leaderless.data.under_way import PendingGather, RoundUnderWay
 from leaderless.planner import Layout
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.serving import Colocated, Fed
 from leaderless.training.fsdp import make_engine
 from leaderless.weights import route as routes
+from leaderless.weights import stream
 from leaderless.weights.blocks import (
     HeldWeights,
     LocalWeight,
@@ -252,6 +253,71 @@ def test_a_damaged_message_is_refused(ranks: RankPool) -> None:
     *others, damaged, last = ranks.run(WORLD_SIZE, bring_damaged, True)
     assert (*others, last) == ("", "", "")
     assert "rank 2: weights of role 'policy' from rank 3 arrived damaged" in damaged
+
+
+def bring_late(where: str) -> tuple[str, int, int]:
+    """Like `bring`, where the host reads late what a device has compared: the error, and how often the host reads.
+
+    One byte of the last message to rank 2, or of the last that it gathers, changes on the way. Every row is a message.
+    """
+    transport, num_reads = Transport(torch.device("cpu"), 5), 0
+    finish, wait, read, is_here = ProcessGroup._finish, PendingGather.wait, stream._Delivery._read, transport.rank == 2
+    left = {"message": 0, "gather": 0}
+
+    def damaged_round(self: ProcessGroup, under_way: RoundUnderWay, what: str) -> None:
+        finish(self, under_way, what)
+        if what == "weights of role 'policy'" and under_way.received:
+            left["message"] -= 1
+            if left["message"] == 0:
+                under_way.received[0][0][0] ^= 1
+
+    def damaged_gather(self: PendingGather) -> Tensor:
+        gathered = wait(self)
+        left["gather"] -= 1
+        if left["gather"] == 0:
+            gathered[1, 3] ^= 1
+        return gathered
+
+    def counted(self: stream._Delivery, found: Sequence[stream._Found]) -> None:
+        nonlocal num_reads
+        num_reads += 1
+        read(self, found)
+
+    case = replace(CASE, bucket_bytes=1)
+    with patch.object(routes, "BUCKET_BYTES", 1):
+        if is_here and where:
+            legs = route_of(case, 2).legs(1)
+            left[where] = sum(bool(leg.received) for leg in legs) if where == "message" else len(legs)
+        with (
+            patch.object(ProcessGroup, "_finish", damaged_round),
+            patch.object(PendingGather, "wait", damaged_gather),
+            patch.object(stream, "_is_read_late", lambda _: True),
+            patch.object(stream._Delivery, "_read", counted),
+        ):
+            try:
+                arrived, version = bring(case, transport)
+            except RuntimeError as error:
+                return str(error), num_reads, 0
+    if transport.rank in case.takers.layout:
+        assert version == VERSION
+        for index, shape in enumerate(case.shapes):
+            assert torch.equal(arrived[f"weight {index}"], whole(index, shape))
+    return "", num_reads, len(route_of(case, transport.rank).legs(1))
+
+
+def test_the_host_reads_twice_what_an_accelerator_has_found_about_all_messages(ranks: RankPool) -> None:
+    for error, num_reads, num_buckets in ranks.run(WORLD_SIZE, bring_late, "")[2:]:
+        assert error == ""
+        assert (num_reads, num_buckets) == (2, 5 + 3 + 3), "the first one has the version"
+
+
+def test_the_last_message_that_is_damaged_is_named_before_the_weights_are_used(ranks: RankPool) -> None:
+    (*_, damaged, other) = ranks.run(WORLD_SIZE, bring_late, "message")
+    assert "rank 2: weights of role 'policy' from rank 0 arrived damaged: the checksum of 'weight 2' " in damaged[0]
+    assert "rank 3: weights of role 'policy' did not reach rank 2 well" in other[0]
+    (*_, damaged, other) = ranks.run(WORLD_SIZE, bring_late, "gather")
+    assert "rank 2: weights of role 'policy' from rank 3 arrived damaged: the checksum of 'weight 2' " in damaged[0]
+    assert (damaged[1], other[0]) == (2, "")
 
 
 def bring_mixed_versions() -> str:

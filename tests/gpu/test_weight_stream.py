@@ -32,7 +32,7 @@ def test_another_process_sees_the_buckets_of_device_memory() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdin is not None
         assert receiver.stdout is not None
-        for bucket in make_buckets(weights, torch.bfloat16, staging, 500_000):
+        for bucket in make_buckets(weights, torch.bfloat16, staging, max_bytes=500_000):
             expected = checksum(bucket.data)  # waits for the copies
             receiver.stdin.write(json.dumps({"place": staging.place(), "bytes": len(bucket.data)}) + "\n")
             receiver.stdin.flush()

@@ -492,6 +492,7 @@ def test_the_constants_are_those_of_the_code_that_they_describe():
     )
     assert (native.COARSE.rows, native.PREFILL_TOKENS) == (engine_memory.ROWS, engine_memory.PREFILL_TOKENS)
     assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
+    assert weights.DEVICE_BUCKET_BYTES == memory.DEVICE_WEIGHT_BUCKET_BYTES
     assert pytest.importorskip("leaderless.weights.copies").PINNED_BYTES == memory.PINNED_BYTES
     messages = pytest.importorskip("leaderless.rollout.apart.messages")
     assert 2 * 8 * messages.DEVICE_CHECKSUM_WORDS == memory.CHECKSUM_BYTES, "factors and products of eight bytes"

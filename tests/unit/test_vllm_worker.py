@@ -74,16 +74,28 @@ def test_weights_that_are_not_needed_again_are_not_copied_to_host_memory(
 
 
 def test_a_bucket_from_another_process_that_was_damaged_is_refused() -> None:
-    worker = VllmWorker.__new__(VllmWorker)
-    worker._llm, worker._arrived = Mock(), None
+    worker = VllmWorker(Mock(adapters={}, matrices={}, sees_images=False))
+    worker._llm = Mock()
     worker._llm.collective_rpc.return_value = [{"bias"}]
-    weights, data = [PackedWeight("bias", "float32", (2,), 0)], torch.ones(2).view(torch.uint8)
-    expected = checksum(data)
-    worker.load_bucket(weights, data, expected)
-    data[3] ^= 1
-    with pytest.raises(RuntimeError, match="a bucket of 8 bytes arrived damaged"):
-        worker.load_bucket(weights, data, expected)
-    worker._llm.collective_rpc.assert_called_once()
+    data = [torch.full((2,), float(place)).view(torch.uint8) for place in range(3)]
+    expected = [checksum(one) for one in data]
+    weights = [[PackedWeight(name, "float32", (2,), 0)] for name in ("bias", "kernel", "head")]
+
+    def load() -> None:
+        for some, one in zip(weights, data, strict=True):
+            worker.load_bucket(some, one, is_checked=True)
+
+    load()
+    worker.finish_load(3, expected=expected)
+    assert worker._versions == {"": 3}
+    data[1][3] ^= 1
+    load()
+    with pytest.raises(RuntimeError, match="the bucket of 'kernel' to 'kernel' arrived damaged: checksum"):
+        worker.finish_load(4, expected=expected)
+    assert worker._versions == {"": 3}, "nothing is sampled as if it were of the next version"
+    load()
+    with pytest.raises(RuntimeError, match="3 buckets of weights have come, but 2 were sent"):
+        worker.finish_load(4, expected=expected[:2])
 
 
 def test_no_checksum_is_computed_of_weights_that_stay_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +104,9 @@ def test_no_checksum_is_computed_of_weights_that_stay_in_the_process(monkeypatch
     worker._llm, worker._arrived, worker._open, worker._versions = Mock(), None, {}, {}
     worker.settings.sees_images = True
     worker._llm.collective_rpc.side_effect = [[{"bias"}], [{"bias"}]]
+    worker._loaded = []
     for module in (vllm, vllm_worker):
-        monkeypatch.setattr(module, "checksum", Mock(side_effect=AssertionError("nothing to check")))
+        monkeypatch.setattr(module, "checksums", Mock(side_effect=AssertionError("nothing to check")))
     worker.load(WeightStream(iter([("bias", torch.ones(2))]), 3))
     loaded, _ = worker._llm.collective_rpc.call_args_list[0].kwargs["args"]
     ((name, tensor),) = loaded

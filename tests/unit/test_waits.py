@@ -51,7 +51,6 @@ AT_ONCE: dict[str, Callable[[ProcessGroup], object]] = {
     "sum": lambda group: group.sum(VALUES, "rows"),
     "max": lambda group: group.max(VALUES, "rows"),
     "broadcast": lambda group: group.broadcast(VALUES, 1, "rows"),
-    "gather_equal": lambda group: group.gather_equal(VALUES.flatten(), "rows").wait(),
     "swap_numbers": lambda group: group.swap_numbers(VALUES, "rows"),
 }
 LATER: dict[str, Callable[[ProcessGroup], object]] = {
@@ -61,6 +60,8 @@ LATER: dict[str, Callable[[ProcessGroup], object]] = {
     "swap_uneven": lambda group: group.swap_uneven(VALUES, [1, 1], [1, 1], "rows"),
     "gather_even": lambda group: group.gather_even(VALUES, "rows"),
     "pass_on": lambda group: group.pass_on(VALUES, "rows").wait(),
+    "gather_equal": lambda group: group.gather_equal(VALUES.flatten(), "rows").wait(),
+    "exchange_rounds": lambda group: group.exchange_rounds([([(1, VALUES)], [])], "rows"),
     "receive": lambda group: group.receive(VALUES, 1, "rows"),
     "send": lambda group: group.send(VALUES, 1, "rows").wait(),
 }

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from unittest.mock import patch
 
 import torch
 from hypothesis import example, given, settings
@@ -175,12 +174,10 @@ def test_each_rank_finds_its_part_of_the_way_without_a_list_of_all(
         {f"weight {index}": shape for index, shape in enumerate(drawn)},
         takers.placement is everything,
     )
-    with patch.object(routes, "BUCKET_BYTES", bucket_bytes):
-        for rank in sorted({*holders.layout.ranks, *takers.layout.ranks}):
-            route = Route(
-                "weights of role 'policy'", shapes, holders, takers, torch.float32, rank, is_gathered=is_gathered
-            )
-            assert route.legs == [listed_leg(route, bucket) for bucket in route.buckets]
+    for rank in sorted({*holders.layout.ranks, *takers.layout.ranks}):
+        route = Route("weights of role 'policy'", shapes, holders, takers, torch.float32, rank, is_gathered=is_gathered)
+        legs = [listed_leg(route, bucket) for bucket in route.buckets(bucket_bytes)]
+        assert route.legs(bucket_bytes) == legs
     num_bytes = dict[str, int]()
     for name, shape in shapes.items():
         held, wanted, received = (
@@ -190,7 +187,7 @@ def test_each_rank_finds_its_part_of_the_way_without_a_list_of_all(
         assert route.rows(name) == max(block.sizes[0] for block in received.values())
         is_there = is_gathered and all(rank in held and held[rank].sizes == shape for rank in wanted)
         assert (name in route.local) == is_there
-        turns = [turn for bucket in route.buckets for turn in bucket if turn.name == name]
+        turns = [turn for bucket in route.buckets(bucket_bytes) for turn in bucket if turn.name == name]
         assert [turn.first for turn in turns[1:]] == [turn.last for turn in turns[:-1]]
         assert (turns[0].first, turns[-1].last) == (0, route.rows(name))
         assert [turn.is_last for turn in turns] == [False] * (len(turns) - 1) + [True]
@@ -198,7 +195,7 @@ def test_each_rank_finds_its_part_of_the_way_without_a_list_of_all(
         count = 1 if is_there else min(math.ceil(4 * largest / bucket_bytes), route.rows(name))
         assert len(turns) == count, "as many turns as the rank with most of a weight needs"
         num_bytes[name] = 0 if is_there else 4 * largest // count
-    for bucket in route.buckets:
+    for bucket in route.buckets(bucket_bytes):
         names = [turn.name for turn in bucket]
         assert len(names) == len(set(names)), "a bucket has one turn of a weight"
         assert len(names) == 1 or sum(num_bytes[name] for name in names) <= bucket_bytes
@@ -232,7 +229,7 @@ def test_the_way_takes_no_more_work_among_a_thousand_ranks() -> None:
             Route("weights of role 'policy'", shapes, holders, takers, torch.bfloat16, rank, is_gathered=True)
             for rank in (0, num_trainers // 2, num_trainers)
         ]
-        return [calls_of(lambda route=route: route.legs) for route in made]  # type: ignore[misc]
+        return [calls_of(lambda route=route: route.legs(routes.BUCKET_BYTES)) for route in made]  # type: ignore[misc]
 
     for few, many in zip(calls(3, 1), calls(750, 250), strict=True):
         assert many < 2 * few
@@ -244,7 +241,7 @@ def test_each_server_receives_its_share_from_the_trainers_that_hold_it() -> None
     route = Route(
         "weights of role 'policy'", shapes, holders, Pool(takers, everything), torch.bfloat16, 600, is_gathered=True
     )
-    pieces = [piece for leg in route.legs for some in leg.received.values() for piece in some]
+    pieces = [piece for leg in route.legs(routes.BUCKET_BYTES) for some in leg.received.values() for piece in some]
     assert len(pieces) == 20 * 4, "each server receives from four trainers"
     assert sum(piece.block.numel for piece in pieces) * 128 == 20 * 4096 * 4096
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from threading import Semaphore
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,10 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from leaderless.rollout import vllm
 from leaderless.rollout.apart import messages
 from leaderless.rollout.apart.http import SharedMemory
-from leaderless.rollout.apart.messages import checksum, checksums
+from leaderless.rollout.apart.messages import PackedWeight, checksum, checksums
+from leaderless.rollout.child_server import ChildServer, EngineError
 from leaderless.rollout.weights import HostStaging, LocalStaging, make_buckets
+from leaderless.weights.stream import WeightStream
 
 SHAPES = {"embedding": (50, 8), "bias": (3,), "scalar": (), "kernel": (7, 5)}
 
@@ -30,7 +38,7 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
 def test_every_weight_arrives_whole_whatever_the_size_of_buckets(dtype: torch.dtype, max_bytes: int) -> None:
     arrived: dict[str, Tensor] = {}
     sizes: list[int] = []
-    for bucket in make_buckets(weights().items(), dtype, LocalStaging(torch.device("cpu")), max_bytes):
+    for bucket in make_buckets(weights().items(), dtype, LocalStaging(torch.device("cpu")), max_bytes=max_bytes):
         sizes.append(len(bucket.data))
         assert len(bucket.weights) == 1 or len(bucket.data) <= max_bytes
         arrived |= {weight.name: weight.view(bucket.data).clone() for weight in bucket.weights}
@@ -42,10 +50,14 @@ def test_every_weight_arrives_whole_whatever_the_size_of_buckets(dtype: torch.dt
 
 def test_checksums_of_equal_weights_are_equal_whatever_was_in_the_memory_before() -> None:
     staging = LocalStaging(torch.device("cpu"))
-    first = [checksum(bucket.data) for bucket in make_buckets(weights().items(), torch.float32, staging, 400)]
+    first = [checksum(bucket.data) for bucket in make_buckets(weights().items(), torch.float32, staging, max_bytes=400)]
     staging.room(400).fill_(255)
-    assert [checksum(bucket.data) for bucket in make_buckets(weights().items(), torch.float32, staging, 400)] == first
-    assert [checksum(bucket.data) for bucket in make_buckets(weights(1).items(), torch.float32, staging, 400)] != first
+    assert [
+        checksum(bucket.data) for bucket in make_buckets(weights().items(), torch.float32, staging, max_bytes=400)
+    ] == first
+    assert [
+        checksum(bucket.data) for bucket in make_buckets(weights(1).items(), torch.float32, staging, max_bytes=400)
+    ] != first
 
 
 @given(st.lists(st.integers(0, 255), min_size=8, max_size=64), st.data())
@@ -68,7 +80,7 @@ def test_a_checksum_does_not_depend_on_how_much_is_added_up_at_a_time(monkeypatc
 def test_memory_that_is_shared_is_found_by_its_place_and_leaves_nothing_behind() -> None:
     staging, memory = HostStaging(), SharedMemory()
     for seed, max_bytes in ((0, 400), (1, 4000)):
-        for bucket in make_buckets(weights(seed).items(), torch.float32, staging, max_bytes):
+        for bucket in make_buckets(weights(seed).items(), torch.float32, staging, max_bytes=max_bytes):
             place = staging.place()
             assert isinstance(place, Mapping)
             data = memory.open(place)[: len(bucket.data)]
@@ -92,6 +104,82 @@ def test_memory_of_the_same_path_is_not_taken_for_what_it_was_before() -> None:
         seen.append(int(memory.open(place)[0]))
         staging.close()
     assert (seen, len(paths)) == ([1, 2], 1)
+
+
+def test_with_two_stagings_a_bucket_stays_until_the_next_one_is_there() -> None:
+    stagings = [LocalStaging(torch.device("cpu")) for _ in range(2)]
+    before, arrived, places = None, dict[str, Tensor](), set[int]()
+    for bucket in make_buckets(weights().items(), torch.float32, *stagings, max_bytes=64):
+        for one in (before, bucket):
+            if one is not None:
+                arrived |= {weight.name: weight.view(one.data).clone() for weight in one.weights}
+        places.add(bucket.data.data_ptr())
+        before = bucket
+        for name, tensor in arrived.items():
+            assert torch.equal(tensor, weights()[name]), name
+    assert list(arrived) == list(SHAPES)
+    assert len(places) >= 2
+
+
+@dataclass
+class StandIn:
+    """A server that loads a bucket only when the next one, or the end of the stream, has been asked for."""
+
+    asked: Semaphore
+    fails_at: int = -1
+    loaded: dict[str, Tensor] = field(default_factory=dict)
+    sums: list[int] = field(default_factory=list)
+    expected: list[int] | None = None
+    places: list[object] = field(default_factory=list)
+    memory: SharedMemory = field(default_factory=SharedMemory)
+
+    def call_numbered(self, path: str, body: dict[str, Any]) -> None:
+        if path == "/finish_load":
+            self.expected = body["expected"]
+            return
+        assert self.asked.acquire(timeout=10), "nothing was packed meanwhile"
+        if len(self.sums) == self.fails_at:
+            raise EngineError("the server has failed")
+        self.places.append(body["place"])
+        data = self.memory.open(body["place"])[: body["bytes"]]
+        self.sums.append(checksum(data))
+        self.loaded |= {one["name"]: PackedWeight(**one).view(data).clone() for one in body["weights"]}
+
+
+def load_into(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load weights that each have a bucket to themselves."""
+    monkeypatch.setattr(vllm, "make_buckets", partial(make_buckets, max_bytes=8))
+
+    def named() -> Iterator[tuple[str, Tensor]]:
+        for place, one in enumerate(weights().items()):
+            yield one
+            if place:  # a bucket has been filled, and another weight is asked for
+                server.asked.release()
+        server.asked.release()
+
+    settings = Mock(torch_dtype=torch.float32)
+    one = vllm.VllmServer("python", settings, torch.device("cpu"), cast("ChildServer", server))
+    one.load(WeightStream(named(), 3))
+
+
+def test_a_server_loads_a_bucket_while_the_next_one_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = StandIn(Semaphore(0))
+    load_into(server, monkeypatch)
+    assert server.expected == server.sums
+    assert len(server.sums) == len(SHAPES)
+    assert server.places[0] != server.places[1], "they take turns"
+    for name, tensor in weights().items():
+        assert torch.equal(server.loaded[name], tensor)
+    paths = {str(cast("Mapping[str, object]", place)["file"]) for place in server.places}
+    assert not any(Path(path).exists() for path in paths)
+
+
+@pytest.mark.parametrize("fails_at", range(4))
+def test_a_bucket_that_a_server_does_not_load_ends_the_stream(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = StandIn(Semaphore(0), fails_at)
+    with pytest.raises(EngineError, match="the server has failed"):
+        load_into(server, monkeypatch)
+    assert server.expected is None, "the weights are not used"
 
 
 class Launches(TorchDispatchMode):

@@ -266,7 +266,7 @@ class ProcessGroup:
         """Send bytes to some ranks and receive from some, directly, where both sides know how many.
 
         Each peer has the matching messages in the same round. The next round is prepared while the last one is sent;
-        all rounds before the last are done by then.
+        all rounds before the last are done by then, or, between accelerators, come before what the device does next.
         """
         for _ in self.exchanging(rounds, what):
             pass
@@ -308,19 +308,25 @@ class ProcessGroup:
         here = [(peer, message, incoming(message, self.payload_device)) for peer, message in received if len(message)]
         away = [(peer, outgoing(message, self.payload_device)) for peer, message in sent if len(message)]
         works = self._batch(away, [(peer, there) for peer, _, there in here], what)
-        return RoundUnderWay(works, [(message, there) for _, message, there in here], [there for _, there in away])
+        stays = all(message.device == self.payload_device for _, message in (*sent, *received))
+        arriving = [(message, there) for _, message, there in here]
+        return RoundUnderWay(works, arriving, [there for _, there in away], stays)
 
     def _finish(self, under_way: RoundUnderWay, what: str) -> None:
+        """Wait for a round; only the device waits, if nothing comes from or goes to the memory of the host."""
+        if under_way.stays:
+            self._order(under_way.works, what, self.payload_device)
+            return
         self._wait(under_way.works, what, self.payload_device)
-        if self.payload_device.type != "cpu":
-            fetch(under_way.received, self.payload_device)
+        fetch(under_way.received, self.payload_device)
 
     def _order(self, works: Sequence[dist.Work], what: str, device: torch.device) -> None:
         """Let what follows on a device come after operations on its memory; on a CPU the host waits for them."""
         with self._waiting(what):
             for work in works:
                 work.wait()
-        self.backlog.add(self, what, device, MESSAGES_AHEAD)
+        if works:
+            self.backlog.add(self, what, device, MESSAGES_AHEAD)
 
     def _wait(self, works: Sequence[dist.Work], what: str, device: torch.device) -> None:
         """Wait on the host for operations on the memory of a device."""

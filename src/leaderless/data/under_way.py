@@ -81,7 +81,7 @@ class PendingGather:
 
     def wait(self) -> Tensor:
         """[ranks, bytes] uint8, in the order of the process group's ranks."""
-        self.process_group._wait([self.work], self.what, self.data.device)  # noqa: SLF001
+        self.process_group._order([self.work], self.what, self.data.device)  # noqa: SLF001
         return self.gathered
 
 
@@ -117,11 +117,19 @@ class Sending:
 
 @dataclass
 class RoundUnderWay:
-    """A round under way: its operations, where bytes arrive, and memory that must not be freed before."""
+    """A round under way: its operations, where bytes arrive, and memory that must not be freed before.
+
+    Attributes:
+        works: Operations.
+        received: Messages, each with the memory in which it arrives.
+        sent: Memory that is sent.
+        stays: Whether all messages are in the memory that the backend reads.
+    """
 
     works: Sequence[dist.Work]
     received: Sequence[tuple[Tensor, Tensor]]
     sent: Sequence[Tensor]
+    stays: bool
 
 
 # An accelerator's bytes pass through pinned host memory, as copies from and to other host memory would block and be

@@ -42,6 +42,8 @@ SHORT = 4
 """Part of the longest response that responses have where passes hold many prompts."""
 WEIGHT_BUCKET_BYTES = 32 * MIB
 """Bytes of a bucket of weights on the way to serving ranks: `leaderless.weights.route` has the same."""
+DEVICE_WEIGHT_BUCKET_BYTES = 256 * MIB
+"""The same between accelerators."""
 PINNED_BYTES = 1024 * MIB
 """Bytes of a block of pinned memory for weights that come: `leaderless.weights.copies` has the same."""
 CHECKSUM_BYTES = 64 * MIB
@@ -302,7 +304,8 @@ class _Rank:
         parts = {"largest weight": largest} if model.instance.is_engine_only else {}
         if model.has_adapters and not model.instance.is_engine_only and not model.engine.takes_adapters:
             parts["merged weights"] = model.adapted_bytes()
-        return {"buckets": 4 * WEIGHT_BUCKET_BYTES + CHECKSUM_BYTES * (not self.is_cpu), **parts}
+        bucket = WEIGHT_BUCKET_BYTES if self.is_cpu else min(DEVICE_WEIGHT_BUCKET_BYTES, model.sent_bytes())
+        return {"buckets": 4 * bucket + CHECKSUM_BYTES * (not self.is_cpu), **parts}
 
     def _generation(self, model: ModelMemory) -> Iterator[dict[str, int]]:
         size, engine = model.size, self._engine(model)

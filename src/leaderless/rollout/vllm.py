@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from leaderless.config import Json
+from leaderless.data.under_way import mark
 from leaderless.device import own_device_environment
 from leaderless.rollout import apart
-from leaderless.rollout.apart.messages import Ask, Gain, Settings, checksum, from_columns
+from leaderless.rollout.apart.messages import Ask, Gain, Settings, checksums, from_columns
 from leaderless.rollout.apart.vllm_worker import VllmWorker
 from leaderless.rollout.child_server import ChildServer, bound_command
-from leaderless.rollout.weights import CudaStaging, HostStaging, LocalStaging, make_buckets
+from leaderless.rollout.weights import CudaStaging, HostStaging, LocalStaging, WeightBucket, make_buckets
 from leaderless.weights.stream import WeightStream
 
 FOLDER = Path(apart.__file__).parent
@@ -41,7 +46,7 @@ class InProcessVllm(VllmWorker):
     def load(self, weights: WeightStream, adapter: str = "") -> None:
         """See `Driver`. Weights go through a bucket from the trainer's memory into vLLM's, in this process."""
         for bucket in make_buckets(weights, self.settings.torch_dtype, LocalStaging(self._device)):
-            self.load_bucket(bucket.weights, bucket.data, adapter=adapter)
+            self.load_bucket(bucket.weights, bucket.data, adapter)
         self.finish_load(weights.policy_version, adapter)
 
 
@@ -68,17 +73,38 @@ class VllmServer:
         self._server.call_numbered("/sleep", {"keep_weights": keep_weights})
 
     def load(self, weights: WeightStream, adapter: str = "") -> None:
-        """See `Driver`. Weights are packed in memory that both processes see: of the device, or of the host."""
-        staging = CudaStaging(self._device) if self._device.type == "cuda" else HostStaging()
+        """See `Driver`. Weights are packed in memory that both processes see: of the device, or of the host.
+
+        There are two such memories: while the server loads a bucket, which a thread asks for, the next one is packed.
+        """
+        is_cuda = self._device.type == "cuda"
+        stagings = [CudaStaging(self._device) if is_cuda else HostStaging() for _ in range(2)]
+        sums, asked = list[Tensor](), deque[Future[None]]()
         try:
-            for bucket in make_buckets(weights, self._settings.torch_dtype, staging):
-                packed: Json = [asdict(weight) for weight in bucket.weights]
-                body = {"place": staging.place(), "weights": packed, "bytes": len(bucket.data), "adapter": adapter}
-                # The checksum waits for copies on an accelerator, so that the server may read the bucket from now on.
-                self._server.call_numbered("/load", body | {"checksum": checksum(bucket.data)})
-            self._server.call_numbered("/finish_load", {"policy_version": weights.policy_version, "adapter": adapter})
+            with ThreadPoolExecutor(1, "load weights") as thread:
+                buckets = make_buckets(weights, self._settings.torch_dtype, *stagings)
+                for bucket, staging in zip(buckets, cycle(stagings), strict=False):
+                    sums.append(checksums(bucket.data[None]))
+                    packed = mark(self._device) if is_cuda else None
+                    asked.append(thread.submit(self._ask_to_load, bucket, staging.place(), packed, adapter))
+                    if len(asked) == len(stagings):  # the next bucket takes the memory of this one
+                        asked.popleft().result()
+                for one in asked:
+                    one.result()
+            found: Json = torch.cat(sums).tolist() if sums else []
+            body: Json = {"policy_version": weights.policy_version, "adapter": adapter, "expected": found}
+            self._server.call_numbered("/finish_load", body)
         finally:
-            staging.close()
+            for staging in stagings:
+                staging.close()
+
+    def _ask_to_load(self, bucket: WeightBucket, place: Json, packed: torch.Event | None, adapter: str) -> None:
+        """Let the server load a bucket; an accelerator has come so far that another process may read it."""
+        if packed is not None:
+            packed.synchronize()
+        weights: Json = [asdict(weight) for weight in bucket.weights]
+        body: Json = {"place": place, "weights": weights, "bytes": len(bucket.data), "adapter": adapter}
+        self._server.call_numbered("/load", body)
 
     def prompt_log_probs(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         """See `Driver`."""

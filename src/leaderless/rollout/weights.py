@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Weights that are sent together, one after the other, in [bytes] uint8 that the next bucket overwrites."""
+    """Weights that are sent together, one after the other, in [bytes] uint8 that a later bucket overwrites."""
 
     weights: tuple[PackedWeight, ...]
     data: Tensor
@@ -96,24 +97,28 @@ class HostStaging(LocalStaging):
 
 
 def make_buckets(
-    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, staging: LocalStaging, max_bytes: int = BUCKET_BYTES
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *stagings: LocalStaging, max_bytes: int = BUCKET_BYTES
 ) -> Iterator[WeightBucket]:
     """Pack whole weights in the type in which the engine computes.
 
-    The caller has to use each bucket before it asks for the next. A weight larger than `max_bytes` has a bucket to
-    itself. An accelerator may still be copying: before another process reads a bucket, the caller waits for the device.
+    The stagings take turns, so a caller with one has to use each bucket before it asks for the next, and a caller with
+    two the one before. A weight larger than `max_bytes` has a bucket to itself. An accelerator may still be copying:
+    before another process reads a bucket, the caller waits for the device.
     """
     weights: list[PackedWeight] = []
-    end = 0
+    end, turns = 0, cycle(stagings)
+    staging = next(turns)
     for name, tensor in named:
-        size = -(-tensor.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        num_bytes = tensor.numel() * dtype.itemsize
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if weights and end + size > max_bytes:
             yield WeightBucket(tuple(weights), staging.room(max_bytes)[:end])
-            weights, end = [], 0
+            weights, end, staging = [], 0, next(turns)
         weight = PackedWeight(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), end)
         data = staging.room(max(max_bytes, size))
-        data[end : end + size].zero_()  # another process computes a checksum of the gap between two weights, too
         weight.view(data).copy_(tensor)
+        if size > num_bytes:  # another process computes a checksum of the gap between two weights, too
+            data[end + num_bytes : end + size].zero_()
         weights.append(weight)
         end += size
     if weights:

@@ -24,6 +24,13 @@ from leaderless.weights.blocks import Block, Division, Pool, Shape, even_rows, w
 
 BUCKET_BYTES = 1 << 25
 """Most bytes of a bucket on one rank, except that a row is never divided."""
+DEVICE_BUCKET_BYTES = 1 << 28
+"""The same where an accelerator's memory is sent, which needs time to start each message and each checksum."""
+
+
+def bucket_bytes(device: torch.device) -> int:
+    """Most bytes of a bucket that is sent from and to the memory of a device, of the same kind on all ranks."""
+    return BUCKET_BYTES if device.type == "cpu" else DEVICE_BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,8 @@ class Route:
         """
         self.what, self.shapes, self.holders, self.takers, self.dtype = what, shapes, holders, takers, dtype
         self.rank, self.is_gathered = rank, is_gathered
+        self._buckets = dict[int, Sequence[Sequence[Turn]]]()
+        self._legs = dict[int, Sequence[Leg]]()
         self.receivers = Pool(takers.layout, even_rows) if self.is_gathered else takers
         """Ranks that receive weights from the holders, and the block that each receives."""
 
@@ -120,18 +129,22 @@ class Route:
     def _held(self, name: str, rank: int) -> Block:
         return self.holders.block(name, self.shapes[name], rank)
 
-    @cached_property
-    def buckets(self) -> Sequence[Sequence[Turn]]:
+    def buckets(self, most_bytes: int) -> Sequence[Sequence[Turn]]:
         """All weights in their order, as many at a time as fill a bucket, which has one turn of each at most."""
+        if most_bytes not in self._buckets:
+            self._buckets[most_bytes] = self._make_buckets(most_bytes)
+        return self._buckets[most_bytes]
+
+    def _make_buckets(self, most_bytes: int) -> Sequence[Sequence[Turn]]:
         buckets: list[list[Turn]] = [[]]
-        room = BUCKET_BYTES
+        room = most_bytes
         for name in self.shapes:
             rows, num_bytes = self.rows(name), self._bytes_at_once(name)
-            count = max(1, min(-(-num_bytes // BUCKET_BYTES), rows))
+            count = max(1, min(-(-num_bytes // most_bytes), rows))
             for index in range(count):
                 if buckets[-1] and (index or room < num_bytes // count):
                     buckets.append([])
-                    room = BUCKET_BYTES
+                    room = most_bytes
                 first, last = rows * index // count, rows * (index + 1) // count
                 buckets[-1].append(Turn(name, first, last, is_last=index == count - 1))
                 room -= num_bytes // count
@@ -147,11 +160,15 @@ class Route:
         largest = (pool.division(name, shape).block(0) for pool in (self.holders, self.takers))
         return max(block.numel for block in largest) * self.dtype.itemsize
 
-    @cached_property
-    def legs(self) -> Sequence[Leg]:
+    def legs(self, most_bytes: int) -> Sequence[Leg]:
         """What this rank sends and receives of each bucket."""
+        if most_bytes not in self._legs:
+            self._legs[most_bytes] = self._make_legs(self.buckets(most_bytes))
+        return self._legs[most_bytes]
+
+    def _make_legs(self, buckets: Sequence[Sequence[Turn]]) -> Sequence[Leg]:
         legs: list[Leg] = []
-        for bucket in self.buckets:
+        for bucket in buckets:
             sent, received = dict[int, list[Piece]](), dict[int, list[Piece]]()
             for turn in bucket:
                 for sender, receiver, block in self._parts(turn):

@@ -1,7 +1,9 @@
 """The weights of a role on the way from the ranks that hold them to those that use them.
 
 Every message ends with the policy version of its weights and a checksum, which the ranks that use them compare. A rank
-that finds an error takes part to the end, so that no other one is left waiting, and raises it then.
+that finds an error takes part to the end, so that no other one is left waiting, and raises it then. An accelerator
+compares checksums by itself, and after the last message the host reads what it has found, all at once: to wait for it
+after each message would stop the next ones. No stream that was damaged ends without the error.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ from leaderless.data.transport import ProcessGroup, Round
 from leaderless.data.under_way import PendingGather
 from leaderless.rollout.apart.messages import checksums
 from leaderless.weights.blocks import Block, HeldWeights, whole_block
-from leaderless.weights.route import Piece, Route, Turn
+from leaderless.weights.route import Piece, Route, Turn, bucket_bytes
 
 WORD = 8
 """Bytes of a word of a checksum."""
@@ -125,6 +128,14 @@ Rooms = Mapping[str, tuple[Tensor, Block]]
 """Memory for weights, by name, and the block that it holds."""
 
 
+class _Found(NamedTuple):
+    """What has been found about messages of weights: [2, n] int64 versions, and 1 where the checksum matches."""
+
+    senders: Sequence[int]
+    names: str
+    versions_and_matches: Tensor
+
+
 class _Delivery:
     """The first leg: each rank receives its blocks from the ranks that hold them."""
 
@@ -134,6 +145,8 @@ class _Delivery:
         self.what = route.what
         self.versions: set[int] = set()
         self.error = ""
+        self._unread: list[_Found] = []
+        self._is_well: Tensor | None = None  # of the messages that the host has not read about
         if held is not None:
             self._check_placement(held)
 
@@ -152,7 +165,8 @@ class _Delivery:
         under_way: deque[tuple[Sequence[Turn], Rooms, list[tuple[int, Sequence[Piece], Tensor]]]] = deque()
 
         def rounds() -> Iterator[Round]:
-            for turns, leg in zip(self.route.buckets, self.route.legs, strict=True):
+            most_bytes = bucket_bytes(self.device)
+            for turns, leg in zip(self.route.buckets(most_bytes), self.route.legs(most_bytes), strict=True):
                 rooms = open_rooms(turns)
                 self._copy_own(leg.own, rooms)
                 arriving = [(sender, pieces, self._message(pieces)) for sender, pieces in leg.received.items()]
@@ -200,32 +214,60 @@ class _Delivery:
 
     def _take(self, arrived: Sequence[tuple[int, Sequence[Piece], Tensor]], rooms: Rooms) -> None:
         """Write pieces where they belong."""
-        found = [(sender, *_read_seal(message[None])) for sender, _, message in arrived]
-        for sender, versions, is_intact in found:
-            self.check([sender], versions, is_intact)
+        for sender, pieces, message in arrived:
+            self.check([sender], *_read_seal(message[None]), _between([piece.name for piece in pieces]))
         if not self.error:
             for _, pieces, message in arrived:
                 for piece, value in self._parts(message, pieces):
                     piece.block.view(*rooms[piece.name]).copy_(value)
 
-    def check(self, senders: Sequence[int], versions: Tensor, is_intact: Tensor) -> None:
-        """Note what is wrong with messages: [n] int64 policy versions, and [n] whether their checksums match."""
-        for sender, version, intact in zip(senders, versions.tolist(), is_intact.tolist(), strict=True):
+    def check(self, senders: Sequence[int], versions: Tensor, is_intact: Tensor, names: str) -> None:
+        """Note what is wrong with messages of weights with these names.
+
+        Versions are [n] int64, and `is_intact` [n] says whether checksums match. From an accelerator the host reads
+        both at once until it knows a version; from then on it reads them together, after the last message.
+        """
+        found = _Found(senders, names, torch.stack([versions, is_intact.to(versions.dtype)]))
+        if not (_is_read_late(self.device) and self.versions):
+            self._read([found])
+            return
+        self._unread.append(found)
+        known = next(iter(self.versions))
+        is_well = (is_intact & ((versions == known) | (versions == NO_VERSION))).all()
+        self._is_well = is_well if self._is_well is None else self._is_well & is_well
+
+    @property
+    def state(self) -> int | Tensor:
+        """What other ranks must know: the policy version, or that something is wrong, as far as the device knows."""
+        if self.error:
+            return IN_ERROR
+        version = next(iter(self.versions), NO_VERSION)
+        return version if self._is_well is None else torch.where(self._is_well, version, IN_ERROR)
+
+    def _read(self, found: Sequence[_Found]) -> None:
+        """Note what is wrong with some messages; an accelerator has finished with all of them then."""
+        self._group.backlog.wait()  # or a rank that is missing would have no name
+        versions, are_intact = torch.cat([one.versions_and_matches for one in found], dim=1).tolist()
+        about = ((sender, one.names) for one in found for sender in one.senders)
+        for (sender, names), version, intact in zip(about, versions, are_intact, strict=True):
             if not intact:
-                self._note(f"from rank {sender} arrived damaged: the checksum does not match")
+                self._note(f"from rank {sender} arrived damaged: the checksum of {names} does not match")
             elif version == IN_ERROR:
                 self._note(f"did not reach rank {sender} well, whose error says why")
             elif version != NO_VERSION:
                 self.versions.add(version)
         if len(self.versions) > 1:
-            found = " and ".join(map(str, sorted(self.versions)))
-            self._note(f"are of policy versions {found}: the ranks that train it are not at the same update")
+            several = " and ".join(map(str, sorted(self.versions)))
+            self._note(f"are of policy versions {several}: the ranks that train it are not at the same update")
 
     def _note(self, problem: str) -> None:
         self.error = self.error or f"rank {self.route.rank}: {self.what} {problem}"
 
     def version(self) -> int:
         """The policy version of the weights that have arrived; raises if anything was wrong with them."""
+        if self._unread:
+            self._read(self._unread)
+            self._unread.clear()
         if self.error:
             raise RuntimeError(self.error)
         return next(iter(self.versions), NO_VERSION)
@@ -295,8 +337,7 @@ class _Gathering:
         part, delivery = self._parts.popleft(), self._delivery
         if len(part) == TRAILER:
             return None
-        version = next(iter(delivery.versions), NO_VERSION)
-        seal(part, IN_ERROR if delivery.error else version)
+        seal(part, delivery.state)
         return self._takers.gather_equal(part, delivery.what)
 
     def _finish(self, turns: Sequence[Turn], pending: PendingGather | None) -> Iterator[tuple[str, Tensor]]:
@@ -304,7 +345,7 @@ class _Gathering:
         delivery, local = self._delivery, self._route.local
         if pending is not None:
             parts = pending.wait()
-            delivery.check(self._takers.ranks, *_read_seal(parts))
+            delivery.check(self._takers.ranks, *_read_seal(parts), _between([turn.name for turn in turns]))
             for turn, rows in self._views(parts, [turn for turn in turns if turn.name not in local]):
                 self._place(turn, rows)
         self.stream.policy_version = next(iter(delivery.versions), NO_VERSION)
@@ -335,7 +376,7 @@ def round_up(num_bytes: int) -> int:
     return -(-num_bytes // WORD) * WORD
 
 
-def seal(message: Tensor, version: int) -> None:
+def seal(message: Tensor, version: int | Tensor) -> None:
     """Write a policy version and a checksum of all before it to the end of [bytes] uint8."""
     words = message.view(torch.int64)
     words[-2] = version
@@ -346,3 +387,13 @@ def _read_seal(messages: Tensor) -> tuple[Tensor, Tensor]:
     """The policy version of each message, [n] int64, and whether its checksum matches; messages are [n, bytes]."""
     words = messages.view(torch.int64)
     return words[:, -2], checksums(messages[:, :-WORD]) == words[:, -1]
+
+
+def _is_read_late(device: torch.device) -> bool:
+    """Whether the host would wait for a device to know whether a checksum matches."""
+    return device.type != "cpu"
+
+
+def _between(names: Sequence[str]) -> str:
+    """The first and the last of some weights."""
+    return f"'{names[0]}'" if names[0] == names[-1] else f"'{names[0]}' to '{names[-1]}'"

@@ -35,7 +35,7 @@ from leaderless.planner.costs.moves import (
     weights_cost,
 )
 from leaderless.planner.costs.rows import Routes, Rows, owners_of, sending_ranks
-from leaderless.planner.memory import WEIGHT_BUCKET_BYTES
+from leaderless.planner.memory import DEVICE_WEIGHT_BUCKET_BYTES
 
 ONE_A_HOST = {"host__devices": 1}
 ROW_BYTES = 100 * 8
@@ -354,10 +354,10 @@ def test_weights_cross_once_and_in_buckets():
     cost = weights_cost(action, 4 * count, links, is_gathered=False)
     assert cost.interface_bytes == 4 * count // 2, "each of the two that train sends half of it"
     assert cost.seconds == pytest.approx(2 + (2 + 1) / 1000), "over 1 GB/s; packed, and unpacked in quarters"
-    assert cost.process_bytes == 2 * WEIGHT_BUCKET_BYTES
+    assert cost.process_bytes == 2 * DEVICE_WEIGHT_BUCKET_BYTES
     slow = network(6, **ONE_A_HOST, links__network__latency_us=1000)
     late = weights_cost(action, 4 * count, slow, is_gathered=False).seconds
-    assert late - cost.seconds == pytest.approx(60 * 2 * 1e-3), "120 buckets, two at a time, to two receivers"
+    assert late - cost.seconds == pytest.approx(8 * 2 * 1e-3), "15 buckets, two at a time, to two receivers"
     gathered = weights_cost(action, 4 * count, links, is_gathered=True).seconds
     assert gathered - cost.seconds == pytest.approx(3), "each of four receives the three quarters of the others"
 

@@ -23,7 +23,7 @@ from leaderless.data.routes import Routes as DatabufferRoutes
 from leaderless.planner import SyncWeights
 from leaderless.planner.costs.network import MICRO, Network, Transfer, seconds, sums
 from leaderless.planner.costs.rows import LENGTH_BYTES, Int, Routes, Rows
-from leaderless.planner.memory import WEIGHT_BUCKET_BYTES
+from leaderless.planner.memory import DEVICE_WEIGHT_BUCKET_BYTES
 
 TYPES_BYTES = 24
 """What ranks of a node compare before rows are sent: digests of types and ids, and the number of rows."""
@@ -284,11 +284,11 @@ def weights_cost(action: SyncWeights, num_bytes: int, network: Network, *, is_ga
     senders = sources[np.searchsorted(borders[0], begins, side="right") - 1]
     receivers = targets[np.searchsorted(borders[1], begins, side="right") - 1]
     transfer = Transfer.of(senders, receivers, sizes)
-    num_rounds = ceil(num_bytes / WEIGHT_BUCKET_BYTES)
+    num_rounds = ceil(num_bytes / DEVICE_WEIGHT_BUCKET_BYTES)
     latency = network.latency_seconds(transfer) * (ceil(num_rounds / ROUNDS_AHEAD) - 1)
     link, count = network.cluster.links.device, network.num_ranks
     sent, received = transfer.sent(count), transfer.received(count)
-    held = min(ROUNDS_AHEAD * WEIGHT_BUCKET_BYTES, int((sent + received).max()))
+    held = min(ROUNDS_AHEAD * DEVICE_WEIGHT_BUCKET_BYTES, int((sent + received).max()))
     # All ranks make bytes of weights that go, and weights of bytes that have come, at the same time.
     packed = 2 * link.latency_us * MICRO + seconds(int(sent.max()) + int(received.max()), link.bandwidth_gb_per_s)
     took = latency + network.transfer_seconds(transfer) + packed

@@ -12,24 +12,30 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+MOST_MAPPED = 2
+"""Memories of another process that are mapped at a time: the stagings that take turns."""
+
 
 class SharedMemory:
-    """Memory of another process of this machine, which holds one bucket of weights at a time."""
+    """Memories of another process of this machine, each of which holds one bucket of weights at a time."""
 
     def __init__(self) -> None:
-        self._place: Mapping[str, Any] = {}
-        self._data = torch.empty(0, dtype=torch.uint8)
+        self._mapped: dict[str, Tensor] = {}  # by place, those that were opened last at the end
 
     def open(self, place: Mapping[str, Any]) -> Tensor:
         """Map the memory at a staging's `place`, unless it is mapped already, and return its bytes."""
-        if place != self._place:
-            self.close()
-            self._data, self._place = _map(place), place
-        return self._data
+        key = json.dumps(place, sort_keys=True)
+        data = self._mapped.pop(key, None)
+        if data is None:
+            while len(self._mapped) >= MOST_MAPPED:
+                self._mapped.pop(next(iter(self._mapped)))
+            data = _map(place)
+        self._mapped[key] = data
+        return data
 
     def close(self) -> None:
-        """Unmap the memory."""
-        self._place, self._data = {}, torch.empty(0, dtype=torch.uint8)
+        """Unmap the memories."""
+        self._mapped.clear()
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 

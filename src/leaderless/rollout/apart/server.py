@@ -27,7 +27,7 @@ class _Handler(Handler):
             case "load":
                 data = self.memory.open(body["place"])[: body["bytes"]]
                 weights = [PackedWeight(**weight) for weight in body["weights"]]
-                self.worker.load_bucket(weights, data, body["checksum"], body["adapter"])
+                self.worker.load_bucket(weights, data, body["adapter"], is_checked=True)
             case "finish_load":
                 self.memory.close()
                 self.worker.finish_load(**body)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .adapters import VllmAdapters
 from .experts import packed, record_on_cpu, recorded_by_each_rank
-from .messages import Ask, Gain, PackedWeight, Settings, checksum, joined
+from .messages import Ask, Gain, PackedWeight, Settings, checksums, joined
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -53,6 +53,7 @@ class VllmWorker:
         self._expected: dict[str, int] = {}  # lengths of prompts with images that have not been compared
         self._arrived: set[str] | None = None
         self._cache_bytes: list[int] = []
+        self._loaded: list[tuple[str, Tensor]] = []  # names of each bucket of another process, and its checksum
         self._versions: dict[str, int] = {}  # of each set of adapters, or of the weights
         self._adapters = VllmAdapters(settings.adapters, settings.matrices)
         self._ready: list[Gain] = []
@@ -232,32 +233,45 @@ class VllmWorker:
             self._on_worker(_take_memory, self._cache_bytes)
 
     def load_bucket(
-        self, weights: Sequence[PackedWeight], data: Tensor, expected: int | None = None, adapter: str = ""
+        self, weights: Sequence[PackedWeight], data: Tensor, adapter: str = "", *, is_checked: bool = False
     ) -> None:
         """Load weights from [bytes] uint8 on this engine's device; the first call begins a new set.
 
         Args:
             weights: Weights in the bucket.
             data: Bytes of the bucket.
-            expected: Checksum of these bytes, if they come from another process; else None.
             adapter: Name of the set of adapters that they belong to, if they do.
+            is_checked: Whether they come from another process, whose checksums `finish_load` compares.
         """
-        # vLLM keeps references until a layer is complete, and the next bucket overwrites this memory.
-        own = data.clone()
-        if expected is not None and (found := checksum(own)) != expected:
-            raise RuntimeError(f"a bucket of {len(data)} bytes arrived damaged: checksum {found}, expected {expected}")
+        # vLLM keeps references until a layer is complete, and a later bucket overwrites this memory.
+        own, copied = data.clone(), None
+        if is_checked:
+            copied = None if own.device.type == "cpu" else _mark(own.device)
+            # An accelerator adds up while the host continues.
+            self._loaded.append((f"'{weights[0].name}' to '{weights[-1].name}'", checksums(own[None])))
         if adapter:
             for weight in weights:
                 self._adapters.add(adapter, weight.name, weight.view(own))
-            return
-        arrived = self._on_worker(_load, [(weight.name, weight.view(own)) for weight in weights], self._arrived is None)
-        self._arrived = arrived | (self._arrived or set())
+        else:
+            named = [(weight.name, weight.view(own)) for weight in weights]
+            self._arrived = self._on_worker(_load, named, self._arrived is None) | (self._arrived or set())
+        if copied is not None:
+            copied.synchronize()  # from now on the other process may overwrite the bucket
 
-    def finish_load(self, policy_version: int, adapter: str = "") -> None:
+    def finish_load(self, policy_version: int, adapter: str = "", expected: Sequence[int] = ()) -> None:
         """Use the weights that have been loaded, and drop all that is in progress or computed with earlier ones.
 
         Adapters leave alone what is in progress with others: vLLM knows with which ones keys and values were computed.
+
+        Args:
+            policy_version: Number of optimizer steps that led to the weights.
+            adapter: Name of the set of adapters, if they are adapters.
+            expected: Checksum of each bucket in another process.
+
+        Raises:
+            RuntimeError: A bucket arrived damaged, or some of vLLM's weights have not been sent.
         """
+        self._check_buckets(expected)
         self.abort([int(number) for number, request in self._open.items() if request.adapter == adapter])
         if adapter:
             self._adapters.use(adapter, policy_version, self._engine)
@@ -266,6 +280,17 @@ class VllmWorker:
         if not self._open and not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM still uses keys and values of earlier weights, though nothing is in progress")
         self._versions[adapter] = policy_version
+
+    def _check_buckets(self, expected: Sequence[int]) -> None:
+        """Compare the checksums of all buckets of other processes, of which an accelerator's come here at once."""
+        names, sums = [name for name, _ in self._loaded], [one for _, one in self._loaded]
+        self._loaded.clear()
+        found = torch.cat(sums).tolist() if sums else []
+        if len(found) != len(expected):
+            raise RuntimeError(f"{len(found)} buckets of weights have come, but {len(expected)} were sent")
+        for name, own, other in zip(names, found, expected, strict=True):
+            if own != other:
+                raise RuntimeError(f"the bucket of {name} arrived damaged: checksum {own}, expected {other}")
 
     def _finish_whole_weights(self) -> None:
         """Finish loading weights, of which adapters are no part: those do not change what is seen of images."""
@@ -298,6 +323,13 @@ class VllmWorker:
         """Call a function with vLLM's worker, which owns the model."""
         result: Result = self._engine.collective_rpc(function, args=arguments)[0]
         return result
+
+
+def _mark(device: torch.device) -> torch.Event:
+    """Mark the place up to which work is queued on an accelerator."""
+    event: torch.Event = torch.get_device_module(device).Event()
+    event.record()
+    return event
 
 
 def _weights_of(settings: Settings) -> dict[str, object]:
