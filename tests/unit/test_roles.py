@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch
+from tests.engines import CopyDriver, make_external
+from tests.tiny import tiny_model
 from tests.unit.recipes import make_recipe, plan_of
 
 from leaderless.config import Recipe
@@ -16,6 +19,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Transport
 from leaderless.planner import Cluster, RoleInstance, make_plan
 from leaderless.planner.memory_parts import Room
+from leaderless.rollout import external
 from leaderless.stages.context import ModelRole
 from leaderless.training.engine import EngineSetup, Trainable
 from leaderless.worker import roles
@@ -51,6 +55,41 @@ def test_ranks_keep_whole_what_the_recipe_says_or_has_room(
     with pytest.raises(MadeError) as made:
         Roles(recipe, plan, transport, turns, cast("Tokenizer", None), Path(), print, Room("weights", 99))
     assert made.value.args == (expected, 7, recipe.as_seen_by("policy").training.compile, 99)
+
+
+def test_an_engine_next_to_a_trainer_starts_before_models_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = list[str]()
+
+    class Started(CopyDriver):
+        def start(self) -> None:
+            done.append("the engine starts, asleep")
+
+        def close(self) -> None:
+            done.append("the engine is closed")
+
+    def make(_: str, setup: EngineSetup) -> None:
+        done.append(f"{setup.role} is loaded")
+        raise MadeError
+
+    engine = make_external(Started(tiny_model()))
+    monkeypatch.setattr(roles, "make_engine", lambda *_: engine)
+    monkeypatch.setattr(roles, "make_train_engine", make)
+    monkeypatch.setattr(roles, "check_policy", lambda *_: None)
+    monkeypatch.setattr(external, "release_memory", lambda _: done.append("cached blocks are released"))
+    everyone = SimpleNamespace(size=1, activity=Mock())
+    made = SimpleNamespace(process_group=lambda _: None, axis_groups=lambda _: {}, world=everyone, activity=Mock())
+    transport = cast("Transport", SimpleNamespace(rank=0, **vars(made)))
+    turns = cast("Turns", SimpleNamespace(device=torch.device("cpu")))
+    sections = {"rollout": {"engine": "vllm"}}
+    recipe, plan = make_recipe(**sections), plan_of("grpo", **sections)
+    with pytest.raises(MadeError):
+        Roles(recipe, plan, transport, turns, cast("Tokenizer", None), Path(), print)
+    assert done == [
+        "cached blocks are released",
+        "the engine starts, asleep",
+        "policy is loaded",
+        "the engine is closed",
+    ]
 
 
 def test_a_role_whose_engine_is_to_be_shared_leaves_the_one_of_its_own() -> None:

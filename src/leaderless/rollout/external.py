@@ -99,7 +99,7 @@ class ExternalEngine:
         report: Callable[[str], None] | None,
         impossible: Collection[int] = (),
     ) -> None:
-        """Start nothing before `wake`.
+        """Start nothing before `start` or `wake`.
 
         The engine's log-probabilities of a probe may differ from those that come with the weights by `tolerance` on
         average. `report` shows the user that the engine is started again; without it, that is never done.
@@ -120,15 +120,23 @@ class ExternalEngine:
         self._deltas: list[Delta] = []
         self._num_requests = self._num_responses = 0
 
+    def start(self) -> None:
+        """Start the engine, asleep, unless that is done; an accelerator should have as much free memory as it takes.
+
+        vLLM takes a share of all of the device's memory for a moment, whatever it needs of it.
+        """
+        if not self._is_started:
+            release_memory(self._device)
+            self._driver.start()
+            self._is_started = True
+
     def wake(self, reload: Callable[[], None]) -> None:
         """See `RolloutEngine`."""
         self._reload, self._may_restart = reload, self._report is not None
         if self._is_awake:
             return
+        self.start()
         release_memory(self._device)
-        if not self._is_started:
-            self._driver.start()
-            self._is_started = True
         try:
             self._driver.wake()
         except EngineError as error:
@@ -173,8 +181,7 @@ class ExternalEngine:
             raise error
         self._may_restart = False
         self._report(f"{error}\n{self._name} is started again")
-        self._driver.start()
-        self._is_started = True
+        self.start()
 
     def submit(self, request: Request, params: SamplingParams) -> int:
         """See `RolloutEngine`."""

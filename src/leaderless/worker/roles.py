@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from leaderless.planner.memory_parts import Room
 from leaderless.planner.sight import players_of
 from leaderless.rollout.bodies import body_shapes, make_body_rollout
 from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.probe import probe_of
@@ -93,9 +95,12 @@ class Roles:
         self._bounded_by: tuple[RunDirectory, int] | None = None
         self._check_players()
         begin, self._room = time.monotonic(), room or Room()
-        for instance in sorted(plan.instances, key=lambda one: not one.is_trained):  # others may share their models
-            if transport.rank in instance.layout:
+        own = [instance for instance in plan.instances if transport.rank in instance.layout]
+        with ExitStack() as stack:
+            self._started = {one: self._start(one, stack) for one in own if self._is_started_first(one)}
+            for instance in sorted(own, key=lambda one: not one.is_trained):  # others may share their models
                 self._add(instance)
+            stack.pop_all()  # engines belong to models now
         self.seconds = time.monotonic() - begin
 
     @property
@@ -126,14 +131,41 @@ class Roles:
                 lower_limit(directory, role, engine.micro_batch_tokens)
             engine.adapt_to_memory(partial(lower_limit, directory, role))
 
+    def _is_started_first(self, instance: RoleInstance) -> bool:
+        """Whether an engine with memory of its own generates next to models that train or score."""
+        is_next = instance in self._generating and not (instance.is_engine_only or instance.is_critic)
+        return is_next and self._recipe.body is None and engine_of(instance.engine).keeps_weights
+
+    def _start(self, instance: RoleInstance, stack: ExitStack) -> RolloutEngine:
+        """Make an engine, and start it if it is one in another process or library, before models take memory.
+
+        It is asleep then, and has given its memory back. In the first step, the trainer would be in its way, and all
+        ranks would wait for it.
+        """
+        recipe = self._recipe_of(instance)
+        engine = self._engine(instance, self._setup(instance, recipe))
+        stack.callback(engine.close)
+        if isinstance(engine, ExternalEngine):
+            engine.start()
+        return engine
+
+    def _recipe_of(self, instance: RoleInstance) -> Recipe:
+        """The recipe as an instance has to follow it; the tokenizer of a judge is loaded."""
+        role = instance.role
+        if not instance.is_judge:
+            return self._recipe.as_seen_by(role)
+        recipe = as_judged(self._recipe, role)
+        if role not in self.tokenizers:
+            config = recipe.model_of(role)
+            assert config is not None, "checked by the planner"
+            self.tokenizers[role] = load_chat_tokenizer(config, role)
+        return recipe
+
     def _add(self, instance: RoleInstance, trainer: Trainable | None = None) -> None:
         """Make an instance, with a trainer that is there already or with a new one."""
-        role, ranks = instance.role, instance.layout.ranks
-        recipe = as_judged(self._recipe, role) if instance.is_judge else self._recipe.as_seen_by(role)
+        role, ranks, recipe = instance.role, instance.layout.ranks, self._recipe_of(instance)
         config = recipe.model_of(role)
         assert config is not None
-        if instance.is_judge:
-            self.tokenizers[role] = load_chat_tokenizer(config, role)
         if instance.is_engine_only:
             self._models[role, ranks] = ModelRole(None, self._fed(instance, recipe))
             return
@@ -223,8 +255,9 @@ class Roles:
             engine = make_body_rollout(setup.model, f"models.{instance.role}", recipe.body, self._device)
             pool = Pool(instance.layout, placement_of(recipe, trainer.weight_shapes()))
             return Colocated(cast("RolloutEngine", engine), trainer, pool, getattr(torch, setup.model.compute_dtype))
+        is_started = instance in self._started
         return Colocated(
-            self._engine(instance, setup),
+            self._started.pop(instance) if is_started else self._engine(instance, setup),
             trainer,
             Pool(instance.layout, placement_of(recipe, trainer.weight_shapes())),
             getattr(torch, setup.model.compute_dtype),
