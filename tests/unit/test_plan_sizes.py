@@ -570,6 +570,14 @@ def test_several_accelerators_need_buffers_to_communicate(model):
     assert count(4, layout={"policy": {"tp": 2}}) == 4
 
 
+def test_new_weights_pass_to_an_engine_in_another_process_in_two_stagings(model):
+    estimate = estimate_of("grpo", 2, model, rollout={"engine": "vllm"})
+    parts = estimate.accelerator.phases["policy generates"]
+    assert parts["buckets for the engine"] == 3 * COUNT * 4, "two stagings and a copy, of a model that fits into one"
+    assert parts["buckets"] == 4 * COUNT * 4 + memory.CHECKSUM_BYTES
+    assert {"engine's weights", "kv cache"} == set(estimate.cpu.phases["policy generates"])
+
+
 def test_a_reference_is_another_model_that_only_scores(model):
     sections = {"algorithm": {"kl": {"coefficient": 0.1}}}
     estimate = memory_of("grpo", 2, model, **sections)

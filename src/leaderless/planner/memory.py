@@ -314,7 +314,10 @@ class _Rank:
             cache = engine.num_sequences * engine.longest * size.kv_values_per_token * model.width
             parts = size.num_kv_parts(model.instance.serving_layout)
             own = 0 if is_resident else model.engine_bytes() + model.adapted_bytes() * (not model.engine.takes_adapters)
-            yield {"engine's weights": own, "kv cache": -(-cache // parts)}
+            # New weights come while the cache is there: to this rank, and from it into two stagings and a copy of one.
+            bucket = min(DEVICE_WEIGHT_BUCKET_BYTES, model.sent_bytes())
+            loading = {} if self.is_cpu else self._travel(model) | {"buckets for the engine": 3 * bucket}
+            yield {"engine's weights": own, "kv cache": -(-cache // parts), **loading}
             return
         is_copied = model.shards > 1 or model.part != model.size or model.width != FLOAT32_BYTES
         weights = {} if is_resident or model.has_adapters else {"unsharded weights": own * is_copied}
