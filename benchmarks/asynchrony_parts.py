@@ -17,6 +17,7 @@ from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
 from leaderless.training.engine import Result, UpdateInfo
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.sharded import Division
 from leaderless.weights.stream import WeightStream
 
 STEP_S, SEQUENCE_S = float(os.environ.get("STEP_S", "0.005")), float(os.environ.get("SEQUENCE_S", "0.00002"))
@@ -112,7 +113,7 @@ class TokenTrainer(FsdpEngine):
             setup.micro_batch_tokens,
             optimizer=setup.optimizer,
             num_updates=setup.num_updates,
-            mesh=setup.mesh() if setup.process_group.size > 1 else None,
+            division=Division(setup.mesh() if setup.process_group.size > 1 else None),
         )
         self._begin, self._due_s = 0.0, 0.0
 

@@ -14,6 +14,7 @@ from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.training.engine import Result, UpdateInfo
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.sharded import Division
 from leaderless.weights.stream import WeightStream
 
 
@@ -107,7 +108,7 @@ class PacedTrainer(FsdpEngine):
             setup.micro_batch_tokens,
             optimizer=setup.optimizer,
             num_updates=setup.num_updates,
-            mesh=setup.mesh() if setup.process_group.size > 1 else None,
+            division=Division(setup.mesh() if setup.process_group.size > 1 else None),
         )
         self._pace = Pace("training", setup.process_group.rank)
 

@@ -34,6 +34,7 @@ from leaderless.rollout.paged_check import paged_attention
 from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.recording import record
 from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.sharded import Division
 
 sys.path.insert(0, str(Path(__file__).parent))  # where tests import it, too
 from made import Size
@@ -164,8 +165,9 @@ class Machine:
             self.preset.pass_tokens,
             optimizer=OptimizerConfig(),
             num_updates=100,
+            division=Division(keeps="weights"),
         )
-        engine.model.max_logits = LARGE_MAX_LOGITS  # as in a run with room for them
+        engine.model.max_logits = LARGE_MAX_LOGITS  # both as in a run with room for them
         return engine
 
     @contextmanager

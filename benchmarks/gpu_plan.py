@@ -59,7 +59,8 @@ def planned_memory(machine: Machine, folder: str) -> Planned:
     path = Path(folder) / "recipe.yaml"
     path.write_text(json.dumps(recipe), encoding="utf-8")
     loaded = load_recipe(path, ()).recipe
-    plan, room = make_plan(loaded, resolve_workflow(loaded.workflow), Cluster(1)), Room(max_logits=LARGE_MAX_LOGITS)
+    plan = make_plan(loaded, resolve_workflow(loaded.workflow), Cluster(1))
+    room = Room(keeps="weights", max_logits=LARGE_MAX_LOGITS)
     memory = estimate_memory(loaded, plan, preset.pass_tokens, room=room)
     pool = plan_pool(loaded, plan.instances, plan.sizes, plan.instances[0], room.cache)
     assert memory is not None

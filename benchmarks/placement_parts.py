@@ -22,6 +22,7 @@ from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.training.engine import Result
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.sharded import Division
 from leaderless.weights.stream import WeightStream
 
 SCORING = 0.3
@@ -181,6 +182,10 @@ def make_trainer(setup: EngineSetup) -> PacedTrainer | PacedCritic:
     mesh = setup.mesh() if setup.process_group.size > 1 else None
     if setup.is_critic:
         critic = load_value_model(setup.model, setup.role)
-        return PacedCritic(critic, *where, optimizer=setup.optimizer, num_updates=setup.num_updates, mesh=mesh)
+        return PacedCritic(
+            critic, *where, optimizer=setup.optimizer, num_updates=setup.num_updates, division=Division(mesh)
+        )
     model = load_causal_lm(setup.model, setup.role)
-    return PacedTrainer(model, *where, optimizer=setup.optimizer, num_updates=setup.num_updates, mesh=mesh)
+    return PacedTrainer(
+        model, *where, optimizer=setup.optimizer, num_updates=setup.num_updates, division=Division(mesh)
+    )

@@ -37,7 +37,8 @@ class TrainingConfig(Section):
     that is also gradients until the last micro-batch of an update, so that ranks add them up once an update and not
     after each micro-batch. `auto` is, on accelerators, the most for which the estimated memory has room, and `nothing`
     on the CPU and where layouts may change during the run. With `all` sums have another order, so that last digits
-    differ. For language models, with the back end `fsdp`."""
+    differ. A rank that has a model for itself and computes in half precision converts all weights once for the passes
+    of an update, or, with `nothing`, layer by layer in each pass. For language models, with the back end `fsdp`."""
     compile: Literal["auto"] | bool = "auto"
     """Whether decoder layers are compiled (`torch.compile`), all but their attention: fewer kernels, and last digits
     that differ. `auto` does so on CUDA if a trial succeeds on all ranks. Layers with experts, those that ranks divide

@@ -36,7 +36,7 @@ from leaderless.planner.layout import BACK, EXPERTS
 from leaderless.training.bodies import make_body_engine
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.training.sharded import ShardedModel
+from leaderless.training.sharded import Division, ShardedModel
 from leaderless.training.token_keys import token_keys
 
 
@@ -233,10 +233,9 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         setup.micro_batch_tokens,
         optimizer=setup.optimizer,
         num_updates=setup.num_updates,
-        mesh=mesh,
+        division=Division(mesh, setup.keeps),
     )
     engine.seed = setup.seed
-    engine.keep_whole(setup.keeps)
     if isinstance(model, CausalLM):
         model.max_logits = setup.max_logits
     if setup.is_reward_model and isinstance(model, ValueModel):

@@ -27,7 +27,8 @@ class BoundedPasses:
         device: Device that computes.
         micro_batch_tokens: Most tokens of one pass on this rank.
         num_parts: Ranks that divide the tokens of each pass.
-        is_plain: Whether a pass is that of a plain module, which gathers nothing from other ranks.
+        is_plain: Whether a pass is that of a plain module, which gathers and converts no weights.
+        can_start_again: Whether passes that ran out of memory begin again with smaller ones.
     """
 
     def __init__(self, process_group: ProcessGroup, device: torch.device, micro_batch_tokens: int) -> None:
@@ -35,6 +36,7 @@ class BoundedPasses:
         self._process_group, self.device, self.micro_batch_tokens = process_group, device, micro_batch_tokens
         self.num_parts = 1
         self.is_plain = True
+        self.can_start_again = process_group.size == 1
         self._on_lowered: Callable[[int], None] | None = None
 
     @property
@@ -72,9 +74,9 @@ class BoundedPasses:
     def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
         """See `Trainable`.
 
-        Only a plain module on one rank can start again. Of several ranks, one that fails within a pass would leave the
-        others in a collective, and a sharded module is left half gathered: there the lower bound has to wait for the
-        next start of the run.
+        Only a module that one rank has for itself can start again. Of several ranks, one that fails within a pass would
+        leave the others in a collective, and a sharded module is left half gathered: there the lower bound has to wait
+        for the next start of the run.
         """
         while True:
             under_way: list[MicroBatch] = []
@@ -116,7 +118,7 @@ class BoundedPasses:
         else:
             self.micro_batch_tokens = after
             self._on_lowered(after)
-            if self._process_group.size == 1 and self.is_plain:
+            if self.can_start_again:
                 return
             remedy = (
                 f"batch.micro_batch_tokens=auto is lowered to {after} for the next start; the same command continues "

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from leaderless.models.value_model import ValueModel
 from leaderless.planner import Layout
 from leaderless.planner.adapters import EXPERT_WEIGHTS, lora_of
 from leaderless.planner.layout import COPIES
+from leaderless.training.converted import ConvertedWeights, convert_inputs
 from leaderless.training.engine import Result, UpdateInfo
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer, may_be_fused
@@ -58,6 +59,20 @@ def forget_order(units: Iterable[FSDPModule]) -> None:
                 indices.clear()
 
 
+class Division(NamedTuple):
+    """How ranks divide weights.
+
+    Attributes:
+        mesh: Ranks; by default all of the process group, along `dp`. Weights are divided along the axis `dp` and are
+            the same along others, except that those of a divided model have parts along `tp`, and divided experts a
+            mesh of their own.
+        keeps: What each rank keeps whole; see `TrainingConfig.keep_whole`.
+    """
+
+    mesh: DeviceMesh | None = None
+    keeps: Whole = "nothing"
+
+
 class ShardedModel(BoundedPasses, Generic[Model_co]):
     """See `Trainable`.
 
@@ -80,13 +95,13 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         *,
         optimizer: OptimizerConfig | None = None,
         num_updates: int = 0,
-        mesh: DeviceMesh | None = None,
+        division: Division = Division(),  # noqa: B008 - it cannot be changed
     ) -> None:
         """Shard a model, which is whole or without values on every rank; without an optimizer it is frozen.
 
-        A pass has at most `micro_batch_tokens`; `num_updates` are those of the whole run, for the schedule. Weights are
-        divided along the axis `dp` of the mesh, which has this axis alone by default, and are the same along others,
-        except that those of a divided model have parts along `tp`, and divided experts a mesh of their own.
+        A pass has at most `micro_batch_tokens`; `num_updates` are those of the whole run, for the schedule. A model
+        that one rank holds is not divided: where it computes in half precision, either its layers are converted one by
+        one, as ranks gather them, or, if it is kept whole, all of it is converted once for many passes.
         """
         super().__init__(process_group, device, micro_batch_tokens)
         self.peers: ContextParallel | None = None
@@ -102,7 +117,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         for name, parameter in model.trained_weights():
             parameter.requires_grad_(optimizer is not None and not model.is_frozen(name))
         self.units: list[FSDPModule] = []
-        self._keeps: Whole = "nothing"
+        mesh, self._keeps = division
         self.is_replica, self._num_shards = False, 1
         self._tensor, self._experts, self._mesh = model.tensor_parallel, model.expert_parallel, mesh
         tensor = self._tensor
@@ -111,7 +126,12 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         if (pipeline := model.pipeline) is not None:
             self.line = Line(pipeline, device, self.compute_dtype)
         has_copies = self._experts is not None and bool(self._experts.gathered)
-        if num_holders > 1 or has_copies or pipeline is not None or config.compute_dtype != "float32":
+        is_divided, converts = num_holders > 1 or has_copies or pipeline is not None, config.compute_dtype != "float32"
+        self._converted: ConvertedWeights | None = None
+        self.is_plain = not (is_divided or converts)
+        if converts and not is_divided and self._keeps != "nothing":
+            self._converted = self._convert()
+        elif not self.is_plain:
             # Each unit moves to the device as it is sharded, so that no device ever holds the whole model.
             if mesh is None:
                 mesh = DeviceMesh.from_group(process_group.torch_group, device.type, mesh_dim_names=("dp",))
@@ -119,7 +139,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             self._num_shards = mesh["dp"].size()
             others = [axis for axis in mesh.mesh_dim_names or () if axis != "dp"]
             self.is_replica = tensor is None and any(mesh.get_local_rank(axis) for axis in others)
-            self.is_plain = False
+        self.can_start_again = process_group.size == 1 and not self.units
         model.complete(self._whole, device)
         self._module.to(device)
         num_alike = 1 if tensor is None else tensor.peers.size
@@ -132,12 +152,6 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     def divide_passes(self, peers: ContextParallel) -> None:
         """Let peers divide the tokens of each pass, so that together they take as many times more."""
         self.peers, self.num_parts = peers, peers.size
-
-    def keep_whole(self, keeps: Whole) -> None:
-        """From now on keep gathered weights, or these and gradients, as long as `TrainingConfig.keep_whole` says."""
-        self._keeps = keeps
-        if self.units and keeps != "nothing":
-            self.units[-1].set_reshard_after_forward(False)  # the root's, and that of all units within
 
     def begin_pass(self, *, is_last: bool) -> None:
         """See `BoundedPasses`. Until the last pass, whole gradients are added up on each rank, in float32."""
@@ -162,23 +176,40 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         # Weights of choices, temperatures and what a body has done are not rounded on their way in.
         exact = replace(policy, cast_forward_inputs=False)
-        layer_names = set(getattr(self.model.model, "_no_split_modules", None) or ())
         kept = set[nn.Parameter]() if self._experts is None else self._experts.kept
         for weight in kept:
             weight.data = weight.data if weight.is_meta else weight.data.to(device)
         if (experts := self._experts) is not None and experts.gathered:
             copies, present = experts.mesh[COPIES], {*self._module.modules()}  # without those of other stages
             for module in [m for m in experts.gathered if m in present]:
-                unit = fully_shard(module, mesh=copies, mp_policy=exact, shard_placement_fn=experts.placement)
-                self.units.append(unit)
-        for module in [m for m in self._module.modules() if type(m).__name__ in layer_names]:
-            self.units.append(fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=kept))
+                self._add_unit(module, copies, exact, shard_placement_fn=experts.placement)
+        for module in self._layers():
+            self._add_unit(module, mesh, policy, ignored_params=kept)
         for module in self.model.float32_modules():
-            self.units.append(fully_shard(module, mesh=mesh, mp_policy=replace(policy, param_dtype=torch.float32)))
-        self.units.append(fully_shard(self._module, mesh=mesh, mp_policy=exact, ignored_params=kept))
-        for unit in self.units:
+            self._add_unit(module, mesh, replace(policy, param_dtype=torch.float32))
+        self._add_unit(self._module, mesh, exact, ignored_params=kept)
+        if self._keeps != "nothing":
+            self.units[-1].set_reshard_after_forward(False)  # the root's, and that of all units within
+
+    def _add_unit(self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, **options: object) -> None:
+        """Shard a module over a mesh, whose gradients are summed and not averaged."""
+        unit = fully_shard(module, mesh=mesh, mp_policy=policy, **options)  # type: ignore[call-overload]
+        unit.set_force_sum_reduction_for_comms(True)
+        if mesh.size() > 1:  # else torch would divide by 1 and copy the quotient
             unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
+        self.units.append(unit)
+
+    def _convert(self) -> ConvertedWeights:
+        """Have the model compute with converted weights, which are those of this rank alone."""
+        for module in self._layers():
+            convert_inputs(module, self.compute_dtype)
+        kept = set[nn.Parameter]() if self._experts is None else self._experts.kept
+        return ConvertedWeights(self._module, self.compute_dtype, self.model.float32_modules(), kept)
+
+    def _layers(self) -> list[nn.Module]:
+        """The decoder layers, and those of the part that sees."""
+        names = set(getattr(self.model.model, "_no_split_modules", None) or ())
+        return [module for module in self._module.modules() if type(module).__name__ in names]
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """See `Trainable`."""
@@ -189,7 +220,10 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
     def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
         """See `Trainable`."""
-        result = super().run_passes(batch, passes)
+        try:
+            result = super().run_passes(batch, passes)
+        finally:
+            self._release_converted()
         if self.line is not None:
             self.line.finish()
         return result
@@ -210,6 +244,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         assert self._optimizer is not None
         has_gradient = any(parameter.grad is not None for parameter in self._module.parameters())
         self._optimizer.zero_grad()
+        self._release_converted()
         self.routed.discard()
         if has_gradient:
             self._trim_memory()
@@ -279,6 +314,12 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         """Whether this rank counts the gradient of a weight in the norm; of ranks with the same one, only one does."""
         is_expert = self._experts is not None and name in self._experts.shapes
         return self._tensor is None or is_expert or self._tensor.counts(name)
+
+    def _release_converted(self) -> None:
+        """Release converted weights, after which the weights may change."""
+        if self._converted is not None and self._converted.are_there:
+            self._converted.release()
+            self._trim_memory()
 
     def _trim_memory(self) -> None:
         """Return host memory that gathered units or gradients have freed, before anything else is allocated."""
@@ -398,6 +439,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     def state_loaded(self, policy_version: int) -> None:
         """See `Trainable`. All ranks call it together."""
         self.policy_version = policy_version
+        self._release_converted()
         if (words := self.model.shared_words) is not None:
             tensors = [words.detach()]
             if self._optimizer is not None and words.requires_grad:
