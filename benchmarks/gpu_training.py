@@ -10,7 +10,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.models.compiled_layers import compile_layers
-from leaderless.models.scoring import score_tokens
+from leaderless.models.scoring import Scoring, score_tokens
 from leaderless.planner import Layout
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS
 from leaderless.rollout.engine import Request, SamplingParams, generate
@@ -76,7 +76,7 @@ def head_seconds(machine: Machine, rows: int, max_logits: int) -> float:
     targets = torch.randint(0, preset.vocabulary, (rows,), device=machine.device)
 
     def score() -> None:
-        scores, _ = score_tokens(hidden, head, targets, 1.0, "value", max_logits=max_logits)
+        scores, _ = score_tokens(hidden, head, targets, 1.0, "value", how=Scoring(max_logits))
         scores.sum().backward()
 
     return machine.seconds(score)

@@ -31,7 +31,7 @@ from leaderless.models.products import (
     linear_in_float32,
 )
 from leaderless.models.repeats import Repeats
-from leaderless.models.scoring import score_tokens
+from leaderless.models.scoring import Scoring, score_tokens
 from leaderless.models.shared_prompts import Family, VarlenAttention, attention_over
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.models.uploads import one_copy, placed
@@ -168,7 +168,7 @@ def test_the_head_is_scored_in_large_chunks_as_in_small_ones_on_cuda() -> None:
     targets = torch.randint(0, 2000, (900,), generator=generator).cuda()
     found = []
     for max_logits in (2000 * 16, LARGE_MAX_LOGITS):
-        scores, entropies = score_tokens(hidden, head, targets, 0.7, "value", max_logits=max_logits)
+        scores, entropies = score_tokens(hidden, head, targets, 0.7, "value", how=Scoring(max_logits))
         found.append((scores, entropies, *torch.autograd.grad(scores.mean(), [hidden, head.weight])))
     for small, large in zip(*found, strict=True):
         assert float((small.float() - large.float()).norm() / large.float().norm()) < 5e-3

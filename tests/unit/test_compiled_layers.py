@@ -14,10 +14,11 @@ from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
 
 from leaderless.config import RecipeError
-from leaderless.config.models import ModelConfig
+from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.models import compiled_layers
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.compiled_layers import compile_layers, compiler_failure, why_not_compiled
+from leaderless.models.fused_scores import PLAIN
 from leaderless.models.opened import open_model
 from leaderless.training import fsdp
 from leaderless.training.engine import EngineSetup
@@ -161,6 +162,7 @@ def test_layers_are_left_as_they_are_unless_all_ranks_can_compile_them(
         compiles=compiles,
     )
     monkeypatch.setattr(fsdp, "compile_layers", said.append)
+    monkeypatch.setattr(fsdp, "scores_failure", lambda *_: "")
     for failure in ("", "no compiler"):
         monkeypatch.setattr(fsdp, "compiler_failure", lambda *_, failure=failure: failure)
         if not failure:
@@ -173,3 +175,29 @@ def test_layers_are_left_as_they_are_unless_all_ranks_can_compile_them(
             with pytest.raises(RecipeError, match=r"^training.compile: role 'policy' cannot have it, since no compil"):
                 fsdp._compile(model, cast("EngineSetup", setup), "models.policy")
     assert said == [model]
+
+
+@pytest.mark.parametrize(
+    ("path", "dropout", "reason"),
+    [(mixture_model(tiny_model("qwen3")), 0, "it has experts"), (tiny_model(), 0.1, "its adapters have dropout")],
+)
+def test_scores_are_compiled_where_layers_cannot_be(
+    path: str, dropout: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, device, fused = opened(path), SimpleNamespace(type="cuda"), PLAIN
+    lora = LoraConfig(rank=2, dropout=dropout) if dropout else None
+    setup = SimpleNamespace(
+        role="policy",
+        model=ModelConfig(path=path, compute_dtype="float32", lora=lora),
+        device=device,
+        process_group=ALONE,
+        compiles="auto",
+    )
+    tried = []
+    monkeypatch.setattr(fsdp, "compiler_failure", lambda *_: "")
+    monkeypatch.setattr(fsdp, "scores_failure", lambda *given: tried.append(given) or "")
+    monkeypatch.setattr(fsdp, "compile_scores", lambda: fused)
+    monkeypatch.setattr(fsdp, "compile_layers", lambda _: pytest.fail("they cannot be compiled"))
+    assert fsdp._compile(model, cast("EngineSetup", setup), "models.policy") == reason
+    assert tried == [(device, torch.float32, len(model.head.weight))]
+    assert model.fused_scores is fused

@@ -92,6 +92,25 @@ def test_an_engine_next_to_a_trainer_starts_before_models_are_loaded(monkeypatch
     ]
 
 
+@pytest.mark.parametrize(("rank", "reason"), [(0, "it has experts"), (1, "it has experts"), (0, "")])
+def test_one_rank_says_that_the_layers_of_a_role_are_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, rank: int, reason: str
+) -> None:
+    ranks = SimpleNamespace(ranks=(0, 1))
+    engine = SimpleNamespace(process_group=ranks, vocab_size=9, why_not_compiled=reason)
+    monkeypatch.setattr(roles, "make_train_engine", lambda *_: engine)
+    monkeypatch.setattr(roles, "check_vocabulary", lambda *_: None)
+    monkeypatch.setattr(Roles, "_check_players", lambda _: None)
+    monkeypatch.setattr(Roles, "_colocated", lambda *_: None)
+    there = SimpleNamespace(rank=rank, process_group=lambda _: ranks, axis_groups=lambda _: {})
+    transport, turns = cast("Transport", there), cast("Turns", SimpleNamespace(device=torch.device("cpu")))
+    said = list[str]()
+    recipe, plan = make_recipe(), plan_of("grpo", 2)
+    Roles(recipe, plan, transport, turns, cast("Tokenizer", None), Path(), said.append)
+    expected = f"layers of role 'policy' are not compiled, and so slower, since {reason}"
+    assert said == ([expected] if reason and rank == 0 else [])
+
+
 def test_a_role_whose_engine_is_to_be_shared_leaves_the_one_of_its_own() -> None:
     """Else there would be two engines where the plan counts one."""
     models = {role: {"path": "/no/model", "lora": {"rank": 2}} for role in ("planner", "solver")}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from tests.unit.test_compiled_layers import Backend
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leaderless.models import products, scoring
-from leaderless.models.scoring import Entropy, score_tokens
+from leaderless.models import compiled_layers, fused_scores, products, scoring
+from leaderless.models.fused_scores import PLAIN, compile_scores, scores_failure, slope
+from leaderless.models.scoring import Entropy, Scoring, score_tokens
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
 
 ROWS, HIDDEN, VOCABULARY = 23, 12, 30
@@ -139,12 +143,12 @@ def test_large_chunks_move_the_gradient_of_the_head_a_few_times(monkeypatch: pyt
         targets = torch.empty(rows, dtype=torch.int64)
     gigabytes = []
     for max_logits in (None, LARGE_MAX_LOGITS):
-        scores, _ = score_tokens(hidden, head, targets, 1.0, "value", max_logits=max_logits)
+        scores, _ = score_tokens(hidden, head, targets, 1.0, "value", how=Scoring(max_logits))
         with HeadTraffic((vocabulary, hidden_size)) as traffic:
             scores.sum().backward()
         gigabytes.append(traffic.num_bytes / 1e9)
     assert gigabytes[0] > 100
-    assert 10 < gigabytes[1] < 16
+    assert 10 < gigabytes[1] < 17, "eight chunks"
 
 
 @pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
@@ -152,8 +156,82 @@ def test_scores_do_not_depend_on_the_chunks(entropy: Entropy) -> None:
     hidden, head, targets = inputs(bias=True, dtype=torch.bfloat16)
     found = []
     for max_logits in (1, 3 * VOCABULARY, 100 * VOCABULARY, None):
-        results = score_tokens(hidden, head, targets, 0.7, entropy, max_logits=max_logits)
+        results = score_tokens(hidden, head, targets, 0.7, entropy, how=Scoring(max_logits))
         found.append((*results, *torch.autograd.grad(results[0].sum(), [hidden, head.weight])))
     for other in found[1:]:
         for place, (value, expected) in enumerate(zip(other, found[0], strict=True)):
             torch.testing.assert_close(value, expected, atol=1e-5 if place < 3 else 0.06, rtol=1e-5)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    """A compiler that computes graphs as they are."""
+    one = Backend()
+    monkeypatch.setattr(compiled_layers, "BACKEND", one)
+    yield one
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("temperature", [1.0, torch.linspace(0.4, 1.7, ROWS)], ids=["1", "of each token"])
+@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
+@pytest.mark.parametrize("block", [7, 10, 64])
+def test_compiled_functions_score_as_the_others_do(
+    temperature: float | Tensor, entropy: Entropy, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a block that does not divide the words, and with the last token alone in a chunk."""
+    monkeypatch.setattr(fused_scores, "BLOCK", block)
+    hidden, head, targets = inputs(bias=True)
+    head.weight.data *= 20  # far from each other
+    up, down = torch.linspace(-1, 2, ROWS).double(), torch.linspace(1, -3, ROWS).double()
+    found = []
+    monkeypatch.setattr(scoring, "CPU_CHUNK_ELEMENTS", 11 * VOCABULARY)
+    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", 11 * VOCABULARY)
+    for fused in (PLAIN, None):
+        scores, entropies = score_tokens(hidden, head, targets, temperature, entropy, how=Scoring(fused=fused))
+        loss = (up * scores).sum() + ((down * entropies).sum() if entropy == "gradient" else 0)
+        found.append((scores, entropies, *torch.autograd.grad(loss, [hidden, *head.parameters()])))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_one_graph_fits_chunks_of_any_number_of_tokens(backend: Backend) -> None:
+    assert scores_failure(torch.device("cpu"), torch.bfloat16, VOCABULARY) == ""
+    num_graphs, fused = backend.num_graphs, compile_scores()
+    assert num_graphs == 3
+    hidden, head, targets = inputs(bias=False, dtype=torch.float32)
+    hidden, head = hidden.detach().to(torch.bfloat16).requires_grad_(), head.to(torch.bfloat16)
+    for rows in (3, 7, 9):
+        how = Scoring(rows * VOCABULARY, fused)
+        for entropy in ("value", "gradient"):
+            scores, entropies = score_tokens(hidden, head, targets, 0.7, entropy, how=how)
+            (scores.sum() + (entropies.sum() if entropy == "gradient" else 0)).backward()
+    assert backend.num_graphs == num_graphs
+
+
+def test_a_compiler_that_computes_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = PLAIN._replace(slope=lambda *arguments: slope(*arguments) + 1)
+    monkeypatch.setattr(fused_scores, "compile_scores", lambda: wrong)
+    assert scores_failure(torch.device("cpu"), torch.float32, VOCABULARY).startswith("its scores differ by 1.0")
+    monkeypatch.setattr(fused_scores, "compile_scores", lambda: wrong._replace(summarize=None))
+    assert scores_failure(torch.device("cpu"), torch.float32, VOCABULARY).startswith("TypeError")
+
+
+def test_many_tokens_of_an_accelerator_are_cut_at_multiples_of_the_tiles_of_its_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Qwen2.5 at 1.5B; nothing is computed."""
+    with torch.device("meta"):
+        head = nn.Linear(8, 151_936, bias=False)
+        hidden, targets = torch.empty(15_900, 8), torch.empty(15_900, dtype=torch.int64)
+    found, linear = [], scoring.linear_in_float32
+
+    def counted(rows: Tensor, *arguments: Tensor | None) -> Tensor:
+        found.append(len(rows))
+        return linear(rows, *arguments)
+
+    monkeypatch.setattr(scoring, "linear_in_float32", counted)
+    score_tokens(hidden, head, targets, 1.0, "none", how=Scoring(LARGE_MAX_LOGITS))
+    assert found == [1664] * 9 + [924]
+    found.clear()
+    score_tokens(hidden, head, targets, 1.0, "none")
+    assert {*found[:-1]} == {220}, "whose multiples would be many more chunks"

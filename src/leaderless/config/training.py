@@ -42,7 +42,8 @@ class TrainingConfig(Section):
     compile: Literal["auto"] | bool = "auto"
     """Whether decoder layers are compiled (`torch.compile`), all but their attention: fewer kernels, and last digits
     that differ. `auto` does so on CUDA if a trial succeeds on all ranks. Layers with experts, those that ranks divide
-    along `tp`, and adapters with dropout are not compiled. For language models, with the back end `fsdp`."""
+    along `tp`, and adapters with dropout are not compiled, which the start of a run says. On accelerators, so is what
+    scores of tokens need besides products, for all models. For language models, with the back end `fsdp`."""
     megatron: MegatronConfig = MegatronConfig()
     """Settings of the back end `megatron`."""
 

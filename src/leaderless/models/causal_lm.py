@@ -13,9 +13,10 @@ from leaderless.config.models import ModelConfig
 from leaderless.data.images import PromptImage
 from leaderless.models.attention import Attention
 from leaderless.models.decoder import Decoder, check_freezing, empty_decoder, load_decoder
+from leaderless.models.fused_scores import FusedScores
 from leaderless.models.products import linear_in_float32
 from leaderless.models.repeats import Repeats
-from leaderless.models.scoring import Entropy, score_tokens
+from leaderless.models.scoring import Entropy, Scoring, score_tokens
 from leaderless.models.sums import copied
 from leaderless.models.support import sees_images
 
@@ -42,9 +43,11 @@ class CausalLM(Decoder):
 
     Attributes:
         max_logits: Most logits that are computed at a time for scores; None for what any device can hold.
+        fused_scores: Compiled functions for scores; None to compute them as they are.
     """
 
     max_logits: int | None = None
+    fused_scores: FusedScores | None = None
 
     def forward(
         self,
@@ -73,7 +76,7 @@ class CausalLM(Decoder):
         offsets = self.offsets
         if part is not None:
             hidden, offsets = copied(hidden, part.peers), part.of(offsets)
-        how = temperature, entropy, part, offsets, self.max_logits
+        how = temperature, entropy, part, offsets, Scoring(self.max_logits, self.fused_scores)
         return TokenOutputs(*score_tokens(hidden, self.head, targets, *how))
 
     @property

@@ -8,12 +8,13 @@ the head. As many of the first chunks as fit into a fixed amount of memory are k
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from leaderless.models.fused_scores import FusedScores
 from leaderless.models.products import add_product, linear_in_float32
 from leaderless.models.vocabulary import VocabularyPart
 
@@ -23,6 +24,24 @@ CHUNK_ELEMENTS = 1 << 25
 """Most logits of one chunk, and most probabilities that are kept for the backward pass, unless there is more room."""
 CPU_CHUNK_ELEMENTS = 1 << 21
 """Most logits of one chunk in float32 on a CPU, so that it stays in the cache."""
+
+
+TILE_ROWS = 128
+"""Rows that kernels for products compute together."""
+MANY_ROWS = 8 * TILE_ROWS
+"""Rows of a chunk from which on they are a multiple of `TILE_ROWS`: with fewer, it would take many more chunks."""
+
+
+class Scoring(NamedTuple):
+    """How much is computed at a time, and by what.
+
+    Attributes:
+        max_logits: Most logits of a chunk, and most probabilities that are kept; `CHUNK_ELEMENTS` without it.
+        fused: Compiled functions; None to compute as it is.
+    """
+
+    max_logits: int | None = None
+    fused: FusedScores | None = None
 
 
 class _Settings(NamedTuple):
@@ -35,6 +54,7 @@ class _Settings(NamedTuple):
     num_kept: int  # chunks that are kept for the backward pass
     part: VocabularyPart | None  # words that this rank has; all without it
     are_here: Tensor | None  # [R] whether it has the targets
+    fused: FusedScores | None  # then the temperature is [R]
 
     def chunks(self, count: int) -> Iterator[slice]:
         """Give the tokens of each chunk."""
@@ -44,6 +64,10 @@ class _Settings(NamedTuple):
     def divisor(self, chunk: slice) -> float | Tensor:
         """The temperature of the tokens of a chunk, one number or [rows]."""
         return self.temperature[chunk] if isinstance(self.temperature, Tensor) else self.temperature
+
+    def kernels(self, chunk: slice) -> FusedScores | None:
+        """The compiled functions for a chunk; none for a single token, for which they would be compiled once more."""
+        return self.fused if chunk.stop - chunk.start > 1 else None
 
     def slope(self, probabilities: Tensor, targets: Tensor, chunk: slice) -> Tensor:
         """Take 1 from the probability of each target, in place and before anything is rounded to bfloat16."""
@@ -65,7 +89,7 @@ def score_tokens(
     entropy: Entropy,
     part: VocabularyPart | None = None,
     offsets: Tensor | None = None,
-    max_logits: int | None = None,
+    how: Scoring = Scoring(),  # noqa: B008 - it cannot be changed
 ) -> tuple[Tensor, Tensor]:
     """Compute [R] log-probabilities of tokens, and [R] entropies of the distributions they were drawn from.
 
@@ -73,14 +97,17 @@ def score_tokens(
     tokens, or [R] float32, above 0. Results are at least float32; without entropies the latter are [0]. Where the head
     has a part of the words only, so has each of the ranks with the others, and together they compute the same results.
     A gradient of the hidden states is an addend of each rank then. To the logits, offsets [vocabulary] may be added in
-    place of a bias of the head. A chunk has at most `max_logits`, and as many probabilities are kept, by default
-    `CHUNK_ELEMENTS`. The gradient of the head is read and written once for each chunk.
+    place of a bias of the head. The gradient of the head is read and written once for each chunk.
     """
     vocabulary = head.weight.shape[0]
     # Where weights are converted to float32 for each chunk, large chunks are the faster ones.
     is_small = hidden.device.type == "cpu" and hidden.dtype.itemsize >= 4
-    most = CHUNK_ELEMENTS if max_logits is None else max_logits
+    most = CHUNK_ELEMENTS if how.max_logits is None else how.max_logits
     rows = max(1, (CPU_CHUNK_ELEMENTS if is_small else most) // vocabulary)
+    if hidden.device.type != "cpu" and rows >= MANY_ROWS:
+        rows -= rows % TILE_ROWS
+    if how.fused is not None and not isinstance(temperature, Tensor):
+        temperature = hidden.new_full((len(hidden),), temperature, dtype=torch.float32)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(torch.promote_types(hidden.dtype, torch.float32))
     is_training = torch.is_grad_enabled()
@@ -89,7 +116,7 @@ def score_tokens(
     if part is not None:
         targets, are_here = part.locate(targets)
     bias = head.bias if offsets is None else offsets.to(torch.promote_types(hidden.dtype, torch.float32))
-    settings = _Settings(temperature, entropy, is_training, rows, num_kept, part, are_here)
+    settings = _Settings(temperature, entropy, is_training, rows, num_kept, part, are_here, how.fused)
     log_probs, entropies = _Scores.apply(hidden, head.weight, bias, targets, settings)  # type: ignore[no-untyped-call]
     return log_probs, entropies
 
@@ -119,8 +146,17 @@ class _Scores(torch.autograd.Function):
         entropies = torch.empty_like(log_probs[:0] if settings.entropy == "none" else log_probs)
         kept: list[Tensor] = []
         for chunk in settings.chunks(len(hidden)):
-            logits, target = _scaled_logits(hidden, weight, bias, settings, chunk), targets[chunk].unsqueeze(1)
-            part = settings.part
+            target, part, fused = targets[chunk].unsqueeze(1), settings.part, settings.kernels(chunk)
+            logits = linear_in_float32(hidden[chunk], weight, bias)
+            if part is None and fused is not None:
+                divisor = cast("Tensor", settings.divisor(chunk)).unsqueeze(1)
+                log_probs[chunk], normalizers[chunk], found = fused.summarize(logits, divisor, target)
+                if settings.entropy != "none":
+                    entropies[chunk] = found
+                if len(kept) < settings.num_kept:
+                    kept.append(fused.slope(logits, divisor, target, normalizers[chunk].unsqueeze(1), hidden.dtype))
+                continue
+            logits = _scaled(logits, settings, chunk)
             if part is None:
                 probabilities, normalizers[chunk], target_logits = _softmax(logits, target)
             else:
@@ -153,19 +189,14 @@ class _Scores(torch.autograd.Function):
         for number, chunk in enumerate(settings.chunks(len(hidden))):
             divisor = settings.divisor(chunk)
             factor = grad_log_probs[chunk] / -divisor
+            if settings.entropy == "gradient":
+                factor = torch.zeros_like(factor) - 1 / divisor
             if number < len(kept):
                 slope = kept[number]
             else:
-                logits = _scaled_logits(hidden, weight, ctx.bias, settings, chunk)
-                log_p = logits.sub_(normalizers[chunk].unsqueeze(1))
-                if settings.entropy == "gradient":
-                    slope, bend = log_p.exp(), log_p.add_(entropies[chunk].unsqueeze(1))
-                    bend.mul_(slope).mul_(grad_entropies[chunk].unsqueeze(1))
-                    slope = settings.slope(slope, targets, chunk).mul_(grad_log_probs[chunk].unsqueeze(1)).add_(bend)
-                    factor = torch.zeros_like(factor) - 1 / divisor
-                else:
-                    slope = settings.slope(log_p.exp_(), targets, chunk)
-                slope = slope.to(hidden.dtype)
+                logits = linear_in_float32(hidden[chunk], weight, ctx.bias)
+                of_tokens = _OfTokens(targets, normalizers, entropies, grad_log_probs, grad_entropies)
+                slope = _slope(logits, of_tokens, settings, chunk, hidden.dtype)
             factors = factor.to(hidden.dtype).unsqueeze(1)
             torch.mul(slope @ weight, factors, out=grad_hidden[chunk])
             if grad_weight is not None:
@@ -181,8 +212,40 @@ class _Scores(torch.autograd.Function):
         )
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings, chunk: slice) -> Tensor:
-    logits, divisor = linear_in_float32(hidden[chunk], weight, bias), settings.divisor(chunk)
+class _OfTokens(NamedTuple):
+    """What the slopes of tokens depend on besides logits, [R] each; those of entropies only if the loss does."""
+
+    targets: Tensor
+    normalizers: Tensor
+    entropies: Tensor
+    grad_log_probs: Tensor
+    grad_entropies: Tensor
+
+
+def _slope(logits: Tensor, whole: _OfTokens, settings: _Settings, chunk: slice, dtype: torch.dtype) -> Tensor:
+    """The slope of a chunk, [rows, vocabulary], from logits that it may overwrite; with a gradient, that of entropies.
+
+    Where the loss depends on entropies, it is multiplied by the gradients of both.
+    """
+    has_bend, fused = settings.entropy == "gradient", settings.kernels(chunk)
+    own = _OfTokens(*(one[chunk].unsqueeze(1) if has_bend or place < 2 else one for place, one in enumerate(whole)))
+    if fused is not None:
+        divisor, targets = cast("Tensor", settings.divisor(chunk)).unsqueeze(1), own.targets
+        if settings.are_here is not None:
+            targets = targets.where(settings.here(chunk) > 0, -1)
+        common = logits, divisor, targets, own.normalizers
+        return fused.bent_slope(*common, *own[2:], dtype) if has_bend else fused.slope(*common, dtype)
+    log_p = _scaled(logits, settings, chunk).sub_(own.normalizers)
+    if not has_bend:
+        return settings.slope(log_p.exp_(), whole.targets, chunk).to(dtype)
+    slope, bend = log_p.exp(), log_p.add_(own.entropies)
+    bend.mul_(slope).mul_(own.grad_entropies)
+    return settings.slope(slope, whole.targets, chunk).mul_(own.grad_log_probs).add_(bend).to(dtype)
+
+
+def _scaled(logits: Tensor, settings: _Settings, chunk: slice) -> Tensor:
+    """Divide logits by temperatures, in place."""
+    divisor = settings.divisor(chunk)
     if isinstance(divisor, Tensor):
         return logits.div_(divisor.unsqueeze(1))
     return logits if divisor == 1 else logits.div_(divisor)

@@ -18,6 +18,7 @@ from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder
 from leaderless.models.dropout import Dropout, DroppingAttention
 from leaderless.models.experts import ExpertParallel, num_experts
+from leaderless.models.fused_scores import compile_scores, scores_failure
 from leaderless.models.image_readers import Pixels
 from leaderless.models.lora import is_adapter, share_weights, without_adapters
 from leaderless.models.opened import Opened, open_model
@@ -219,7 +220,7 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     if layout.pp > 1:
         check_stages(model.model, opened.trial, layout.pp, key)
     _divide(model, setup, key)
-    _compile(model, setup, key)
+    why_not_compiled = _compile(model, setup, key)
     mesh = setup.weight_mesh() if layout.tp * layout.pp > 1 else None
     if setup.is_reward_model and isinstance(model, ValueModel):
         model.become_reward_model(key)
@@ -235,7 +236,7 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         num_updates=setup.num_updates,
         division=Division(mesh, setup.keeps),
     )
-    engine.seed = setup.seed
+    engine.seed, engine.why_not_compiled = setup.seed, why_not_compiled
     if isinstance(model, CausalLM):
         model.max_logits = setup.max_logits
     if setup.is_reward_model and isinstance(model, ValueModel):
@@ -266,14 +267,19 @@ def _divide(model: Decoder, setup: EngineSetup, key: str) -> None:
         cut_into_stages(model, stages)
 
 
-def _compile(model: Decoder, setup: EngineSetup, key: str) -> None:
-    """Compile the layers of a model if its ranks are to, and all of them can."""
+def _compile(model: Decoder, setup: EngineSetup, key: str) -> str:
+    """Compile what a model computes if its ranks are to, and all of them can; returns why layers cannot be compiled."""
     if not (setup.compiles is True or (setup.compiles == "auto" and setup.device.type == "cuda")):
-        return
-    lora = lora_of(setup.model, key)
+        return ""
+    lora, dtype = lora_of(setup.model, key), getattr(torch, setup.model.compute_dtype)
     unfit = why_not_compiled(model, has_dropout=lora is not None and lora.dropout > 0)
-    failure = "" if unfit else compiler_failure(setup.device, getattr(torch, setup.model.compute_dtype))
+    failure = compiler_failure(setup.device, dtype)
+    has_scores = isinstance(model, CausalLM) and model.has_head and setup.device.type != "cpu"  # its caches suffice
+    if has_scores and not failure:
+        failure = scores_failure(setup.device, dtype, len(cast("CausalLM", model).head.weight))
     problems = setup.process_group.max(torch.tensor([bool(unfit), bool(failure)]).int(), "whether layers are compiled")
+    if has_scores and not problems[1]:
+        cast("CausalLM", model).fused_scores = compile_scores()
     if not problems.any():
         compile_layers(model)
     elif setup.compiles is True:
@@ -281,6 +287,7 @@ def _compile(model: Decoder, setup: EngineSetup, key: str) -> None:
         raise RecipeError.at("training.compile", f"role '{setup.role}' cannot have it, since {reason}: leave it out")
     elif failure:
         warnings.warn(f"training is slower, since torch.compile failed: {failure}", RuntimeWarning, stacklevel=2)
+    return unfit
 
 
 def _open(setup: EngineSetup) -> Opened:

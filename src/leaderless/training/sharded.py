@@ -83,6 +83,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     Attributes:
         seed: Seed of the run, for the dropout of adapters.
         dropout: Rate of this dropout, which is for passes with a gradient only.
+        why_not_compiled: Reason for layers that cannot be compiled although they should; empty otherwise.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self.peers: ContextParallel | None = None
         lora = lora_of(config, "models")
         self._config = config.model_copy(update={"lora": lora})
+        self.why_not_compiled = ""
         self.seed, self.dropout = 0, 0.0 if lora is None else lora.dropout
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
         self.model, self._module = model, cast("nn.Module", model)  # the same: a protocol cannot be a module as well

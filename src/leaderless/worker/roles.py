@@ -195,13 +195,21 @@ class Roles:
         )
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
+            self._say_speed(role, critic)
             check_vocabulary(critic.vocab_size, self._tokenizer, role)
             self.engines[role, ranks] = self._models[role, ranks] = critic
             return
         engine = cast("TrainEngine | None", trainer) or make_train_engine(recipe.training.backend, setup)
+        self._say_speed(role, engine)
         check_vocabulary(engine.vocab_size, self.tokenizers.get(role, self._tokenizer), role)
         serving = self._colocated(instance, recipe, engine) if instance in self._generating else None
         self.engines[role, ranks], self._models[role, ranks] = engine, ModelRole(engine, serving)
+
+    def _say_speed(self, role: str, engine: Trainable) -> None:
+        """Say once, on the first rank of a role, that its layers are not compiled although they should be."""
+        reason = getattr(engine, "why_not_compiled", "")
+        if reason and self._transport.rank == engine.process_group.ranks[0]:
+            self._report(f"layers of role '{role}' are not compiled, and so slower, since {reason}")
 
     def _body(self, recipe: Recipe) -> BodySetup | None:
         """The body that models are for; None for language models."""
