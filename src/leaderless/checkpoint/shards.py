@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry
-from leaderless.device import can_pin
+from leaderless.weights.copies import host_memory
 from leaderless.weights.files import BLOCK_BYTES, DTYPES, StoredTensor, bytes_of, read_block, read_header
 
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
@@ -47,9 +47,11 @@ class Shard:
 
 def copy_to_host(shards: Mapping[str, Shard], buffers: dict[str, Tensor]) -> dict[str, Shard]:
     """Copy the current shards into buffers in host memory, which later copies reuse."""
+    new = {name: shard.local for name, shard in shards.items() if name not in buffers}
+    kind = next((one.device.type for one in new.values() if not one.is_cpu), "cpu")
+    for (name, local), place in zip(new.items(), host_memory([one.nbytes for one in new.values()], kind), strict=True):
+        buffers[name] = place.view(local.dtype).view(local.shape)
     for name, shard in shards.items():
-        if name not in buffers:
-            buffers[name] = torch.empty_like(shard.local, device="cpu", pin_memory=can_pin(shard.local.device.type))
         buffers[name].copy_(shard.local, non_blocking=True)
     if any(not shard.local.is_cpu for shard in shards.values()):
         torch.accelerator.synchronize()

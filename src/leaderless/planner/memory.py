@@ -261,15 +261,19 @@ class _Rank:
                 model = next(x for x in self.models if x.instance.role == role and x.instance.is_trained)
                 sent = model.part.num_trained if model.adds_adapters else model.part.num_parameters
                 size = -(-sent * model.width // model.shards)
-                size = size if self.is_cpu else 1 << (size - 1).bit_length()  # blocks of pinned memory
+                size = self._pinned_bytes(size, model)
             name = f"{channel.kind} in flight"
             parts[name] = parts.get(name, 0) + channel.capacity * size
         arriving = [self._arriving_bytes(model) for model in self.models if self._is_fed(model)]
         return parts | ({"weights that arrive": sum(arriving)} if arriving else {})
 
     def _arriving_bytes(self, model: ModelMemory) -> int:
-        """New weights of an engine; for an accelerator in blocks of pinned memory, at whose ends some room is left."""
-        size, largest = model.sent_bytes(), model.size.vocab_size * model.size.hidden_size * model.width
+        """New weights of an engine."""
+        return self._pinned_bytes(model.sent_bytes(), model)
+
+    def _pinned_bytes(self, size: int, model: ModelMemory) -> int:
+        """Weights on the host; for an accelerator in blocks of pinned memory, at whose ends some room is left."""
+        largest = model.size.vocab_size * model.size.hidden_size * model.width
         if self.is_cpu:
             return size
         if size <= PINNED_BYTES:

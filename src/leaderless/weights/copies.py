@@ -13,7 +13,7 @@ from leaderless.device import can_pin
 from leaderless.weights.blocks import HeldWeights
 
 PINNED_BYTES = 1 << 30
-"""Most bytes of a block of pinned memory for weights that come; a larger weight has a block to itself."""
+"""Most bytes of a block of pinned memory; a larger weight has a block to itself."""
 ALIGNMENT = 16
 """Divisor of the offset at which each weight begins, in bytes."""
 
@@ -40,17 +40,15 @@ class PendingCopy:
 def begin_copy(held: HeldWeights, dtype: torch.dtype) -> PendingCopy:
     """Begin to copy weights to host memory, in the type in which they are sent.
 
-    The host does not wait for an accelerator, which converts weights and writes them to one block of pinned memory, if
-    it can.
+    The host does not wait for an accelerator, which converts weights and writes them to pinned memory, if it can.
     """
     weights = list(held.weights.values())
     device = next((weight.local.device for weight in weights), torch.device("cpu"))
     is_on_host = device.type == "cpu"
-    room = torch.empty(sum(weight.local.numel() for weight in weights), dtype=dtype, pin_memory=can_pin(device.type))
-    places = torch.split(room, [weight.local.numel() for weight in weights])
+    places = host_memory([weight.local.numel() * dtype.itemsize for weight in weights], device.type)
     copies = []
     for weight, place in zip(weights, places, strict=True):
-        copy = place.view(weight.local.shape)
+        copy = place.view(dtype).view(weight.local.shape)
         # Torch converts on the CPU what crosses to it, in pageable memory, and waits.
         copy.copy_(weight.local if is_on_host else weight.local.to(dtype), non_blocking=True)
         copies.append(replace(weight, local=copy))
@@ -60,19 +58,25 @@ def begin_copy(held: HeldWeights, dtype: torch.dtype) -> PendingCopy:
 def collected(
     named: Iterable[tuple[str, Tensor]], sizes: Iterable[int], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Copy weights, whose sizes in bytes are known, to few blocks of memory that a device reads by itself, if it can.
+    """Copy weights, whose sizes in bytes are known, to memory as of `host_memory`."""
+    for (name, tensor), place in zip(named, host_memory(sizes, device.type), strict=True):
+        yield name, place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def host_memory(sizes: Iterable[int], device_type: str) -> Iterator[Tensor]:
+    """Give memory of the host for tensors of some sizes in bytes, as [size] uint8, which a device reads if it can.
 
     Torch rounds blocks up to powers of two and keeps them: few large ones waste little, and are there the next time.
     """
+    sizes = [*sizes]
     room, begin, num_left = torch.empty(0, dtype=torch.uint8), 0, sum(map(_aligned, sizes))
-    for name, tensor in named:
-        size = _aligned(tensor.nbytes)
-        if begin + size > len(room):
-            begin, num_bytes = 0, max(size, min(PINNED_BYTES, num_left))
-            room = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=can_pin(device.type))
-        place = room[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        yield name, place.copy_(tensor)
-        begin, num_left = begin + size, num_left - size
+    for size in sizes:
+        taken = _aligned(size)
+        if begin + taken > len(room):
+            begin, num_bytes = 0, max(taken, min(PINNED_BYTES, num_left))
+            room = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=can_pin(device_type))
+        yield room[begin : begin + size]
+        begin, num_left = begin + taken, num_left - taken
 
 
 def _aligned(num_bytes: int) -> int:
