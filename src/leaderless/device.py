@@ -303,6 +303,16 @@ def own_device_environment(device: torch.device) -> dict[str, str]:
     return {}
 
 
+def indexed(device: torch.device) -> torch.device:
+    """A device by the name that its tensors give it: with the index of the current one, if it is named without any."""
+    index: int | None = device.index
+    if device.type not in BACKENDS or index is not None:
+        return device
+    import torch
+
+    return torch.device(device.type, torch.get_device_module(device.type).current_device())
+
+
 def release_memory(device: torch.device) -> None:
     """Release the memory that an accelerator's allocator keeps, so that blocks of other sizes can be allocated."""
     if device.type != "cpu":

@@ -319,6 +319,22 @@ def test_a_pass_is_started_before_the_last_one_is_read(monkeypatch: pytest.Monke
     assert sum(engine._passes.seen.values()) == 3, "what is known to be the last token starts no pass"
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_cached_memory_is_given_back_before_the_pool_is_allocated(
+    monkeypatch: pytest.MonkeyPatch, *, keeps: bool
+) -> None:
+    engine, released = paged_engine(keeps=keeps), list[bool]()
+    monkeypatch.setattr(
+        "leaderless.rollout.paged_engine.release_memory", lambda _: released.append(engine._pages.is_allocated)
+    )
+    for _ in range(2):
+        engine.load_weights(WeightStream(iter(tiny_lm().model.named_parameters()), 1))
+        engine.wake(lambda: None)
+        sample(engine, 4)
+        engine.sleep(keep_weights=False)
+    assert released == ([False] if keeps else [False, False]), "a pool that stays needs no more memory"
+
+
 def test_weights_and_passes_stay_where_they_are() -> None:
     engine, weights = paged_engine(keeps=True), dict(tiny_lm().model.named_parameters())
     before = sample(tiny_engine(), 12)

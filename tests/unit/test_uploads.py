@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from leaderless.device import indexed
 from leaderless.models import uploads
 from leaderless.models.uploads import (
     ALIGNMENT_BYTES,
@@ -115,3 +116,32 @@ def test_memory_that_the_device_reads_is_used_where_there_is_some(monkeypatch: p
     monkeypatch.setattr(cast("object", uploads.torch), "empty", recorded)
     _Upload(CPU).place(torch.ones(2))
     assert kinds == [None, True]
+
+
+def test_a_device_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is placed in a block within would be copied at once, and the host would wait."""
+    sent, placed_there = list[torch.device](), list[Tensor]()
+
+    class Recorded(_Upload):
+        def place(self, tensor: Tensor) -> Tensor:
+            placed_there.append(tensor)
+            return tensor
+
+        def send(self) -> None:
+            sent.append(self.device)
+
+    monkeypatch.setattr(uploads, "_Upload", Recorded)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    tensor, plain, first = torch.ones(2), torch.device("cuda"), torch.device("cuda", 1)
+    with one_copy(plain):
+        placed(tensor, first)
+        with one_copy(first):
+            placed(tensor, plain)
+    assert len(placed_there) == 2
+    assert sent == [first, first]
+    assert [indexed(one) for one in (plain, first, CPU, torch.device("meta"))] == [
+        first,
+        first,
+        CPU,
+        torch.device("meta"),
+    ]

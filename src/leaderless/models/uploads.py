@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from leaderless.device import can_pin
+from leaderless.device import can_pin, indexed
 
 PAGE_BYTES = 1 << 22
 """Bytes of the memory in which tensors are collected, if they are not larger."""
@@ -74,7 +74,7 @@ def one_copy(device: torch.device) -> Iterator[None]:
 
     What an outer block has collected is copied as well.
     """
-    upload = _UNDER_WAY.get()
+    device, upload = indexed(device), _UNDER_WAY.get()
     if device.type == "cpu" or (upload is not None and upload.device != device):
         yield
         return
@@ -92,7 +92,7 @@ def placed(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     upload = _UNDER_WAY.get()
-    if upload is not None and upload.device == device:
+    if upload is not None and upload.device == indexed(device):
         return upload.place(tensor)
     if not can_pin(device.type):
         return tensor.to(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.under_way import mark
+from leaderless.device import release_memory
 from leaderless.models.attention import check_window
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.routers import Routers
@@ -143,6 +144,16 @@ class PagedEngine(NativeEngine):
         if addresses != self._addresses:
             self._passes.clear()
             self._addresses = addresses
+
+    def wake(self, reload: Callable[[], None]) -> None:
+        """See `RolloutEngine`.
+
+        Before the pool is allocated, what torch keeps cached for a trainer is given back: its blocks have other sizes,
+        and some belong to other streams.
+        """
+        super().wake(reload)
+        if not self._pages.is_allocated:
+            release_memory(self.device)
 
     def sleep(self, *, keep_weights: bool) -> None:
         """See `RolloutEngine`."""

@@ -55,6 +55,11 @@ class Pages:
         self._layers = {}
 
     @property
+    def is_allocated(self) -> bool:
+        """Whether the first pass has allocated the memory."""
+        return bool(self._layers)
+
+    @property
     def num_free(self) -> int:
         """Number of free pages."""
         return len(self._free)

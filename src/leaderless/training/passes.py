@@ -11,7 +11,7 @@ from torch import Tensor
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.errors import MemoryExhausted, is_out_of_memory
 from leaderless.data.transport import ProcessGroup
-from leaderless.device import release_memory
+from leaderless.device import indexed, release_memory
 from leaderless.models.uploads import one_copy, placed
 from leaderless.training.engine import Result
 from leaderless.training.micro_batches import MicroBatch, longest_sample, make_micro_batches, response_lengths
@@ -33,7 +33,8 @@ class BoundedPasses:
 
     def __init__(self, process_group: ProcessGroup, device: torch.device, micro_batch_tokens: int) -> None:
         """Begin with a bound that does not change before `adapt_to_memory`."""
-        self._process_group, self.device, self.micro_batch_tokens = process_group, device, micro_batch_tokens
+        self._process_group, self.device = process_group, indexed(device)
+        self.micro_batch_tokens = micro_batch_tokens
         self.num_parts = 1
         self.is_plain = True
         self.can_start_again = process_group.size == 1
