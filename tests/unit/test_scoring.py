@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.engines import ALONE
 from tests.unit.test_compiled_layers import Backend
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leaderless.models import compiled_layers, fused_scores, products, scoring
 from leaderless.models.fused_scores import PLAIN, compile_scores, scores_failure, slope
 from leaderless.models.scoring import Entropy, Scoring, score_tokens
+from leaderless.models.vocabulary import VocabularyPart
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
 
 ROWS, HIDDEN, VOCABULARY = 23, 12, 30
@@ -235,3 +237,18 @@ def test_many_tokens_of_an_accelerator_are_cut_at_multiples_of_the_tiles_of_its_
     found.clear()
     score_tokens(hidden, head, targets, 1.0, "none")
     assert {*found[:-1]} == {220}, "whose multiples would be many more chunks"
+
+
+@pytest.mark.parametrize("entropy", ["value", "gradient"])
+def test_compiled_functions_know_which_targets_other_ranks_have(entropy: Entropy) -> None:
+    """One rank has all of the first words, and nobody the targets beyond."""
+    hidden, head, targets = inputs(bias=False)
+    found = []
+    for fused in (PLAIN, None):
+        part = VocabularyPart(ALONE, VOCABULARY)
+        beyond = torch.where(targets % 2 == 0, targets, targets + VOCABULARY)
+        scores, entropies = score_tokens(hidden, head, beyond, 0.7, entropy, part, how=Scoring(fused=fused))
+        loss = scores.sum() + (entropies.sum() if entropy == "gradient" else 0)
+        found.append((scores, *torch.autograd.grad(loss, [hidden, head.weight])))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
