@@ -35,9 +35,9 @@ def summarize(logits: Tensor, divisor: Tensor, targets: Tensor) -> tuple[Tensor,
     """
     scaled, words = logits / divisor, logits.shape[1]
     whole = words - words % BLOCK
-    found = [_sums(scaled[:, :whole].view(-1, whole // BLOCK, BLOCK))] if whole else []
+    found = [_sums(scaled.narrow(1, 0, whole).view(-1, whole // BLOCK, BLOCK))] if whole else []
     if whole < words:
-        found.append(_sums(scaled[:, whole:].unsqueeze(1)))
+        found.append(_sums(scaled.narrow(1, whole, words - whole).unsqueeze(1)))
     largest, sums, products = (torch.cat(one, dim=1) for one in zip(*found, strict=True))
     top = largest.amax(dim=1, keepdim=True)
     below = largest - top

@@ -66,7 +66,7 @@ class Division(NamedTuple):
         mesh: Ranks; by default all of the process group, along `dp`. Weights are divided along the axis `dp` and are
             the same along others, except that those of a divided model have parts along `tp`, and divided experts a
             mesh of their own.
-        keeps: What each rank keeps whole; see `TrainingConfig.keep_whole`.
+        keeps: Parts that each rank keeps whole; see `TrainingConfig.keep_whole`.
     """
 
     mesh: DeviceMesh | None = None
