@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+
+from leaderless.rollout import recording
 
 
 class FakeCuda:
@@ -18,12 +22,17 @@ class FakeCuda:
         fails: Whether what is recorded cannot be.
         reason: Error of a recording that fails.
         is_collecting: Whether Python collected garbage in the last recording.
+        num_open: Recordings that have begun and not ended.
+        num_released: Number of times that unused memory was released.
+        has_enough: Whether recordings succeed once unused memory is released.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Take the place of functions of torch."""
         self.stream, self.sync_mode = "default", "default"
         self.modes, self.fails, self.is_collecting = list[str](), False, True
+        self.num_open = self.num_released = 0
+        self.has_enough = False
         self.reason = RuntimeError("operation failed due to a previous error during capture")
         fake = self
 
@@ -31,25 +40,38 @@ class FakeCuda:
             def pool(self) -> object:
                 return fake
 
-            def replay(self) -> None: ...
-
-        class Recording:
-            def __init__(self, *_: object, capture_error_mode: str, **__: object) -> None:
-                self.mode = capture_error_mode
-
-            def __enter__(self) -> None:
-                fake.stream, fake.is_collecting = "side", gc.isenabled()
-                fake.modes.append(self.mode)
+            def capture_begin(self, *_: object, capture_error_mode: str) -> None:
+                assert fake.stream == "side"
+                fake.is_collecting = gc.isenabled()
+                fake.modes.append(capture_error_mode)
                 if fake.fails:  # work that is recorded is not done
                     raise fake.reason
+                fake.num_open += 1
 
-            def __exit__(self, *_: object) -> None:
-                fake.stream = "default"
+            def capture_end(self) -> None:
+                fake.num_open -= 1
+
+            def replay(self) -> None: ...
+
+        @contextmanager
+        def on(stream: str) -> Iterator[None]:
+            before, fake.stream = fake.stream, stream
+            try:
+                yield
+            finally:
+                fake.stream = before
+
+        def released() -> None:
+            fake.num_released += 1
+            if fake.has_enough:
+                fake.fails = False
 
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-        monkeypatch.setattr(torch.cuda, "graph", Recording)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: fake.stream)
-        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(fake, "stream", stream))
+        monkeypatch.setattr(torch.cuda, "stream", on)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(recording, "_side_stream", lambda _: "side")
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "empty_cache", released)
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: fake.sync_mode)
         monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(fake, "sync_mode", mode))
 

@@ -46,6 +46,28 @@ def test_a_recording_leaves_stream_and_collection_as_they_were(
     assert cuda.stream == "default"
     assert not cuda.is_collecting
     assert {*cuda.modes} == {"thread_local"}
+    assert cuda.num_released == 0, "pinned memory and what torch holds stay where they are"
+
+
+def test_memory_that_torch_does_not_use_is_released_only_for_a_recording_without_enough(cuda: FakeCuda) -> None:
+    cuda.fails, cuda.reason = True, torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        record(lambda: None, [])
+    assert (len(cuda.modes), cuda.num_released) == (2, 1)
+    cuda.has_enough = True
+    done = list[int]()
+    record(lambda: done.append(1), [])
+    assert (len(cuda.modes), cuda.num_released, done) == (4, 2, [1])
+
+
+def test_a_recording_whose_work_fails_is_ended_with_the_error_of_the_work(cuda: FakeCuda) -> None:
+    def work() -> None:
+        assert cuda.num_open == 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        record(work, [])
+    assert (cuda.num_open, cuda.stream, len(cuda.modes)) == (0, "default", 1)
 
 
 @pytest.mark.parametrize("is_paged", [True, False], ids=["pages", "slots"])
@@ -99,7 +121,7 @@ def test_passes_that_memory_is_too_small_to_record_are_given_up(
             numbers.append(len(cuda.modes))
     (warning,) = said
     assert "too little memory to record passes of some sizes: CUDA out of memory; lower " in str(warning.message)
-    assert numbers[-1] == numbers[-4] <= 3 * 4, "three for each number of rows"
+    assert numbers[-1] == numbers[-4] <= 2 * 3 * 4, "three for each number of rows, tried twice each"
     failures = engine._passes._failures if is_paged else engine._failures
     assert not failures.is_final(999)
 

@@ -6,7 +6,8 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -48,6 +49,10 @@ class MemoryFailures:
 def record(work: Callable[[], None], others: Sequence[torch.cuda.CUDAGraph]) -> torch.cuda.CUDAGraph:
     """Record work without running it.
 
+    Memory that torch holds, but does not use, stays with it, and the device goes on with what was started before:
+    `torch.cuda.graph` would wait for the device and release pinned memory, which the next pass would have to page-lock
+    again. Only if the device has too little memory is unused memory released, and the recording tried again.
+
     Args:
         work: Function that starts it.
         others: Graphs that are never replayed at the same time, so that they can share memory for their results.
@@ -55,15 +60,37 @@ def record(work: Callable[[], None], others: Sequence[torch.cuda.CUDAGraph]) -> 
     Raises:
         RuntimeError: It cannot be recorded. Torch computes on the stream on which it did before.
     """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    pool = others[0].pool() if others else None
+    pool = [others[0].pool()] if others else []
     try:
-        # Another thread of the process asks how much memory is free: the default mode would break a recording then.
-        with _no_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        return _recorded(work, pool)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # during a recording, torch cannot release memory to make room
+    return _recorded(work, pool)
+
+
+def _recorded(work: Callable[[], None], pool: Sequence[tuple[int, int]]) -> torch.cuda.CUDAGraph:
+    """Record work into a graph, with memory of a pool if there is one."""
+    graph = torch.cuda.CUDAGraph()
+    # Another thread of the process asks how much memory is free: the default mode would break a recording then.
+    with _no_collection(), torch.cuda.stream(_side_stream(torch.cuda.current_device())):
+        graph.capture_begin(*pool, capture_error_mode="thread_local")
+        try:
             work()
-    finally:
-        torch.cuda.set_stream(stream)  # after a failure torch leaves the one on which it records
+        except BaseException:
+            with suppress(RuntimeError):  # of what cannot be recorded, the first error gives the reason
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:  # noqa: ARG001 - each device has a stream
+    """The stream on which work is recorded: recordings share only memory that belongs to the same stream."""
+    return torch.cuda.Stream()
 
 
 def run_without_waiting(work: Callable[[], Result]) -> Result:
