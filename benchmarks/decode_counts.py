@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +27,8 @@ from torch.utils import _pytree as pytree
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/performance/decode_counts.json"
 GROUPS, SIBLINGS = 16, 8
-KERNELS = 4
-"""Kernels of a call of `attend_with_kernels`."""
+KERNELS, DRAW_KERNELS = 4, 2
+"""Kernels of a call of `attend_with_kernels`, and of one of `draw_with_kernels`."""
 FREE = {
     *("slice", "view", "unsqueeze", "select", "_unsafe_view", "alias", "detach", "t", "transpose", "as_strided"),
     *("expand", "empty", "permute", "split", "squeeze", "unbind", "split_with_sizes", "empty_like", "new_empty"),
@@ -114,6 +115,7 @@ def measure(ways: Sequence[str]) -> dict[str, dict[str, Counts]]:
 
     to_list, FakeTensor.tolist = FakeTensor.tolist, listed  # type: ignore[method-assign]
     fake.Accelerator.__torch_dispatch__ = counted
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # its addresses are all the same
     with fake.Accelerator():
         found = {}
         for name in ways:
@@ -145,13 +147,18 @@ def with_slots(model: Any, device: torch.device, counting: Counting, routers: An
 
 def with_pages(model: Any, device: torch.device, counting: Counting, routers: Any) -> Any:
     from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
+    from leaderless.weights.stream import WeightStream
 
     def attend(query: Tensor, *_: object) -> Tensor:
         counting.add(KERNELS)
         return query.new_empty(query.shape)
 
-    options = PagedOptions(attend, 1 << 18, 512)
+    def draw(*_: object) -> None:
+        counting.add(DRAW_KERNELS)
+
+    options = PagedOptions(attend, 1 << 18, 512, keeps_memory=True, draw=draw)
     engine: Any = PagedEngine(model, None, frozenset(), 512, device, options, routers)  # type: ignore[arg-type]
+    engine.load_weights(WeightStream(iter([(name, one.detach()) for name, one in model.trained_weights()]), 1))
     compute = engine._compute
 
     def passed(*args: object) -> None:

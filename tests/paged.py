@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from leaderless.config.rollout import SamplingConfig
 from leaderless.planner.cache_pool import bucket_of
 from leaderless.rollout.kv_cache import Segment
 from leaderless.rollout.paged_attention import PagedAttend, attend_with_torch
@@ -27,6 +28,7 @@ from leaderless.rollout.paged_plan import (
     num_bytes,
 )
 from leaderless.rollout.pages import Pages
+from leaderless.rollout.rotary import Rotation, rotate
 
 
 class Rows:
@@ -56,6 +58,11 @@ class Rows:
             for tensor in cached:
                 tensor[slots] = torch.randn(len(slots), kv_heads, width, generator=self.generator).to(dtype)
         return [query, key, value, *cached]
+
+    def rotation(self, width: int, dtype: torch.dtype) -> Rotation:
+        """Factors for queries and keys of the new tokens."""
+        angles = torch.randn(1, bucket_of(len(self.owns)), width, generator=self.generator)
+        return Rotation.of(angles.cos().to(dtype), angles.sin().to(dtype))
 
     def plan(self, device: torch.device) -> PagedPlan:
         rows = len(self.owns)
@@ -111,15 +118,42 @@ def errors(function: PagedAttend, device: torch.device, dtype: torch.dtype) -> d
         rows = Rows(seed, list(owns), groups, page_size)
         inputs = rows.tensors(*sizes, dtype)
         scale = sizes[2] ** -0.5
-        expected = rows.expected(*inputs, scale)
-        query, key, value, *cached = (tensor.to(device) for tensor in inputs)
-        result = function(query, key, value, tuple(cached), rows.plan(device), scale).cpu().double()
-        assert not result[len(owns) :].any(), "rows that fill up a shape"
-        found[name] = float((result - expected).abs().max() / expected.square().mean().sqrt())
-        for own, new, there in ((key, inputs[1], cached[0]), (value, inputs[2], cached[1])):
+        # Triton's interpreter cuts bfloat16 off where a GPU rounds: there `check_rounding` does with float16.
+        has_rotation = dtype != torch.bfloat16 or device.type != "cpu"
+        for rotation in (None, rows.rotation(sizes[2], dtype)) if has_rotation else (None,):
+            query, key, value, *cached = (tensor.clone() for tensor in inputs)
+            turned = (query, key) if rotation is None else (rotate(query, *rotation), rotate(key, *rotation))
+            expected = rows.expected(*turned, value, *cached, scale)
+            if rotation is not None:  # as one product gives them
+                joined = torch.cat([one.flatten(1) for one in (query, key, value)], 1).to(device)
+                shapes = [one.shape for one in (query, key, value)]
+                parts = joined.split([shape[1] * shape[2] for shape in shapes], 1)
+                query, key, value = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+            way = rotation and Rotation(*(one.to(device) for one in rotation))
+            there = [one.to(device) for one in (query, key, value, *cached)]
+            result = function(*there[:3], tuple(there[3:]), rows.plan(device), scale, way).cpu().double()
+            assert not result[len(owns) :].any(), "rows that fill up a shape"
+            error = float((result - expected).abs().max() / expected.square().mean().sqrt())
+            found[name] = max(error, found.get(name, 0.0))
             slots = [int(rows.pages.places(segment, segment.length, 1)[0]) for segment in rows.owns]
-            assert torch.equal(there[slots].cpu(), new[: len(owns)]), own.shape
+            for written, new in zip(there[3:], (turned[1], inputs[2]), strict=True):
+                assert torch.equal(written[slots].cpu(), new[: len(owns)]), (name, rotation is None)
     return found
+
+
+def check_rounding() -> None:
+    """Check that the kernel rounds a rotation step by step: in float16, which Triton's interpreter rounds as a GPU."""
+    from leaderless.rollout.paged_kernels import attend_with_kernels
+
+    rows = Rows(0, [5, 40, 9], [], 16)
+    for heads, kv_heads, width in ((4, 2, 8), (6, 2, 80)):
+        query, key, value, *cached = rows.tensors(heads, kv_heads, width, torch.float16)
+        rotation, plan = rows.rotation(width, torch.float16), rows.plan(torch.device("cpu"))
+        expected = rotate(key, *rotation)
+        in_float32 = rotate(key.float(), *(one.float() for one in rotation)).half()
+        assert not torch.equal(expected, in_float32)
+        attend_with_kernels(query, key, value, tuple(cached), plan, 1.0, rotation)
+        assert torch.equal(cached[0][plan.places[:3]], expected[:3])
 
 
 SHAPES = {
@@ -127,6 +161,10 @@ SHAPES = {
     torch.float32: ((2, 2, 8), (2, 6, 128)),
 }
 """Key heads, query heads of each, and their width, of models from 0.5B to 7B, and of tiny ones, by type."""
+
+
+VOCABULARIES = 1000, 151_936, 262_144
+"""Sizes of vocabularies."""
 
 
 class _Absent:
@@ -148,35 +186,51 @@ class _Absent:
 
 
 def launched_kernels() -> dict[str, dict[str, int]]:
-    """Shared memory, tensor-core operations and stack of all kernels that are launched on GPUs that are not there."""
+    """What all kernels that are launched take of GPUs that are not there: shared memory, registers, and so on."""
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
 
     from leaderless.rollout.paged_kernels import attend_with_kernels
+    from leaderless.rollout.sampling_kernels import draw_with_kernels
 
     found = {}
     launched = []
     CompiledKernel.run = property(lambda kernel: lambda *_: launched.append(kernel))
     CompiledKernel.launch_metadata = lambda *_: None
+
+    def note(arguments: str) -> None:
+        for number, kernel in enumerate(launched):
+            code = kernel.asm["ptx"]
+            products = code.count("mma.sync") + code.count("wgmma.mma")
+            registers, stack = resources_of(kernel.asm["cubin"])
+            found[f"{kernel.metadata.name} {number}: {arguments}"] = {
+                "shared": kernel.metadata.shared,
+                "products": products,
+                "stack": stack,
+                "registers": registers,
+            }
+        launched.clear()
+
     for capability in (80, 90):
         driver.set_active(_Absent(capability))
         for dtype, shapes in SHAPES.items():
             for kv_heads, repeat, width in shapes:
                 rows = Rows(0, [5, 40, 9], [(37, 2)], 64)
                 query, key, value, *cached = rows.tensors(kv_heads * repeat, kv_heads, width, dtype)
-                attend_with_kernels(query, key, value, tuple(cached), rows.plan(torch.device("cpu")), 1.0)
-                for number, kernel in enumerate(launched):
-                    name = f"{kernel.metadata.name} {number}: {capability}, {dtype}, {kv_heads}, {repeat}, {width}"
-                    code = kernel.asm["ptx"]
-                    products = code.count("mma.sync") + code.count("wgmma.mma")
-                    stack = stack_of(kernel.asm["cubin"])
-                    found[name] = {"shared": kernel.metadata.shared, "products": products, "stack": stack}
-                launched.clear()
+                rotation = rows.rotation(width, dtype)
+                attend_with_kernels(query, key, value, tuple(cached), rows.plan(torch.device("cpu")), 1.0, rotation)
+                note(f"{capability}, {dtype}, {kv_heads}, {repeat}, {width}")
+        for vocabulary in VOCABULARIES:
+            for temperature in (1.0, 0.0):
+                logits, noise = torch.zeros(4, vocabulary), torch.zeros(4, dtype=torch.float64)
+                drawn = torch.zeros(2, 4, dtype=torch.int64)
+                draw_with_kernels(logits, noise, SamplingConfig(temperature=temperature), drawn)
+                note(f"{capability}, {vocabulary}, {temperature}")
     return found
 
 
-def stack_of(binary: bytes) -> int:
-    """Bytes of memory for each thread of a kernel, whose numbers do not all fit into registers."""
+def resources_of(binary: bytes) -> tuple[int, int]:
+    """Registers of each thread of a kernel, and bytes of memory for numbers that do not fit into them."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -184,7 +238,8 @@ def stack_of(binary: bytes) -> int:
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", said)[1])
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
+    return int(registers), int(stack)
 
 
 def main() -> None:
@@ -195,6 +250,7 @@ def main() -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
     from leaderless.rollout.paged_kernels import attend_with_kernels
 
+    check_rounding()
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     both = {"kernels": attend_with_kernels, "torch": attend_with_torch}
     names = sys.argv[1:] or list(both)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from tests.drawn import check
 from tests.paged import Rows, errors
 from tests.tiny import mixture_model, tiny_model
 from torch import Tensor
@@ -21,9 +22,10 @@ from leaderless.models.routers import Routers
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.paged_check import paged_attention
+from leaderless.rollout.paged_check import DRAW_TOLERANCE, draw_error, paged_attention, token_drawing
 from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.recording import record, run_without_waiting
+from leaderless.rollout.sampling import write_drawn
 from leaderless.weights.stream import WeightStream
 
 DEVICE = torch.device("cuda")
@@ -42,6 +44,14 @@ def test_attention_over_pages_is_that_of_a_loop_on_the_cpu(dtype: torch.dtype, l
     for name, error in errors(attend_with_kernels, DEVICE, dtype).items():
         print(f"{name}, {dtype}: {error:.1e}")
         assert error < limit, name
+
+
+def test_kernels_draw_the_tokens_of_a_loop_on_the_cpu() -> None:
+    from leaderless.rollout.sampling_kernels import draw_with_kernels
+
+    num_draws, num_near = check(draw_with_kernels, DEVICE)
+    print(f"{num_draws} draws, {num_near} near the end of a token")
+    assert draw_error(draw_with_kernels, 151_936, DEVICE) < DRAW_TOLERANCE
 
 
 def test_attention_finds_pages_behind_four_billion_bytes() -> None:
@@ -71,9 +81,12 @@ def test_a_recording_and_the_check_before_it_work_on_this_gpu() -> None:
         run_without_waiting(number.item)
     assert run_without_waiting(lambda: number + 1).item() == 2
     stream = torch.cuda.current_stream()
+    torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)  # torch holds it, and does not use it
+    held = torch.cuda.memory_reserved()
     first = record(lambda: total.add_(number), [])
     second = record(lambda: total.mul_(3), [first])
     assert torch.cuda.current_stream() == stream
+    assert torch.cuda.memory_reserved() >= held, "a recording releases nothing"
     for graph in (first, second, first):
         graph.replay()
     assert total.item() == 4, "nothing is computed while it is recorded"
@@ -88,7 +101,9 @@ def engine_in_pages(
     routers = Routers.required(model, "models.policy") if records else None
     attend = paged_attention(model, getattr(torch, dtype), DEVICE, ProcessGroup((0,), 0))
     assert attend is not None
-    options = PagedOptions(attend, pool_tokens, 256, keeps_memory=keeps, page_tokens=16)
+    draw = token_drawing(model, DEVICE, ProcessGroup((0,), 0))
+    assert draw is not write_drawn
+    options = PagedOptions(attend, pool_tokens, 256, keeps_memory=keeps, page_tokens=16, draw=draw)
     return PagedEngine(model, load_tokenizer(config, "policy"), frozenset(), 20, DEVICE, options, routers)
 
 

@@ -8,7 +8,7 @@ queries, keys and values, rotary positions, attention, and the layer's own feed-
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -20,6 +20,9 @@ from leaderless.models.causal_lm import CausalLM
 from leaderless.models.compiled_layers import allow_variants
 from leaderless.models.lora import LoraLinear
 from leaderless.models.products import linear_for_few
+from leaderless.rollout.joined_weights import Joined, JoinedWeights, LeanLayer
+from leaderless.rollout.paged_attention import PagedAttention
+from leaderless.rollout.rotary import Rotation, rotate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,6 +69,7 @@ class LeanForward:
 
     def __init__(self, model: CausalLM, enable_compile: bool) -> None:
         self._model = model
+        self.joined = JoinedWeights(cast("PreTrainedModel", model.text_model).layers)
         self._project, self._finish = project, finish
         if enable_compile:
             self._project, self._finish = _of_two_rows(_compiled(project)), _of_two_rows(_compiled(finish))
@@ -79,12 +83,13 @@ class LeanForward:
         hidden = base.embed_tokens(tokens)
         if images is not None:
             hidden = images.embed(hidden)
-        cosine, sine = (values.squeeze(0).unsqueeze(1) for values in base.rotary_emb(hidden, positions.unsqueeze(-2)))
-        half = sine.shape[-1] // 2
-        sine = torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)
-        for number, layer in enumerate(base.layers):
-            query, key, value = self._project(layer, hidden, cosine, sine)
-            attended = attention.attend(number, query, key, value, layer.self_attn.scaling)
+        rotation = Rotation.of(*base.rotary_emb(hidden, positions.unsqueeze(-2)))
+        for number, layer in enumerate(self.joined.layers()):
+            scale = cast("float", cast("nn.Module", layer.module.self_attn).scaling)
+            if isinstance(attention, PagedAttention):  # it rotates while it writes keys into pages
+                attended = attention.attend(number, *self._project(layer, hidden), scale, rotation)
+            else:
+                attended = attention.attend(number, *self._project(layer, hidden, *rotation), scale)
             hidden = self._finish(layer, hidden, attended)
             if images is not None:
                 hidden = images.add(number, hidden)
@@ -92,37 +97,47 @@ class LeanForward:
         return self._model.logits(hidden)
 
 
-def project(layer: nn.Module, hidden: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def project(
+    layer: LeanLayer, hidden: Tensor, cosine: Tensor | None = None, sine: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the queries, keys and values of a layer, [T, heads, head_dim] each.
 
-    `hidden` is [T, hidden_size]; cosines and sines are [T, 1, head_dim], and sines are negated in the first half.
+    `hidden` is [T, hidden_size]. Queries and keys are rotated by the factors of a `Rotation`, if these are given.
     """
-    attention = cast("nn.Module", layer.self_attn)
-    normed = normalize(cast("nn.Module", layer.input_layernorm), hidden)
-    shape = (len(hidden), -1, cosine.shape[-1])
-    query, key, value = (
-        multiply(linear, normed).view(shape)
-        for linear in cast("tuple[nn.Module, ...]", (attention.q_proj, attention.k_proj, attention.v_proj))
-    )
+    attention = cast("nn.Module", layer.module.self_attn)
+    normed = normalize(cast("nn.Module", layer.module.input_layernorm), hidden)
+    shape = (len(hidden), -1, cast("int", attention.head_dim))
+    if layer.queries is None:
+        linears = cast("tuple[nn.Module, ...]", (attention.q_proj, attention.k_proj, attention.v_proj))
+        outputs: Sequence[Tensor] = [multiply(linear, normed) for linear in linears]
+    else:
+        outputs = layer.queries.multiply(normed)
+    query, key, value = (output.view(shape) for output in outputs)
     query_norm = cast("nn.Module | None", getattr(attention, "q_norm", None))
     if query_norm is not None:
         query, key = normalize(query_norm, query), normalize(cast("nn.Module", attention.k_norm), key)
-    return _turn(query, cosine, sine), _turn(key, cosine, sine), value
+    if cosine is not None and sine is not None:
+        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+    return query, key, value
 
 
-def finish(layer: nn.Module, hidden: Tensor, attended: Tensor) -> Tensor:
+def finish(layer: LeanLayer, hidden: Tensor, attended: Tensor) -> Tensor:
     """Compute the output of a layer, [T, hidden_size], from its input and [T, query_heads, head_dim] of attention."""
-    output, mlp = cast("tuple[nn.Module, nn.Module]", (cast("nn.Module", layer.self_attn).o_proj, layer.mlp))
+    module = layer.module
+    output, mlp = cast("tuple[nn.Module, nn.Module]", (cast("nn.Module", module.self_attn).o_proj, module.mlp))
     hidden = hidden + multiply(output, attended.flatten(1))
-    return hidden + feed_forward(mlp, normalize(cast("nn.Module", layer.post_attention_layernorm), hidden))
+    normed = normalize(cast("nn.Module", module.post_attention_layernorm), hidden)
+    return hidden + feed_forward(mlp, normed, layer.gates)
 
 
-def feed_forward(mlp: nn.Module, hidden: Tensor) -> Tensor:
+def feed_forward(mlp: nn.Module, hidden: Tensor, joined: Joined | None = None) -> Tensor:
     """Apply the feed-forward part of a layer to [T, hidden_size]; a mixture of experts is called as a module."""
     if not hasattr(mlp, "gate_proj"):
         return cast("Tensor", mlp(hidden.unsqueeze(0))).squeeze(0)
     gate, up, down, act = cast("tuple[nn.Module, ...]", (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn))
-    return multiply(down, cast("Tensor", act(multiply(gate, hidden))) * multiply(up, hidden))
+    opened, risen = (multiply(gate, hidden), multiply(up, hidden)) if joined is None else joined.multiply(hidden)
+    # In place, so that a joined product takes no more memory than separate ones, of which the first is freed by now.
+    return multiply(down, cast("Tensor", act(opened)).mul_(risen))
 
 
 def multiply(linear: nn.Module, values: Tensor) -> Tensor:
@@ -142,15 +157,10 @@ def normalize(norm: nn.Module, values: Tensor) -> Tensor:
     return cast("Tensor", norm(values))
 
 
-def _turn(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Apply rotary positions: rotate each half of a head with the other, rounded step by step as in `transformers`."""
-    return values * cosine + values.roll(values.shape[-1] // 2, -1) * sine
-
-
 def _of_two_rows(function: Callable[..., Result]) -> Callable[..., Result]:
     """Call a function with at least two rows: for one, `torch.compile` would make other kernels, in tens of seconds."""
 
-    def call(layer: nn.Module, *rows: Tensor) -> Result:
+    def call(layer: LeanLayer, *rows: Tensor) -> Result:
         if len(rows[0]) != 1:
             return function(layer, *rows)
         found: object = function(layer, *(torch.cat([one, one]) for one in rows))

@@ -40,7 +40,7 @@ from leaderless.rollout.child_server import ChildServer
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.external import Driver, ExternalEngine
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.paged_check import paged_attention
+from leaderless.rollout.paged_check import paged_attention, token_drawing
 from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.probe import PROBE_TOLERANCE, make_probe
 from leaderless.rollout.seats import Host
@@ -143,7 +143,10 @@ def make_native(setup: RolloutSetup) -> RolloutEngine:
     if setup.pool is not None:
         dtype = getattr(torch, setup.model.compute_dtype)
         if (attend := paged_attention(model, dtype, setup.device, setup.shard)) is not None:
-            options = PagedOptions(attend, setup.pool.tokens, setup.max_tokens, keeps_memory=setup.pool.stays)
+            draw = token_drawing(model, setup.device, setup.shard)
+            options = PagedOptions(
+                attend, setup.pool.tokens, setup.max_tokens, keeps_memory=setup.pool.stays, draw=draw
+            )
             engine = PagedEngine(model, setup.tokenizer, ends, most, setup.device, options, routers)
     if engine is None:
         engine = NativeEngine(model, setup.tokenizer, ends, most, setup.device, routers=routers)

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from leaderless.rollout.paged_plan import PagedPlan, WorkItems
 from leaderless.rollout.pages import Pages
+from leaderless.rollout.rotary import Rotation, rotate
 
-PagedAttend = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], PagedPlan, float], Tensor]
-"""A function like `attend_with_torch`."""
+
+class PagedAttend(Protocol):
+    """A function like `attend_with_torch`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cached: tuple[Tensor, Tensor],
+        plan: PagedPlan,
+        scale: float,
+        rotation: Rotation | None = None,
+        /,
+    ) -> Tensor:
+        """Attend with [n, query_heads, head_dim]."""
 
 
 @dataclass
@@ -24,13 +39,21 @@ class PagedAttention:
     function: PagedAttend
     longest: int = 0
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Attention`."""
-        return self.function(query, key, value, self.pages.room(layer, key, value), self.plan, scale)
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotation: Rotation | None = None
+    ) -> Tensor:
+        """See `Attention`. A rotation is for queries and keys that are not rotated yet."""
+        return self.function(query, key, value, self.pages.room(layer, key, value), self.plan, scale, rotation)
 
 
 def attend_with_torch(
-    query: Tensor, key: Tensor, value: Tensor, cached: tuple[Tensor, Tensor], plan: PagedPlan, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cached: tuple[Tensor, Tensor],
+    plan: PagedPlan,
+    scale: float,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """Write keys and values of new tokens into pages, and attend to all tokens of each row, in at least float32.
 
@@ -43,10 +66,13 @@ def attend_with_torch(
         cached: Keys and values of all pages, [tokens, kv_heads, head_dim] each.
         plan: Work of the pass.
         scale: Factor of the dot products.
+        rotation: Rotation of queries and keys that are not rotated yet.
 
     Returns:
         [n, query_heads, head_dim]; zeros for a row without tokens.
     """
+    if rotation is not None:
+        query, key = rotate(query, *rotation), rotate(key, *rotation)
     for tensor, new in zip(cached, (key, value), strict=True):
         tensor.index_copy_(0, plan.places, new)
     dtype = torch.promote_types(query.dtype, torch.float32)

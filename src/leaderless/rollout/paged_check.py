@@ -1,13 +1,15 @@
-"""Whether attention over pages works on a device: it is tried once, and compared with what torch computes."""
+"""Whether the kernels of the engine with pages work on a device: each is tried once, and compared with torch."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM
 from leaderless.planner.cache_pool import PAGE_TOKENS
@@ -15,11 +17,15 @@ from leaderless.rollout.paged_attention import PagedAttend, attend_with_torch
 from leaderless.rollout.paged_plan import Arrangement
 from leaderless.rollout.paged_staging import Staging
 from leaderless.rollout.pages import Pages
+from leaderless.rollout.rotary import Rotation, rotate
+from leaderless.rollout.sampling import Draw, write_drawn
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Largest difference of results of about 1 that rounding explains, by the type of queries, keys and values."""
 OWN, PROMPT, SIBLINGS = (0, 3, 300, 64, 17), 130, 3
 """Tokens of some rows before the new one, and of a prompt that the first rows share."""
+DRAW_TOLERANCE = 1e-5
+"""Largest error of a cumulative probability and of a log-probability that rounding explains."""
 
 
 def paged_attention(
@@ -31,27 +37,59 @@ def paged_attention(
     """
     if device.type != "cuda":
         return None
-    reason = ""
-    try:
+
+    def error() -> float:
         from leaderless.rollout.paged_kernels import attend_with_kernels
 
-        error = largest_error(attend_with_kernels, heads_of(model), dtype, device)
-        if not error < TOLERANCES[dtype]:
-            reason = f"its results are wrong by {error:.2g}"
+        return largest_error(attend_with_kernels, heads_of(model), dtype, device)
+
+    if reason := _why_not(error, TOLERANCES[dtype], shard):
+        _warn(f"decoding is slower, since attention over pages cannot be used: {reason}")
+        return None
+    from leaderless.rollout.paged_kernels import attend_with_kernels
+
+    return attend_with_kernels
+
+
+def token_drawing(model: CausalLM, device: torch.device, shard: ProcessGroup) -> Draw:
+    """Choose what draws tokens: on a CUDA device kernels, if they work on all ranks; see `paged_attention`."""
+    if device.type != "cuda":
+        return write_drawn
+    vocabulary = int(model.model.config.get_text_config().vocab_size)
+
+    def error() -> float:
+        from leaderless.rollout.sampling_kernels import draw_with_kernels
+
+        return draw_error(draw_with_kernels, vocabulary, device)
+
+    if reason := _why_not(error, DRAW_TOLERANCE, shard):
+        _warn(f"decoding is slower, since the kernels that draw tokens cannot be used: {reason}")
+        return write_drawn
+    from leaderless.rollout.sampling_kernels import draw_with_kernels
+
+    return draw_with_kernels
+
+
+def _why_not(error: Callable[[], float], tolerance: float, shard: ProcessGroup) -> str:
+    """Why kernels with some error cannot be used on all ranks of a shard; empty if they can."""
+    reason = ""
+    try:
+        if not (found := error()) < tolerance:
+            reason = f"its results are wrong by {found:.2g}"
     except Exception as failure:  # noqa: BLE001 - compilers and drivers fail in many ways
         reason = (
             f"{type(failure).__name__}: {failure}".splitlines()[0].partition(" Reducing block sizes")[0].rstrip(".")
         )
-    if shard.size > 1 and bool(shard.max(torch.tensor([int(bool(reason))]), "which ranks can attend over pages")):
+    if shard.size > 1 and bool(shard.max(torch.tensor([int(bool(reason))]), "which ranks can use kernels")):
         reason = reason or "it does not work on another rank"
-    if reason:
-        warnings.warn(
-            f"decoding is slower, since attention over pages cannot be used: {reason}; install the Triton of torch "
-            f"{torch.__version__}, or let vLLM generate (rollout.engine: vllm)",
-            stacklevel=2,
-        )
-        return None
-    return attend_with_kernels
+    return reason
+
+
+def _warn(message: str) -> None:
+    warnings.warn(
+        f"{message}; install the Triton of torch {torch.__version__}, or let vLLM generate (rollout.engine: vllm)",
+        stacklevel=3,
+    )
 
 
 def heads_of(model: CausalLM) -> tuple[int, int, int]:
@@ -84,11 +122,42 @@ def largest_error(
 
     query, key, value = random(rows, num_heads), random(rows, kv_heads), random(rows, kv_heads)
     size = (pages.num_pages + 1) * PAGE_TOKENS
-    inputs = query, key, value, random(size, kv_heads), random(size, kv_heads)
+    cached, scale = [random(size, kv_heads) for _ in range(2)], width**-0.5
+    angles = random(rows, 1).float()
+    rotation = Rotation.of(angles.cos().to(dtype).transpose(0, 1), angles.sin().to(dtype).transpose(0, 1))
 
-    def attended(one: PagedAttend, kind: torch.dtype) -> Tensor:
-        query, key, value, *cached = (tensor.to(kind, copy=True) for tensor in inputs)
-        return one(query, key, value, (cached[0], cached[1]), plan, width**-0.5).double()
+    def error(way: Rotation | None) -> Tensor:
+        found = function(query, key, value, (cached[0].clone(), cached[1].clone()), plan, scale, way)
+        asked, new = (query, key) if way is None else (rotate(query, *way), rotate(key, *way))
+        # Some images of torch round products of float32, but none those of float64.
+        wide = [tensor.to(torch.float64, copy=True) for tensor in (asked, new, value, *cached)]
+        expected = attend_with_torch(wide[0], wide[1], wide[2], (wide[3], wide[4]), plan, scale)
+        return (found.double() - expected).abs().max()
 
-    # Some images of torch round products of float32, but none those of float64.
-    return float((attended(function, dtype) - attended(attend_with_torch, torch.float64)).abs().max())
+    return float(torch.stack([error(None), error(rotation)]).max())  # NaN if one is
+
+
+def draw_error(function: Draw, vocabulary: int, device: torch.device) -> float:
+    """Largest error of what a function draws from random logits.
+
+    It is the distance of noise from the interval of the drawn token in the cumulative distribution, computed in
+    float64, or the error of its log-probability if that is larger; 1 for another token than the likeliest where it is
+    asked for.
+    """
+    generator, count = torch.Generator().manual_seed(0), 8
+    errors = list[Tensor]()
+    logits = 3 * torch.randn(count, vocabulary, generator=generator).to(device)
+    noise = torch.rand(count, dtype=torch.float64, generator=generator).to(device)
+    for temperature in (1.0, 0.7, 0.0):
+        drawn = torch.zeros(2, count, dtype=torch.int64, device=device)
+        function(logits, noise, SamplingConfig(temperature=temperature), drawn)
+        tokens, scores = drawn[:1].t(), drawn[1].view(torch.float64)
+        log_probs = (logits.double() / (temperature or 1)).log_softmax(1)
+        errors.append((scores - log_probs.gather(1, tokens)[:, 0]).abs())
+        if temperature:
+            probabilities = log_probs.exp()
+            ends = probabilities.cumsum(1).gather(1, tokens)[:, 0]
+            errors += [noise - ends, ends - probabilities.gather(1, tokens)[:, 0] - noise]
+        else:
+            errors.append((tokens[:, 0] != logits.argmax(1)).double())
+    return float(torch.stack(errors).max())  # NaN if any is

@@ -1,4 +1,8 @@
-"""The native engine on a device that computes ahead of the host, with keys and values in pages of a fixed pool."""
+"""The native engine on a device that computes ahead of the host, with keys and values in pages of a fixed pool.
+
+It is for a CUDA device without vLLM, which `rollout.engine: auto` prefers: it computes in the trainer's process, with
+any torch. Layers that ranks divide, quantized weights and kernels for large models are left to vLLM.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,14 @@ from leaderless.planner.cache_pool import PAGE_TOKENS
 from leaderless.rollout.bucket_graphs import BucketGraphs
 from leaderless.rollout.engine import Delta
 from leaderless.rollout.kv_cache import Segment, Store
+from leaderless.rollout.lean_forward import LeanForward
 from leaderless.rollout.native import EXACT, NativeEngine
 from leaderless.rollout.native_prompts import Draws, Prompt, Response, draws_of
 from leaderless.rollout.paged_attention import PagedAttend, PagedAttention
 from leaderless.rollout.paged_plan import Arrangement, PagedPlan
 from leaderless.rollout.paged_staging import Staging, pinned
 from leaderless.rollout.pages import OutOfPagesError, Pages
-from leaderless.rollout.sampling import sample_tokens, uniform_noise
+from leaderless.rollout.sampling import Draw, sample_tokens, uniform_noise, write_drawn
 from leaderless.weights.stream import WeightStream
 
 
@@ -41,6 +46,7 @@ class PagedOptions(NamedTuple):
         longest: Tokens of the longest sequence, its prompt included; a longer one makes the engine prepare again.
         keeps_memory: Whether the pool, the memory of weights and recorded passes stay while the engine sleeps.
         page_tokens: Tokens of a page.
+        draw: Drawing of tokens.
     """
 
     attend: PagedAttend
@@ -48,6 +54,7 @@ class PagedOptions(NamedTuple):
     longest: int = 4096
     keeps_memory: bool = False
     page_tokens: int = PAGE_TOKENS
+    draw: Draw = write_drawn
 
 
 @dataclass
@@ -132,7 +139,10 @@ class PagedEngine(NativeEngine):
             return
         parameter = self._parameters[name]
         if name not in self._owned or parameter.dtype != tensor.dtype:
-            parameter.data = torch.empty(self._weights[name], dtype=tensor.dtype, device=self.device)
+            joined = self._pass.joined if isinstance(self._pass, LeanForward) else None
+            room = None if joined is None else joined.room(parameter, tensor.dtype, self.device)
+            new = torch.empty(self._weights[name], dtype=tensor.dtype, device=self.device) if room is None else room
+            parameter.data = new
             self._owned.add(name)
         parameter.data.copy_(tensor.view(self._weights[name]))
 
@@ -175,6 +185,8 @@ class PagedEngine(NativeEngine):
         self._staging.release()
         self._last = torch.zeros(0, dtype=torch.int64)
         self._owned.clear()
+        if isinstance(self._pass, LeanForward):
+            self._pass.joined.release()
         self._addresses = ()
 
     @torch.no_grad()
@@ -322,16 +334,14 @@ class PagedEngine(NativeEngine):
         self, logits: Tensor, plan: PagedPlan, results: Tensor, way: SamplingConfig, rows: Tensor | None = None
     ) -> None:
         """Draw tokens for all or some rows; each becomes the last token of its seat."""
-        noise, seats = plan.noise, plan.seats
+        noise, seats, drawn = plan.noise, plan.seats, results[:2]
         if rows is not None:
             logits, noise, seats = (tensor.index_select(0, rows) for tensor in (logits, noise, seats))
-        drawn, scores = sample_tokens(logits, noise, way)
-        self._seated().index_copy_(0, seats, drawn)
-        both = torch.stack([drawn, scores.double().view(torch.int64)])
-        if rows is None:
-            results[:2].copy_(both)
-        else:
-            results[:2].index_copy_(1, rows, both)
+            drawn = results.new_empty(2, len(rows))
+        self._options.draw(logits, noise, way, drawn)
+        self._seated().index_copy_(0, seats, drawn[0])
+        if rows is not None:
+            results[:2].index_copy_(1, rows, drawn)
 
     def _seated(self) -> Tensor:
         if not len(self._last):

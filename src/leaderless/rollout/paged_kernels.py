@@ -1,4 +1,7 @@
-"""Attention over pages as Triton kernels. Importing this needs Triton, which builds of torch for CUDA bring along."""
+"""Attention over pages as Triton kernels, with rotary positions.
+
+Importing this needs Triton, which builds of torch for CUDA bring along.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leaderless.rollout.paged_plan import ITEM_NUMBERS, PagedPlan, WorkItems
+from leaderless.rollout.rotary import Rotation
 
 LEAST_QUERIES = 16
 """Least rows of a product on tensor cores."""
@@ -17,29 +21,69 @@ LEAST_WIDTH = 16
 KEY_BYTES = 1 << 14
 """Most bytes of the keys, or of the values, that a program reads at a time; half of it in float32."""
 LOG2E = 1.4426950408889634
-COPIED = 1024
-"""Numbers that a program copies into a page."""
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels, which takes bfloat16 in products for integers."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def write_pages(
+def rotate_and_write(  # noqa: PLR0913, PLR0917
+    query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    rotated: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     places: tl.tensor,
+    query_stride: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    kv_heads: tl.constexpr,
+    repeat: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
+    heads: tl.constexpr,
+    is_rotated: tl.constexpr,
 ) -> None:
-    """Write the keys and values of one row, `width` numbers each, at its place."""
-    row = tl.program_id(0).to(tl.int64)
-    number = tl.program_id(1) * block + tl.arange(0, block)
-    is_real = number < width
-    place = tl.load(places + row)
-    tl.store(keys + place * width + number, tl.load(key + row * width + number, mask=is_real), mask=is_real)
-    tl.store(values + place * width + number, tl.load(value + row * width + number, mask=is_real), mask=is_real)
+    """Write the key and the value of one row and one key head at its place.
+
+    Unless they are rotated already, rotate the key and the queries of the head, and write these, too. Strides are
+    numbers from one row to the next.
+    """
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dim = tl.arange(0, block)
+    is_dim = dim < width
+    place = (tl.load(places + row) * kv_heads + kv_head) * width
+    new = value + row * value_stride + kv_head * width
+    tl.store(values + place + dim, tl.load(new + dim, mask=is_dim), mask=is_dim)
+    new = key + row * key_stride + kv_head * width
+    if is_rotated:
+        tl.store(keys + place + dim, tl.load(new + dim, mask=is_dim), mask=is_dim)
+    else:
+        # Each half of a head with the other.
+        other = tl.where(dim < width // 2, dim + width // 2, dim - width // 2)
+        cosines = tl.load(cosine + row * width + dim, mask=is_dim, other=0.0)
+        sines = tl.load(sine + row * width + dim, mask=is_dim, other=0.0)
+        one, two = tl.load(new + dim, mask=is_dim, other=0.0), tl.load(new + other, mask=is_dim, other=0.0)
+        tl.store(keys + place + dim, rotated_by(one, two, cosines, sines), mask=is_dim)
+        member = tl.arange(0, heads)
+        is_read = (member < repeat)[:, None] & is_dim[None, :]
+        head = (kv_head * repeat + member) * width
+        asked = query + row * query_stride + head[:, None]
+        one = tl.load(asked + dim[None, :], mask=is_read, other=0.0)
+        two = tl.load(asked + other[None, :], mask=is_read, other=0.0)
+        result = rotated_by(one, two, cosines[None, :], sines[None, :])
+        written = row * (kv_heads * repeat * width) + head[:, None] + dim[None, :]
+        tl.store(rotated + written, result, mask=is_read)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rotated_by(one: tl.tensor, two: tl.tensor, cosines: tl.tensor, sines: tl.tensor) -> tl.tensor:
+    """The sum of both products, rounded as `rotate` does: each product, and then their sum."""
+    first = (one.to(tl.float32) * cosines.to(tl.float32)).to(one.dtype)
+    second = (two.to(tl.float32) * sines.to(tl.float32)).to(one.dtype)
+    return (first.to(tl.float32) + second.to(tl.float32)).to(one.dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -168,22 +212,38 @@ def options_of(queries: int, block: int, width: int) -> dict[str, int]:
 
 
 def attend_with_kernels(
-    query: Tensor, key: Tensor, value: Tensor, cached: tuple[Tensor, Tensor], plan: PagedPlan, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cached: tuple[Tensor, Tensor],
+    plan: PagedPlan,
+    scale: float,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """See `attend_with_torch`. Four kernels, and no copy of what is in the pages."""
     keys, values = cached
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    query, key, value = (_with_whole_heads(tensor) for tensor in (query, key, value))
     num_rows, num_heads, width = query.shape
     kv_heads = keys.shape[1]
     repeat, block = num_heads // kv_heads, max(LEAST_WIDTH, triton.next_power_of_2(width))
+    heads = triton.next_power_of_2(repeat)
     sizes = {"kv_heads": kv_heads, "repeat": repeat, "width": width, "block": block}
-    whole, copied = kv_heads * width, min(COPIED, triton.next_power_of_2(kv_heads * width))
-    write_pages[num_rows, triton.cdiv(whole, copied)](key, value, keys, values, plan.places, whole, copied)
+    strides = query.stride(0), key.stride(0), value.stride(0)
+    is_rotated = rotation is None
+    cosine, sine = (query, query) if rotation is None else (one.contiguous() for one in rotation)
+    asked = query.contiguous() if is_rotated else query.new_empty(query.shape)
+    rotate_and_write[num_rows, kv_heads](
+        *(query, key, value, cosine, sine, asked, keys, values, plan.places, *strides),
+        **sizes,
+        heads=heads,
+        is_rotated=is_rotated,
+        num_warps=1 if repeat * block <= 512 else 4,
+    )
     outputs, normalizers = plan.room(num_heads, width)
 
     def attend(work: WorkItems) -> None:
         attend_to_items[len(work.items), kv_heads](
-            *(query, keys, values, work.items, work.rows, plan.pages, outputs, normalizers, scale * LOG2E),
+            *(asked, keys, values, work.items, work.rows, plan.pages, outputs, normalizers, scale * LOG2E),
             **sizes,
             **options_of(work.most_rows * repeat, block, keys.dtype.itemsize),
             page_size=plan.page_size,
@@ -194,6 +254,10 @@ def attend_with_kernels(
     attend(plan.own)
     attend(plan.shared)
     merged = query.new_empty(query.shape)
-    heads = triton.next_power_of_2(repeat)
     merge_items[num_rows, kv_heads](outputs, normalizers, plan.runs, merged, **sizes, heads=heads)
     return merged
+
+
+def _with_whole_heads(tensor: Tensor) -> Tensor:
+    """A tensor [n, heads, width] whose rows are contiguous; between rows there may be other numbers."""
+    return tensor if tensor.stride()[1:] == (tensor.shape[2], 1) else tensor.contiguous()

@@ -60,23 +60,22 @@ def record(work: Callable[[], None], others: Sequence[torch.cuda.CUDAGraph]) -> 
     Raises:
         RuntimeError: It cannot be recorded. Torch computes on the stream on which it did before.
     """
-    pool = [others[0].pool()] if others else []
     try:
-        return _recorded(work, pool)
+        return _recorded(work, others)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # during a recording, torch cannot release memory to make room
-    return _recorded(work, pool)
+    return _recorded(work, others)
 
 
-def _recorded(work: Callable[[], None], pool: Sequence[tuple[int, int]]) -> torch.cuda.CUDAGraph:
-    """Record work into a graph, with memory of a pool if there is one."""
-    graph = torch.cuda.CUDAGraph()
+def _recorded(work: Callable[[], None], others: Sequence[torch.cuda.CUDAGraph]) -> torch.cuda.CUDAGraph:
+    """Record work into a graph, as things are."""
+    graph, pool = torch.cuda.CUDAGraph(), others[0].pool() if others else None
     # Another thread of the process asks how much memory is free: the default mode would break a recording then.
     with _no_collection(), torch.cuda.stream(_side_stream(torch.cuda.current_device())):
-        graph.capture_begin(*pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             work()
         except BaseException:
@@ -90,7 +89,7 @@ def _recorded(work: Callable[[], None], pool: Sequence[tuple[int, int]]) -> torc
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:  # noqa: ARG001 - each device has a stream
     """The stream on which work is recorded: recordings share only memory that belongs to the same stream."""
-    return torch.cuda.Stream()
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def run_without_waiting(work: Callable[[], Result]) -> Result:

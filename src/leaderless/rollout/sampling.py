@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -60,6 +61,16 @@ def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -
     tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # if logits are NaN, any token
     scores = (logits.gather(1, tokens) - peak).to(total.device) - total.log()
     return tokens.squeeze(1), scores.squeeze(1).float().to(logits.device)
+
+
+def write_drawn(logits: Tensor, noise: Tensor, distribution: SamplingConfig, drawn: Tensor) -> None:
+    """Write what `sample_tokens` draws into [2, n] int64: tokens, and the bits of float64 log-probabilities."""
+    tokens, scores = sample_tokens(logits, noise, distribution)
+    torch.stack([tokens, scores.double().view(torch.int64)], out=drawn)
+
+
+Draw = Callable[[Tensor, Tensor, SamplingConfig, Tensor], None]
+"""A function like `write_drawn`."""
 
 
 @cache
