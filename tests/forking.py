@@ -117,7 +117,12 @@ def _execute_forked(process: subprocess.Popen, args: Sequence[str], *options: ob
 def _nursery(number: int) -> socket.socket:
     """The connection to a nursery, which ends with this process."""
     connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(ROOT / "src"), str(ROOT), *given])),
+        "OMP_NUM_THREADS": "1",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",  # the allocator of pyarrow would start a thread
+    }
     with other:
         _NURSERIES[number] = subprocess.Popen(
             [sys.executable, "-m", "tests.forking"], stdin=other.fileno(), env=environment, cwd="/", process_group=0
