@@ -7,7 +7,7 @@ TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-kernels gpu chaos lint format docs clean
+.PHONY: quickstart quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-kernels gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -89,10 +89,49 @@ test-kernels: .venv-kernels/.installed
 	.venv-kernels/bin/python -m pip install --quiet --no-deps 'triton==3.9.*'
 	touch $@
 
-# On a machine with a CUDA GPU: its tests, then measurements, in eight minutes, with the Python and the torch that are there
-# and without a network. WHEELS=FOLDER names wheels of packages that are missing.
-gpu:
-	$(PYTHON) benchmarks/gpu.py $(if $(WHEELS),--wheels $(WHEELS))
+# On a machine with a CUDA GPU, with the Python and the torch that are there and without a network, three calls of three or
+# four minutes each: all tests and each part with a tiny model; what has failed again (IDS="TEST PART ..." names it) and a
+# pass of training; and what is to be measured (PARTS="training ..."). What the machine lacks is installed from WHEELS.
+gpu-smoke:
+	$(PYTHON) benchmarks/gpu.py smoke --wheels $(WHEELS)
+
+gpu-retry:
+	$(PYTHON) benchmarks/gpu.py retry $(IDS) --wheels $(WHEELS)
+
+gpu-measure:
+	$(PYTHON) benchmarks/gpu.py measure $(PARTS) --wheels $(WHEELS) $(if $(SECONDS),--seconds $(SECONDS))
+
+# On a machine with a network: the wheels that one with a GPU may lack, for its version of Python.
+WHEELS ?= .whl
+PYTHON_VERSION ?= 3.12
+gpu-wheels:
+	rm -rf $(WHEELS)
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(PYTHON_VERSION) \
+		$(foreach N,2_28 2_27 2_17,--platform manylinux_$(N)_x86_64) --platform manylinux2014_x86_64 \
+		--dest $(WHEELS) --requirement benchmarks/gpu_wheels.txt
+
+# The same calls without a GPU: in an environment like that of a bare machine with one, in which the wheels are missing at
+# first, with tiny models on the CPU. Then tests/gpu is collected, and a process is forked from one that imports all that
+# ranks need. REPLICA=FOLDER names another place for the environment; SLOWNESS is the factor of time limits.
+REPLICA ?= .venv-gpu
+SLOWNESS ?= 4
+TRIAL = --device cpu --tiny --slowness $(SLOWNESS) --wheels $(REPLICA)/wheels
+gpu-replica: $(REPLICA)/.installed
+	grep --invert-match typing-extensions benchmarks/gpu_wheels.txt > $(REPLICA)/lacking.txt
+	$(REPLICA)/bin/python -m pip uninstall --quiet --yes --requirement $(REPLICA)/lacking.txt
+	$(REPLICA)/bin/python benchmarks/gpu.py smoke $(TRIAL)
+	PYTHONPATH=src:. $(REPLICA)/bin/python -m pytest --collect-only --quiet tests/gpu
+	PYTHONPATH=src:. $(REPLICA)/bin/python -c "import sys; from tests.forking import Forked; sys.exit(Forked([sys.executable, '-m', 'platform']).wait())"
+	$(REPLICA)/bin/python benchmarks/gpu.py retry tests/gpu/test_memory.py attention $(TRIAL)
+	$(REPLICA)/bin/python benchmarks/gpu.py measure $(TRIAL)
+
+$(REPLICA)/.installed: benchmarks/gpu_wheels.txt
+	$(shell python3.12 -c '' 2>/dev/null && echo python3.12 || echo $(PYTHON)) -m venv $(REPLICA)
+	$(REPLICA)/bin/python -m pip install --quiet 'torch==2.11.*' 'transformers==5.17.*' accelerate peft \
+		scikit-learn pandas pyarrow pillow xxhash psutil pytest pytest-xdist pytest-timeout hypothesis
+	$(MAKE) gpu-wheels WHEELS=$(REPLICA)/wheels PYTHON=$(REPLICA)/bin/python \
+		PYTHON_VERSION=$$($(REPLICA)/bin/python -c 'import platform; print(platform.python_version())')
+	touch $@
 
 # Kills workers in every phase and compares with undisturbed runs; KILLS=20 makes it shorter.
 chaos: .venv/.installed-test
@@ -114,7 +153,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers .venv-kernels build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm .venv-bodies .venv-clusters .venv-loggers .venv-kernels $(REPLICA) build dist site .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'

@@ -7,7 +7,9 @@ without a GPU.
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -26,7 +28,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.planner.cache_pool import pool_tokens
-from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
+from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS
 from leaderless.rollout.engine import Request
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.paged_attention import attend_with_torch
@@ -46,6 +48,8 @@ DECODING_STEPS = 20
 """Steps of decoding that are counted, after as many that warm up."""
 DECODED_TOKENS = 10 * DECODING_STEPS
 """Most tokens of a response whose steps are counted: none ends meanwhile."""
+MODELS = "GPU_BENCHMARK_MODELS"
+"""Environment variable that names a folder in which parts share models."""
 
 Result = dict[str, object]
 
@@ -61,7 +65,7 @@ class Preset(Size):
         pass_tokens: Tokens of a training pass.
         square: Rows of the square matrices of which the product is timed.
         copied: Bytes whose copying is timed.
-        least_gib: Least memory of a GPU for this preset.
+        max_logits: Most logits that the trainer's head has at a time.
     """
 
     prompts: int
@@ -70,12 +74,13 @@ class Preset(Size):
     pass_tokens: int
     square: int = 8192
     copied: int = 1 << 32
-    least_gib: int = 0
+    max_logits: int = LARGE_MAX_LOGITS
 
 
 PRESETS = {
-    "1.5B": Preset(1536, 28, 12, 2, 8960, 151936, 64, 128, 512, 16384, least_gib=70),
-    "0.5B": Preset(896, 24, 14, 2, 4864, 151936, 32, 128, 256, 8192, copied=1 << 30, least_gib=22),
+    "1.5B": Preset(1536, 28, 12, 2, 8960, 151936, 64, 128, 512, 16384),
+    "0.5B": Preset(896, 24, 14, 2, 4864, 151936, 32, 128, 256, 8192, copied=1 << 30),
+    "0.1B": Preset(512, 12, 8, 2, 2048, 151936, 16, 128, 128, 4096, copied=1 << 28, max_logits=MAX_LOGITS),
     "tiny": Preset(64, 2, 4, 2, 128, 512, 2, 5, 6, 64, square=64, copied=1 << 16),
 }
 
@@ -90,6 +95,11 @@ class Machine:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether parts are only tried, with models of no interest."""
+        return self.preset.hidden <= PRESETS["tiny"].hidden
 
     @property
     def config_dtype(self) -> str:
@@ -124,17 +134,29 @@ class Machine:
 
     @contextmanager
     def model_folder(self, key_bias: float = 0.0) -> Iterator[str]:
-        """A Qwen2 with random weights."""
+        """A Qwen2 with random weights, which other parts find again where they share models."""
+        with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as own:
+            shared = os.environ.get(MODELS)
+            preset = self.preset
+            name = f"{preset.hidden}-{preset.layers}-{key_bias:g}"
+            place = Path(shared, name) if shared else Path(own, name)
+            if not place.exists():
+                made = tempfile.mkdtemp(dir=place.parent)
+                self._write_model(made, key_bias)
+                try:
+                    Path(made).rename(place)
+                except OSError:  # another part was faster
+                    shutil.rmtree(made)
+            yield str(place)
+
+    def _write_model(self, folder: str, key_bias: float) -> None:
         torch.manual_seed(0)
-        with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as folder:
-            with torch.device(self.device):
-                model = AutoModelForCausalLM.from_config(self.preset.config(), dtype=torch.bfloat16)
-            for layer in model.model.layers:
-                with torch.no_grad():
-                    layer.self_attn.k_proj.bias.copy_(key_bias * torch.randn(layer.self_attn.k_proj.bias.shape).sign())
-            model.save_pretrained(folder)
-            del model, layer  # or they would count in peaks
-            yield folder
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(self.preset.config(), dtype=torch.bfloat16)
+        for layer in model.model.layers:
+            with torch.no_grad():
+                layer.self_attn.k_proj.bias.copy_(key_bias * torch.randn(layer.self_attn.k_proj.bias.shape).sign())
+        model.save_pretrained(folder)
 
     def config(self, folder: str) -> ModelConfig:
         return ModelConfig(path=folder, compute_dtype=self.config_dtype)  # type: ignore[arg-type]
@@ -167,7 +189,7 @@ class Machine:
             num_updates=100,
             division=Division(keeps="weights"),
         )
-        engine.model.max_logits = LARGE_MAX_LOGITS  # both as in a run with room for them
+        engine.model.max_logits = self.preset.max_logits  # both as in a run with this much room
         return engine
 
     @contextmanager
@@ -191,29 +213,15 @@ class Machine:
         ]
 
     def native(self, model: CausalLM, way: str, planned_tokens: int = 0) -> NativeEngine:
-        """An engine with pages, with slots, or with slots and without graphs; its pool may be that of a plan."""
+        """An engine with pages or with slots; the pool of pages may be that of a plan."""
         sequences, preset = self.preset.prompts * SIBLINGS, self.preset
-        if way == "pages":
-            attend = paged_attention(model, self.dtype, self.device, ProcessGroup((0,), 0)) or attend_with_torch
-            own = preset.response_tokens if planned_tokens else max(preset.response_tokens, DECODED_TOKENS)
-            tokens = planned_tokens or pool_tokens(sequences, own, preset.prompts, preset.prompt_tokens, None)
-            options = PagedOptions(attend, tokens, preset.prompt_tokens + own, keeps_memory=True)
-            return PagedEngine(model, None, frozenset(), sequences, self.device, options)  # type: ignore[arg-type]
-        engine = NativeEngine(model, None, frozenset(), sequences, self.device)  # type: ignore[arg-type]
-        if way == "no graphs":
-            engine._graphs = None  # noqa: SLF001
-        return engine
-
-
-def preset_for(device: str) -> str:
-    """The largest preset that fits into the device."""
-    if device == "cpu":
-        return "tiny"
-    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    for name, preset in PRESETS.items():
-        if gib >= preset.least_gib:
-            return name
-    raise AssertionError
+        if way == "slots":
+            return NativeEngine(model, None, frozenset(), sequences, self.device)  # type: ignore[arg-type]
+        attend = paged_attention(model, self.dtype, self.device, ProcessGroup((0,), 0)) or attend_with_torch
+        own = preset.response_tokens if planned_tokens else max(preset.response_tokens, DECODED_TOKENS)
+        tokens = planned_tokens or pool_tokens(sequences, own, preset.prompts, preset.prompt_tokens, None)
+        options = PagedOptions(attend, tokens, preset.prompt_tokens + own, keeps_memory=True)
+        return PagedEngine(model, None, frozenset(), sequences, self.device, options)  # type: ignore[arg-type]
 
 
 def num_weights(module: torch.nn.Module) -> int:

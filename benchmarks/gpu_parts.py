@@ -1,13 +1,16 @@
-"""The parts of `benchmarks/gpu.py`, each in a separate process: `python benchmarks/gpu_parts.py PART DEVICE PRESET`.
+"""The parts of `benchmarks/gpu.py`, each in a separate process.
+
+    python benchmarks/gpu_parts.py PART DEVICE PRESET [TOKENS]
 
 A part prints its result as a line of JSON after a mark. Its module is imported for it alone: if that fails with the
-torch of a machine, parts in other modules are still measured.
+torch of a machine, parts in other modules are still measured. TOKENS are those of a training pass.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 
 import torch
@@ -15,15 +18,15 @@ import torch
 from gpu_machine import PRESETS, Machine, Result
 
 MODULES = {
-    "environment": "gpu_device",
     "speeds": "gpu_device",
     "attention": "gpu_rollout",
-    "agreement": "gpu_training",
-    "training": "gpu_training",
     "generation": "gpu_rollout",
     "decoding": "gpu_rollout",
+    "agreement": "gpu_training",
     "weights": "gpu_weights",
+    "training": "gpu_training",
     "timeline": "gpu_timeline",
+    "quickstart": "gpu_quickstart",
     "published_verl": "gpu_published",
     "published_one": "gpu_published",
     "published_many": "gpu_published",
@@ -37,8 +40,11 @@ def part_named(name: str) -> Callable[[Machine], Result]:
 
 
 def main() -> None:
-    name, device, preset = sys.argv[1:]
-    machine = Machine(torch.device(device), PRESETS[preset])
+    name, device, preset, *tokens = sys.argv[1:]
+    sizes = PRESETS[preset]
+    if tokens:
+        sizes = replace(sizes, pass_tokens=int(tokens[0]))
+    machine = Machine(torch.device(device), sizes)
     machine.say(part_named(name)(machine))
 
 

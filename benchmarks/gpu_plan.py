@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from gpu_machine import SIBLINGS, Machine
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.memory import estimate_memory, plan_pool
-from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, Memory, Room
+from leaderless.planner.memory_parts import Memory, Room
 from leaderless.workflow import load_recipe, resolve_workflow
 
 
@@ -56,11 +57,12 @@ def planned_memory(machine: Machine, folder: str) -> Planned:
         "reward": {"exact_match": 1.0},
         "steps": 1,
     }
-    path = Path(folder) / "recipe.yaml"
-    path.write_text(json.dumps(recipe), encoding="utf-8")
-    loaded = load_recipe(path, ()).recipe
+    with tempfile.TemporaryDirectory(prefix="gpu-plan-") as own:  # parts share the folder of the model
+        path = Path(own) / "recipe.yaml"
+        path.write_text(json.dumps(recipe), encoding="utf-8")
+        loaded = load_recipe(path, ()).recipe
     plan = make_plan(loaded, resolve_workflow(loaded.workflow), Cluster(1))
-    room = Room(keeps="weights", max_logits=LARGE_MAX_LOGITS)
+    room = Room(keeps="weights", max_logits=preset.max_logits)
     memory = estimate_memory(loaded, plan, preset.pass_tokens, room=room)
     pool = plan_pool(loaded, plan.instances, plan.sizes, plan.instances[0], room.cache)
     assert memory is not None

@@ -1,7 +1,8 @@
 """Parts of `benchmarks/gpu.py`: what others have published on one GPU, repeated.
 
 Models have random weights and the published shapes, and responses have given lengths. The keys of figures are those of
-`docs/performance/published.json`, which names the sources. On a CPU, everything is small, to try the parts themselves.
+`docs/performance/published.json`, which names the sources. With the preset `tiny` everything is small,
+to try the parts themselves.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ TINY = (64, 2, 4, 2, 128, 512)
 
 def random_model(machine: Machine, shape: Shape) -> CausalLM:
     """A model with random weights, made on the device."""
-    shape = replace(shape, sizes=TINY) if machine.device.type == "cpu" else shape
+    shape = replace(shape, sizes=TINY) if machine.is_trial else shape
     with torch.device(machine.device):
         model = AutoModelForCausalLM.from_config(shape.make(), dtype=machine.dtype, attn_implementation=ATTENTION_NAME)
     return CausalLM(model).requires_grad_(requires_grad=False).eval()
@@ -119,7 +120,7 @@ def random_prompts(number: int, length: int, vocabulary: int) -> list[list[int]]
 
 def speed(machine: Machine, shape: Shape, number: int, prompt_tokens: int, response_tokens: int) -> float:
     """Sampled tokens per second, after a few short responses in which kernels are compiled and passes recorded."""
-    if machine.device.type == "cpu":
+    if machine.is_trial:
         number, prompt_tokens, response_tokens = min(number, 3), min(prompt_tokens, 4), 5
     at_a_time = min(number, VLLM_AT_A_TIME)
     model = random_model(machine, shape)
@@ -147,9 +148,8 @@ def published_many(machine: Machine) -> Result:
 
 def published_verl(machine: Machine) -> Result:
     """The phases of a step of verl's PPO that need no critic."""
-    is_trial = machine.device.type == "cpu"
-    preset = replace(PRESETS["tiny"], prompts=6, prompt_tokens=5) if is_trial else VERL
-    machine, (shortest, longest) = replace(machine, preset=preset), (2, 6) if is_trial else VERL_LENGTHS
+    preset = replace(PRESETS["tiny"], prompts=6, prompt_tokens=5) if machine.is_trial else VERL
+    machine, (shortest, longest) = replace(machine, preset=preset), (2, 6) if machine.is_trial else VERL_LENGTHS
     lengths = [shortest + (longest - shortest) * place // (preset.prompts - 1) for place in range(preset.prompts)]
     random.Random(0).shuffle(lengths)
     prompts = random_prompts(preset.prompts, preset.prompt_tokens, preset.vocabulary)

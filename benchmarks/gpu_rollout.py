@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,8 +22,14 @@ from leaderless.rollout.paged_plan import Arrangement
 from leaderless.rollout.paged_staging import Staging
 from leaderless.rollout.pages import Pages
 
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEventAvg
+    from transformers import PreTrainedModel
+
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 """Calls by which the host waits for the device."""
+MOST_KERNELS = 8
+"""Kernels of a step that are named."""
 
 
 def generation(machine: Machine) -> Result:
@@ -32,16 +39,9 @@ def generation(machine: Machine) -> Result:
     params = SamplingParams(SamplingConfig(), preset.response_tokens)
     with machine.model_folder() as folder:
         model = machine.sampler(folder)
-        reached = speeds(machine)
-        names = {"native": "pages", "native with slots": "slots", "native without graphs": "no graphs"}
         planned = planned_memory(machine, folder)
-        engines = {name: machine.native(model, way, planned.pool_tokens) for name, way in names.items()}
-        ways: dict[str, Callable[[], object]] = {
-            name: partial(generate, engine, requests, params) for name, engine in engines.items()
-        }
-        ways["transformers.generate"] = partial(whole_batch, machine, folder, requests)
+        bound = seconds_at_best(machine, num_weights(model), speeds(machine))
         first, then, peaks = dict[str, float](), dict[str, float](), dict[str, int]()
-        bound = seconds_at_best(machine, num_weights(model), reached)
         result: Result = {
             "tokens": tokens,
             "bound_tokens_per_s": tokens / bound,
@@ -50,17 +50,18 @@ def generation(machine: Machine) -> Result:
             "planned_bytes": planned.allocated("policy generates", without=planned.held),
             "planned": planned.memory.to_json(),
         }
-        for name, way in ways.items():
-            spent = []
-            with machine.watching(peaks, name):
-                for _ in range(2):  # compilers work in the first one
-                    begin = time.perf_counter()
-                    way()
-                    machine.synchronize()
-                    spent.append(time.perf_counter() - begin)
-            first[name], then[name] = spent[0], tokens / spent[1]
-            result["peak_bytes"] = peaks["native"]
-            machine.say(result)
+        engine = machine.native(model, "pages", planned.pool_tokens)
+        work = partial(generate, engine, requests, params)
+        with machine.watching(peaks, "native"):
+            first["native"] = machine.once(work)  # compilers work
+            then["native"] = tokens / machine.once(work)
+        engine.close()
+        result["peak_bytes"] = peaks["native"]
+        machine.say(result)
+        del engine, model, work  # and their memory
+        other = AutoModelForCausalLM.from_pretrained(folder, dtype=machine.dtype, attn_implementation="sdpa")
+        other = other.to(machine.device).eval()
+        then["transformers.generate"] = tokens / machine.once(lambda: whole_batch(machine, other, requests))
     return result
 
 
@@ -78,30 +79,24 @@ def seconds_at_best(machine: Machine, weights: int, reached: Mapping[str, object
     return preset.response_tokens * (products + cached * per_token / bandwidth)
 
 
-_WHOLE: dict[str, object] = {}
-
-
-def whole_batch(machine: Machine, folder: str, requests: list[Request]) -> None:
+def whole_batch(machine: Machine, model: PreTrainedModel, requests: list[Request]) -> None:
     """`generate` of `transformers` with all responses in one batch."""
-    if folder not in _WHOLE:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=machine.dtype, attn_implementation="sdpa")
-        _WHOLE[folder] = model.to(machine.device).eval()
     inputs = torch.tensor([r.prompt for r in requests for _ in r.sample_ids], device=machine.device)
     tokens = machine.preset.response_tokens
-    _WHOLE[folder].generate(  # type: ignore[attr-defined]
+    model.generate(  # type: ignore[attr-defined]
         inputs, attention_mask=torch.ones_like(inputs), do_sample=True, top_k=0, max_new_tokens=tokens, pad_token_id=0
     )
 
 
 def decoding(machine: Machine) -> Result:
-    """Twenty steps of decoding under the profiler, with pages, with slots, and without graphs."""
+    """Twenty steps of decoding under the profiler, with pages and with slots."""
     from torch._dynamo.utils import counters
 
     steps, results = DECODING_STEPS, {}
     is_cuda = machine.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * is_cuda
     with machine.model_folder() as folder:
-        for name in ("pages", "slots", "no graphs"):
+        for name in ("pages", "slots"):
             engine = machine.native(machine.sampler(folder), name)
             for request in machine.requests():
                 engine.submit(request, SamplingParams(SamplingConfig(), DECODED_TOKENS))
@@ -125,9 +120,16 @@ def decoding(machine: Machine) -> Result:
                 "copies_to_host_per_step": sum(e.count for e in events if "DtoH" in e.key) / steps,
                 "copies_to_device_per_step": sum(e.count for e in events if "HtoD" in e.key) / steps,
                 "waits_per_step": sum(e.count for e in events if e.key in WAITS) / steps,
+                "longest": longest_kernels(kernels, steps),
             }
             machine.say({"steps": results})
     return {"steps": results, "graph_breaks": sum(counters["graph_break"].values()), **dict(counters["stats"])}
+
+
+def longest_kernels(kernels: Sequence[FunctionEventAvg], steps: int) -> dict[str, float]:
+    """Microseconds a step of the kernels that take the longest, by the beginnings of their names."""
+    ordered = sorted(kernels, key=lambda kernel: -kernel.self_device_time_total)
+    return {kernel.key[:40]: round(kernel.self_device_time_total / steps, 1) for kernel in ordered[:MOST_KERNELS]}
 
 
 def attention(machine: Machine) -> Result:

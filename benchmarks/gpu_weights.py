@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -73,20 +74,20 @@ server.main()
 def weights(machine: Machine) -> Result:
     """New weights on their way to engines, as in each step of a run, from all GPUs of the machine to all of them."""
     count = torch.cuda.device_count() if machine.device.type == "cuda" else 1
-    with machine.model_folder() as folder:
+    with machine.model_folder() as folder, tempfile.TemporaryDirectory(prefix="gpu-weights-") as own:
         if count > 1:
-            torch.multiprocessing.spawn(weights_on_rank, (count, machine, folder), count)
+            torch.multiprocessing.spawn(weights_on_rank, (count, machine, folder, own), count)
         else:
-            weights_on_rank(0, count, machine, folder)
-        found: Result = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
+            weights_on_rank(0, count, machine, folder, own)
+        found: Result = json.loads((Path(own) / "found.json").read_text(encoding="utf-8"))
     return found
 
 
-def weights_on_rank(rank: int, count: int, machine: Machine, folder: str) -> None:
+def weights_on_rank(rank: int, count: int, machine: Machine, folder: str, own: str) -> None:
     """Sharded weights, gathered for an engine in each process and one next to it, and copied for a channel."""
     is_cuda = machine.device.type == "cuda"
     device = setup_device(rank, count) if is_cuda else DeviceSetup(machine.device, "gloo")
-    store, limit = Path(folder) / "store", timedelta(seconds=60)
+    store, limit = Path(own) / "store", timedelta(seconds=60)
     if count > 1:
         meet(Place(rank, count, rank, count, store), device, limit)
     else:
@@ -96,10 +97,14 @@ def weights_on_rank(rank: int, count: int, machine: Machine, folder: str) -> Non
         world = Transport(device.device, limit.total_seconds()).world
         trainer = here.trainer_of(folder, world)
         pool, seconds = Pool(Layout(world.ranks, count), shard_rows), {}
-        own = here.native(here.sampler(folder), "pages")
-        for name, engine in (("native", own), ("apart", keeper(here, folder, rank))):
+        num_bytes = num_weights(empty_causal_lm(here.config(folder), "policy")) * here.dtype.itemsize
+        result: Result = {"bytes": num_bytes, "ranks": count, "seconds": seconds}
+        native = here.native(here.sampler(folder), "pages")
+        for name, engine in (("native", native), ("apart", keeper(here, own, rank))):
             seconds[name] = here.seconds(partial(bring, Colocated(engine, trainer, pool, here.dtype), trainer))
             engine.close()
+            if rank == 0:
+                here.say(result)
         held = held_by(trainer)
         copied = here.seconds(lambda: begin_copy(held, here.dtype).wait())
         here.synchronize()
@@ -108,9 +113,8 @@ def weights_on_rank(rank: int, count: int, machine: Machine, folder: str) -> Non
         host = time.perf_counter() - begin
         copy.wait()
         if rank == 0:
-            num_bytes = num_weights(empty_causal_lm(here.config(folder), "policy")) * here.dtype.itemsize
-            result = {"bytes": num_bytes, "seconds": seconds, "ranks": count, "copy_s": copied, "copy_host_s": host}
-            (Path(folder) / "found.json").write_text(json.dumps(result), encoding="utf-8")
+            result |= {"copy_s": copied, "copy_host_s": host}
+            (Path(own) / "found.json").write_text(json.dumps(result), encoding="utf-8")
     finally:
         dist.destroy_process_group()
 

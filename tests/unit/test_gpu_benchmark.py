@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,65 +16,83 @@ from transformers import AutoModelForCausalLM
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # as when they are run
 from benchmarks import gpu, published
 
+import gpu_machine
 import gpu_parts
 import gpu_published
+import gpu_quickstart
 import gpu_report
 import gpu_timeline
-from gpu_machine import PRESETS, Machine
+from gpu_machine import MARK, PRESETS, Machine
 from gpu_parts import MODULES, part_named
 
 
-def test_every_part_is_kept_as_soon_as_it_is_done(tmp_path: Path) -> None:
-    path, machine = tmp_path / "gpu.json", Machine(torch.device("cpu"), PRESETS["tiny"])
+@pytest.fixture(scope="module")
+def parts() -> dict[str, dict[str, Any]]:
+    """What each part gives, except for those that have tests of their own."""
+    machine, found = Machine(torch.device("cpu"), PRESETS["tiny"]), {}
+    for name in MODULES:
+        if name != "timeline" and not name.startswith(published.PREFIX):
+            found[name] = json.loads(json.dumps(part_named(name)(machine) | {"preset": asdict(machine.preset)}))
+    return found
 
-    def run(part: str, limit_s: float) -> dict[str, object]:
-        assert part not in json.loads(path.read_text())["parts"] if path.exists() else True
-        assert 0 < limit_s <= gpu.LIMITS_S[part]
-        if part == "tests":
-            return {"passed": 3, "failed": 0, "errors": 0, "skipped": 1, "failures": []}
-        if part == "quickstart":
-            raise RuntimeError("exit code 1: no | wheels")
-        if part == "timeline" or part.startswith(published.PREFIX):
-            return {"preset": asdict(machine.preset)}  # these have tests of their own
-        return json.loads(json.dumps(part_named(part)(machine) | {"preset": asdict(machine.preset)}))
 
-    results = gpu.measure(list(gpu.LIMITS_S), run, path, 480)
-    assert json.loads(path.read_text()) == results
-    assert set(results["parts"]) == set(gpu.LIMITS_S)
-    assert set(gpu.LIMITS_S) == {*MODULES, "tests", "quickstart"}
-    assert results["parts"]["agreement"]["key_bias"]["0"]["mean"] < 1e-4
-    assert results["parts"]["agreement"]["key_bias"]["50"]["mean"] < 1e-3
-    assert results["parts"]["training"]["tokens"] <= PRESETS["tiny"].pass_tokens
+def test_parts_measure_what_the_page_shows(parts: dict[str, dict[str, Any]]) -> None:
+    assert parts["agreement"]["key_bias"]["0"]["mean"] < 1e-4
+    assert parts["agreement"]["key_bias"]["50"]["mean"] < 1e-3
+    assert parts["training"]["tokens"] <= PRESETS["tiny"].pass_tokens
+    assert parts["decoding"]["steps"].keys() == {"pages", "slots"}
+    assert all(steps["ms_per_step"] > 0 for steps in parts["decoding"]["steps"].values())
     for part, phase in (("training", "policy trains"), ("generation", "policy generates")):
-        found = results["parts"][part]
+        found = parts[part]
         kept = {name: size for name, size in found["planned"]["resident"].items() if name.startswith("policy ")}
         own = sum(found["planned"]["phases"][phase].values()) + sum(kept.values()) * (part == "training")
         assert found["planned_bytes"] == own > 0, "on a CPU there are no workspaces, and libraries are not counted"
-    assert results["parts"]["decoding"]["steps"]["no graphs"]["ms_per_step"] > 0
-    table = gpu_report.table(results)
-    assert f"| a Qwen2 of 2 layers of 64 | eager | {results['parts']['training']['tokens']} |" in table
+    environment = {"device": "H100", "packages": {"torch": "2.11.0"}}
+    table = gpu_report.table({"parts": {"environment": environment, **parts, "quickstart": {"error": "no | time"}}})
+    assert "H100; torch 2.11.0; a Qwen2 of 2 layers of 64." in table
+    assert f"| a Qwen2 of 2 layers of 64 | eager | {parts['training']['tokens']} |" in table
     assert "| unknown |" in table, "nobody names the peak of a CPU"
     assert "| new weights in the native engine, 1 GPU |" in table
     assert "| new weights in an engine in another process, 1 GPU |" in table
-    assert "| quickstart failed | exit code 1: no / wheels |" in table
+    assert "| quickstart failed | no / time |" in table
     assert "transformers.generate" in table
     assert "most memory in generation, of what `plan` says" in table
-    again = gpu.measure(["quickstart"], lambda *_: {"seconds": {"a": 2.0}, "accuracy": [0.25, 0.5]}, path, 480)
-    assert "| quickstart | 2 s, accuracy 25.0% → 50.0% |" in gpu_report.table(again)
+
+
+@pytest.mark.parametrize("name", ["training", "generation", "weights"])
+def test_what_a_part_says_before_its_end_can_be_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    part_named(name)(Machine(torch.device("cpu"), PRESETS["tiny"]))
+    said = [line.removeprefix(MARK) for line in capsys.readouterr().out.splitlines() if line.startswith(MARK)]
+    assert said
+    for line in said:
+        found = json.loads(line) | {"problem": "stopped after 80 s"}
+        assert (f"{name} is not complete", "stopped after 80 s") in gpu_report.rows({"parts": {name: found}})
+        assert len(gpu_report.rows({"parts": {name: found}})) > 1
 
 
 def test_a_part_is_started_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def answer(command: list[str], _: float) -> str:
-        assert Path(command[1]) == Path(gpu_parts.__file__)
-        monkeypatch.setattr(sys, "argv", command[1:])
-        gpu_parts.main()
-        return capsys.readouterr().out.removeprefix(gpu.MARK)
-
-    monkeypatch.setattr(gpu, "answer_of", answer)
-    found = gpu.run_part("environment", "cpu", "tiny", 1)
-    assert found["preset"] == asdict(PRESETS["tiny"])
-    assert gpu_report.table({"parts": {"environment": found}}).startswith("a CPU, to try the script; torch 2.")
+    monkeypatch.setattr(sys, "argv", ["gpu_parts.py", "speeds", "cpu", "tiny", "48"])
+    gpu_parts.main()
+    found = json.loads(capsys.readouterr().out.removeprefix(MARK))
+    assert found["preset"] == {**asdict(PRESETS["tiny"]), "pass_tokens": 48}
     assert all(callable(part_named(name)) for name in MODULES)
+    assert {*gpu.LIMITS_S} == {*MODULES}
+    assert {*gpu.MEASURED} < {*gpu.TINY} < {*MODULES}
+
+
+def test_parts_share_the_model_that_the_first_one_makes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = Machine(torch.device("cpu"), PRESETS["tiny"])
+    with machine.model_folder() as alone:
+        assert Path(alone, "model.safetensors").exists()
+    assert not Path(alone).exists()
+    monkeypatch.setenv(gpu_machine.MODELS, str(tmp_path))
+    with machine.model_folder() as first, machine.model_folder(50.0) as other:
+        assert first != other
+    (Path(first) / "model.safetensors").write_bytes(b"as it was")
+    with machine.model_folder() as again:
+        assert again == first
+    assert (Path(first) / "model.safetensors").read_bytes() == b"as it was"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["64-2-0", "64-2-50"], "nothing is left over"
 
 
 def test_published_work_gives_a_figure_for_each_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,10 +101,12 @@ def test_published_work_gives_a_figure_for_each_key(capsys: pytest.CaptureFixtur
     keys = {entry["key"] for entry in published.load()["one_gpu"]}
     assert published.our_figures(parts).keys() == keys
     assert all(ours.value > 0 for ours in published.our_figures(parts).values())
-    said = [line.removeprefix(gpu.MARK) for line in capsys.readouterr().out.splitlines() if line.startswith(gpu.MARK)]
+    said = [line.removeprefix(MARK) for line in capsys.readouterr().out.splitlines() if line.startswith(MARK)]
     assert [len(json.loads(line)["figures"]) for line in said] == [1, 2, 3], "each is kept as soon as it is measured"
     assert parts["published_verl"]["tokens"] == sum([2, 2, 3, 4, 5, 6])
-    assert published.our_figures({"published_one": {"error": "no time was left"}, "generation": {"figures": {}}}) == {}
+    assert (
+        published.our_figures({"published_one": {"error": "stopped after 90 s"}, "generation": {"figures": {}}}) == {}
+    )
 
 
 def test_published_models_have_as_many_weights_as_their_names_say() -> None:
@@ -178,22 +199,34 @@ def test_an_operation_of_the_cpu_does_what_those_that_it_calls_do_not() -> None:
     assert list(found["lanes"]) == ["CPU"]
 
 
-def test_a_part_that_takes_too_long_is_stopped_and_the_others_have_what_is_left(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match="stopped after 1 s; it said last: begun"):
-        gpu.output_of(["sh", "-c", "echo begun; sleep 60"], 1)  # Python may take a second to start
-    path = tmp_path / "gpu.json"
-    path.write_text(json.dumps({"parts": {"training": {"step_s": 2.0}}}))
-    results = gpu.measure(["speeds", "training"], lambda *_: {}, path, 5)
-    assert results["parts"] == {"speeds": {"error": "no time was left"}, "training": {"step_s": 2.0}}
-    assert json.loads(path.read_text()) == results
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_the_quickstart_runs_where_there_was_one_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, has_failed: bool
+) -> None:
+    base, commands = tmp_path / "runs/quickstart-base", list[list[str]]()
+    base.mkdir(parents=True)
+    (tmp_path / "runs/quickstart").mkdir()
+    (tmp_path / "runs/quickstart/metrics.jsonl").write_text('{"evaluation/accuracy": 0.5, "mismatch/abs_mean": 0.01}\n')
 
+    def run(command: list[str], *, cwd: Path, check: bool) -> None:
+        assert cwd == tmp_path
+        assert check
+        assert "export" not in command or not base.exists(), "it would be refused"
+        if has_failed and "export" in command:
+            raise subprocess.CalledProcessError(3, command)
+        commands.append(command[1:])
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = subprocess.CompletedProcess([], 1, "", "Traceback\nAssertionError: Torch not compiled with CUDA enabled\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(
-        SystemExit, match=r"nothing was measured: this machine has no CUDA GPU .* not compiled with CUDA"
-    ):
-        gpu.check_device("cuda")
-    gpu.check_device("cpu")
+    monkeypatch.setattr(gpu_quickstart, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_quickstart.subprocess, "run", run)
+    machine = Machine(torch.device("cpu"), PRESETS["tiny"])
+    if has_failed:
+        with pytest.raises(subprocess.CalledProcessError):
+            gpu_quickstart.quickstart(machine)
+        said = [line.removeprefix(MARK) for line in capsys.readouterr().out.splitlines() if line.startswith(MARK)]
+        assert [*json.loads(said[-1])["seconds"]] == ["prepare", "imitate"]
+    else:
+        found = gpu_quickstart.quickstart(machine)
+        assert (found["accuracy"], found["mismatch"]) == ([0.5, 0.5], 0.01)
+        assert [*found["seconds"]] == ["prepare", "imitate", "export", "reinforce"]
+        assert "| quickstart | 0 s, accuracy 50.0% → 50.0% |" in gpu_report.table({"parts": {"quickstart": found}})
+        assert all("steps=1" in command for command in commands if "train" in command)
