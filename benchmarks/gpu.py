@@ -35,7 +35,7 @@ LIMITS_S = {
     "decoding": 60,
     "agreement": 60,
     "weights": 50,
-    "training": 80,
+    "training": 100,
     "timeline": 60,
     "published_verl": 90,
     "published_one": 90,

@@ -31,7 +31,7 @@ def problems(facts: Facts, device: str) -> tuple[list[str], list[str]]:
     """Why nothing can run on a machine, and what else is to be said of it, each with its remedy.
 
     Args:
-        facts: What `gpu_probe.py` has found.
+        facts: Facts that `gpu_probe.py` has found.
         device: `cuda`, or `cpu` to try the script itself.
     """
     packages = facts["packages"]

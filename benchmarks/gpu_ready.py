@@ -184,7 +184,7 @@ def take_kernels(archive: Path | None, identity: Mapping[str, str]) -> str:
 
     Args:
         archive: File that `keep_kernels` has made, if there is one.
-        identity: What kernels here depend on.
+        identity: Device and versions that kernels here depend on.
 
     Returns:
         Line to say.

@@ -264,7 +264,7 @@ def test_a_record_of_a_call_names_what_has_failed(call: Call, monkeypatch: pytes
 
 def test_names_of_a_command_are_checked() -> None:
     assert gpu.parsed(["retry", "tests/gpu/test_paged.py::test_one[a b]", "weights"]).names[1] == "weights"
-    for wrong in (["measure", "decodin"], ["smoke", "decoding"], ["gpu"]):
+    for wrong in (["measure", "decode"], ["smoke", "decoding"], ["gpu"]):
         with pytest.raises(SystemExit):
             gpu.parsed(wrong)
 
