@@ -134,9 +134,13 @@ def left_by_last_call(call: Call) -> tuple[list[str], list[str]]:
     if path is None:
         call.note(f"no {RECORD} was brought, so that nothing is known of what has failed: name tests and parts")
         return [], []
-    record: Results = json.loads(path.read_text(encoding="utf-8"))
-    tiny, real = ([name for name, is_real in record["failed_parts"] if is_real is kind] for kind in (False, True))
-    names = [*record["failed_tests"], *tiny]
+    try:
+        record: Results = json.loads(path.read_text(encoding="utf-8"))
+        tiny, real = ([name for name, is_real in record["failed_parts"] if is_real is kind] for kind in (False, True))
+        names = [*record["failed_tests"], *tiny]
+    except (ValueError, KeyError, TypeError) as error:
+        call.note(f"{path.name} cannot be read ({error}): name tests and parts")
+        return [], []
     call.note(f"from {path.name}: {', '.join([*names, *real]) or 'nothing has failed'}")
     return names, real
 

@@ -178,11 +178,16 @@ class Call:
         self.say(f"{part}: {ended.problem or 'done'}, {ended.seconds:.0f} s")
 
     def store(self, name: str, found: Results) -> None:
-        """Save a result of a real size; the others in the file stay."""
+        """Save a result of a real size; the others in the file stay, and so does one that a failure would replace."""
         results: Results = {"parts": {}}
         if self.results.exists():
             results = json.loads(self.results.read_text(encoding="utf-8"))
-        results["parts"] |= {"environment": self.facts, name: found}
+        before = results["parts"].get(name, {"error": "not measured"})
+        if "error" in found and "error" not in before and before.get("device") == found["device"]:
+            self.note(f"{name} has failed, and {self.results.name} keeps what was measured before")
+        else:
+            results["parts"][name] = found
+        results["parts"]["environment"] = self.facts
         text = json.dumps(results, indent=1) + "\n"
         for path in {self.results, self.out / "gpu.json"}:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -158,6 +158,19 @@ def test_each_result_is_kept_as_soon_as_it_is_known(call: Call, monkeypatch: pyt
     assert call.failed_parts == [Part("speeds", "1.5B", is_real=True), Part("training", "1.5B", is_real=True)]
 
 
+def test_a_failure_does_not_replace_what_was_measured_on_the_same_device(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"speeds": {"flops": 1.0, "device": "H100"}, "attention": {"seconds": 1.0, "device": "H200"}}
+    call.results.write_text(json.dumps({"parts": known}))
+    programs(call, monkeypatch, speeds="exit 1", attention="exit 1")
+    gpu.measure(call, ["speeds", "attention"])
+    kept = json.loads(call.results.read_text())["parts"]
+    assert kept["speeds"] == known["speeds"]
+    assert kept["attention"]["error"] == "exit code 1"
+    assert call.notes == ["speeds has failed, and gpu.json keeps what was measured before"]
+
+
 def test_what_is_not_known_of_this_device_is_measured_first(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {name: {"device": "H100"} for name in ("speeds", "generation", "weights")}
     other = {"attention": {"device": "H200"}, "decoding": {"device": "H100", "problem": "stopped"}}
@@ -243,6 +256,12 @@ def test_retry_takes_what_the_last_call_has_left(call: Call, monkeypatch: pytest
     assert ids == []
     assert [(command[0], command[2]) for command in commands] == [("attention", "tiny"), ("training", "1.5B")]
     assert "tests" not in json.loads(call.results.read_text())["parts"], "some tests are not the tests"
+    for content in ("cut off", "{}", "[]"):
+        (tmp_path / f".{RECORD}").write_text(content)
+        commands, _ = all_parts(call, monkeypatch)
+        gpu.retry(call, [])
+        assert [command[0] for command in commands] == ["training"]
+        assert call.notes[-1].startswith(f".{RECORD} cannot be read (")
     (tmp_path / f".{RECORD}").unlink()
     commands, _ = all_parts(call, monkeypatch)
     gpu.retry(call, [])
