@@ -222,7 +222,6 @@ class Call:
         end_descendants()
         if self.models:
             shutil.rmtree(self.models, ignore_errors=True)
-        if self.facts:
             self.note(gpu_ready.keep_kernels(self.out, gpu_ready.identity_of(self.facts)))
         self.note(gpu_ready.keep_logs(self.out, self.logs))
         failures = [(str(part), self.ended[part].problem, self.ended[part].output) for part in self.failed_parts]
