@@ -13,6 +13,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.models.compiled_layers import compile_layers, why_not_compiled
+from leaderless.models.fused_scores import compile_scores
 from leaderless.models.scoring import Scoring, score_tokens
 from leaderless.planner import Layout
 from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS
@@ -70,8 +71,9 @@ def training(machine: Machine) -> Result:
         result["log_probs_s"] = machine.seconds(lambda: trainer.log_probs(batch))
         machine.say(result)
         for name, most in (("head_s", LARGE_MAX_LOGITS), ("head_in_small_chunks_s", MAX_LOGITS)):
-            result[name] = head_seconds(machine, num_scored, most)
+            result[name] = head_seconds(machine, num_scored, Scoring(most, trainer.model.fused_scores))
         machine.say(result)
+        trainer.model.fused_scores = None
         with torch.compiler.set_stance("force_eager"), machine.watching(peaks, "eager"):
             result["forward_backward_s"] = machine.seconds(add_gradients)
         trainer.discard_gradient()
@@ -80,14 +82,15 @@ def training(machine: Machine) -> Result:
 
 
 def compile_as_in_a_run(machine: Machine, trainer: FsdpEngine) -> bool:
-    """Compile the layers of a trainer where a run would; whether it has been done."""
+    """Compile layers and scores of a trainer where a run would; whether it has been done."""
     is_compiled = machine.device.type == "cuda" and not why_not_compiled(trainer.model, has_dropout=False)
     if is_compiled:
+        trainer.model.fused_scores = compile_scores()
         compile_layers(trainer.model)
     return is_compiled
 
 
-def head_seconds(machine: Machine, rows: int, max_logits: int) -> float:
+def head_seconds(machine: Machine, rows: int, how: Scoring) -> float:
     """Scoring of tokens by the head alone, forward and backward, in chunks of a size."""
     preset = machine.preset
     head = torch.nn.Linear(preset.hidden, preset.vocabulary, bias=False, device=machine.device, dtype=machine.dtype)
@@ -95,7 +98,7 @@ def head_seconds(machine: Machine, rows: int, max_logits: int) -> float:
     targets = torch.randint(0, preset.vocabulary, (rows,), device=machine.device)
 
     def score() -> None:
-        scores, _ = score_tokens(hidden, head, targets, 1.0, "value", how=Scoring(max_logits))
+        scores, _ = score_tokens(hidden, head, targets, 1.0, "value", how=how)
         scores.sum().backward()
 
     return machine.seconds(score)
