@@ -22,18 +22,16 @@ from leaderless.rollout.engine import Completion, Request, SamplingParams
 from leaderless.rollout.kv_cache import Segment, Slots
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.prefill_attention import PrefillAttention, PromptPart
-from leaderless.rollout.segment_attention import Rounding
 from leaderless.weights.stream import WeightStream
 
-EXACT, COARSE = Rounding(1, 1), Rounding(4, 16)
 PARAMS = SamplingParams(SamplingConfig(temperature=1.2), max_tokens=6)
 NUM_TURNS = 4
 
 
-def engine_of(max_sequences: int = 64, rounding: Rounding = EXACT) -> NativeEngine:
+def engine_of(max_sequences: int = 64) -> NativeEngine:
     config = ModelConfig(path=tiny_model())
     model, tokenizer = load_causal_lm(config, "policy").eval(), load_tokenizer(config, "policy")
-    return NativeEngine(model, tokenizer, frozenset({0}), max_sequences, torch.device("cpu"), rounding)
+    return NativeEngine(model, tokenizer, frozenset({0}), max_sequences, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -131,10 +129,10 @@ def expected_of(seed: int) -> Play:
     return Play(engine_of(), seed, is_kept=False).run()
 
 
-@pytest.mark.parametrize(("max_sequences", "rounding"), [(2, EXACT), (3, COARSE), (5, EXACT), (64, COARSE)])
+@pytest.mark.parametrize("max_sequences", [2, 3, 5, 64])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_conversations_that_are_kept_say_the_same(
-    monkeypatch: pytest.MonkeyPatch, reads: list[int], max_sequences: int, rounding: Rounding, seed: int
+    monkeypatch: pytest.MonkeyPatch, reads: list[int], max_sequences: int, seed: int
 ) -> None:
     expected = expected_of(seed)
     if seed:
@@ -144,7 +142,7 @@ def test_conversations_that_are_kept_say_the_same(
         monkeypatch.setattr(prefill_attention, "QUERY_BLOCK", 7)
         monkeypatch.setattr(prefill_attention, "KEY_BLOCK", 64)
     reads.clear()
-    engine, add = engine_of(max_sequences, rounding), Slots.add
+    engine, add = engine_of(max_sequences), Slots.add
 
     def watched(self: Slots, length: int) -> Segment:
         segment = add(self, length)

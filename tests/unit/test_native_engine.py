@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.fake_cuda import FakeCuda
 from tests.tiny import tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
@@ -19,13 +18,10 @@ from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.support import check_supported
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.rollout import kv_cache, lean_forward, native, prefill_attention
-from leaderless.rollout.cuda_graphs import DecodeGraphs
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.rollout.kv_cache import SegmentStore
 from leaderless.rollout.lean_forward import LeanForward, forward_of
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.recording import EAGER_PASSES, MemoryFailures
-from leaderless.rollout.segment_attention import Rounding
 
 SIZES = {
     "vocab_size": 83,
@@ -61,13 +57,13 @@ def model_of(family: str) -> CausalLM:
     return CausalLM(model.eval())
 
 
-def engine_of(model: CausalLM, max_sequences: int = 64, rounding: Rounding | None = None) -> NativeEngine:
+def engine_of(model: CausalLM, max_sequences: int = 64) -> NativeEngine:
     tokenizer = load_tokenizer(ModelConfig(path=tiny_model()), "policy")
-    return NativeEngine(model, tokenizer, frozenset({0}), max_sequences, torch.device("cpu"), rounding)
+    return NativeEngine(model, tokenizer, frozenset({0}), max_sequences, torch.device("cpu"))
 
 
-def tiny_engine(max_sequences: int = 64, rounding: Rounding | None = None) -> NativeEngine:
-    return engine_of(load_causal_lm(ModelConfig(path=tiny_model()), "policy").eval(), max_sequences, rounding)
+def tiny_engine(max_sequences: int = 64) -> NativeEngine:
+    return engine_of(load_causal_lm(ModelConfig(path=tiny_model()), "policy").eval(), max_sequences)
 
 
 def requests(num_siblings: int = 3) -> list[Request]:
@@ -154,10 +150,6 @@ def test_segments_that_outgrow_their_slots_move_on(monkeypatch: pytest.MonkeyPat
     assert_same(sample(tiny_engine(max_sequences)), expected)
 
 
-def test_shapes_that_are_rounded_up_change_nothing() -> None:
-    assert_same(sample(tiny_engine(rounding=Rounding(rows=4, tokens=16))), sample(tiny_engine()))
-
-
 def test_a_prompt_is_held_once_for_its_group_and_memory_is_let_go() -> None:
     engine = tiny_engine()
     params = SamplingParams(SamplingConfig(), 100)
@@ -227,15 +219,6 @@ def test_logits_of_prompts_are_not_kept_behind_their_first_tokens() -> None:
 def bytes_of(store: SegmentStore) -> int:
     tensors = [t for slots in store._sizes.values() for layer in slots._layers.values() for t in layer]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-def test_where_no_graph_can_be_recorded_it_is_said_and_decoding_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda(monkeypatch).fails = True
-    engine, expected = tiny_engine(rounding=Rounding(rows=4, tokens=16)), sample(tiny_engine())
-    engine._graphs = DecodeGraphs(engine._pass, MemoryFailures())
-    with pytest.warns(UserWarning, match="no CUDA graph can be recorded"):
-        assert_same(sample(engine, max_tokens=12), expected)
-    assert EAGER_PASSES < 11, "passes of twelve tokens"
 
 
 def test_a_compiler_that_fails_is_said_and_decoding_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

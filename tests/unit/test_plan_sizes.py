@@ -490,7 +490,7 @@ def test_the_constants_are_those_of_the_code_that_they_describe():
         engine_memory.SMALLEST_SLOT,
         engine_memory.MOST_SPARE_SLOTS,
     )
-    assert (native.COARSE.rows, native.PREFILL_TOKENS) == (engine_memory.ROWS, engine_memory.PREFILL_TOKENS)
+    assert native.PREFILL_TOKENS == engine_memory.PREFILL_TOKENS
     assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
     assert weights.DEVICE_BUCKET_BYTES == memory.DEVICE_WEIGHT_BUCKET_BYTES
     assert pytest.importorskip("leaderless.weights.copies").PINNED_BYTES == memory.PINNED_BYTES

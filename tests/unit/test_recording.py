@@ -13,10 +13,7 @@ from tests.unit.test_paged_engine import paged_engine, tiny_lm
 from torch import Tensor
 
 from leaderless.rollout.bucket_graphs import BucketGraphs
-from leaderless.rollout.cuda_graphs import DecodeGraphs
-from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.recording import MemoryFailures, record
-from leaderless.rollout.segment_attention import Rounding
+from leaderless.rollout.recording import record
 from leaderless.weights.stream import WeightStream
 
 
@@ -70,12 +67,8 @@ def test_a_recording_whose_work_fails_is_ended_with_the_error_of_the_work(cuda: 
     assert (cuda.num_open, cuda.stream, len(cuda.modes)) == (0, "default", 1)
 
 
-@pytest.mark.parametrize("is_paged", [True, False], ids=["pages", "slots"])
-def test_a_pass_in_which_the_host_waits_is_not_recorded(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_paged: bool
-) -> None:
-    expected = sample(tiny_engine(), 12)
-    engine: NativeEngine = paged_engine() if is_paged else tiny_engine(rounding=Rounding(rows=4, tokens=16))
+def test_a_pass_in_which_the_host_waits_is_not_recorded(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, engine = sample(tiny_engine(), 12), paged_engine()
     forward, modes = engine._pass, list[str]()
 
     def waits(*args: object, **options: object) -> Tensor:
@@ -85,10 +78,7 @@ def test_a_pass_in_which_the_host_waits_is_not_recorded(
         return result
 
     monkeypatch.setattr(engine, "_pass", waits)
-    if is_paged:
-        engine._passes = BucketGraphs(is_enabled=True)  # type: ignore[attr-defined]
-    else:
-        engine._graphs = DecodeGraphs(waits, MemoryFailures())
+    engine._passes = BucketGraphs(is_enabled=True)
     with pytest.warns(
         UserWarning, match="no CUDA graph can be recorded: called a synchronizing CUDA operation"
     ) as said:
@@ -99,31 +89,23 @@ def test_a_pass_in_which_the_host_waits_is_not_recorded(
     assert cuda.modes == [], "nothing was recorded"
 
 
-@pytest.mark.parametrize("is_paged", [True, False], ids=["pages", "slots"])
-def test_passes_that_memory_is_too_small_to_record_are_given_up(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_paged: bool
-) -> None:
+def test_passes_that_memory_is_too_small_to_record_are_given_up(cuda: FakeCuda) -> None:
     """They are not tried again with new weights."""
     cuda.fails, cuda.reason = True, torch.OutOfMemoryError("CUDA out of memory")
-    expected, engine = sample(tiny_engine(), 12), tiny_engine(rounding=Rounding(rows=4, tokens=64))
-    if is_paged:
-        engine = paged_engine()
-        engine._passes = BucketGraphs(is_enabled=True)
+    expected, engine = sample(tiny_engine(), 12), paged_engine()
+    engine._passes = BucketGraphs(is_enabled=True)
     weights = {name: weight.detach().clone() for name, weight in tiny_lm().model.named_parameters()}
     numbers = list[int]()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for version in range(1, 13):
-            if not is_paged:
-                engine._graphs = DecodeGraphs(engine._pass, engine._failures)
             engine.load_weights(WeightStream(iter(weights.items()), version))
             assert_same(sample(engine, 12), expected)
             numbers.append(len(cuda.modes))
     (warning,) = said
     assert "too little memory to record passes of some sizes: CUDA out of memory; lower " in str(warning.message)
     assert numbers[-1] == numbers[-4] <= 2 * 3 * 4, "three for each number of rows, tried twice each"
-    failures = engine._passes._failures if is_paged else engine._failures
-    assert not failures.is_final(999)
+    assert not engine._passes._failures.is_final(999)
 
 
 def test_memory_that_runs_out_before_a_recording_is_no_reason_to_record_nothing(cuda: FakeCuda) -> None:

@@ -490,7 +490,7 @@ def test_a_prompt_that_is_read_in_both_directions_has_no_next_turn() -> None:
 
 
 def test_what_is_read_in_both_directions_is_in_one_pass() -> None:
-    store = SegmentStore(1, {})
+    store = SegmentStore({})
     texts = {
         store.add(count, 0): (None, tuple(range(count)), Prompt(tuple(range(count)), (), num_both))
         for count, num_both in ((3, 3), (9, 9), (5, 4), (2, 2), (8, 4))

@@ -14,8 +14,6 @@ from leaderless.planner.model_memory import FLOAT32_BYTES, ModelMemory
 
 SMALLEST_SLOT = 64
 """Tokens of the smallest slot for keys and values: `leaderless.rollout.kv_cache` has the same."""
-ROWS = 16
-"""Divisor of the number of slots of each size on accelerators: `leaderless.rollout.native` has the same."""
 MOST_SPARE_SLOTS = 64
 """Slots that are added at a time, at most: `leaderless.rollout.kv_cache` has the same."""
 PREFILL_TOKENS = 8192
@@ -115,7 +113,7 @@ class EngineMemory:
         is_mixed = recipe.has_episodes or (not is_asked and self._num_samples() > count)
         smaller = largest - SMALLEST_SLOT if is_mixed else largest // 2 * (largest > SMALLEST_SLOT)
         if not self.is_cpu:
-            prompts, count = -(-prompts // ROWS) * ROWS, _num_slots(count)
+            prompts, count = _num_slots(prompts), _num_slots(count)
         return prompts * _slot(recipe.data.max_prompt_tokens) * (siblings > 1) + count * (largest + smaller)
 
     def _attention_over_slots(self) -> int:
@@ -123,7 +121,7 @@ class EngineMemory:
 
         Scores are there three times: as they are, masked, and as weights.
         """
-        size, count = self.model.size, _num_slots(self.num_sequences)
+        size, count = self.model.size, self.num_sequences
         keys = size.num_kv_heads * size.head_dim * self.model.width
         return count * _slot(self._own_tokens) * (keys + 3 * FLOAT32_BYTES * size.num_heads)
 
@@ -178,9 +176,7 @@ class EngineMemory:
     @property
     def _num_rows(self) -> int:
         """Rows of a decoding pass."""
-        if self.is_cpu:
-            return self.num_sequences
-        return bucket_of(self.num_sequences) if self.has_pages else _num_slots(self.num_sequences)
+        return bucket_of(self.num_sequences) if self.has_pages else self.num_sequences
 
     def _logit_bytes(self) -> int:
         return TRUNCATED_LOGIT_BYTES if self.model.sampling.is_truncated else LOGIT_BYTES
@@ -210,4 +206,4 @@ def _num_slots(sequences: int) -> int:
     """Slots of a size on an accelerator, where some sequences come one by one."""
     if sequences > MOST_SPARE_SLOTS:
         return -(-sequences // MOST_SPARE_SLOTS) * MOST_SPARE_SLOTS
-    return max(ROWS, 1 << (sequences - 1).bit_length())
+    return 1 << (sequences - 1).bit_length()

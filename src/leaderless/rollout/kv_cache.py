@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Protocol
 
 import torch
@@ -22,7 +21,6 @@ MOST_SPARE_SLOTS = 64
 """Most slots that are added beyond the needed ones. When slots of a size run out, their number at most doubles."""
 
 LayerKeysValues = tuple[Tensor, Tensor]
-_allocations = count(1)
 
 
 @dataclass(eq=False)
@@ -81,17 +79,16 @@ class Slots:
     contiguous. They are 0 where nothing was written: masked values are multiplied by 0, and 0 times NaN is NaN.
     """
 
-    def __init__(self, capacity: int, shapes: dict[int, LayerKeysValues], multiple: int) -> None:
-        """Describe slots, in multiples of a number; memory is allocated later, and `allocation` identifies it.
+    def __init__(self, capacity: int, shapes: dict[int, LayerKeysValues]) -> None:
+        """Describe slots; memory is allocated later.
 
         `shapes` has empty tensors by layer, with the heads and the type of keys and values, once they are known.
         """
         self.capacity, self._segments = capacity, list[Segment]()
         self._num_active = 0
-        self._shapes, self._multiple = shapes, multiple
+        self._shapes = shapes
         self._layers: dict[int, LayerKeysValues] = {}
         self._num_slots = 0
-        self.allocation = 0
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -136,11 +133,6 @@ class Slots:
 
         return read_layer
 
-    def unused_place(self, slot: int) -> int:
-        """Find a place in a slot behind the active ones at which nothing is overwritten; see `write`."""
-        kept = self._segments[slot].length if slot < len(self._segments) else 0
-        return slot * self.capacity + kept
-
     def add(self, length: int) -> Segment:
         """Start an active segment of some length."""
         self.reserve(1)
@@ -156,10 +148,9 @@ class Slots:
         self._num_active += 1
 
     def keep(self, segment: Segment) -> None:
-        """Keep an active segment. It loses the last token of a full slot, so that there is a `unused_place`."""
+        """Keep an active segment."""
         self._num_active -= 1
         self._exchange(segment, self._segments[self._num_active])
-        segment.length = min(segment.length, self.capacity - 1)
 
     def _exchange(self, one: Segment, other: Segment) -> None:
         if one is other:
@@ -213,9 +204,7 @@ class Slots:
         num_segments = len(self._segments) + num_more
         if num_segments <= self._num_slots:
             return
-        wanted = max(num_segments, min(2 * self._num_slots, self._num_slots + MOST_SPARE_SLOTS))
-        self._num_slots = -(-wanted // self._multiple) * self._multiple
-        self.allocation = next(_allocations)
+        self._num_slots = max(num_segments, min(2 * self._num_slots, self._num_slots + MOST_SPARE_SLOTS))
         for layer in self._shapes:
             before, self._layers[layer] = self._layers.get(layer, ()), self._room(layer)
             for tensor, old in zip(self._layers[layer], before, strict=False):
@@ -230,16 +219,10 @@ class Slots:
 class SegmentStore:
     """Segments of any length, each in a slot that is less than twice as long, or of the smallest size."""
 
-    def __init__(self, multiple: int = 1, shapes: dict[int, LayerKeysValues] | None = None) -> None:
-        """Start without segments.
-
-        Args:
-            multiple: Number of which the number of slots of each size is a multiple.
-            shapes: Shapes of keys and values that stores share, so that segments can be copied between them.
-        """
-        self._shapes: dict[int, LayerKeysValues] = {} if shapes is None else shapes
+    def __init__(self, shapes: dict[int, LayerKeysValues]) -> None:
+        """Start without segments; stores share shapes, so that segments can be copied between them."""
+        self._shapes = shapes
         self._sizes: dict[int, Slots] = {}
-        self._multiple = multiple
 
     def __iter__(self) -> Iterator[Slots]:
         """Iterate over slots that have active segments, the smallest first."""
@@ -285,5 +268,5 @@ class SegmentStore:
         while capacity < length:
             capacity *= 2
         if capacity not in self._sizes:
-            self._sizes[capacity] = Slots(capacity, self._shapes, self._multiple)
+            self._sizes[capacity] = Slots(capacity, self._shapes)
         return self._sizes[capacity]

@@ -16,25 +16,20 @@ from leaderless.models.routers import Routers
 from leaderless.models.seen import Seen
 from leaderless.models.uploads import one_copy, placed
 from leaderless.rollout.conversations import Conversations
-from leaderless.rollout.cuda_graphs import DecodeGraphs
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
 from leaderless.rollout.kv_cache import LayerKeysValues, Segment, SegmentStore, Store
 from leaderless.rollout.lean_forward import forward_of
 from leaderless.rollout.native_prompts import Draws, Key, Part, Prompt, Response, Rows, draws_of, passes_of
 from leaderless.rollout.prefill_attention import PrefillAttention, PromptPart
 from leaderless.rollout.probe import PROBE_TOLERANCE, check_probe
-from leaderless.rollout.recording import MemoryFailures
 from leaderless.rollout.sampling import sample_tokens, uniform_noise
-from leaderless.rollout.segment_attention import DecodeAttention, Rounding, SharedPrompts, round_up
+from leaderless.rollout.segment_attention import DecodeAttention, SharedPrompts
 from leaderless.weights.stream import Probe, WeightStream
 
 REMEDY = "give models.ROLE.path the revision that the trainer has loaded, and report this if it has"
 """What helps if the engine adds the trainer's adapters to other weights than the trainer."""
 PREFILL_TOKENS = 8192
 """Most tokens of a pass that reads prompts; a longer prompt is read in parts."""
-EXACT = Rounding(rows=1, tokens=1)
-COARSE = Rounding(rows=16, tokens=64)
-"""Accelerators spend more time on starting passes than on padding, and shapes that recur can be recorded."""
 
 
 class NativeEngine:
@@ -52,13 +47,12 @@ class NativeEngine:
         end_tokens: frozenset[int],
         max_sequences: int,
         device: torch.device,
-        rounding: Rounding | None = None,
         routers: Routers | None = None,
     ) -> None:
-        """Decode at most `max_sequences` responses at a time; the shapes of passes are rounded as suits the device.
+        """Decode at most `max_sequences` responses at a time.
 
         A model without weights, as of `empty_causal_lm`, gets them by `load_weights`; one with adapters gets these.
-        The choices of its routers are recorded if given: then passes are not compiled, nor captured with slots.
+        The choices of its routers are recorded if given: then passes are not compiled.
         """
         self._weights = {name: parameter.shape for name, parameter in model.trained_weights()}
         is_empty = any(parameter.is_meta for parameter in model.parameters())
@@ -70,9 +64,7 @@ class NativeEngine:
         self.end_tokens, self.max_sequences = end_tokens, max_sequences
         self._routers = routers
         self._pass = forward_of(model, enable_compile=device.type == "cuda" and routers is None)
-        self._rounding = rounding or (EXACT if device.type == "cpu" else COARSE)
         self._num_requests = self._num_loads = 0
-        self._failures = MemoryFailures()
         self._reset()
 
     def _reset(self) -> None:
@@ -82,8 +74,6 @@ class NativeEngine:
         self._deltas: list[Delta] = []
         self._prompts, self._responses = self._make_stores()
         self._kept = Conversations(self._responses)
-        is_captured = self.device.type == "cuda" and self._routers is None
-        self._graphs = DecodeGraphs(self._pass, self._failures) if is_captured else None
         self._experts: list[bytes] = []  # of each token of the last pass
         self._active: dict[Segment, Response] = {}
         self._rows: Rows | None = None
@@ -92,7 +82,7 @@ class NativeEngine:
     def _make_stores(self) -> tuple[Store, Store]:
         """Stores for prompts that responses share, and for what responses have of their own."""
         shapes: dict[int, LayerKeysValues] = {}
-        return SegmentStore(self._rounding.rows, shapes), SegmentStore(self._rounding.rows, shapes)
+        return SegmentStore(shapes), SegmentStore(shapes)
 
     def wake(self, reload: Callable[[], None]) -> None:
         """See `RolloutEngine`. Memory is taken as it is needed."""
@@ -111,8 +101,6 @@ class NativeEngine:
             missing.discard(name)
         if missing:
             raise RuntimeError(f"{len(missing)} of the model's weights have not been sent, such as {min(missing)}")
-        if self._graphs is not None:
-            self._graphs = DecodeGraphs(self._pass, self._failures)  # a graph reads from the memory of earlier weights
         if weights.probe is not None:
             self._check(weights.probe, weights.policy_version)
         self.policy_version = weights.policy_version
@@ -124,7 +112,7 @@ class NativeEngine:
     @torch.no_grad()
     def _check(self, probe: Probe, policy_version: int) -> None:
         """Compare what the model computes now with the trainer's log-probabilities of a text."""
-        segment = SegmentStore(self._rounding.rows, {}).add(len(probe.tokens), 0)
+        segment = SegmentStore({}).add(len(probe.tokens), 0)
         attention = PrefillAttention([PromptPart(segment, 0, len(probe.tokens))], self.device)
         tokens, places = (
             torch.tensor(list(one), device=self.device) for one in (probe.tokens, range(len(probe.tokens)))
@@ -412,37 +400,31 @@ class NativeEngine:
         if self._responses.grow() or self._rows is None:
             self._rows = self._arrange()
         rows = self._rows
-        places = [0 if sequence is None else sequence.num_tokens - 1 for sequence in rows.sequences]
-        positions = [0 if s is None else s.num_tokens - 1 - s.prompt.saved for s in rows.sequences]
-        tokens = [0 if sequence is None else sequence.completion.tokens[-1] for sequence in rows.sequences]
-        attention = DecodeAttention(self._responses, rows.shared, max(places) + 1, self._rounding, self.device)
+        longest = max(sequence.num_tokens for sequence in rows.sequences)
+        positions = [sequence.num_tokens - 1 - sequence.prompt.saved for sequence in rows.sequences]
+        tokens = [sequence.completion.tokens[-1] for sequence in rows.sequences]
+        attention = DecodeAttention(self._responses, rows.shared, longest, self.device)
         inputs, at = (torch.tensor(one).to(self.device) for one in (tokens, positions))
-        logits = self._forward(inputs, at, attention, rows.real)
+        everywhere = torch.arange(len(tokens), device=self.device)
+        logits = self._forward(inputs, at, attention, everywhere)
         for segment in self._active:
             segment.length += 1
-        news = [self._experts[row : row + 1] for row, sequence in enumerate(rows.sequences) if sequence is not None]
-        self._extend([s for s in rows.sequences if s is not None], logits, rows.draws, news)
+        news = [self._experts[row : row + 1] for row in range(len(tokens))]
+        self._extend(rows.sequences, logits, rows.draws, news)
 
     def _arrange(self) -> Rows:
         """Arrange rows in the order of their segments."""
         assert isinstance(self._responses, SegmentStore)
         assert isinstance(self._prompts, SegmentStore)
-        sequences: list[Response | None] = []
-        for slots in self._responses:
-            sequences += [self._active[segment] for segment in slots.segments]
-            sequences += [None] * (round_up(len(slots.segments), self._rounding.rows) - len(slots.segments))
-        real = [row for row, sequence in enumerate(sequences) if sequence is not None]
-        prompts = [s.prompt.segment if s is not None and s.prompt.is_shared else None for s in sequences]
-        shared = SharedPrompts(self._prompts, prompts, self._rounding, self.device) if any(prompts) else None
-        draws = draws_of([sequence for sequence in sequences if sequence is not None])
-        return Rows(sequences, torch.tensor(real, device=self.device), shared, draws)
+        sequences = [self._active[segment] for slots in self._responses for segment in slots.segments]
+        prompts = [s.prompt.segment if s.prompt.is_shared else None for s in sequences]
+        shared = SharedPrompts(self._prompts, prompts, self.device) if any(prompts) else None
+        return Rows(sequences, shared, draws_of(sequences))
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor, images: Seen | None = None
     ) -> Tensor:
         """Compute [n, vocabulary] float32 logits at the selected tokens."""
-        if self._graphs is not None and isinstance(attention, DecodeAttention):
-            return self._graphs(tokens, positions, attention).index_select(0, select)
         if self._routers is None:
             return self._pass(tokens, positions, attention, select, images=images)
         self._routers.begin()

@@ -87,8 +87,7 @@ Draws = dict[tuple[int, SamplingConfig], list[int]]
 class Rows(NamedTuple):
     """Everything that stays the same from pass to pass until responses come, go or move."""
 
-    sequences: list[Response | None]  # in the order of the segments; None for rows that only fill up a shape
-    real: Tensor  # [n] int64, rows with responses
+    sequences: list[Response]  # in the order of the segments
     shared: SharedPrompts | None
     draws: Draws
 

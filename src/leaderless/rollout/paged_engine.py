@@ -27,7 +27,7 @@ from leaderless.rollout.bucket_graphs import BucketGraphs
 from leaderless.rollout.engine import Delta
 from leaderless.rollout.kv_cache import Segment, Store
 from leaderless.rollout.lean_forward import LeanForward
-from leaderless.rollout.native import EXACT, NativeEngine
+from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.native_prompts import Draws, Prompt, Response, draws_of
 from leaderless.rollout.paged_attention import PagedAttend, PagedAttention
 from leaderless.rollout.paged_plan import Arrangement, PagedPlan
@@ -115,7 +115,7 @@ class PagedEngine(NativeEngine):
         self._owned = set[str]()  # weights in memory of this engine
         self._addresses = tuple[int, ...]()  # of weights that recorded passes read
         self._num_allocations = 0  # of the memory through which numbers reach the device
-        super().__init__(model, tokenizer, end_tokens, max_sequences, device, EXACT, routers)
+        super().__init__(model, tokenizer, end_tokens, max_sequences, device, routers)
         text = model.model.config.get_text_config()
         windows = [getattr(module, "sliding_window", None) for module in model.modules()]
         self._window = min((size for size in windows if isinstance(size, int)), default=None)
@@ -124,7 +124,6 @@ class PagedEngine(NativeEngine):
     def _reset(self) -> None:
         self._pages.clear()
         super()._reset()
-        self._graphs = None
         self._flights: list[_Flight] = []
         self._arranged: tuple[list[Response], Arrangement, Draws] | None = None
         self._seats = list(range(self.max_sequences - 1, -1, -1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,22 +11,6 @@ from torch import Tensor
 from leaderless.models.cpu_attention import flash_on_cpu
 from leaderless.models.products import bmm_in_float32
 from leaderless.rollout.kv_cache import Segment, SegmentStore, Slots
-
-
-class Rounding(NamedTuple):
-    """Multiples to which sizes are rounded up, so that passes of the same shapes recur.
-
-    `rows` is for numbers of responses and prompts, and above 1 numbers of siblings become powers of two; `tokens` is
-    for the length of the longest segment.
-    """
-
-    rows: int
-    tokens: int
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Round up to the next multiple."""
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -39,14 +22,10 @@ class _Tier:
     """
 
     slots: Slots
-    count: int  # of slots from the first on; the last ones may be empty, and their results are not used
+    count: int  # of slots from the first on
     longest: int
     indices: Tensor
     mask: Tensor | None  # [1, count, 1, longest], minus infinity past a segment's end; None if all are equally long
-
-    def signature(self) -> tuple[int, ...]:
-        sizes = (self.slots.capacity, self.slots.allocation, self.count, self.longest, len(self.indices))
-        return (*sizes, self.mask is None)
 
     def attend(self, layer: int, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Attend to each segment with queries, [count, queries, query_heads, head_dim].
@@ -89,11 +68,11 @@ def attend_in_float32(
     return (scores - normalizer.unsqueeze(-1)).exp().to(value.dtype) @ value, normalizer
 
 
-def _plan(slots: Slots, lengths: Sequence[int], indices: Tensor, rounding: Rounding, device: torch.device) -> _Tier:
-    """Plan the call for segments of some lengths; an empty one counts as a token, whose result is not used."""
-    longest, mask = min(round_up(max(lengths), rounding.tokens), slots.capacity), None
-    if rounding.rows > 1 or min(lengths) < longest:
-        ends = torch.tensor(lengths, device=device).clamp(min=1)
+def _plan(slots: Slots, lengths: Sequence[int], indices: Tensor, device: torch.device) -> _Tier:
+    """Plan the call for segments of some lengths."""
+    longest, mask = max(lengths), None
+    if min(lengths) < longest:
+        ends = torch.tensor(lengths, device=device)
         is_past_end = torch.arange(longest, device=device)[None, :] >= ends[:, None]
         mask = torch.zeros(is_past_end.shape, device=device).masked_fill_(is_past_end, -torch.inf)[None, :, None, :]
     return _Tier(slots, len(lengths), longest, indices.to(device), mask)
@@ -102,9 +81,7 @@ def _plan(slots: Slots, lengths: Sequence[int], indices: Tensor, rounding: Round
 class SharedPrompts:
     """Attention of responses to prompts that they share with siblings."""
 
-    def __init__(
-        self, store: SegmentStore, prompts: Sequence[Segment | None], rounding: Rounding, device: torch.device
-    ) -> None:
+    def __init__(self, store: SegmentStore, prompts: Sequence[Segment | None], device: torch.device) -> None:
         """Plan the calls, which stay the same until responses come or go.
 
         Each row of the pass has a prompt in the store, or None if the prompt is in the row's own segment.
@@ -117,23 +94,16 @@ class SharedPrompts:
         self.place, offset = torch.zeros(len(prompts), dtype=torch.int64), 0
         for slots in store:
             groups = [readers.get(segment, []) for segment in slots.segments]
-            count, width = round_up(len(groups), rounding.rows), max(1, *map(len, groups))
-            width = width if rounding.rows == 1 else 1 << (width - 1).bit_length()
-            rows = torch.zeros(count, width, dtype=torch.int64)
+            width = max(1, *map(len, groups))
+            rows = torch.zeros(len(groups), width, dtype=torch.int64)
             for number, group in enumerate(groups):
                 rows[number, : len(group)] = torch.tensor(group, dtype=torch.int64)
                 self.place[group] = offset + number * width + torch.arange(len(group))
-            lengths = [segment.length for segment in slots.segments] + [0] * (count - len(groups))
-            self.tiers.append(_plan(slots, lengths, rows.flatten(), rounding, device))
-            offset += count * width
-        in_order = torch.arange(len(prompts))
+            self.tiers.append(_plan(slots, [one.length for one in slots.segments], rows.flatten(), device))
+            offset += rows.numel()
         # Until a response ends, it lies next to its siblings, and no row has to be moved.
-        self.is_in_order = (
-            rounding.rows == 1
-            and len(self.tiers) == 1
-            and torch.equal(self.place, in_order)
-            and torch.equal(self.tiers[0].indices.cpu(), in_order)
-        )
+        is_full = len(self.tiers) == 1 and offset == len(prompts)
+        self.is_in_order = is_full and torch.equal(self.place, torch.arange(len(prompts)))
         self.place = self.place.to(device)
         is_read = torch.tensor([prompt is not None for prompt in prompts])
         self.is_read = None if bool(is_read.all()) else is_read.float()[:, None].to(device)
@@ -169,9 +139,7 @@ class DecodeAttention:
     The rows of the pass are the segments of the responses, in the order of their sizes and slots.
     """
 
-    def __init__(
-        self, store: SegmentStore, shared: SharedPrompts | None, longest: int, rounding: Rounding, device: torch.device
-    ) -> None:
+    def __init__(self, store: SegmentStore, shared: SharedPrompts | None, longest: int, device: torch.device) -> None:
         """Prepare a pass over a store with room for one more token in each segment.
 
         `longest` counts the tokens of the longest sequence with its prompt; `shared` are prompts outside of the store.
@@ -180,30 +148,8 @@ class DecodeAttention:
         self._tiers: list[_Tier] = []
         for slots in store:
             lengths = [segment.length for segment in slots.segments]
-            count = round_up(len(lengths), rounding.rows)
             places = [slot * slots.capacity + length for slot, length in enumerate(lengths)]
-            places += [slots.unused_place(slot) for slot in range(len(lengths), count)]
-            ends = [length + 1 for length in lengths] + [1] * (count - len(lengths))
-            self._tiers.append(_plan(slots, ends, torch.tensor(places), rounding, device))
-
-    @property
-    def _all_tiers(self) -> list[_Tier]:
-        return self._tiers if self.shared is None else [*self._tiers, *self.shared.tiers]
-
-    def signature(self) -> tuple[int, ...]:
-        """List everything that a recorded pass depends on besides the values of its tensors."""
-        shared = () if self.shared is None else (self.shared.is_read is None, self.shared.is_in_order)
-        return (len(self._tiers), *shared, *(number for tier in self._all_tiers for number in tier.signature()))
-
-    def allocations(self) -> frozenset[int]:
-        """List the memory of keys and values that a recorded pass continues to read and write."""
-        return frozenset(tier.slots.allocation for tier in self._all_tiers)
-
-    def tensors(self) -> list[Tensor]:
-        """List the tensors that are copied into a recorded pass."""
-        shared = () if self.shared is None else (self.shared.place, self.shared.is_read)
-        tiers = (tensor for tier in self._all_tiers for tensor in (tier.indices, tier.mask))
-        return [tensor for tensor in (*shared, *tiers) if tensor is not None]
+            self._tiers.append(_plan(slots, [length + 1 for length in lengths], torch.tensor(places), device))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Attention`."""
