@@ -198,7 +198,8 @@ def steps_of(make: Callable[[], Any], counting: Counting) -> dict[str, Counts]:
     engine = begun(200)
     found["128 responses"] = counting.of(engine.step, 5)
     active: Callable[[], Any] = lambda: engine._active  # noqa: E731
-    found["all of them outgrow 64 tokens"] = until(engine, lambda: min(one.length for one in active()) > 64)
+    shortest: Callable[[], int] = lambda: min(len(one.completion.tokens) for one in active().values())  # noqa: E731
+    found["all of them outgrow 64 tokens"] = until(engine, lambda: shortest() > 65)
     engine = begun(20)
     found["half of them end"] = until(engine, lambda: len(active()) <= GROUPS * SIBLINGS // 2)
     engine.step()

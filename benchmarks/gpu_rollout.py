@@ -140,7 +140,7 @@ def attention(machine: Machine) -> Result:
     needed = rows * -(-(own + 1) // PAGE_TOKENS) + preset.prompts * -(-preset.prompt_tokens // PAGE_TOKENS)
     pages = Pages(needed)
     prompts = [one for _ in range(preset.prompts) for one in [pages.add(preset.prompt_tokens)] * SIBLINGS]
-    arrangement = Arrangement([pages.add(own, 1) for _ in range(rows)], prompts)
+    arrangement = Arrangement.of([pages.add(own, 1) for _ in range(rows)], prompts)
     staging, lengths = Staging(rows, PAGE_TOKENS, own + preset.prompt_tokens, machine.device), np.full(rows, own)
     host = staging.host(arrangement, pages, lengths + 1)
     host.places.zero_()

@@ -73,7 +73,7 @@ class Rows:
         for row, segment in enumerate(self.owns):
             host.places[row] = int(self.pages.places(segment, segment.length, 1)[0])
         lengths = np.array([segment.length + 1 for segment in self.owns])
-        arrangement = Arrangement(self.owns, self.prompts)
+        arrangement = Arrangement.of(self.owns, self.prompts)
         longest, shared, _ = arrangement.write(host, lengths, self.pages)
         there = fields_of(data.to(device), bucket)
         each = torch.arange(bucket, dtype=torch.int32, device=device)

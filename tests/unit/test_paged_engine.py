@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from math import isnan
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +33,10 @@ from leaderless.rollout.engine import Completion, Request, RolloutEngine, Sampli
 from leaderless.rollout.paged_attention import attend_with_torch
 from leaderless.rollout.paged_check import draw_error, heads_of, largest_error, paged_attention, token_drawing
 from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
+from leaderless.rollout.paged_plan import Ints
 from leaderless.rollout.pages import OutOfPagesError, Pages
 from leaderless.rollout.recording import EAGER_PASSES
+from leaderless.rollout.running import Running
 from leaderless.rollout.sampling import sample_tokens, uniform_noise, write_drawn
 from leaderless.rollout.shard import ALONE
 from leaderless.weights.stream import WeightStream
@@ -135,7 +138,7 @@ def test_items_cover_each_token_of_each_row_once() -> None:
         shared = [one for tokens, size in groups for one in [pages.add(tokens)] * size]
         prompts = shared[:count]
         owns = [pages.add(min(3000, int(random.lognormvariate(4, 1.5))), 1) for _ in range(count)]
-        arrangement = paged_plan.Arrangement(owns, [*prompts, *[None] * (count - len(prompts))])
+        arrangement = paged_plan.Arrangement.of(owns, [*prompts, *[None] * (count - len(prompts))])
         bucket = bucket_of(count)
         lengths = torch.tensor([segment.length + 1 for segment in owns]).numpy()
         size = paged_plan.num_bytes(bucket, arrangement.num_listed(lengths, page_size))
@@ -194,14 +197,23 @@ def test_pages_change_no_token(max_sequences: int) -> None:
     assert_same(sample(paged_engine(max_sequences), 40), expected)
 
 
-def test_a_response_that_gives_up_its_pages_gets_the_same_tokens(preempted: list[int]) -> None:
-    expected = sample(tiny_engine(), 60)
-    engine = paged_engine(pool_tokens=240)
+def test_a_response_that_gives_up_its_pages_gets_the_same_tokens(
+    preempted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, read = sample(tiny_engine(), 60), list[int]()
+    engine, add = paged_engine(pool_tokens=240), Running.add
+
+    def counted(self: Running, *drawn: Any) -> Ints:
+        read.append(len(drawn[0]))
+        return add(self, *drawn)
+
+    monkeypatch.setattr(Running, "add", counted)
     assert_same(sample(engine, 60), expected)
+    assert sum(read) == sum(len(one.tokens) for one in expected), "none is drawn twice"
     assert len(preempted) > 1
     assert max(preempted) > 8
     assert engine._pages.num_free == engine._pages.num_pages
-    assert sorted(engine._seats) == list(range(64))
+    assert engine._running.num_free == 64
 
 
 def test_a_response_that_is_back_in_its_row_at_once_has_other_pages() -> None:
@@ -240,15 +252,66 @@ def test_each_request_is_drawn_in_its_own_way() -> None:
     assert_same(answers(paged_engine()), answers(tiny_engine()))
 
 
+def test_tokens_come_together_where_nobody_waits_for_them() -> None:
+    for at_once in (1, 5, 16, 99):
+        engine, most = paged_engine(ends=frozenset()), min(at_once, 16)
+        params = SamplingParams(SamplingConfig(temperature=1.2), 37, (), tokens_at_once=at_once)
+        answers = {engine.submit(request, params): request.begin() for request in requests()}
+        counts = list[int]()
+        while deltas := engine.step():
+            counts += [len(delta.tokens) for delta in deltas]
+            for delta in deltas:
+                answers[delta.request][delta.sibling].add(delta)
+        assert max(counts) == most
+        assert len(counts) == 11 * -(-37 // most)
+        expected = tiny_engine()
+        expected.end_tokens = frozenset()
+        assert_same([one for group in answers.values() for one in group], sample(expected, 37))
+
+
+def test_a_response_with_a_stop_text_gets_no_token_behind_it() -> None:
+    params = SamplingParams(SamplingConfig(temperature=1.2), 40, ("1",), tokens_at_once=16)
+    found, expected = (generate(engine, requests(), params) for engine in (paged_engine(), tiny_engine()))
+    for group, others in zip(found, expected, strict=True):
+        assert_same(group, others)
+        assert [one.finish_reason for one in group] == [one.finish_reason for one in others]
+    assert sum(one.finish_reason == "stop" for group in found for one in group) > 5
+
+
+def test_tokens_that_were_not_reported_are_not_lost() -> None:
+    """Not by an abort, and not by weights: those that earlier ones have drawn are reported with their version."""
+    engine, weights = paged_engine(ends=frozenset()), dict(tiny_lm().model.named_parameters())
+    params = SamplingParams(SamplingConfig(), 40, tokens_at_once=16)
+    answers = {engine.submit(Request(PROMPTS[n], [n]), params): Completion() for n in range(2)}
+    engine.submit(Request(PROMPTS[2], [2]), replace(params, max_tokens=5))
+
+    def step() -> None:
+        for delta in engine.step():
+            if delta.request in answers:
+                answers[delta.request].add(delta)
+
+    first, second = answers.values()
+    step()
+    assert not first.tokens
+    engine.abort(1)
+    engine.load_weights(WeightStream(((name, tensor.detach()) for name, tensor in weights.items()), 7))
+    step()
+    assert (len(first.tokens), first.finish_reason) == (5, "aborted")
+    while second.finish_reason is None:
+        step()
+    assert second.policy_versions == [0] * 6 + [7] * 34
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 20))])
-def test_whatever_happens_tokens_and_versions_are_right(preempted: list[int], seed: int) -> None:
+def test_whatever_happens_tokens_and_versions_are_right(preempted: list[int], seed: int, at_once: int) -> None:
     """Requests come and go, pages run out and weights change; each token is the one its weights draw."""
     random, model = Random(seed), tiny_lm()
     engine = paged_engine(5, 200)
     weights, version = dict(model.model.named_parameters()), 0
     versions = [{name: tensor.detach().clone() for name, tensor in weights.items()}]
     asked, found = list[Request](), dict[int, list[Completion]]()
-    params = SamplingParams(SamplingConfig(temperature=1.2), 40, (), 3)
+    params = SamplingParams(SamplingConfig(temperature=1.2), 40, (), 3, at_once)
     while len(asked) < 9 or not all(one.finish_reason for group in found.values() for one in group):
         match random.choice(["submit", "update", "abort", *["step"] * 12]):
             case "submit" if len(asked) < 9:
@@ -281,7 +344,8 @@ def test_whatever_happens_tokens_and_versions_are_right(preempted: list[int], se
                         assert token == tokens[place]
                         assert score == pytest.approx(scores[place], abs=2e-4)
     assert preempted or seed, "pages ran out"
-    assert len({version for group in found.values() for one in group for version in one.policy_versions}) > 2 or seed
+    versions_seen = {version for group in found.values() for one in group for version in one.policy_versions}
+    assert len(versions_seen) > (2 if at_once == 1 else 1) or seed
 
 
 @torch.no_grad()
@@ -318,9 +382,9 @@ def test_few_kinds_of_passes_do_for_all_lengths() -> None:
 
 def test_a_pass_is_started_before_the_last_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, order = paged_engine(), list[str]()
-    launch, add = engine._launch, engine._add
+    launch, add = engine._launch, engine._running.add
     monkeypatch.setattr(engine, "_launch", lambda: (order.append("start"), launch())[1])
-    monkeypatch.setattr(engine, "_add", lambda *args: (order.append("read"), add(*args))[1])
+    monkeypatch.setattr(engine._running, "add", lambda *args: (order.append("read"), add(*args))[1])
     engine.submit(Request([3, 4, 5], [1]), SamplingParams(SamplingConfig(), 4))
     tokens = 0
     while deltas := engine.step():

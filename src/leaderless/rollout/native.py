@@ -445,12 +445,10 @@ class NativeEngine:
             for row, token, score in zip(rows, drawn.tolist(), scores.tolist(), strict=True):
                 tokens[row], log_probs[row] = token, score
         for sequence, token, log_prob, experts in zip(sequences, tokens, log_probs, news, strict=True):
-            self._add(sequence, token, log_prob, experts, self.policy_version)
+            self._add(sequence, token, log_prob, experts)
 
-    def _add(
-        self, sequence: Response, token: int, log_prob: float, experts: Sequence[bytes], version: int | None
-    ) -> None:
-        """Add what was drawn with some version of the weights to a response, and release the response if it ends."""
+    def _add(self, sequence: Response, token: int, log_prob: float, experts: Sequence[bytes]) -> None:
+        """Add what was drawn to a response, and release the response if it ends."""
         completion = sequence.completion
         completion.tokens.append(token)
         completion.log_probs.append(log_prob)
@@ -458,6 +456,7 @@ class NativeEngine:
         sequence.num_tokens += 1
         reason = self._finish_reason(completion, sequence.params)
         known, sequence.num_known = sequence.num_known, 0
+        version = self.policy_version
         self._deltas.append(
             Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason, version, known, experts)
         )

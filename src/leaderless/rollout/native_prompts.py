@@ -60,7 +60,7 @@ class Prompt:
 class Response:
     """A response that is waiting, or is being decoded and has a segment; `num_tokens` counts its prompt, too.
 
-    On a device that computes ahead of the host, `ahead` more tokens are drawn, or are about to be, into its `seat`.
+    On a device that computes ahead of the host, its last token is in its `seat`.
     """
 
     request: int
@@ -73,7 +73,6 @@ class Response:
     num_known: int = 0  # tokens of its prompt that were not read for it, until this has been reported
     segment: Segment | None = None
     num_tokens: int = field(init=False)
-    ahead: int = 0
     seat: int = 0
 
     def __post_init__(self) -> None:

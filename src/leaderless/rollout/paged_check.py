@@ -107,7 +107,7 @@ def largest_error(
     num_heads, kv_heads, width = heads
     pages = Pages(sum(-(-(tokens + 1) // PAGE_TOKENS) for tokens in (*OWN, PROMPT)))
     prompt, owns = pages.add(PROMPT), [pages.add(tokens, 1) for tokens in OWN]
-    arrangement = Arrangement(owns, [prompt] * SIBLINGS + [None] * (len(OWN) - SIBLINGS))
+    arrangement = Arrangement.of(owns, [prompt] * SIBLINGS + [None] * (len(OWN) - SIBLINGS))
     staging = Staging(len(OWN), PAGE_TOKENS, max(*OWN, PROMPT) + 1, device)
     lengths = np.array(OWN)
     host = staging.host(arrangement, pages, lengths + 1)

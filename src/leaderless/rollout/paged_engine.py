@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,11 +29,12 @@ from leaderless.rollout.engine import Delta
 from leaderless.rollout.kv_cache import Segment, Store
 from leaderless.rollout.lean_forward import LeanForward
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.native_prompts import Draws, Prompt, Response, draws_of
+from leaderless.rollout.native_prompts import Draws, Prompt, Response
 from leaderless.rollout.paged_attention import PagedAttend, PagedAttention
-from leaderless.rollout.paged_plan import Arrangement, PagedPlan
+from leaderless.rollout.paged_plan import Arrangement, Ints, PagedPlan
 from leaderless.rollout.paged_staging import Staging, pinned
 from leaderless.rollout.pages import OutOfPagesError, Pages
+from leaderless.rollout.running import Running
 from leaderless.rollout.sampling import Draw, sample_tokens, uniform_noise, write_drawn
 from leaderless.weights.stream import WeightStream
 
@@ -62,26 +64,19 @@ class _Flight:
     """Tokens that the device draws for responses, and that the host has not read yet.
 
     `results` are [2 or more, n] int64 in host memory; see `Staging.drawn`. They are there once `event` has happened.
-    `news` are choices of experts that the host knows already; others are in the results, one for each response.
+    `departures` are those of each seat when the pass was started: after another one, its token is dropped.
     """
 
-    sequences: Sequence[Response]
+    seats: Ints
+    departures: Ints
     results: Tensor
     event: torch.Event | None
-    version: int | None
-    news: Sequence[Sequence[bytes]] | None = None
 
-    def read(self) -> tuple[list[int], list[float]]:
-        """Wait for the tokens, and return them with their log-probabilities."""
+    def read(self) -> npt.NDArray[np.int64]:
+        """Wait for the results, and return them."""
         if self.event is not None:
             self.event.synchronize()
-        return self.results[0].tolist(), self.results[1].view(torch.float64).tolist()
-
-    def experts(self, num_choices: int) -> Sequence[Sequence[bytes]]:
-        """The choices for the tokens that were read with each response, once the tokens have been read."""
-        if self.news is not None or not num_choices:
-            return self.news or [()] * len(self.sequences)
-        return [[row.tobytes()[:num_choices]] for row in self.results[2:].numpy().T]
+        return self.results.numpy()
 
 
 class PagedEngine(NativeEngine):
@@ -125,8 +120,9 @@ class PagedEngine(NativeEngine):
         self._pages.clear()
         super()._reset()
         self._flights: list[_Flight] = []
-        self._arranged: tuple[list[Response], Arrangement, Draws] | None = None
-        self._seats = list(range(self.max_sequences - 1, -1, -1))
+        self._running = Running(self.max_sequences, self.end_tokens, self.tokenizer)
+        self._order: Ints | None = None  # the seats of active responses, until one comes or goes
+        self._arranged: tuple[Ints, Arrangement, Draws] | None = None
 
     def _make_stores(self) -> tuple[Store, Store]:
         return self._pages, self._pages
@@ -148,6 +144,7 @@ class PagedEngine(NativeEngine):
     def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
         """See `RolloutEngine`."""
         self._collect()
+        self._report(self._running.held(self._in_order()))  # while their version is known
         super().load_weights(weights, keep_cache=keep_cache)
         addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         if addresses != self._addresses:
@@ -163,6 +160,12 @@ class PagedEngine(NativeEngine):
         super().wake(reload)
         if not self._pages.is_allocated:
             release_memory(self.device)
+
+    def abort(self, request: int) -> None:
+        """See `RolloutEngine`."""
+        seats = [sequence.seat for sequence in self._active.values() if sequence.request == request]
+        self._report(self._running.held(np.array(seats, dtype=np.int64)))
+        super().abort(request)
 
     def sleep(self, *, keep_weights: bool) -> None:
         """See `RolloutEngine`."""
@@ -193,7 +196,6 @@ class PagedEngine(NativeEngine):
         """See `RolloutEngine`."""
         try:
             if self._is_stale:
-                self._collect()
                 self._read_again()
             while True:
                 self._collect(but=self._launch())
@@ -212,25 +214,36 @@ class PagedEngine(NativeEngine):
         """Read the tokens that have been drawn, but not those of the pass that has just been started."""
         while self._flights and self._flights[0] is not but:
             flight = self._flights.pop(0)
-            columns = *flight.read(), flight.experts(self._num_choices)
-            for sequence, token, log_prob, experts in zip(flight.sequences, *columns, strict=True):
-                if sequence.segment is not None and self._active.get(sequence.segment) is sequence:
-                    sequence.ahead -= 1
-                    self._add(sequence, token, log_prob, experts, flight.version)
+            results = flight.read()
+            is_there = self._running.departures[flight.seats] == flight.departures
+            seats, (tokens, bits, *choices) = flight.seats[is_there], results[:, is_there]
+            experts = [row.tobytes()[: self._num_choices] for row in np.stack(choices, 1)] if choices else ()
+            self._report(self._running.add(seats, tokens, bits.view(np.float64), experts))
+
+    def _report(self, seats: Ints) -> None:
+        """Report what was drawn for some responses, and release those that have ended."""
+        deltas = self._running.report(seats, self.policy_version)
+        self._deltas += deltas
+        for seat, delta in zip(seats.tolist(), deltas, strict=True):
+            if delta.finish_reason is not None:
+                self._release(self._response(seat), has_ended=True)
+
+    def _read_again(self) -> None:
+        for segment, length in zip(self._active, self._running.lengths(self._in_order()).tolist(), strict=True):
+            segment.length = length
+        super()._read_again()
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 
     def _launch(self) -> _Flight | None:
         """Start a pass over all responses that may go on; it is the last of the flights."""
-        sequences = self._with_pages()
-        if not sequences:
+        seats = self._with_pages()
+        if not len(seats):
             return None
-        if self._arranged is None or self._arranged[0] != sequences:
-            prompts = [s.prompt.segment if s.prompt.is_shared else None for s in sequences]
-            arrangement = Arrangement([_segment(s) for s in sequences], prompts)
-            self._arranged = sequences, arrangement, draws_of(sequences)
+        if self._arranged is None or not np.array_equal(self._arranged[0], seats):
+            self._arranged = seats, *self._running.arranged(seats)
         _, arrangement, draws = self._arranged
-        plan, longest = self._send(sequences, arrangement, draws)
+        plan, longest = self._send(seats, arrangement, draws)
         attention = PagedAttention(self._pages, plan, self._options.attend, longest)
         check_window(self._window, attention)
         if self._num_allocations != self._staging.num_allocations:
@@ -245,20 +258,29 @@ class PagedEngine(NativeEngine):
             for way in ways:
                 rows = [row for (_, own), some in draws.items() if own == way for row in some]
                 self._draw(logits, plan, results, way, placed(torch.tensor(rows), self.device))
-        for sequence in sequences:
-            _segment(sequence).length += 1
-            sequence.ahead += 1
-        return self._fly(sequences, results)
+        self._running.started[seats] += 1
+        return self._fly(seats, results)
 
-    def _with_pages(self) -> list[Response]:
-        """The responses that may go on, each with a page for its next token."""
-        has_collected = False
+    def _in_order(self) -> Ints:
+        """The seats of all active responses."""
+        if self._order is None:
+            self._order = np.array([sequence.seat for sequence in self._active.values()], dtype=np.int64)
+        return self._order
+
+    def _response(self, seat: int) -> Response:
+        return cast("Response", self._running.responses[seat])
+
+    def _with_pages(self) -> Ints:
+        """The seats of responses that may go on, each with a page for its next token."""
+        running, has_collected = self._running, False
         while True:
-            sequences = [s for s in self._active.values() if len(s.completion.tokens) + s.ahead < s.params.max_tokens]
+            order = self._in_order()
+            seats: Ints = order[running.started[order] < running.limits[order]]
+            lengths = running.lengths(seats)
+            is_full = lengths % self._pages.page_size == 0
             try:
-                for segment in map(_segment, sequences):
-                    if segment.length % self._pages.page_size == 0:
-                        self._pages.extend(segment, segment.length + 1)
+                for seat, length in zip(seats[is_full].tolist(), lengths[is_full].tolist(), strict=True):
+                    self._pages.extend(_segment(self._response(seat)), length + 1)
             except OutOfPagesError:
                 if len(self._kept):
                     self._kept.shrink(len(self._kept) - 1)
@@ -268,13 +290,14 @@ class PagedEngine(NativeEngine):
                 elif len(self._active) > 1 or self._read:
                     self._preempt()
                 else:
-                    raise self._too_small(sequences[0].num_tokens) from None
+                    raise self._too_small(int(running.begins(seats)[0]) + 1) from None
             else:
-                return sequences
+                return seats
 
     def _preempt(self) -> None:
         """Free the pages of the youngest response, which is read again, with its tokens, before anything else is."""
         sequence = next(reversed(self._active.values()))
+        self._report(self._running.held(np.array([sequence.seat])))
         prompt, own = sequence.prompt, sequence.completion.tokens
         new = own[len(own) + len(prompt.tokens) - sequence.num_tokens :]
         again = Prompt((*prompt.tokens, *new), prompt.images, prompt.num_both)
@@ -283,7 +306,6 @@ class PagedEngine(NativeEngine):
         again.waiting.append(sequence)
         again.num_left = 1
         self._continuing.appendleft(again)
-        self._arranged = None  # it may be back in its row by the next pass, with other pages
 
     def _too_small(self, tokens: int) -> RuntimeError:
         return RuntimeError(
@@ -292,20 +314,18 @@ class PagedEngine(NativeEngine):
             "rollout.max_response_tokens, or use a device with more memory"
         )
 
-    def _send(self, sequences: Sequence[Response], arrangement: Arrangement, draws: Draws) -> tuple[PagedPlan, int]:
+    def _send(self, seats: Ints, arrangement: Arrangement, draws: Draws) -> tuple[PagedPlan, int]:
         """Copy everything that the host knows of a pass, and return it with the tokens of the longest sequence."""
-        count = len(sequences)
-        begins = np.array([s.num_tokens + s.ahead - 1 for s in sequences])
-        lengths = np.array([_segment(s).length for s in sequences])
+        count, running = len(seats), self._running
+        begins, lengths = running.begins(seats), running.lengths(seats)
         host = self._staging.host(arrangement, self._pages, lengths + 1)
-        drawn = torch.tensor([len(s.completion.tokens) + s.ahead for s in sequences])
-        ids = torch.tensor([s.sample_id for s in sequences])
+        ids, drawn = (torch.from_numpy(numbers[seats]) for numbers in (running.sample_ids, running.started))
         noise = host.noise
         for (seed, _), rows in draws.items():
             some = slice(0, count) if len(rows) == count else rows
             noise[some] = uniform_noise(seed, ids[some], drawn[some])
-        host.positions.numpy()[:count] = begins - np.array([s.prompt.saved for s in sequences])
-        host.seats.numpy()[:count] = [s.seat for s in sequences]
+        host.positions.numpy()[:count] = begins - running.saved[seats]
+        host.seats.numpy()[:count] = seats
         host.places.numpy()[:count] = self._pages.slots_at(arrangement.own_slots, lengths)
         # Rows that fill up the shape draw something in a seat that nobody has, and write into a page that nobody has.
         for rest, value in ((noise, 0.0), (host.positions, 0), (host.seats, self.max_sequences), (host.places, 0)):
@@ -347,14 +367,12 @@ class PagedEngine(NativeEngine):
             self._last = torch.zeros(self.max_sequences + 1, dtype=torch.int64, device=self.device)
         return self._last
 
-    def _fly(
-        self, sequences: Sequence[Response], results: Tensor, news: Sequence[Sequence[bytes]] | None = None
-    ) -> _Flight:
+    def _fly(self, seats: Ints, results: Tensor) -> _Flight:
         """Have the results of responses, [2 or more, n or more], copied to the host behind all that was started."""
         there = pinned(tuple(results.shape), torch.int64, self.device)
         there.copy_(results, non_blocking=True)
         event = None if self.device.type == "cpu" else mark(self.device)
-        flight = _Flight(sequences, there[:, : len(sequences)], event, self.policy_version, news)
+        flight = _Flight(seats, self._running.departures[seats], there[:, : len(seats)], event)
         self._flights.append(flight)
         return flight
 
@@ -377,22 +395,14 @@ class PagedEngine(NativeEngine):
         self, sequences: Sequence[Response], logits: Tensor, draws: Draws, news: Sequence[Sequence[bytes]]
     ) -> None:
         """Draw the first tokens of new responses; the host reads them later."""
-        count = len(sequences)
+        count, running = len(sequences), self._running
+        seats = np.array([running.take(sequence, experts) for sequence, experts in zip(sequences, news, strict=True)])
+        self._order = self._arranged = None
         numbers = pinned((2, count), torch.int64, self.device)
-        noise = numbers[1].view(torch.float64)
+        numbers[0], noise = torch.from_numpy(seats), numbers[1].view(torch.float64)
+        ids, drawn = torch.from_numpy(running.sample_ids[seats]), torch.from_numpy(running.started[seats] - 1)
         for (seed, _), rows in draws.items():
-            ids, drawn = (
-                torch.tensor(values)
-                for values in (
-                    [sequences[row].sample_id for row in rows],
-                    [len(sequences[row].completion.tokens) for row in rows],
-                )
-            )
-            noise[rows] = uniform_noise(seed, ids, drawn)
-        for sequence in sequences:
-            sequence.seat = self._seats.pop()
-            sequence.ahead = 1
-        numbers[0] = torch.tensor([sequence.seat for sequence in sequences])
+            noise[rows] = uniform_noise(seed, ids[rows], drawn[rows])
         there = numbers.to(self.device, non_blocking=True)
         results = torch.empty_like(there)
         for (_, way), rows in draws.items():
@@ -400,7 +410,7 @@ class PagedEngine(NativeEngine):
             drawn, scores = sample_tokens(logits[places], there[1].view(torch.float64)[places], way)
             self._seated().index_copy_(0, there[0][places], drawn)
             results[:, places] = torch.stack([drawn, scores.double().view(torch.int64)])
-        self._fly(sequences, results, news)
+        self._fly(seats, results)
 
     def _keep(self, conversation: int, sequence: Response, own: Segment) -> None:
         """See `NativeEngine`. What would need more pages than there are is read again by the next turn."""
@@ -411,7 +421,9 @@ class PagedEngine(NativeEngine):
 
     def _release(self, sequence: Response, *, has_ended: bool = False) -> None:
         if sequence.segment is not None:
-            self._seats.append(sequence.seat)
+            sequence.segment.length = int(self._running.lengths(np.array([sequence.seat]))[0])
+            self._running.leave(sequence.seat)
+            self._order = self._arranged = None
         super()._release(sequence, has_ended=has_ended)
 
 

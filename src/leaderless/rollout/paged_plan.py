@@ -164,27 +164,34 @@ class _Texts(NamedTuple):
 class Arrangement:
     """The rows of passes until responses come or go: who attends to which prompt together with whom."""
 
-    def __init__(self, owns: Sequence[Segment], prompts: Sequence[Segment | None]) -> None:
-        """Arrange rows, each with a segment of its own and perhaps a prompt that it shares."""
-        self.own_slots = np.array([segment.slot for segment in owns])
-        readers: dict[Segment, list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            if prompt is not None:
-                readers.setdefault(prompt, []).append(row)
-        self.prompt_slots = np.array([prompt.slot for prompt in readers], dtype=np.int64)
-        tiles = [
-            (number, prompt.length, rows[begin : begin + TILE_ROWS])
-            for number, (prompt, rows) in enumerate(readers.items())
-            for begin in range(0, len(rows), TILE_ROWS)
-        ]
-        self.rows = np.array([row for _, _, rows in tiles for row in rows], dtype=np.int64)
-        counts = np.array([len(rows) for _, _, rows in tiles], dtype=np.int64)
-        self.tile_of = np.repeat(np.arange(len(tiles)), counts)  # of each entry of `rows`
-        begins = counts.cumsum() - counts
-        self.member_of = np.arange(len(self.rows)) - begins[self.tile_of]
-        self.prompt_of_tile = np.array([number for number, _, _ in tiles], dtype=np.int64)
-        self.tile_tokens = np.array([tokens for _, tokens, _ in tiles], dtype=np.int64)
-        self.tile_begins, self.tile_counts = begins, counts
+    def __init__(self, own_slots: Ints, prompt_slots: Ints, prompt_tokens: Ints) -> None:
+        """Arrange rows, each with a segment of its own and a prompt that it shares, or -1 for none.
+
+        Args:
+            own_slots: [n] slots of the rows' own segments.
+            prompt_slots: [n] slots of the prompts' segments.
+            prompt_tokens: [n] tokens of the prompts.
+        """
+        self.own_slots = own_slots
+        readers = np.flatnonzero(prompt_slots >= 0)
+        _, first, prompt = np.unique(prompt_slots[readers], return_index=True, return_inverse=True)
+        prompt = first.argsort().argsort()[prompt]  # of each reader; prompts are in the order of their first readers
+        self.rows = readers[prompt.argsort(kind="stable")]
+        first = readers[np.sort(first)]
+        self.prompt_slots = prompt_slots[first]
+        num_readers = np.bincount(prompt, minlength=len(first))
+        num_tiles = -(-num_readers // TILE_ROWS)
+        self.prompt_of_tile, number = _counted(num_tiles)
+        self.tile_tokens = prompt_tokens[first][self.prompt_of_tile]
+        self.tile_counts = np.minimum(num_readers[self.prompt_of_tile] - number * TILE_ROWS, TILE_ROWS)
+        self.tile_begins = self.tile_counts.cumsum() - self.tile_counts
+        self.tile_of, self.member_of = _counted(self.tile_counts)  # of each entry of `rows`
+
+    @classmethod
+    def of(cls, owns: Sequence[Segment], prompts: Sequence[Segment | None]) -> Arrangement:
+        """Arrange rows by their segments."""
+        shared = np.array([(-1, 0) if prompt is None else (prompt.slot, prompt.length) for prompt in prompts])
+        return cls(np.array([segment.slot for segment in owns]), shared[:, 0], shared[:, 1])
 
     def num_listed(self, lengths: Ints, page_size: int) -> int:
         """Count the pages in the list of a pass in which rows have some tokens of their own."""
@@ -228,6 +235,12 @@ class Arrangement:
         return longest, longest_shared, end
 
 
+def _counted(counts: Ints) -> tuple[Ints, Ints]:
+    """For each of so many things of each kind, its kind, and its number among those of its kind."""
+    kinds = np.repeat(np.arange(len(counts)), counts)
+    return kinds, np.arange(len(kinds)) - (counts.cumsum() - counts)[kinds]
+
+
 def _write_items(
     items: npt.NDArray[np.int32], texts: _Texts, spare_results: int, first_result: int, page_size: int
 ) -> tuple[Ints, Ints, int]:
@@ -243,8 +256,7 @@ def _write_items(
         -(-int((num_pages * texts.num_rows).sum()) // spare_results),
     )
     parts = -(-num_pages // size)
-    text = np.repeat(np.arange(len(parts)), parts)
-    part = np.arange(len(text)) - (parts.cumsum() - parts)[text]
+    text, part = _counted(parts)
     rows = texts.num_rows[text]
     results = first_result + rows.cumsum() - rows
     own = items[: len(text)]

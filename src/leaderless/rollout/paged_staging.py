@@ -55,8 +55,8 @@ class Staging:
         self._here: list[Tensor] = []
         self._turn = 0
         self._plans: dict[int, PagedPlan] = {}
+        self._hosts: dict[tuple[int, int], Fields] = {}
         self._bucket = 0
-        self._host = fields_of(torch.empty(num_bytes(0, 0), dtype=torch.uint8), 0)
 
     def host(self, arrangement: Arrangement, pages: Pages, lengths: Ints) -> Fields:
         """Choose host memory for the numbers of the next pass, with room for the pages of segments of some lengths."""
@@ -64,8 +64,10 @@ class Staging:
         if needed > self._most_pages or not self._here:
             self._allocate(max(needed, self._most_pages))
         self._bucket, self._turn = bucket_of(len(lengths)), (self._turn + 1) % BUFFERS
-        self._host = fields_of(self._here[self._turn], self._bucket)
-        return self._host
+        key = self._turn, self._bucket
+        if key not in self._hosts:
+            self._hosts[key] = fields_of(self._here[self._turn], self._bucket)
+        return self._hosts[key]
 
     def _allocate(self, num_pages: int) -> None:
         self.release()
@@ -80,8 +82,9 @@ class Staging:
 
     def send(self, arrangement: Arrangement, lengths: Ints, pages: Pages) -> PagedPlan:
         """Add the items of the pass and copy all of it; `lengths` are [n] own tokens with the new one."""
-        longest, longest_shared, num_listed = arrangement.write(self._host, lengths, pages)
-        end = self._host.pages.storage_offset() * 4 + 4 * num_listed
+        host = self._hosts[self._turn, self._bucket]
+        longest, longest_shared, num_listed = arrangement.write(host, lengths, pages)
+        end = host.pages.storage_offset() * 4 + 4 * num_listed
         self._there[:end].copy_(self._here[self._turn][:end], non_blocking=True)
         if self._bucket not in self._plans:
             there = fields_of(self._there, self._bucket)
