@@ -14,6 +14,7 @@ NAMES_VARIABLE = "GPU_TEST_NAMES"
 """Variable with names of tests in JSON, if only some are to run; a name that is not found changes nothing."""
 SLOWEST = ("test_compiled", "whole_run")
 """Parts of the names of tests in which a compiler works; they begin first, since they take the longest."""
+FOLDER = Path(__file__).parent
 
 
 class Outcomes:
@@ -57,4 +58,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if names and item.nodeid not in names and not item.nodeid.startswith(beginnings)]
     config.hook.pytest_deselected(items=left_out)
     kept = [item for item in items if item not in left_out]
-    items[:] = sorted(kept, key=lambda item: not any(part in item.nodeid for part in SLOWEST))
+    items[:] = sorted(
+        kept, key=lambda item: item.path.parent != FOLDER or not any(part in item.nodeid for part in SLOWEST)
+    )

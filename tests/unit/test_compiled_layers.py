@@ -180,6 +180,7 @@ def test_layers_are_left_as_they_are_unless_all_ranks_can_compile_them(
 @pytest.mark.parametrize(
     ("path", "dropout", "reason"),
     [(mixture_model(tiny_model("qwen3")), 0, "it has experts"), (tiny_model(), 0.1, "its adapters have dropout")],
+    ids=["experts", "dropout"],
 )
 def test_scores_are_compiled_where_layers_cannot_be(
     path: str, dropout: float, reason: str, monkeypatch: pytest.MonkeyPatch
