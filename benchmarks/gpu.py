@@ -36,16 +36,18 @@ LIMITS_S = {
     "agreement": 60,
     "weights": 50,
     "training": 100,
+    "training@0.5B": 60,
     "timeline": 60,
     "published_verl": 90,
     "published_one": 90,
     "published_many": 120,
     "quickstart": 300,
+    "weights@7B": 120,
 }
-"""Time limit of each part with a real size, the most valuable first."""
-TINY = tuple(name for name in LIMITS_S if name != "quickstart")
+"""Time limit of each part with a real size, the most valuable first: that behind the @, or the largest that fits."""
+TINY = tuple(name for name in LIMITS_S if name != "quickstart" and "@" not in name)
 """Parts that have a tiny form."""
-MEASURED = ("speeds", "attention", "generation", "decoding", "agreement", "weights", "training")
+MEASURED = ("speeds", "attention", "generation", "decoding", "agreement", "weights", "training", "training@0.5B")
 """Parts that are measured if none is named."""
 SMOKE_S, RETRY_S, REAL_S = 150, 60, 240
 """Time limits of all tests and tiny parts, of those that are tried again, and of all real sizes of a call."""
@@ -153,7 +155,8 @@ def measure(call: Call, names: Sequence[str]) -> None:
         found = known.get(name, {"error": "not measured"})
         return not found.keys() & {"error", "problem"} and found.get("device") == call.facts["device"]
 
-    run_real(call, names or sorted(MEASURED, key=is_known))
+    different = {call.real(name): name for name in reversed(MEASURED)}.values()  # by the first name of each
+    run_real(call, names or sorted((name for name in MEASURED if name in different), key=is_known))
 
 
 def run_real(call: Call, names: Sequence[str]) -> None:

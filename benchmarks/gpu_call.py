@@ -124,8 +124,21 @@ class Call:
         return True
 
     def real(self, name: str) -> Part | None:
-        """A part with a real size, if one fits."""
-        return Part(name, self.sizes[0], is_real=True) if self.sizes else None
+        """A part with a real size, that behind an @ in its name or else the largest, if it fits."""
+        name, _, preset = name.partition("@")
+        sizes = self._sizes(preset) if preset else self.sizes
+        return Part(name, sizes[0], is_real=True) if sizes else None
+
+    def _sizes(self, preset: str) -> tuple[str, int] | None:
+        """A preset with the tokens of a training pass, if it fits; where real sizes are tiny, this one is, too."""
+        if self.sizes and (self.is_tiny or preset == self.sizes[0]):
+            return self.sizes
+        return gpu_needs.fitting_sizes(self.facts["free_bytes"], preset)
+
+    def name_of(self, part: Part) -> str:
+        """Name of a part among results."""
+        is_usual = not part.is_real or (self.sizes is not None and part.preset == self.sizes[0])
+        return part.name if is_usual else f"{part.name}@{part.preset}"
 
     def run(self, parts: Mapping[Part, float], ids: Sequence[str] = ()) -> None:
         """Run parts at the same time.
@@ -146,7 +159,8 @@ class Call:
 
     def _part_command(self, part: Part) -> tuple[Sequence[str], dict[str, str]]:
         """The command of a part, with its variables."""
-        tokens = [str(self.sizes[1])] if self.sizes and part.is_real else []
+        sizes = self._sizes(part.preset) if part.is_real else None
+        tokens = [str(sizes[1])] if sizes else []
         device = "cuda:0" if self.device == "cuda" else self.device  # as a run names it
         # Not for weights: another process cannot open memory in segments that grow.
         own = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if part.name == "training" else {}
@@ -173,7 +187,7 @@ class Call:
         found |= {"seconds_in_all": ended.seconds, "device": self.facts["device"]}
         self.ended[part], self.measured[part] = ended, found
         if part.is_real or (part.name == TESTS and is_whole):
-            self.store(part.name, found)
+            self.store(self.name_of(part), found)
         self._write_record()
         self.say(f"{part}: {ended.problem or 'done'}, {ended.seconds:.0f} s")
 
@@ -212,7 +226,7 @@ class Call:
             "command": self.command,
             "device": self.facts.get("device"),
             "failed_tests": [one["test"] for one in failed(self.tests)],
-            "failed_parts": [[part.name, part.is_real] for part in self.failed_parts],
+            "failed_parts": [[self.name_of(part), part.is_real] for part in self.failed_parts],
             "parts": {str(part): short(found) for part, found in self.measured.items()},
         }
         (self.out / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -21,6 +21,8 @@ SIZES = (
 
 They are those of `leaderless plan` for the pass with 8 % more, by which passes on a CPU have exceeded it.
 """
+NAMED = (*SIZES, ("7B", 4096, 62.0))
+"""Those, and one for new weights alone: those of the trainer in float32, and of two engines in bfloat16."""
 
 
 Facts = Mapping[str, Any]
@@ -88,9 +90,15 @@ def has_kernels(kind: str, capability: str) -> bool:
     return is_older and (name == "compute" or int(digits[:-1]) == major)
 
 
-def fitting_sizes(free_bytes: float) -> tuple[str, int] | None:
-    """The most interesting preset that fits into a device's memory, and the tokens of a training pass, if one does."""
-    return next(((name, tokens) for name, tokens, gib in SIZES if gib * GIB <= free_bytes), None)
+def fitting_sizes(free_bytes: float, preset: str = "") -> tuple[str, int] | None:
+    """The most interesting preset that fits into a device's memory, and the tokens of a training pass, if one does.
+
+    Args:
+        free_bytes: Memory that is free.
+        preset: The one that is wanted; any without it.
+    """
+    sizes = [size for size in NAMED if size[0] == preset] if preset else SIZES
+    return next(((name, tokens) for name, tokens, gib in sizes if gib * GIB <= free_bytes), None)
 
 
 def why_no_device(facts: Facts) -> str:

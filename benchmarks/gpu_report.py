@@ -30,7 +30,11 @@ def rows(results: Results) -> Rows:
     parts: Mapping[str, Results] = results["parts"]
     good = {name: part for name, part in parts.items() if "error" not in part}
     speeds = good.get("speeds")
-    lines = [row for name, rows_of in ROWS.items() if name in good for row in rows_of(good[name], speeds)]
+    lines = []
+    for kind, rows_of in ROWS.items():
+        for (name, _, size), part in ((name.partition("@"), part) for name, part in good.items()):
+            named = rows_of(part, speeds) if name == kind else []
+            lines += [(f"{figure}, {size}" if size else figure, value) for figure, value in named]
     lines += [(f"{name} is not complete", part["problem"]) for name, part in good.items() if "problem" in part]
     return lines + [(f"{name} failed", part["error"]) for name, part in parts.items() if "error" in part]
 
@@ -158,7 +162,8 @@ def table(results: Results) -> str:
     """Passes of training as a table in Markdown, then the conditions of the measurement and all other figures."""
     environment = results["parts"].get("environment", {})
     packages = ", ".join(f"{name} {number}" for name, number in environment.get("packages", {}).items())
-    preset = next((p["preset"] for p in results["parts"].values() if "preset" in p), None)
+    usual = (part for name, part in results["parts"].items() if "@" not in name)
+    preset = next((part["preset"] for part in usual if "preset" in part), None)
     model = f"; a Qwen2 of {preset['layers']} layers of {preset['hidden']}" if preset else ""
     head = f"{environment.get('device', 'an unknown device')}; {packages}{model}."
     body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows(results))
@@ -200,5 +205,5 @@ def draw_timeline(results: Results, path: Path) -> None:
 def has_matplotlib() -> bool:
     if find_spec("matplotlib"):
         return True
-    print("matplotlib is not installed here: draw the pictures elsewhere with --draw")
+    print("matplotlib is not installed here: draw the pictures elsewhere, with gpu.py draw")
     return False

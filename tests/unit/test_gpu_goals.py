@@ -25,7 +25,7 @@ from gpu_training import training
 from made import Size
 from model_flops import peak_flops, shares, training_flops
 
-SEVEN = Preset(3584, 28, 28, 4, 18944, 152064, 1, 1, 1, 1)
+SEVEN = PRESETS["7B"]
 TRAINING = {"model_flops": 4e14, "tokens": 16384, "forward_backward_s": 2.0, "compiled_forward_backward_s": 1.0}
 GENERATION = {"tokens": 512 * 512, "tokens_per_s": {"native": 30.0, "transformers.generate": 90.0}}
 GENERATION["bound_tokens_per_s"] = 100.0
@@ -40,9 +40,9 @@ def test_goals_are_shown_with_what_was_measured_of_them() -> None:
     page = goals(
         {
             "training": part(TRAINING, PRESETS["1.5B"]),
-            "training at 0.5B": part({**TRAINING, "compiled_forward_backward_s": None}, PRESETS["0.5B"]),
+            "training@0.5B": part({**TRAINING, "compiled_forward_backward_s": None}, PRESETS["0.5B"]),
             "generation": part(GENERATION, PRESETS["1.5B"]),
-            "weights": part(WEIGHTS, SEVEN),
+            "weights@7B": part(WEIGHTS, SEVEN),
         }
     )
     assert "| training, MFU | 0.5B | at least 35 % | 20%, eager layers |" in page  # 200 of 989 TFLOP/s
@@ -71,6 +71,14 @@ def test_a_goal_takes_no_figure_of_another_model_work_or_gpu(
     result: dict[str, Any], preset: Preset, device: str
 ) -> None:
     assert goals({"a part": part(result, preset, device)}).count("not measured") == len(GOALS) == 4
+
+
+def test_figures_of_a_part_with_a_size_of_its_own_name_it() -> None:
+    sizes = {"weights": PRESETS["1.5B"], "weights@7B": SEVEN}
+    found = gpu_report.table({"parts": {name: part(WEIGHTS, size) for name, size in reversed(sizes.items())}})
+    assert "a Qwen2 of 28 layers of 1536." in found
+    assert "| new weights in the native engine, 1 GPU | 60.8 GB/s |" in found
+    assert "| new weights in the native engine, 1 GPU, 7B | 60.8 GB/s |" in found
 
 
 def test_mfu_and_the_share_of_a_large_product_stand_apart() -> None:

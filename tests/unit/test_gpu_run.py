@@ -177,8 +177,26 @@ def test_what_is_not_known_of_this_device_is_measured_first(call: Call, monkeypa
     call.results.write_text(json.dumps({"parts": {**known, **other}}))
     commands = programs(call, monkeypatch, **dict.fromkeys(gpu.MEASURED, SAYS))
     gpu.measure(call, [])
-    expected = ["attention", "decoding", "agreement", "training", "speeds", "generation", "weights"]
+    expected = ["attention", "decoding", "agreement", "training", "training", "speeds", "generation", "weights"]
     assert [command[0] for command in commands] == expected
+    assert [command[2:4] for command in commands[3:5]] == [["1.5B", "12288"], ["0.5B", "8192"]]
+    kept = json.loads(call.results.read_text())["parts"]
+    assert kept["training"]["seconds_in_all"] >= 0 <= kept["training@0.5B"]["seconds_in_all"]
+    call.sizes = ("0.5B", 4096)
+    commands.clear()
+    gpu.measure(call, [])
+    assert [command[2:4] for command in commands if command[0] == "training"] == [["0.5B", "4096"]], "once"
+
+
+def test_a_part_may_have_a_size_of_its_own(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = programs(call, monkeypatch, weights="exit 1")
+    gpu.measure(call, ["weights@7B"])
+    assert commands == [["weights", "cuda:0", "7B", "4096"]]
+    assert json.loads((call.out / RECORD).read_text())["failed_parts"] == [["weights@7B", True]]
+    assert [*json.loads(call.results.read_text())["parts"]] == ["weights@7B", "environment"]
+    call.facts["free_bytes"] = 6e10
+    gpu.measure(call, ["weights@7B"])
+    assert call.notes == ["weights@7B was not run: no model fits into the memory that is free"]
 
 
 def test_parts_for_which_there_is_no_time_or_memory_are_named(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,5 +428,5 @@ def test_the_pool_of_the_engine_leaves_room_on_the_smallest_gpu_of_a_preset(
     (options,) = chosen
     per_token = 2 * preset.layers * preset.key_heads * (preset.hidden // preset.heads) * 2
     assert options.pool_tokens >= preset.prompts * (preset.prompt_tokens + 8 * preset.response_tokens)
-    least = min((gib for other, _, gib in gpu_needs.SIZES if other == name), default=1)
+    least = min((gib for other, _, gib in gpu_needs.NAMED if other == name), default=1)
     assert options.pool_tokens * per_token <= 0.3 * least * 2**30
