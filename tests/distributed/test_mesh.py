@@ -29,6 +29,7 @@ from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
 from leaderless.training.engine import TrainEngine
 from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.sharded import Division
 
 REPEATING = "tests.distributed.test_mesh:repeats_over_pp"
 
@@ -44,7 +45,7 @@ def repeats_over_pp(setup: EngineSetup) -> TrainEngine:
         setup.micro_batch_tokens,
         optimizer=setup.optimizer,
         num_updates=setup.num_updates,
-        mesh=setup.mesh(),
+        division=Division(setup.mesh()),
     )
 
 
