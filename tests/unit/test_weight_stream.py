@@ -131,12 +131,14 @@ class StandIn:
     sums: list[int] = field(default_factory=list)
     expected: list[int] | None = None
     places: list[object] = field(default_factory=list)
+    num_loads: int = 0
     memory: SharedMemory = field(default_factory=SharedMemory)
 
     def call_numbered(self, path: str, body: dict[str, Any]) -> None:
         if path == "/finish_load":
             self.expected = body["expected"]
             return
+        self.num_loads += 1
         assert self.asked.acquire(timeout=10), "nothing was packed meanwhile"
         if len(self.sums) == self.fails_at:
             raise EngineError("the server has failed")
@@ -180,6 +182,7 @@ def test_a_bucket_that_a_server_does_not_load_ends_the_stream(fails_at: int, mon
     with pytest.raises(EngineError, match="the server has failed"):
         load_into(server, monkeypatch)
     assert server.expected is None, "the weights are not used"
+    assert server.num_loads == fails_at + 1, "each call to a server that hangs would wait as long as the first"
 
 
 class Launches(TorchDispatchMode):

@@ -85,8 +85,8 @@ class VllmServer:
                 buckets = make_buckets(weights, self._settings.torch_dtype, *stagings)
                 for bucket, staging in zip(buckets, cycle(stagings), strict=False):
                     sums.append(checksums(bucket.data[None]))
-                    packed = mark(self._device) if is_cuda else None
-                    asked.append(thread.submit(self._ask_to_load, bucket, staging.place(), packed, adapter))
+                    packed, before = mark(self._device) if is_cuda else None, asked[-1] if asked else None
+                    asked.append(thread.submit(self._ask_to_load, bucket, staging.place(), packed, adapter, before))
                     if len(asked) == len(stagings):  # the next bucket takes the memory of this one
                         asked.popleft().result()
                 for one in asked:
@@ -98,8 +98,12 @@ class VllmServer:
             for staging in stagings:
                 staging.close()
 
-    def _ask_to_load(self, bucket: WeightBucket, place: Json, packed: torch.Event | None, adapter: str) -> None:
-        """Let the server load a bucket; an accelerator has come so far that another process may read it."""
+    def _ask_to_load(
+        self, bucket: WeightBucket, place: Json, packed: torch.Event | None, adapter: str, before: Future[None] | None
+    ) -> None:
+        """Let the server load a bucket, once an accelerator has packed it and the server has loaded the one before."""
+        if before is not None:
+            before.result()  # raises its error: a server that hangs is not waited for a second time
         if packed is not None:
             packed.synchronize()
         weights: Json = [asdict(weight) for weight in bucket.weights]
