@@ -15,6 +15,10 @@ from leaderless.data import transport, under_way
 from leaderless.data.errors import CollectiveError
 from leaderless.data.transport import ProcessGroup
 from leaderless.data.under_way import MESSAGES_AHEAD
+from leaderless.planner import Layout
+from leaderless.weights.blocks import Block, HeldWeights, LocalWeight, Pool, even_rows, everything
+from leaderless.weights.route import Route
+from leaderless.weights.stream import receive_weights
 
 
 class Work:
@@ -118,3 +122,14 @@ def test_nothing_is_marked_where_the_host_has_waited(group: ProcessGroup) -> Non
     group.swap(values, "rows")
     group.receive(values, 1, "rows")
     assert not group.backlog
+
+
+def test_a_weight_is_given_to_its_user_once_its_messages_have_come(group: ProcessGroup) -> None:
+    """The user may wait for the device, and could not name a rank that is missing."""
+    layout = Layout((0, 1), dp=2)
+    pools = Pool(layout, even_rows), Pool(layout, everything)
+    route = Route("weights", {"kernel": (4, 2)}, *pools, torch.float32, 0, is_gathered=True)
+    kernel = LocalWeight("kernel", (4, 2), Block((0, 0), (2, 2)), torch.zeros(2, 2, device="meta"))
+    stream = receive_weights(route, group, group, HeldWeights.of([kernel], 3))
+    with pytest.raises(CollectiveError, match="waited for weights"):
+        next(stream)

@@ -141,7 +141,7 @@ class _Delivery:
 
     def __init__(self, route: Route, held: HeldWeights | None, process_group: ProcessGroup) -> None:
         self.route, self.held = route, held
-        self._group, self.device = process_group, process_group.payload_device
+        self.group, self.device = process_group, process_group.payload_device
         self.what = route.what
         self.versions: set[int] = set()
         self.error = ""
@@ -176,7 +176,7 @@ class _Delivery:
                     [(sender, message) for sender, _, message in arriving],
                 )
 
-        for _ in self._group.exchanging(rounds(), self.what):
+        for _ in self.group.exchanging(rounds(), self.what):
             turns, rooms, arrived = under_way.popleft()
             self._take(arrived, rooms)
             del arrived, rooms  # or they would stay while the next rounds are begun
@@ -246,7 +246,7 @@ class _Delivery:
 
     def _read(self, found: Sequence[_Found]) -> None:
         """Note what is wrong with some messages; an accelerator has finished with all of them then."""
-        self._group.backlog.wait()  # or a rank that is missing would have no name
+        self.group.backlog.wait()  # or a rank that is missing would have no name
         versions, are_intact = torch.cat([one.versions_and_matches for one in found], dim=1).tolist()
         about = ((sender, one.names) for one in found for sender in one.senders)
         for (sender, names), version, intact in zip(about, versions, are_intact, strict=True):
@@ -349,6 +349,9 @@ class _Gathering:
             for turn, rows in self._views(parts, [turn for turn in turns if turn.name not in local]):
                 self._place(turn, rows)
         self.stream.policy_version = next(iter(delivery.versions), NO_VERSION)
+        # Whoever uses a weight may wait for the device, and would not notice that a rank is missing. Later messages are
+        # on their way meanwhile.
+        delivery.group.backlog.wait()
         for turn in turns:
             if turn.is_last and not delivery.error:
                 if turn.name in local:
