@@ -578,6 +578,15 @@ def test_new_weights_pass_to_an_engine_in_another_process_in_two_stagings(model)
     assert {"engine's weights", "kv cache"} == set(estimate.cpu.phases["policy generates"])
 
 
+def test_a_weight_larger_than_a_bucket_passes_whole_to_an_engine_in_another_process(tmp_path):
+    model = write_model(tmp_path / "model", vocab_size=1 << 21)
+    parts = estimate_of("grpo", 2, model, rollout={"engine": "vllm"}).accelerator.phases["policy generates"]
+    embedding = (1 << 21) * 64 * 4
+    assert embedding == 2 * memory.DEVICE_WEIGHT_BUCKET_BYTES
+    assert (parts["largest weight"], parts["buckets for the engine"]) == (embedding, 3 * embedding)
+    assert parts["buckets"] == 4 * memory.DEVICE_WEIGHT_BUCKET_BYTES + memory.CHECKSUM_BYTES, "rows are divided there"
+
+
 def test_a_reference_is_another_model_that_only_scores(model):
     sections = {"algorithm": {"kl": {"coefficient": 0.1}}}
     estimate = memory_of("grpo", 2, model, **sections)

@@ -149,6 +149,11 @@ def models_of(
     return models
 
 
+def _largest_weight(model: ModelMemory) -> int:
+    """Bytes of the embedding, which is usually the largest weight."""
+    return model.size.vocab_size * model.size.hidden_size * model.width
+
+
 def _stage(stages: Sequence[ModelMemory], rank: int) -> int:
     """The stage of a rank, of the stages of a model that it has a part of."""
     return stages[0].instance.layout.coordinates(rank)["pp"] if len(stages) > 1 else 0
@@ -273,7 +278,7 @@ class _Rank:
 
     def _pinned_bytes(self, size: int, model: ModelMemory) -> int:
         """Weights on the host; for an accelerator in blocks of pinned memory, at whose ends some room is left."""
-        largest = model.size.vocab_size * model.size.hidden_size * model.width
+        largest = _largest_weight(model)
         if self.is_cpu:
             return size
         if size <= PINNED_BYTES:
@@ -304,8 +309,7 @@ class _Rank:
     def _travel(self, model: ModelMemory) -> dict[str, int]:
         """What is needed to send and to take new weights."""
         # An engine replaces a weight when all of it has come: for a moment the largest one is there twice.
-        largest = model.size.vocab_size * model.size.hidden_size * model.width
-        parts = {"largest weight": largest} if model.instance.is_engine_only else {}
+        parts = {"largest weight": _largest_weight(model)} if model.instance.is_engine_only else {}
         if model.has_adapters and not model.instance.is_engine_only and not model.engine.takes_adapters:
             parts["merged weights"] = model.adapted_bytes()
         bucket = WEIGHT_BUCKET_BYTES if self.is_cpu else min(DEVICE_WEIGHT_BUCKET_BYTES, model.sent_bytes())
@@ -319,8 +323,11 @@ class _Rank:
             parts = size.num_kv_parts(model.instance.serving_layout)
             own = 0 if is_resident else model.engine_bytes() + model.adapted_bytes() * (not model.engine.takes_adapters)
             # New weights come while the cache is there: to this rank, and from it into two stagings and a copy of one.
-            bucket = min(DEVICE_WEIGHT_BUCKET_BYTES, model.sent_bytes())
-            loading = {} if self.is_cpu else self._travel(model) | {"buckets for the engine": 3 * bucket}
+            # A weight is whole there, also if it is larger than a bucket.
+            largest = min(_largest_weight(model), model.sent_bytes())
+            bucket = max(largest, min(DEVICE_WEIGHT_BUCKET_BYTES, model.sent_bytes()))
+            whole = {"largest weight": largest, "buckets for the engine": 3 * bucket}
+            loading = {} if self.is_cpu else self._travel(model) | whole
             yield {"engine's weights": own, "kv cache": -(-cache // parts), **loading}
             return
         is_copied = model.shards > 1 or model.part != model.size or model.width != FLOAT32_BYTES
