@@ -24,6 +24,7 @@ from leaderless.data.dataloader import Dataloader
 from leaderless.data.dataset import open_dataset
 from leaderless.data.encode import RowEncoder
 from leaderless.data.errors import CollectiveError
+from leaderless.data.roll_call import ROLL_CALL_S
 from leaderless.data.sources import open_source
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.data.under_way import RoundUnderWay
@@ -142,7 +143,7 @@ def wait_for_an_accelerator() -> tuple[str, float]:
 def test_an_exchange_that_never_ends_names_who_is_missing_before_the_backend_gives_up(ranks: RankPool) -> None:
     (message, seconds), _ = ranks.run(2, wait_for_an_accelerator)
     assert "rank 0 waited for rows with ranks [1]; nothing is heard of rank 1" in message
-    assert 0.45 <= seconds < 0.5 + transport.ROLL_CALL_S + 0.5
+    assert 0.45 <= seconds < 0.5 + ROLL_CALL_S + 0.5
 
 
 def read_dataset(path: str, max_prompt_tokens: int) -> tuple[list[int], list[int]]:

@@ -23,7 +23,7 @@ from leaderless.training.engine import ApartSetup, EngineSetup
 from leaderless.training.megatron import folder, model
 from leaderless.training.megatron.engine import make_engine
 from leaderless.training.megatron.server import Calls
-from leaderless.worker.roles import _apart
+from leaderless.worker.instances import apart_setup
 
 PYTHON = {"python": "/opt/megatron/bin/python"}
 
@@ -82,8 +82,8 @@ def test_other_releases_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPa
 def test_a_rank_starts_megatron_as_the_recipe_says(tmp_path: Path) -> None:
     config = {"python": "/opt/megatron/bin/python", "start_timeout_s": 5.0, "answer_timeout_s": 6.0}
     recipe = make_recipe(training={"backend": "megatron", "megatron": config})
-    assert _apart(recipe, tmp_path) == ApartSetup("/opt/megatron/bin/python", 5.0, 6.0, tmp_path)
-    assert _apart(make_recipe(), tmp_path) is None
+    assert apart_setup(recipe, tmp_path) == ApartSetup("/opt/megatron/bin/python", 5.0, 6.0, tmp_path)
+    assert apart_setup(make_recipe(), tmp_path) is None
 
 
 def test_a_rank_refuses_what_cannot_start(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> ProcessGroup:
     monkeypatch.setattr(dist, "P2POp", Mock())
     monkeypatch.setattr(dist, "batch_isend_irecv", Mock(return_value=[Work()]))
     monkeypatch.setattr(transport, "_all_gather", Mock(return_value=Work()))
-    monkeypatch.setattr(transport, "_silent", Mock(return_value=(1,)))
+    monkeypatch.setattr(transport, "silent_ranks", Mock(return_value=(1,)))
     marks = Mock(side_effect=lambda _: Work())
     monkeypatch.setattr(under_way, "mark", marks)
     return ProcessGroup((0, 1), 0, payload_device=torch.device("meta"), timeout_s=0.02)

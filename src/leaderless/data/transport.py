@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from leaderless.data.activity import Activity
 from leaderless.data.blocks import Mesh, is_in_blocks
 from leaderless.data.errors import CollectiveError
+from leaderless.data.roll_call import silent_ranks
 from leaderless.data.under_way import (
     MESSAGES_AHEAD,
     Backlog,
@@ -42,8 +43,6 @@ from leaderless.data.under_way import (
 from leaderless.planner import Layout, format_ranks
 from leaderless.planner.layout import BACK
 
-ROLL_CALL_S = 1.0
-"""Time for ranks that stop waiting to report it, so that the missing ones can be named."""
 ROUNDS_AHEAD = 2
 """Rounds of an exchange that are in progress at a time: one is filled while another is sent."""
 POLL_S = 0.0002
@@ -355,7 +354,7 @@ class ProcessGroup:
                 yield
         except RuntimeError as error:
             others = [rank for rank in self.ranks if rank != self.rank]
-            silent = _silent(self.rank, others)
+            silent = silent_ranks(self.rank, others)
             blame = f"; nothing is heard of {'ranks' if len(silent) > 1 else 'rank'} {format_ranks(silent)}"
             raise CollectiveError(
                 f"rank {self.rank} waited for {what} with ranks {others}{blame if silent else ''}: {error}"
@@ -373,24 +372,6 @@ def _combined(parts: Sequence[Tensor], operation: dist.ReduceOp.RedOpType) -> Te
 def digest(content: bytes) -> int:
     """A number that identifies some content; it fits into int64."""
     return int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
-
-
-def _silent(rank: int, others: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that have not stopped waiting too, so that they are late or gone.
-
-    A rank that stops waiting reports it in the rendezvous store, which is not read while all is well.
-    """
-    end = time.monotonic() + ROLL_CALL_S
-    try:
-        store = _get_default_store()
-        store.set(f"given up/{rank}", "")
-        silent = list(others)
-        while silent and time.monotonic() < end:
-            time.sleep(0.05)
-            silent = [other for other in silent if not store.check([f"given up/{other}"])]
-    except (RuntimeError, ValueError):  # the store is gone, and nobody else can be named
-        return ()
-    return tuple(silent)
 
 
 class Transport:

@@ -35,7 +35,7 @@ from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.probe import probe_of
-from leaderless.rollout.seats import Hosts, Sharing, shared_by
+from leaderless.rollout.seats import Hosts
 from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, shapes_of
 from leaderless.rollout.shared import SharedEngine
 from leaderless.rollout.worlds import spaces_of
@@ -44,7 +44,6 @@ from leaderless.stages.play import check_policy, tools_of
 from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.training.engine import (
     AdaptedEngine,
-    ApartSetup,
     BodySetup,
     EngineSetup,
     Trainable,
@@ -57,6 +56,7 @@ from leaderless.weights.blocks import HeldWeights, Pool, Shape, everything
 from leaderless.weights.copies import begin_copy
 from leaderless.weights.route import Route
 from leaderless.weights.stream import Probe, fill_weights, send_weights
+from leaderless.worker.instances import apart_setup, instances_of, is_merged, trains_like
 from leaderless.worker.turns import Turns
 from leaderless.worker.weights import placement_of, type_of_engines
 
@@ -185,7 +185,7 @@ class Roles:
             num_updates=instance.num_updates,
             micro_batch_tokens=self._plan.batch.micro_batch_tokens,
             donor=self._donor(instance),
-            apart=_apart(recipe, self._logs),
+            apart=apart_setup(recipe, self._logs),
             body=self._body(recipe),
             is_reward_model=trains_reward_model(self._plan, role),
             seed=recipe.seed,
@@ -272,7 +272,7 @@ class Roles:
             shard=setup.shard,
             probe=setup.probe if self._is_probed(instance.role) else (),
             may_restart=spec.restarts_on(setup.layout),
-            is_merged=_is_merged(instance, recipe),
+            is_merged=is_merged(instance, recipe),
         )
 
     def _fed(self, instance: RoleInstance, recipe: Recipe) -> Fed:
@@ -298,7 +298,7 @@ class Roles:
         if recipe.body is not None:
             shapes = body_shapes(config, f"models.{role}", recipe.body)
         else:
-            shapes = shapes_of(empty_causal_lm(config, role), is_merged=_is_merged(instance, recipe))
+            shapes = shapes_of(empty_causal_lm(config, role), is_merged=is_merged(instance, recipe))
         assert trained is not None, "ranks only generate with a role that is trained elsewhere"
         return self._way_to_engines(role, recipe, trained.layout, instance.layout, shapes)
 
@@ -318,7 +318,7 @@ class Roles:
             self.adapt_to_memory(*self._bounded_by)
 
     def _adopt_role(self, role: str, before: Plan) -> None:
-        old, new = (_instances_of(role, plan, self._recipe) for plan in (before, self._plan))
+        old, new = (instances_of(role, plan, self._recipe) for plan in (before, self._plan))
         kept, rank = {one for one in old if new.get(one) == old[one]}, self._transport.rank
         kept = {one for one in kept if base_of(self._recipe, self._plan.instances, one) is None}
         left: dict[RoleInstance, Trainable] = {}
@@ -332,7 +332,7 @@ class Roles:
                 left[one] = engine
         for one in new:
             if rank in one.layout and one not in kept:
-                self._add(one, next((engine for was, engine in left.items() if _trains_like(was, one)), None))
+                self._add(one, next((engine for was, engine in left.items() if trains_like(was, one)), None))
             elif rank in one.layout and one.is_engine_only:
                 serving = cast("ModelRole", self._models[role, one.layout.ranks]).serving
                 cast("Fed", serving).reroute(self._way_to(one, self._recipe.as_seen_by(role)))
@@ -341,7 +341,7 @@ class Roles:
     def _move(self, role: str, before: Plan, left: Mapping[RoleInstance, Trainable]) -> None:
         """Send the state of a trained model to the ranks that train it now, if these divide it otherwise."""
         source, target = trained_instance(before, role), trained_instance(self._plan, role)
-        if source is None or target is None or _trains_like(source, target):
+        if source is None or target is None or trains_like(source, target):
             return
         held, world = left.get(source), self._transport.world
         version = torch.tensor([held.policy_version if held else 0])
@@ -448,7 +448,7 @@ class Roles:
         """What this rank sends."""
         recipe = self._recipe.as_seen_by(action.role)
         fed = (one for one in self._plan.instances if (one.role, one.layout) == (action.role, action.target_layout))
-        return held_by(source, is_merged=any(one.is_engine_only and _is_merged(one, recipe) for one in fed))
+        return held_by(source, is_merged=any(one.is_engine_only and is_merged(one, recipe) for one in fed))
 
     def _is_engine_only(self, action: SyncWeights) -> bool:
         """Whether the ranks that get weights only generate."""
@@ -496,31 +496,3 @@ class Roles:
         for channel in self._plan.channels:
             if channel.sync is not None and self._transport.rank in channel.sync.ranks:
                 self.sync(channel.sync, self._transport.lane(channel.name, channel.sync.ranks))
-
-
-def _instances_of(role: str, plan: Plan, recipe: Recipe) -> dict[RoleInstance, tuple[bool, Sharing]]:
-    """The instances of a role in a plan: whether each has an engine, if only for held-out prompts; who shares it."""
-    every = plan.instances
-    answers, own = answering(every, recipe.evaluation.role), [one for one in every if one.role == role]
-    return {one: (one.has_engine or one == answers, shared_by(companions_of(recipe, every, one))) for one in own}
-
-
-def _is_merged(instance: RoleInstance, recipe: Recipe) -> bool:
-    """Whether the engine of an instance is given weights with adapters merged in."""
-    config = recipe.model_of(instance.role)
-    spec = engine_for(recipe.rollout, instance.engine)
-    return config is not None and config.lora is not None and not spec.takes_adapters
-
-
-def _trains_like(old: RoleInstance, new: RoleInstance) -> bool:
-    """Whether what trains or scores one instance can do so for another one, whatever generates."""
-    fields = ("role", "layout", "is_trained", "is_critic", "num_updates", "is_engine_only")
-    return all(getattr(old, name) == getattr(new, name) for name in fields)
-
-
-def _apart(recipe: Recipe, logs: Path) -> ApartSetup | None:
-    """How a back end starts processes of its own."""
-    config = recipe.training.megatron
-    if config.python is None:
-        return None
-    return ApartSetup(config.python, config.start_timeout_s, config.answer_timeout_s, logs)
