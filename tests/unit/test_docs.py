@@ -309,9 +309,9 @@ def test_scripts_are_valid_shell(block: Block) -> None:
 
 
 def test_make_targets_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     for page in PAGES:
-        named = re.findall(r"^make ([a-z]+)|`make ([a-z ]+)`", page.read_text(encoding="utf-8"), re.M)
+        named = re.findall(r"^make ([a-z-]+)|`make ([a-z -]+)`", page.read_text(encoding="utf-8"), re.M)
         assert {word for match in named for word in " ".join(match).split()} <= targets, page
 
 
