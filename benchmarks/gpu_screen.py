@@ -98,7 +98,7 @@ def described_tests(tests: Tests) -> list[str]:
 
 
 def described_parts(parts: Iterable[tuple[str, str, str]]) -> list[str]:
-    """Parts that have failed or were stopped, with their errors and frames; those that fail alike are told once.
+    """Parts that have failed or were stopped, with their errors and frames; those that fail alike are described once.
 
     Args:
         parts: Name, problem and output of each.
@@ -110,7 +110,7 @@ def described_parts(parts: Iterable[tuple[str, str, str]]) -> list[str]:
         said = [f"  {line[:300]}" for line in errors(output) if not line.startswith(("MEASURED ", "Fatal "))]
         places = [f"  at {' < '.join(newest[:MOST_FRAMES])}"] * bool(newest)
         alike.setdefault((*said, *places), []).append(f"{name}: {problem}")
-    return [line for told, names in alike.items() for line in (*(f"FAILS {name}" for name in names), *told)]
+    return [line for common, names in alike.items() for line in (*(f"FAILS {name}" for name in names), *common)]
 
 
 def short(value: object) -> object:
