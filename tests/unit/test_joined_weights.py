@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from tests.tiny import mixture_model, tiny_model
 from tests.unit.test_native_engine import FAMILIES, assert_same, model_of, sample, tiny_engine
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.models.attention import PackedAttention
@@ -135,3 +137,24 @@ def test_weights_that_stay_the_trainers_own_and_those_under_adapters_are_not_joi
     separate = NativeEngine(load_causal_lm(config, "policy").eval(), plain.tokenizer, plain.end_tokens, 64, CPU)
     load(separate, trained)
     assert_same(sample(engine), sample(separate))
+
+
+def test_kernels_of_joined_layers_are_for_the_sizes_of_their_weights() -> None:
+    """With sizes that it does not know, `torch.compile` would make slower ones."""
+    model, shapes = model_called("qwen2"), set[str]()
+    engine = engine_of(model)
+    load(engine, weights_of(model))
+
+    def backend(graph: fx.GraphModule, _: Sequence[object]) -> Callable[..., object]:
+        examples = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        shapes.update(str(list(one.shape)) for one in examples if isinstance(one, nn.Parameter))
+        return graph.forward
+
+    layer = forward_of(engine).joined.layers()[0]
+    joined = [one for one in (layer.queries, layer.gates) if one is not None]
+    multiply = torch.compile(lambda values: [one.multiply(values) for one in joined], backend=backend, dynamic=True)
+    with torch.no_grad():
+        multiply(torch.ones(3, joined[0].weight.shape[1]))
+    weights = [weight for one in joined for weight in (one.weight, one.bias) if weight is not None]
+    assert {str(list(one.shape)) for one in weights} == shapes
+    torch._dynamo.reset()

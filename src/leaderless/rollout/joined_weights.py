@@ -98,13 +98,15 @@ class _Block:
         self.release()
 
     def release(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = nn.Parameter(torch.empty(0), requires_grad=False)
         self._inside = set[int]()
 
     def room(self, place: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if not self._inside or self._memory.dtype != dtype:
             rows = sum(shape[0] for shape in self._shapes)
-            self._memory = torch.empty(rows, *self._shapes[0][1:], dtype=dtype, device=device)
+            memory = torch.empty(rows, *self._shapes[0][1:], dtype=dtype, device=device)
+            # As for the weights of modules, `torch.compile` makes kernels for these sizes alone.
+            self._memory = nn.Parameter(memory, requires_grad=False)
             self._inside.clear()
         self._inside.add(place)
         begin = sum(shape[0] for shape in self._shapes[:place])
