@@ -214,6 +214,9 @@ def test_a_compiler_that_computes_something_else_is_noticed(monkeypatch: pytest.
     wrong = PLAIN._replace(slope=lambda *arguments: slope(*arguments) + 1)
     monkeypatch.setattr(fused_scores, "compile_scores", lambda: wrong)
     assert scores_failure(torch.device("cpu"), torch.float32, VOCABULARY).startswith("its scores differ by 1.0")
+    wrong = PLAIN._replace(slope=lambda *arguments: slope(*arguments) * torch.nan)
+    monkeypatch.setattr(fused_scores, "compile_scores", lambda: wrong)
+    assert scores_failure(torch.device("cpu"), torch.float32, VOCABULARY) == "its scores differ by nan"
     monkeypatch.setattr(fused_scores, "compile_scores", lambda: wrong._replace(summarize=None))
     assert scores_failure(torch.device("cpu"), torch.float32, VOCABULARY).startswith("TypeError")
 
