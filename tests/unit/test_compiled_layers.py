@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from threading import Thread
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,13 +12,14 @@ import torch
 from tests.engines import ALONE
 from tests.tiny import mixture_model, random_samples, tiny_model
 from torch import Tensor, fx
+from torch._dynamo import mark_static
 from torch._dynamo.backends.debugging import aot_eager
 
 from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.models import compiled_layers
 from leaderless.models.causal_lm import CausalLM
-from leaderless.models.compiled_layers import compile_layers, compiler_failure, why_not_compiled
+from leaderless.models.compiled_layers import compile_layers, compiled, compiler_failure, why_not_compiled
 from leaderless.models.fused_scores import PLAIN
 from leaderless.models.opened import open_model
 from leaderless.training import fsdp
@@ -124,6 +126,21 @@ def test_layers_that_recompute_do_so_with_the_same_graphs(backend: Backend) -> N
     assert calls[1] > calls[0] > 0
     # The last graph of a layer need not run to its end: what it would save last is there before.
     assert calls[1] >= 1.5 * calls[0]
+
+
+def test_functions_have_kernels_for_many_models_in_every_thread(backend: Backend) -> None:
+    """Backward passes of a GPU, and engines that serve, have threads of their own."""
+    function, sizes = compiled(lambda values: values + 1, backend), range(2, 12)
+
+    def work() -> None:
+        for size in sizes:
+            mark_static(values := torch.ones(3, size), 1)
+            function(values)
+
+    for thread in [Thread(target=work) for _ in range(2)]:
+        thread.start()
+        thread.join()
+    assert backend.num_graphs == len(sizes)
 
 
 def test_some_layers_are_not_compiled() -> None:

@@ -224,7 +224,7 @@ def bytes_of(store: SegmentStore) -> int:
 def test_a_compiler_that_fails_is_said_and_decoding_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = sample(tiny_engine())
 
-    def broken(function: Callable[..., object], *, dynamic: bool) -> Callable[..., object]:
+    def broken(function: Callable[..., object], **_: object) -> Callable[..., object]:
         def call(*args: object) -> object:
             raise OSError("no compiler")
 
@@ -242,7 +242,7 @@ def test_a_prompt_of_one_token_needs_no_kernels_of_its_own(monkeypatch: pytest.M
     """A compiler takes the number of rows for a constant where it is 1."""
     expected, rows = tiny_engine(), list[int]()
 
-    def counted(function: Callable[..., object], *, dynamic: bool) -> Callable[..., object]:
+    def counted(function: Callable[..., object], **_: object) -> Callable[..., object]:
         def call(layer: nn.Module, *values: Tensor) -> object:
             rows.extend(map(len, values))
             return function(layer, *values)
@@ -261,20 +261,27 @@ def test_a_prompt_of_one_token_needs_no_kernels_of_its_own(monkeypatch: pytest.M
 
 
 def test_engines_of_several_models_may_all_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    limits = list[int | None]()
+
+    def compile_(
+        function: Callable[..., object], recompile_limit: int | None = None, **_: object
+    ) -> Callable[..., object]:
+        limits.append(recompile_limit)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
     model = tiny_engine().model
     LeanForward(model, enable_compile=False)
-    assert torch._dynamo.config.recompile_limit == 8
+    assert not limits
     LeanForward(model, enable_compile=True)
-    assert torch._dynamo.config.recompile_limit == compiled_layers.MAX_VARIANTS
+    assert limits == [compiled_layers.MAX_VARIANTS] * 2
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_compiler_is_not_blamed_for_what_the_function_itself_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, refuses = [], [False, True, False]
 
-    def compile_(function: Callable[..., int], *, dynamic: bool) -> Callable[..., int]:
+    def compile_(function: Callable[..., int], **_: object) -> Callable[..., int]:
         return lambda value: (compiled.append(value), function(value))[1]
 
     def double(value: int) -> int:

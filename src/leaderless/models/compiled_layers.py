@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,9 @@ from leaderless.models.attention import keep_attention_apart
 from leaderless.models.decoder import Decoder
 from leaderless.models.experts import num_experts
 from leaderless.models.recomputing import replace_forward
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 BACKEND = "inductor"
 """What turns graphs into kernels; tests have others, which need no compiler."""
@@ -46,16 +51,21 @@ def compile_layers(model: Decoder) -> None:
     compute their activations again do so with the same kernels.
     """
     keep_attention_apart()
-    allow_variants()
     for layer in _layers(model):
-        replace_forward(layer, partial(torch.compile, dynamic=True, backend=BACKEND))
+        replace_forward(layer, partial(compiled, backend=BACKEND))
 
 
-def allow_variants() -> None:
-    """Let functions that several models share have kernels for each of them."""
+def compiled(
+    function: Callable[Arguments, Result], backend: str | Callable[..., Any] = "inductor"
+) -> Callable[Arguments, Result]:
+    """Compile a function for any number of tokens, with kernels for each of several models that share it."""
+    if "recompile_limit" in signature(torch.compile).parameters:
+        # In torch 2.13 a setting of Dynamo is that of a thread, and backward passes of a GPU have threads of their own.
+        return torch.compile(function, dynamic=True, backend=backend, recompile_limit=MAX_VARIANTS)
     from torch._dynamo import config as dynamo
 
     dynamo.recompile_limit = max(MAX_VARIANTS, dynamo.recompile_limit)
+    return torch.compile(function, dynamic=True, backend=backend)
 
 
 def compiler_failure(device: torch.device, dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ from torch._dynamo import mark_static
 
 from leaderless.data.errors import is_out_of_memory
 from leaderless.models import compiled_layers
-from leaderless.models.compiled_layers import allow_variants
+from leaderless.models.compiled_layers import compiled
 
 Result = TypeVar("Result")
 
@@ -110,8 +110,7 @@ def compile_scores() -> FusedScores:
 
 @cache
 def _compiled(backend: str) -> FusedScores:
-    allow_variants()
-    functions: list[Callable[..., Any]] = [torch.compile(one, dynamic=True, backend=backend) for one in PLAIN]
+    functions: list[Callable[..., Any]] = [compiled(one, backend) for one in PLAIN]
     return FusedScores(*(partial(_call, one) for one in functions))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from leaderless.data.errors import is_out_of_memory
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
-from leaderless.models.compiled_layers import allow_variants
+from leaderless.models.compiled_layers import compiled
 from leaderless.models.lora import LoraLinear
 from leaderless.models.products import linear_for_few
 from leaderless.rollout.joined_weights import Joined, JoinedWeights, LeanLayer
@@ -73,7 +73,6 @@ class LeanForward:
         self._project, self._finish = project, finish
         if enable_compile:
             self._project, self._finish = _of_two_rows(_compiled(project)), _of_two_rows(_compiled(finish))
-            allow_variants()
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor, *, images: Seen | None = None
@@ -173,7 +172,7 @@ def _of_two_rows(function: Callable[..., Result]) -> Callable[..., Result]:
 
 def _compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Compile a function for any number of tokens; if that fails, warn, and use the function itself."""
-    best: Callable[Arguments, Result] = torch.compile(function, dynamic=True)
+    best = compiled(function)
 
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         nonlocal best
