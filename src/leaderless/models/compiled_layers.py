@@ -59,13 +59,15 @@ def compiled(
     function: Callable[Arguments, Result], backend: str | Callable[..., Any] = "inductor"
 ) -> Callable[Arguments, Result]:
     """Compile a function for any number of tokens, with kernels for each of several models that share it."""
+    limit: dict[str, Any] = {}
     if "recompile_limit" in signature(torch.compile).parameters:
         # In torch 2.13 a setting of Dynamo is that of a thread, and backward passes of a GPU have threads of their own.
-        return torch.compile(function, dynamic=True, backend=backend, recompile_limit=MAX_VARIANTS)
-    from torch._dynamo import config as dynamo
+        limit = {"recompile_limit": MAX_VARIANTS}
+    else:
+        from torch._dynamo import config as dynamo
 
-    dynamo.recompile_limit = max(MAX_VARIANTS, dynamo.recompile_limit)
-    return torch.compile(function, dynamic=True, backend=backend)
+        dynamo.recompile_limit = max(MAX_VARIANTS, dynamo.recompile_limit)
+    return torch.compile(function, dynamic=True, backend=backend, **limit)
 
 
 def compiler_failure(device: torch.device, dtype: torch.dtype) -> str:
