@@ -25,6 +25,7 @@ class FakeCuda:
         num_open: Recordings that have begun and not ended.
         num_released: Number of times that unused memory was released.
         has_enough: Whether recordings succeed once unused memory is released.
+        free_bytes: Free memory of the device.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +33,7 @@ class FakeCuda:
         self.stream, self.sync_mode = "default", "default"
         self.modes, self.fails, self.is_collecting = list[str](), False, True
         self.num_open = self.num_released = 0
-        self.has_enough = False
+        self.has_enough, self.free_bytes = False, 1 << 36
         self.reason = RuntimeError("operation failed due to a previous error during capture")
         fake = self
 
@@ -72,6 +73,7 @@ class FakeCuda:
         monkeypatch.setattr(recording, "_side_stream", lambda _: "side")
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", released)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (fake.free_bytes, 1 << 37))
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: fake.sync_mode)
         monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(fake, "sync_mode", mode))
 

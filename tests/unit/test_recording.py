@@ -57,6 +57,12 @@ def test_memory_that_torch_does_not_use_is_released_only_for_a_recording_without
     assert (len(cuda.modes), cuda.num_released, done) == (4, 2, [1])
 
 
+def test_memory_that_torch_does_not_use_is_released_before_a_recording_where_little_is_free(cuda: FakeCuda) -> None:
+    cuda.fails, cuda.has_enough, cuda.free_bytes = True, True, 1 << 29
+    record(lambda: None, [])
+    assert (len(cuda.modes), cuda.num_released) == (1, 1), "it did not fail first"
+
+
 def test_a_recording_whose_work_fails_is_ended_with_the_error_of_the_work(cuda: FakeCuda) -> None:
     def work() -> None:
         assert cuda.num_open == 1

@@ -20,6 +20,9 @@ EAGER_PASSES = 2
 MOST_FAILURES = 3
 """Recordings of a kind of pass that run out of memory before no other one is tried."""
 
+LITTLE_BYTES = 1 << 30
+"""Free memory of a device with which a recording may have too little."""
+
 Result = TypeVar("Result")
 
 
@@ -51,7 +54,8 @@ def record(work: Callable[[], None], others: Sequence[torch.cuda.CUDAGraph]) -> 
 
     Memory that torch holds, but does not use, stays with it, and the device goes on with what was started before:
     `torch.cuda.graph` would wait for the device and release pinned memory, which the next pass would have to page-lock
-    again. Only if the device has too little memory is unused memory released, and the recording tried again.
+    again. Only if the device has little memory is unused memory released, since torch cannot do so during a recording:
+    before it where little is free, and again if it was too little all the same.
 
     Args:
         work: Function that starts it.
@@ -60,14 +64,21 @@ def record(work: Callable[[], None], others: Sequence[torch.cuda.CUDAGraph]) -> 
     Raises:
         RuntimeError: It cannot be recorded. Torch computes on the stream on which it did before.
     """
+    free_bytes, _ = torch.cuda.mem_get_info()
+    if free_bytes < LITTLE_BYTES:
+        _release_unused()
     try:
         return _recorded(work, others)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # during a recording, torch cannot release memory to make room
+    _release_unused()
     return _recorded(work, others)
+
+
+def _release_unused() -> None:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 def _recorded(work: Callable[[], None], others: Sequence[torch.cuda.CUDAGraph]) -> torch.cuda.CUDAGraph:
