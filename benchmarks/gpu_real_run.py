@@ -252,7 +252,7 @@ def planned(run: Run) -> tuple[Fit, Planned]:
     device, plan = setup_device(0, 1).device, run.plan()
     is_cpu = device.type == "cpu"
     fit = fit_plan(run.recipe, plan, available_memory(device, 1), is_cpu=is_cpu, has_pages=device.type == "cuda")
-    estimate = estimate_memory(run.recipe, plan.instances, plan.channels, plan.sizes, fit.pass_tokens, room=fit.room)
+    estimate = estimate_memory(run.recipe, plan, fit.pass_tokens, room=fit.room)
     assert estimate is not None, "the size of the model is known"
     return fit, Planned(estimate.cpu if is_cpu else estimate.accelerator, 0)
 

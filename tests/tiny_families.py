@@ -27,6 +27,7 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.activity import Activity
 from leaderless.data.batch import Batch
 from leaderless.data.transport import ProcessGroup
+from leaderless.data.under_way import Backlog
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.opened import open_model
 from leaderless.training.fsdp import FsdpEngine
@@ -126,7 +127,7 @@ class Verdict(NamedTuple):
 class Alone:
     """A group of one rank."""
 
-    rank, size, ranks, handle, activity = 0, 1, (0,), None, Activity()
+    rank, size, ranks, handle, activity, backlog = 0, 1, (0,), None, Activity(), Backlog()
 
     def max(self, values: Tensor, what: str) -> Tensor:  # noqa: ARG002
         """The maximum over one rank."""

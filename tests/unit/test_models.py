@@ -19,6 +19,7 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.activity import Activity
 from leaderless.data.transport import ProcessGroup
+from leaderless.data.under_way import Backlog
 from leaderless.models.attention import PackedAttention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm, load_causal_lm
 from leaderless.models.decoder import ALIGNMENT_BYTES
@@ -195,7 +196,7 @@ def test_memory_is_returned_where_a_gradient_was_discarded_only(monkeypatch: pyt
 class Alone:
     """A group of one rank."""
 
-    rank, size, ranks, handle, activity = 0, 1, (0,), None, Activity()
+    rank, size, ranks, handle, activity, backlog = 0, 1, (0,), None, Activity(), Backlog()
 
     def max(self, values: Tensor, what: str) -> Tensor:  # noqa: ARG002
         """The maximum over one rank."""
