@@ -114,10 +114,10 @@ def watch(worker: Worker, seen: Seen, stop: Stop | None) -> None:
         seen.trained[context.step] = dict(zip(batch.ids.tolist(), samples, strict=True))
         return stages["policy"](batch, context)
 
-    def watched_walk() -> None:
+    def watched_walk(*prompts: Batch) -> None:
         if stop == (loop.name, worker.progress.step) and worker.parts.transport.rank == loop.ranks[-1]:
             signal.raise_signal(signal.SIGTERM)
-        walk()
+        walk(*prompts)
 
     def watched_follow(parts: Parts, chain: Chain) -> None:
         follow(parts, chain)

@@ -95,9 +95,10 @@ class Training:
     def is_there(self) -> bool:
         return self.made > self.trained and self.events.steps - self.begun_at >= self.ticks
 
-    def take(self) -> None:
+    def take(self, generation: Generation) -> None:
         assert self.made > self.trained, "nothing would ever be trained"
         self.trained, self.begun_at = self.trained + 1, self.events.steps
+        generation.weights_taken()
 
 
 @dataclass
@@ -131,8 +132,16 @@ class Case:
         bound = self.depth + self.slack
         shares = Shares(PROMPTS, self.last, depth=self.depth, bound=bound, stragglers=self.stragglers, num_made=made)
         beat: Callable[[], None] = lambda: None  # noqa: E731
-        parts = cast("Any", (Loader(), field_, shares, training, owed, events, beat, script))
-        return Generation(*parts), training
+        parts = cast("Any", (loader := Loader(), loader.next, field_, shares, training, owed, events, beat))
+        generation = Generation(*parts)
+        generation.script = script
+        return generation, training
+
+
+def hand_over(rank: Generation, training: Training) -> None:
+    """Let a rank generate until a share is complete, with weights whenever it wants some."""
+    while rank.next() is None:
+        training.take(rank)
 
 
 @settings(
@@ -161,7 +170,7 @@ def test_a_rank_that_is_killed_loses_no_group_and_its_journal_can_be_followed(
     for start, num_shares in enumerate([*lives, case.last]):
         rank, training = case.rank(owed, made)
         for _ in range(min(num_shares, case.last - made)):
-            rank.next()
+            hand_over(rank, training)
             journal.append(rank.line)
             training.made += 1
         if training.made == case.last:
@@ -181,6 +190,6 @@ def test_a_rank_that_is_killed_loses_no_group_and_its_journal_can_be_followed(
     assert sorted(group for line in journal for group in line["groups"]) == list(range(PROMPTS * case.last))
     rank, training = case.rank(nothing_done(PROMPTS, PROMPTS, case.last, 0), 0, iter(journal))
     for line in journal:
-        rank.next()
+        hand_over(rank, training)
         assert rank.line == line
         training.made += 1

@@ -31,7 +31,7 @@ def test_each_entry_of_a_chain_has_a_state(tmp_path: Path) -> None:
     plan = plan_in_pools(tmp_path)
 
     def states(rank: int) -> dict[str, str]:
-        return {str(action): state_of(action, plan, rank, is_continuous=False) for action in plan.chain(rank)}
+        return {str(action): state_of(action, plan, rank) for action in plan.chain(rank)}
 
     first, second = states(0), states(1)
     assert (first["load"], first["rollout"]) == ("data", "generate")
@@ -39,9 +39,6 @@ def test_each_entry_of_a_chain_has_a_state(tmp_path: Path) -> None:
     assert first["weights(policy->0)"] == "wait_weights", "a rank that does not train has nothing else to do there"
     assert second["weights(policy->0)"] == "weights"
     assert {state for name, state in first.items() if name.startswith("reshard")} == {"move"}
-    assert {state_of(action, plan, 0, is_continuous=True) for action in plan.chain(0) if str(action) == "load"} == {
-        "generate"
-    }
 
 
 def test_a_rank_reports_its_seconds_in_its_own_pool_only(tmp_path: Path) -> None:

@@ -105,21 +105,44 @@ class Chain:
         """Seconds of this rank in each state, in the last iteration."""
         return self._seconds.taken
 
-    def walk(self) -> None:
-        """Go through the chain once, but for the weights that it begins with."""
+    def walk(self, prompts: Batch | None = None) -> None:
+        """Go through the chain once, but for the weights that it begins with.
+
+        Args:
+            prompts: Prompts of the iteration, where they have been loaded before; see `load`.
+        """
         self.events.clear()
-        if self.generation is None:
-            self.channels.make_room()
-        self._walk([action for action in self._entries if action not in self._arrivals])
+        actions = [action for action in self._entries if action not in self._arrivals]
+        if prompts is not None:
+            (load,) = self.loaders
+            self.buffer.load(load, prompts)
+            actions.remove(load)
+        self._walk(actions)
         self.buffer.clear()
+
+    def load(self, action: Load) -> Batch:
+        """The prompts of the next iteration that are not loaded, for ranks that begin them before they walk."""
+        with self.entry(action, self._progress.step + 1):
+            return self.loaders[action].next()
+
+    @contextmanager
+    def entry(self, action: Action, step: int) -> Iterator[dict[str, object]]:
+        """An entry of the chain that is executed now, for an iteration: it is shown and timed, and errors name it.
+
+        Yields:
+            Further facts for the trace.
+        """
+        self._parts.begin(step, str(action), action)
+        with self._timed(action, step) as facts, self._placed(str(action), step):
+            yield facts
 
     def take_weights(self) -> Note:
         """Take the weights that the next training iteration leaves, and what its loop has noted."""
         with ExitStack() as stack:
             for action in self._arrivals:
                 self._parts.begin(self._progress.step, str(action), action)
-                stack.enter_context(self._placed(str(action)))
-                stack.enter_context(self._timed(action))
+                stack.enter_context(self._placed(str(action), self._progress.step))
+                stack.enter_context(self._timed(action, self._progress.step))
             return self.channels.take_weights()
 
     def report(self) -> None:
@@ -135,8 +158,6 @@ class Chain:
                 metrics = self.metrics.of(action.layout.ranks)
                 for name, value in self.loaders[action].numbers().items():
                     metrics.mean(name, value, 1)
-                if self.generation is not None:
-                    self.generation.report(metrics)
         self._seconds.add_to(self.metrics.of_loop)
 
     def _walk(self, actions: Sequence[Action]) -> None:
@@ -146,16 +167,14 @@ class Chain:
             elif isinstance(action, Windowed):
                 self._walk_windows(action)
             else:
-                self._parts.begin(self._progress.step, str(action), action)
-                with self._timed(action) as facts, self._placed(str(action)):
+                with self.entry(action, self._progress.step) as facts:
                     self._execute(action, facts)
                     self.buffer.release(action)
 
     def _execute(self, action: Action, facts: dict[str, object]) -> None:
         match action:
             case Load():
-                source = self.loaders[action] if self.generation is None else self.generation
-                self.buffer.load(action, source.next())
+                self.buffer.load(action, self.loaders[action].next())
             case RunNode(name):
                 given = self.buffer.get(name)
                 with self._parts.turns.of(self._parts.plan[name]):
@@ -179,19 +198,20 @@ class Chain:
         for action, window in windowed.turns():
             label = f"{action} {window + 1}/{windowed.num_windows}"
             self._parts.begin(self._progress.step, label, action)
-            with self._placed(label):
+            with self._placed(label, self._progress.step):
                 match action:
                     case RunNode(name):
                         with self._span(WAITING), self._parts.clock.doing("wait_rows"):
                             self.buffer.wait(name, window)
-                        with self._timed(action):
+                        with self._timed(action, self._progress.step):
                             made = self.stages[name](self.buffer.get(name, window), self._context(name))
                             self.buffer.put(name, made, window)
                     case Reshard():
                         timed = self._tracer.span(str(action), self._progress.step, lane=1)
                         self.buffer.reshard_window(action, window, timed)
             self.buffer.release(action, window)
-        with self._span(WAITING), self._parts.clock.doing("wait_rows"), self._placed(str(windowed)):
+        place = self._placed(str(windowed), self._progress.step)
+        with self._span(WAITING), self._parts.clock.doing("wait_rows"), place:
             self.buffer.close_windows()
 
     def _repeat(self, repeat: Repeat) -> None:
@@ -267,21 +287,21 @@ class Chain:
             return (ahead.grade if ahead is not None else self._parts.judging.grader(node))(inputs, sources)
 
     @contextmanager
-    def _timed(self, action: Action) -> Iterator[dict[str, object]]:
-        state = state_of(action, self._parts.plan, self._rank, is_continuous=self.generation is not None)
-        with self._parts.clock.doing(state), self._span(str(action)) as facts:
+    def _timed(self, action: Action, step: int) -> Iterator[dict[str, object]]:
+        state = state_of(action, self._parts.plan, self._rank)
+        with self._parts.clock.doing(state), self._tracer.span(str(action), step) as facts:
             yield facts
 
     def _span(self, name: str) -> AbstractContextManager[dict[str, object]]:
         return self._tracer.span(name, self._progress.step)
 
     @contextmanager
-    def _placed(self, action: str) -> Iterator[None]:
+    def _placed(self, action: str, step: int) -> Iterator[None]:
         """Add the place in the run to errors."""
         try:
             yield
         except Exception as error:
-            error.add_note(f"at step {self._progress.step}, in {action}, on rank {self._rank}")
+            error.add_note(f"at step {step}, in {action}, on rank {self._rank}")
             raise
 
 

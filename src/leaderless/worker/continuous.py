@@ -17,7 +17,8 @@ import torch
 
 from leaderless.config import Json, Recipe
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.channel import Note, Outbox
+from leaderless.data.batch import Batch
+from leaderless.data.channel import Outbox
 from leaderless.data.shares import Shares
 from leaderless.environments.journal import text_of
 from leaderless.observability.clock import State
@@ -25,7 +26,7 @@ from leaderless.observability.events import GuardEvent
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.trace import Tracer
-from leaderless.planner import Load, Plan, PlannedNode
+from leaderless.planner import Plan, PlannedNode, RunNode
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import ModelRole
 from leaderless.stages.continuous import Events, ResponseField
@@ -69,22 +70,6 @@ WAITS: tuple[State, ...] = ("wait_weights", "wait_credit", "wait_ranks", "evalua
 """States that are no part of the seconds of an iteration."""
 
 
-class LeftError(Exception):
-    """The iteration that is under way is left as it is, and nothing more is generated here."""
-
-
-class StoppedError(LeftError):
-    """Training has stopped."""
-
-
-class ReplacedError(LeftError):
-    """Another plan is in force from now on."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan = plan
-
-
 class ContinuousLoop:
     """Generates on one rank until training has all rows, or stops. It is also what its generation takes weights from.
 
@@ -106,6 +91,8 @@ class ContinuousLoop:
         self._parts, self._progress, self._chain, self._keeper = parts, progress, chain, keeper
         self._guards, self._duties, self._tracer = guards, duties, tracer
         self._loop = parts.plan.loop_of(parts.transport.rank)
+        self._node = next(parts.plan[name] for name in self._loop.nodes if parts.plan[name].spec.samples)
+        (self._load,) = chain.loaders
         timeout_s = parts.recipe.run.timeout_s
         self.reports = Outbox(f"the log of {self._loop.name}", parts.recipe.steps, timeout_s, parts.transport.activity)
         self._journal: LineFile | None = None
@@ -121,70 +108,71 @@ class ContinuousLoop:
         """See `Arrivals`."""
         return self._chain.channels.weights.is_there()
 
-    def take(self) -> None:
-        """See `Arrivals`. What is due after a step of training is done before generation goes on."""
-        progress, channels = self._progress, self._chain.channels
-        note = channels.take_weights()
-        goes_on = progress.trained < self._parts.recipe.steps and not note.is_stopping
-        may_switch = goes_on and self._duties.may_switch()
-        if goes_on and not may_switch:
-            channels.weights.begin(progress.trained + 1)
-        self._settle(note)
-        if may_switch:
-            plan = self._duties.find_better()
-            if plan is not None:
-                raise ReplacedError(plan)
-            channels.weights.begin(progress.trained + 1)
-
-    def _settle(self, note: Note) -> None:
-        """Evaluate, save and stop, where training says so or where it is due."""
-        numbers = self._duties.evaluate()
-        numbers = numbers if self._parts.transport.rank == self._loop.ranks[0] else {}
-        self._keeper.save(numbers, StepEnd(note.is_stopping, note.is_checkpoint_due, self._progress.data_position))
-        if note.is_stopping:
-            raise StoppedError
-
     def run(self) -> Plan | None:
         """Generate until the run has ended, or stops, or another plan is in force, which is returned."""
-        progress, steps, plan = self._progress, self._parts.recipe.steps, None
+        progress, steps, plan, is_stopping = self._progress, self._parts.recipe.steps, None, False
         if progress.trained < steps:
             self._chain.channels.weights.begin(progress.trained + 1)
         with ExitStack() as stack:
             stack.callback(self.reports.close)
-            self._chain.generation = self._begin(stack)
-            try:
-                while progress.trained < steps:
-                    if progress.step < self._duties.last:
-                        self._iterate()
-                    else:
-                        self.take()
-            except LeftError as left:
-                self._abandon_reports()
-                if isinstance(left, ReplacedError):
-                    self._chain.generation.leave()
-                    plan = left.plan
+            self._chain.generation = generation = self._begin(stack)
+            begin = time.perf_counter()
+            while progress.trained < steps:
+                prompts = self._generate(generation) if progress.step < self._duties.last else None
+                if prompts is not None:
+                    self._finish(generation, prompts, begin)
+                    begin = time.perf_counter()
+                    continue
+                is_stopping, plan = self._take_weights()
+                if is_stopping or plan is not None:
+                    self._abandon_reports()
+                    break
+                generation.weights_taken()
+            if plan is not None:
+                generation.leave()
             self.reports.finish()
         return plan
 
-    def _iterate(self) -> None:
+    def _generate(self, generation: Generation) -> Batch | None:
+        """Let the node that samples work; see `Generation.next`."""
+        with self._chain.entry(RunNode(self._node.name), self._progress.step + 1):
+            return generation.next()
+
+    def _take_weights(self) -> tuple[bool, Plan | None]:
+        """Wait for the next weights and load them, then evaluate and save where that is due after a step of training.
+
+        Returns:
+            Whether training has stopped, and the plan to continue with, if it is another one.
+        """
+        progress, channels = self._progress, self._chain.channels
+        note = channels.take_weights()
+        goes_on = progress.trained < self._parts.recipe.steps and not note.is_stopping
+        may_switch = goes_on and self._duties.may_switch()
+        if goes_on and not may_switch:  # while a plan is looked for, nothing else may be on its way
+            channels.weights.begin(progress.trained + 1)
+        numbers = self._duties.evaluate()
+        numbers = numbers if self._parts.transport.rank == self._loop.ranks[0] else {}
+        self._keeper.save(numbers, StepEnd(note.is_stopping, note.is_checkpoint_due, progress.data_position))
+        plan = self._duties.find_better() if may_switch else None
+        if may_switch and plan is None:
+            channels.weights.begin(progress.trained + 1)
+        return note.is_stopping, plan
+
+    def _finish(self, generation: Generation, prompts: Batch, begin: float) -> None:
+        """Make samples of a share that is complete, hand them over, and report; work on it began at a time, `begin`."""
         progress, chain = self._progress, self._chain
         progress.step += 1
-        begin = time.perf_counter()
-        try:
-            chain.walk()
-        except LeftError:
-            progress.step -= 1
-            raise
+        chain.walk(prompts)
         seconds = time.perf_counter() - begin
         with self._parts.clock.doing("log"):
+            generation.report(chain.metrics.of(self._load.layout.ranks))
             chain.report()
         self._duties.measure(*self._measured())
-        assert chain.generation is not None
         assert self._journal is not None
         if self._parts.recipe.environment is not None:
-            facts = chain.generation.facts
+            facts = generation.facts
             self._parts.episodes.write("step", progress.step, "asked", lambda: map(text_of, facts))
-        self._journal.append(cast("Mapping[str, Json]", chain.generation.line))
+        self._journal.append(cast("Mapping[str, Json]", generation.line))
         report = partial(self._report, progress.step, seconds, chain.metrics.take(), tuple(chain.events))
         self.reports.post(progress.step, report)
 
@@ -216,8 +204,7 @@ class ContinuousLoop:
         """
         states = self._chain.states
         waited = sum(states.get(state, 0.0) for state in WAITS)
-        node = next(name for name in self._loop.nodes if self._parts.plan[name].spec.samples)
-        return {**self._chain.spent, node: states.get("generate", 0.0)}, sum(states.values()) - waited
+        return {**self._chain.spent, self._node.name: states.get("generate", 0.0)}, sum(states.values()) - waited
 
     def _is_abandoned(self, *, made: bool) -> bool:
         """Whether some rank has not made an iteration, since the run stops; all of them call it together."""
@@ -237,8 +224,7 @@ class ContinuousLoop:
         """Prepare what generates, with an engine that is awake."""
         parts, chain, loop = self._parts, self._chain, self._loop
         recipe, plan, rank = parts.recipe, parts.plan, parts.transport.rank
-        (load,) = (entry for entry in chain.loaders if isinstance(entry, Load))
-        node = next(plan[name] for name in loop.nodes if plan[name].spec.samples)
+        node, load = self._node, self._load
         model = parts.roles.of(node.node.role or "", node.layout)
         assert isinstance(model, ModelRole), "only language models generate"
         engine = stack.enter_context(model.generating())
@@ -262,15 +248,16 @@ class ContinuousLoop:
         events, distributions = Events(), distributions_of(own, has_greedy="is_greedy" in node.writes)
 
         def beat() -> None:
-            parts.progress(str(load))
+            parts.progress(node.name)
             self.reports.check()
             chain.channels.check()
 
-        field, script = self._field(node, engine.view(), own, distributions, events), None
+        field = self._field(node, engine.view(), own, distributions, events)
         stack.callback(field.close)
+        generation = Generation(chain.loaders[load], partial(chain.load, load), field, shares, self, owed, events, beat)
         if self._followed is not None and self._progress.step < self._duties.last:
-            script = read_script(self._followed.journal, loop.name, shard, num_shards, self._progress.step + 1)
-        generation = Generation(chain.loaders[load], field, shares, self, owed, events, beat, script)
+            first = self._progress.step + 1
+            generation.script = read_script(self._followed.journal, loop.name, shard, num_shards, first)
         generation.grading = self._grading(stack)
         return generation
 

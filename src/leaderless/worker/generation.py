@@ -56,7 +56,7 @@ class Field(Protocol):
 
 
 class Arrivals(Protocol):
-    """The weights that training sends to this rank."""
+    """The weights that training sends to this rank, which its loop takes."""
 
     @property
     def trained(self) -> int:
@@ -64,9 +64,6 @@ class Arrivals(Protocol):
 
     def is_there(self) -> bool:
         """Whether the next weights have arrived."""
-
-    def take(self) -> None:
-        """Load the next weights into the engine, after waiting for them if they are not there."""
 
 
 class Generation:
@@ -77,6 +74,7 @@ class Generation:
         facts: Further facts about some of its events.
         seconds: Time between the last two shares.
         grading: Grader of finished groups; None if later nodes grade them.
+        script: Lines of the journal that is followed; without one, time decides when weights are taken.
     """
 
     line: Line
@@ -85,29 +83,31 @@ class Generation:
     def __init__(
         self,
         loader: Dataloader,
+        load: Callable[[], Batch],
         field: Field,
         shares: Shares,
         arrivals: Arrivals,
         owed: Owed,
         events: Events,
         beat: Callable[[], None],
-        script: Iterator[Line] | None = None,
     ) -> None:
         """Have begun nothing.
 
         Args:
             loader: Loader of this rank's prompts.
+            load: Function that lets it load those of one more iteration.
             field: Groups in progress in the engine.
             shares: Rule that decides which groups are begun and handed over.
             arrivals: Weights that arrive.
             owed: Prompts that this rank has yet to begin.
             events: Record of events between the steps of the engine, shared with the field.
             beat: Function that is called as a sign of life.
-            script: Lines of the journal that is followed; without one, time decides when weights are taken.
         """
-        self._loader, self._field, self._shares, self._arrivals = loader, field, shares, arrivals
-        self._owed, self._events, self._beat, self._script = owed, events, beat, script
+        self._loader, self._load_next, self._field = loader, load, field
+        self._shares, self._arrivals = shares, arrivals
+        self._owed, self._events, self._beat = owed, events, beat
         self.grading: GradedAhead | None = None
+        self.script: Iterator[Line] | None = None
         self._pending: list[Batch] = []  # prompts that are loaded and not begun, one each
         self._again: list[Batch] = []  # those of groups that were given up; they come after all others
         self._prompts: dict[int, Batch] = {}  # of groups that are open
@@ -118,13 +118,17 @@ class Generation:
         self._num_left = owed.num_left
         self._start, self._trained_before = owed.start, arrivals.trained
         self._expected: Line | None = None
+        self._has_line = False  # of the share of the next iteration
         self._begin_s, self.seconds = time.perf_counter(), 0.0
 
-    def next(self) -> Batch:
-        """Work until the share of the next iteration is complete; returns its prompts."""
-        self._open_line()
-        while True:
-            self._take_weights()
+    def next(self) -> Batch | None:
+        """Work until the share of the next iteration is complete; returns its prompts.
+
+        None if weights are to be taken before: whoever takes them calls `weights_taken`, and then this again.
+        """
+        if not self._has_line:
+            self._open_line()
+        while not self._is_time_for_weights():
             self._take_grades()
             share = self._shares.take(self._arrivals.trained)
             if share is not None:
@@ -132,10 +136,20 @@ class Generation:
             self._give_up()
             self._begin()
             if self._field.is_busy:
-                self._step()
-            else:
-                self._rest()
+                self._note(self._field.step())
+            elif self._waits_for_weights():
+                return None
             self._beat()
+        return None
+
+    def weights_taken(self) -> None:
+        """Go on with the weights of one more iteration, which the engine has now."""
+        trained = self._arrivals.trained
+        if trained > self._trained_before:
+            self._events.note("weights", trained)
+        # An evaluation may have sampled tokens of groups with these weights: that must be noted before others come.
+        self._note(self._field.collect())
+        self._handed = {made: groups for made, groups in self._handed.items() if made > trained}
 
     def responses(self, groups: Sequence[int]) -> list[Completion]:
         """See `Generated`."""
@@ -180,9 +194,6 @@ class Generation:
         """Let the engine forget all that is under way, as it is used otherwise from now on."""
         self._field.reset()
 
-    def _step(self) -> None:
-        self._note(self._field.step())
-
     def _note(self, advances: Sequence[Advance]) -> None:
         for advance in advances:
             if advance.has_begun:
@@ -212,7 +223,7 @@ class Generation:
     def _load(self) -> None:
         """Load the prompts of one more iteration, but for those that are trained already."""
         self._num_loaded += 1
-        prompts = self._loader.next()
+        prompts = self._load_next()
         is_owed = self._owed.wants(self._num_loaded, prompts.ids)
         self._pending += [prompts.select(torch.tensor([row])) for row in is_owed.nonzero().squeeze(1).tolist()]
 
@@ -246,30 +257,22 @@ class Generation:
         self._events.note("graded", group)
         self._shares.finish(group)
 
-    def _rest(self) -> None:
-        """Wait for what comes next, as there is nothing to generate."""
+    def _is_time_for_weights(self) -> bool:
+        """Whether weights have come; of a journal, whether they had come at this step of the engine."""
+        if self._expected is None:
+            return self._arrivals.is_there()
+        return self._arrivals.trained < self._trained_before or self._events.is_due("weights")
+
+    def _waits_for_weights(self) -> bool:
+        """Whether nothing goes on without new weights, as there is nothing to generate; else wait for grades."""
         if self._expected is not None:
-            if not self._events.is_due("graded"):
-                self._take_next_weights()
+            if not (self._events.is_due("graded") or self._events.is_due("weights")):
+                raise self._unlike("waits for weights")
         elif self.grading is not None and self.grading.is_busy:
             self.grading.wait()
         else:
-            self._take_next_weights()
-
-    def _take_weights(self) -> None:
-        """Take all weights that have come; of a journal, those that had come at this step of the engine."""
-        while self._events.is_due("weights") if self._expected is not None else self._arrivals.is_there():
-            self._take_next_weights()
-
-    def _take_next_weights(self) -> None:
-        if self._expected is not None and not self._events.is_due("weights"):
-            raise self._unlike("waits for weights")
-        self._events.note("weights", self._arrivals.trained + 1)
-        self._arrivals.take()
-        # An evaluation may have sampled tokens of groups with these weights: that must be noted before others come.
-        self._note(self._field.collect())
-        trained = self._arrivals.trained
-        self._handed = {made: groups for made, groups in self._handed.items() if made > trained}
+            return True
+        return False
 
     def _hand_over(self, share: list[int]) -> Batch:
         iteration, now = self._shares.num_made, time.perf_counter()
@@ -288,6 +291,7 @@ class Generation:
         if self.grading is not None:
             self.grading.hand_over(share)
         self._handed[iteration] = share
+        self._has_line = False
         self.facts, self._events.facts = self._events.facts, []
         self._events.happened, self._canceled = [], []
         return Batch.concat([self._prompts.pop(group) for group in share])
@@ -296,14 +300,16 @@ class Generation:
 
     def _open_line(self) -> None:
         """Begin the line of the next share, and read the one that is followed."""
-        if self._script is not None:
-            self._expected = next(self._script, None)
+        self._has_line = True
+        if self.script is not None:
+            self._expected = next(self.script, None)
             if self._expected is None:
                 iteration = self._shares.num_made + 1
                 raise RuntimeError(f"the journal that is followed ends before iteration {iteration}: set `steps` lower")
             self._events.expected = self._expected["events"]
             if self._expected["start"] != self._start:
                 self._start_anew(self._expected)
+                return
         self._trained_before = self._arrivals.trained
 
     def _start_anew(self, line: Line) -> None:
@@ -317,8 +323,7 @@ class Generation:
         self._num_left += len(lost)
         waiting = [*(self._prompts.pop(group) for group in lost), *self._pending, *self._again]
         self._pending, self._again = sorted(waiting, key=lambda prompt: int(prompt.ids)), []
-        while self._arrivals.trained < line["trained"]:
-            self._arrivals.take()
+        self._trained_before = max(self._arrivals.trained, line["trained"])  # up to there, weights are no events
 
     def _unlike(self, what: str) -> RuntimeError:
         assert self._expected is not None

@@ -10,14 +10,13 @@ from leaderless.observability.seconds import PREFIX, seconds_name
 from leaderless.planner import Action, Load, Plan, Pull, Push, RunNode, SyncWeights, flat, format_ranks
 
 
-def state_of(action: Action, plan: Plan, rank: int, *, is_continuous: bool) -> State:
+def state_of(action: Action, plan: Plan, rank: int) -> State:
     """The state of a rank in an entry of its chain; what the entry waits for has states of its own.
 
     Args:
         action: The entry.
         plan: Plan of the run.
         rank: The rank.
-        is_continuous: Whether the rank generates all the time: then it loads while it does so.
     """
     match action:
         case RunNode(name):
@@ -27,7 +26,7 @@ def state_of(action: Action, plan: Plan, rank: int, *, is_continuous: bool) -> S
                 return use
             return "grade" if "reward_valid" in node.writes else "compute"
         case Load():
-            return "generate" if is_continuous else "data"
+            return "data"
         case SyncWeights():
             return "weights" if rank in action.source_layout else "wait_weights"
         case Push(name) if plan.channel(name).kind == "weights":

@@ -246,6 +246,7 @@ class Worker:
         seed_generators(self.parts.recipe.seed, self.progress.step, self._rank)
         begin = time.perf_counter()
         with self._profiled():
+            self.chain.channels.make_room()
             self.chain.walk()
         seconds = time.perf_counter() - begin
         with self.parts.clock.doing("log"):
