@@ -12,12 +12,11 @@ from random import Random
 from typing import ParamSpec, TypeVar
 from unittest.mock import patch
 
-from leaderless.data.channel import Inbox, Note, Outbox
 from leaderless.rollout.serving import Fed
 from leaderless.weights.copies import PendingCopy
 from leaderless.weights.stream import _Delivery
+from leaderless.worker.asynchronous.channels import Channels, Inbox, Note, Outbox
 from leaderless.worker.chain import Chain
-from leaderless.worker.channels import Channels
 from leaderless.worker.roles import Roles
 from leaderless.worker.worker import Worker
 

@@ -28,7 +28,7 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, Plan, make_plan
 from leaderless.planner.replan import Choice
 from leaderless.stages.context import StageContext
-from leaderless.stages.continuous import Advance, ResponseField
+from leaderless.worker.asynchronous.in_flight import Advance, ResponsesInFlight
 from leaderless.worker.chain import Chain
 from leaderless.worker.parts import Parts
 from leaderless.worker.place import Place
@@ -93,7 +93,7 @@ def train(
         phase = kill[0] if kill is not None and kill[1] == place.rank else ""
         stack.enter_context(patch.object(Replanner, "look", switching(worker, switches, phase)))
         if SLOW in recipe.name and place.rank == 1:
-            stack.enter_context(patch.object(ResponseField, "step", slow_step))
+            stack.enter_context(patch.object(ResponsesInFlight, "step", slow_step))
         watch(worker, seen, stop)
         worker.run()
         seen.done = worker.progress.step, worker.progress.trained
@@ -166,12 +166,12 @@ def chosen(
     return Choice(name, expected[current], expected[name], is_worth_it=True)
 
 
-def slow_step(field: ResponseField) -> list[Advance]:
+def slow_step(field: ResponsesInFlight) -> list[Advance]:
     time.sleep(0.15)
     return STEP(field)
 
 
-STEP = ResponseField.step
+STEP = ResponsesInFlight.step
 
 
 def parity(batch: Batch, context: StageContext) -> Batch:

@@ -14,7 +14,7 @@ from leaderless.data.databuffer import Databuffer
 from leaderless.data.transport import Transport
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.trace import Tracer
-from leaderless.worker.channels import Channels, add_process_groups
+from leaderless.worker.asynchronous.channels import Channels, add_process_groups
 from leaderless.worker.parts import Parts, Progress
 
 TIMEOUT_S = 1.0

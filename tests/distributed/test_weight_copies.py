@@ -14,7 +14,6 @@ from tests.distributed.ranks import RankPool
 from torch import Tensor
 
 from leaderless.data.activity import Activity
-from leaderless.data.channel import Inbox, Note
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.planner import Layout
 from leaderless.rollout.engine import RolloutEngine
@@ -27,6 +26,7 @@ from leaderless.weights.pipeline import stage_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import WeightStream, _Delivery, receive_weights, send_weights
 from leaderless.weights.tensor_parallel import tensor_rows
+from leaderless.worker.asynchronous.channels import Inbox, Note
 
 VERSION = 7
 SHAPES = {

@@ -30,15 +30,14 @@ from tests.tiny import tiny_model, write_recipe
 from leaderless.checkpoint.manifest import Manifest
 from leaderless.checkpoint.writer import CheckpointWriter
 from leaderless.data.batch import Batch
-from leaderless.data.channel import Note
 from leaderless.data.transport import ProcessGroup
 from leaderless.observability.console import Display
 from leaderless.observability.seconds import total_seconds
 from leaderless.planner import Channel, Cluster, make_plan
 from leaderless.stages.context import StageContext
 from leaderless.worker.agreement import StepEnd
+from leaderless.worker.asynchronous.channels import Channels, Note
 from leaderless.worker.chain import Chain
-from leaderless.worker.channels import Channels
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.worker.worker import Worker

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from leaderless.data.activity import Activity
-from leaderless.data.channel import Inbox, Note, Outbox
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.transport import ProcessGroup
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Channel, Layout, SyncWeights
-from leaderless.worker.channels import Channels
+from leaderless.worker.asynchronous.channels import Channels, Inbox, Note, Outbox
 from leaderless.worker.parts import Parts, Progress
 
 

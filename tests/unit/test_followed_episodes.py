@@ -11,15 +11,13 @@ import pytest
 
 from leaderless.config import RecipeError
 from leaderless.config.rollout import SamplingConfig
-from leaderless.environments.episode import Episode
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
 from leaderless.rollout.shared import SharedEngine
-from leaderless.stages.continuous import Advance, Events, Tally
-from leaderless.stages.continuous_episodes import Ended, EpisodeField, Group
-from leaderless.stages.continuous_followed import Past
-from leaderless.stages.continuous_orders import Orders, Wish
+from leaderless.worker.asynchronous.episodes import Ended, EpisodesInFlight, Group
+from leaderless.worker.asynchronous.in_flight import Advance, EngineRequests, Events, PendingRequest, Tally
+from leaderless.worker.asynchronous.journal import PastEpisodes
 
 
 class Engine:
@@ -55,26 +53,27 @@ def test_what_was_asked_is_asked_again_from_what_each_conversation_had_anew() ->
 
     greedy, sampled = SamplingConfig(temperature=0.0), SamplingConfig(temperature=0.7)
     engines = [Engine(), Engine()]
-    first, again = (Orders(cast("SharedEngine", one), Events(), [sampled, greedy]) for one in engines)
-    first_events = first._events
+    first, again = (EngineRequests(cast("SharedEngine", one), Events(), [sampled, greedy]) for one in engines)
+    first_events = first.events
     prompts: list[tuple[list[int], int | None]] = [([5, 6], 1), ([5, 6, 7, 9], 1), ([5, 8], 1), ([5, 8], None)]
     for number, (prompt, conversation) in enumerate(prompts):
         params = SamplingParams([sampled, greedy][number % 2], 9 - number, ("x",) * number, seed=4)
-        first.ask(Wish(Request(prompt, [number], conversation=conversation), params, number, nothing))
+        first.ask(PendingRequest(Request(prompt, [number], conversation=conversation), params, number, nothing))
         first.step()
-        again.ask(again.wish_of(number, first_events.facts[number], 4, nothing))
+        again.ask(again.noted(number, first_events.facts[number], 4, nothing))
         again.step()
     assert [fact["tokens"] for fact in first_events.facts] == [[5, 6], [9], [8], [5, 8]]
     assert engines[0].requests == engines[1].requests
-    assert again._events == first_events
+    assert again.events == first_events
 
 
 def test_what_an_episode_drops_late_is_not_that_of_the_one_that_was_begun_again() -> None:
     answers: list[str] = []
     engine, events = Engine(), Events()
-    orders = Orders(cast("SharedEngine", engine), events, [greedy := SamplingConfig(temperature=0.0)])
+    orders = EngineRequests(cast("SharedEngine", engine), events, [greedy := SamplingConfig(temperature=0.0)])
+    params = SamplingParams(greedy, 9, (), seed=4)
     first, again, third = (
-        Wish(Request([5], [7]), SamplingParams(greedy, 9, (), seed=4), 0, lambda _, name=name: answers.append(name))  # type: ignore[misc]
+        PendingRequest(Request([5], [7]), params, 0, lambda _, name=name: answers.append(name))  # type: ignore[misc]
         for name in ("first", "again", "third")
     )
     orders.ask(first)
@@ -91,24 +90,24 @@ def test_what_an_episode_drops_late_is_not_that_of_the_one_that_was_begun_again(
 
 
 def test_an_episode_that_ends_late_is_not_that_of_the_group_that_was_begun_again() -> None:
-    before, now = (Group(3, [None], [], 1) for _ in range(2))
-    field = SimpleNamespace(_groups={3: now}, _events=Events(), tally=Tally())
-    episode = Episode()
-    end = EpisodeField._end
-    assert not end(cast("EpisodeField", field), 7, Ended(before, 0, RuntimeError("it was given up")))
-    assert not field._events.happened
-    assert end(cast("EpisodeField", field), 7, Ended(now, 0, episode)) == [Advance(3, False, True)]
-    assert (before.episodes, now.episodes) == ([None], [episode])
+    before, now = (Group(3, (), 1) for _ in range(2))
+    requests = SimpleNamespace(events=Events())
+    in_flight = cast("EpisodesInFlight", SimpleNamespace(_groups={3: now}, _requests=requests, tally=Tally()))
+    end = EpisodesInFlight._end
+    assert not end(in_flight, 7, Ended(before, 1, 5, RuntimeError("it was canceled")))
+    assert not requests.events.happened
+    assert end(in_flight, 7, Ended(now, 2, 9)) == [Advance(3, False, True)]
+    assert (before.num_tokens, now.num_tokens) == (0, 9)
 
 
 @pytest.mark.parametrize("read", [lambda past: next(past.asked(2)), lambda past: past.episodes(2)])
 def test_a_run_that_has_not_kept_all_episodes_cannot_be_followed(
-    tmp_path: Path, read: Callable[[Past], object]
+    tmp_path: Path, read: Callable[[PastEpisodes], object]
 ) -> None:
     journal = EpisodeJournal(RunDirectory(tmp_path), 3, 10)
     journal.write("step", 1, "asked", lambda: ['{"ask": 7}'])
     journal.flush()
-    past = Past(tmp_path / "episodes", 3)
+    past = PastEpisodes(tmp_path / "episodes", 3)
     assert list(past.asked(1)) == [{"ask": 7}]
     with pytest.raises(RecipeError, match=r"none of iteration 2 .* run\.kept_episodes"):
         read(past)

@@ -14,10 +14,17 @@ from hypothesis import strategies as st
 
 from leaderless.config.channels import Stragglers
 from leaderless.data.batch import Batch
-from leaderless.data.shares import Shares
-from leaderless.stages.continuous import Advance, Events, Tally
-from leaderless.worker.ahead import AHEAD_FILE, Division, Line, Owed, nothing_done, read_ahead
-from leaderless.worker.generation import Generation
+from leaderless.worker.asynchronous.async_state import (
+    STATE_FILE,
+    Division,
+    RemainingPrompts,
+    RolloutQuota,
+    all_prompts,
+    read_async_state,
+)
+from leaderless.worker.asynchronous.generation import Generation
+from leaderless.worker.asynchronous.in_flight import Advance, Events, Tally
+from leaderless.worker.asynchronous.journal import JournalLine
 
 PROMPTS = 3
 """Prompts of an iteration, all of one rank."""
@@ -39,7 +46,7 @@ class Loader:
 
 
 @dataclass
-class Field:
+class Groups:
     """Groups that take so many steps each; the engine works on some at a time."""
 
     lengths: Sequence[int]
@@ -54,7 +61,7 @@ class Field:
 
     def begin(self, prompts: Batch) -> None:
         groups = prompts.ids.tolist()
-        assert self.left.keys().isdisjoint(groups), "a group is begun while it is under way"
+        assert self.left.keys().isdisjoint(groups), "a group is begun while it is in flight"
         self.left |= {group: self.lengths[group] for group in groups}
 
     def step(self) -> list[Advance]:
@@ -72,7 +79,7 @@ class Field:
     def collect(self) -> list[Advance]:
         return []
 
-    def give_up(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         del self.left[number]
 
     def reset(self) -> None:
@@ -124,15 +131,19 @@ class Case:
     def last(self) -> int:
         return len(self.lengths) // PROMPTS
 
-    def rank(self, owed: Owed, made: int, script: Iterator[Line] | None = None) -> tuple[Generation, Training]:
+    def rank(
+        self, remaining: RemainingPrompts, made: int, script: Iterator[JournalLine] | None = None
+    ) -> tuple[Generation, Training]:
         """A rank that begins after some iterations."""
         events = Events()
-        field_ = Field(self.lengths, self.slots, events)
+        in_flight = Groups(self.lengths, self.slots, events)
         training = Training(self.ticks, events, trained=made, made=made)
         bound = self.depth + self.slack
-        shares = Shares(PROMPTS, self.last, depth=self.depth, bound=bound, stragglers=self.stragglers, num_made=made)
+        quota = RolloutQuota(
+            PROMPTS, self.last, depth=self.depth, bound=bound, stragglers=self.stragglers, num_made=made
+        )
         beat: Callable[[], None] = lambda: None  # noqa: E731
-        parts = cast("Any", (loader := Loader(), loader.next, field_, shares, training, owed, events, beat))
+        parts = cast("Any", (loader := Loader(), loader.next, in_flight, quota, training, remaining, events, beat))
         generation = Generation(*parts)
         generation.script = script
         return generation, training
@@ -165,10 +176,10 @@ def test_a_rank_that_is_killed_loses_no_group_and_its_journal_can_be_followed(
     tmp_path: Path, case: Case, lives: list[int]
 ) -> None:
     """After some shares, the rank is killed, and begins anew from a checkpoint of an iteration before."""
-    journal: list[Line] = []
-    made, owed = 0, nothing_done(PROMPTS, PROMPTS, case.last, 0)
+    journal: list[JournalLine] = []
+    made, remaining = 0, all_prompts(PROMPTS, PROMPTS, case.last, 0)
     for start, num_shares in enumerate([*lives, case.last]):
-        rank, training = case.rank(owed, made)
+        rank, training = case.rank(remaining, made)
         for _ in range(min(num_shares, case.last - made)):
             hand_over(rank, training)
             journal.append(rank.line)
@@ -176,8 +187,8 @@ def test_a_rank_that_is_killed_loses_no_group_and_its_journal_can_be_followed(
         if training.made == case.last:
             break
         state = rank.snapshot().to_json()
-        (tmp_path / AHEAD_FILE.format("rollout", 0)).write_text(state, encoding="utf-8")
-        made, owed = read_ahead(
+        (tmp_path / STATE_FILE.format("rollout", 0)).write_text(state, encoding="utf-8")
+        made, remaining = read_async_state(
             tmp_path,
             "rollout",
             cast("Any", ONE_RANK),
@@ -188,7 +199,7 @@ def test_a_rank_that_is_killed_loses_no_group_and_its_journal_can_be_followed(
         journal = journal[:made]
     assert {len(line["groups"]) for line in journal} == {PROMPTS}
     assert sorted(group for line in journal for group in line["groups"]) == list(range(PROMPTS * case.last))
-    rank, training = case.rank(nothing_done(PROMPTS, PROMPTS, case.last, 0), 0, iter(journal))
+    rank, training = case.rank(all_prompts(PROMPTS, PROMPTS, case.last, 0), 0, iter(journal))
     for line in journal:
         hand_over(rank, training)
         assert rank.line == line

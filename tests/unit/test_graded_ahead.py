@@ -15,7 +15,7 @@ from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import Completion
 from leaderless.stages.context import Grader
-from leaderless.worker.graded_ahead import GradedAhead
+from leaderless.worker.asynchronous.async_grading import BackgroundGrader
 
 
 def asked_of(prompt: Batch, responses: Sequence[Completion]) -> list[tuple[RewardInput, str | None]]:
@@ -32,15 +32,15 @@ def responses(*tokens: int) -> list[Completion]:
 
 
 @contextmanager
-def grading(grade: Grader) -> Iterator[GradedAhead]:
-    ahead = GradedAhead(grade, asked_of, Clock())
+def grading(grade: Grader) -> Iterator[BackgroundGrader]:
+    ahead = BackgroundGrader(grade, asked_of, Clock())
     try:
         yield ahead
     finally:
         ahead.close()
 
 
-def graded_in(ahead: GradedAhead, wanted: int, beat: Callable[[], None] = lambda: None) -> set[int]:
+def graded_in(ahead: BackgroundGrader, wanted: int, beat: Callable[[], None] = lambda: None) -> set[int]:
     found: set[int] = set()
     while len(found) < wanted:
         found |= {*ahead.finished()}

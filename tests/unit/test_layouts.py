@@ -10,7 +10,7 @@ from tests.unit.recipes import continuous, make_recipe
 from leaderless.config import RecipeError
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.run_directory import RunDirectory, read_lines
-from leaderless.worker.ahead import cut_journals, journal_file
+from leaderless.worker.asynchronous.journal import cut_journals, journal_file
 from leaderless.worker.layouts import PastLayouts, note_layout
 
 NARROW, WIDE = continuous("0", "1-3"), continuous("0-1", "2-3")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leaderless.config.channels import Stragglers
-from leaderless.data.shares import Shares
+from leaderless.worker.asynchronous.async_state import RolloutQuota
 
 
 @dataclass
@@ -35,7 +35,7 @@ def simulate(
 ) -> Simulated:
     """Hand over all shares of a run; lengths are the ticks that each group takes."""
     last = len(lengths) // size
-    shares, seen = Shares(size, last, depth=depth, bound=bound, stragglers=stragglers), Simulated()
+    shares, seen = RolloutQuota(size, last, depth=depth, bound=bound, stragglers=stragglers), Simulated()
     left, oldest, trained, free_at = dict[int, int](), dict[int, int](), 0, 0
     unbegun, waiting = [*range(size * last)], list[tuple[int, list[int]]]()
     while len(seen.shares) < last:
@@ -109,7 +109,7 @@ def test_waiting_keeps_the_order_and_deferring_does_not_wait(depth: int) -> None
 
 
 def test_groups_wait_for_their_share_while_training_has_enough() -> None:
-    shares = Shares(2, 10, depth=2, bound=4, stragglers="defer")
+    shares = RolloutQuota(2, 10, depth=2, bound=4, stragglers="defer")
     shares.begin(range(6))
     for group in range(6):
         shares.sampled(group, 0)
@@ -123,7 +123,7 @@ def test_groups_wait_for_their_share_while_training_has_enough() -> None:
 
 def test_a_late_group_holds_up_training_or_is_given_up() -> None:
     for stragglers, given_up in (("defer", []), ("cancel", [0])):
-        shares = Shares(1, 10, depth=1, bound=1, stragglers=stragglers)  # type: ignore[arg-type]
+        shares = RolloutQuota(1, 10, depth=1, bound=1, stragglers=stragglers)  # type: ignore[arg-type]
         shares.begin([0])
         shares.sampled(0, 0)
         shares.begin([1])

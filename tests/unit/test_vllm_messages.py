@@ -31,7 +31,7 @@ from leaderless.rollout.engine import TOKENS_AT_ONCE, Completion, Request, Rollo
 from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.shard import _Witness
 from leaderless.rollout.vllm import VllmServer
-from leaderless.stages.continuous import at_once
+from leaderless.worker.asynchronous.in_flight import at_once
 
 REQUESTS = [Request([3 + number], [10 * number, 10 * number + 1]) for number in range(5)]
 PARAMS = SamplingParams(SamplingConfig(), 40)

@@ -15,9 +15,10 @@ from leaderless.device import trim_host_memory
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Plan
 from leaderless.planner.replan import MANY, check_adoptable
-from leaderless.worker.ahead import Division, Owed, cut_journals, owed_after
+from leaderless.worker.asynchronous.async_state import Division, RemainingPrompts, remaining_after
+from leaderless.worker.asynchronous.channels import Flight, between_loops
+from leaderless.worker.asynchronous.journal import cut_journals
 from leaderless.worker.chain import Chain
-from leaderless.worker.channels import Flight, between_loops
 from leaderless.worker.evaluation import make_evaluator
 from leaderless.worker.join import add_process_groups
 from leaderless.worker.move_rows import move_rows
@@ -49,7 +50,7 @@ def adopt(plan: Plan, parts: Parts, progress: Progress, chain: Chain, tracer: Tr
     chain.channels.drain(range(progress.trained + 1, max(place.most for place in places) + 1))
     add_process_groups(plan, parts.transport)
     in_flight = range(progress.trained + 1, max(place.made for place in places) + 1)
-    progress.owed = _give_up(plan, parts, progress, chain)
+    progress.remaining = _give_up(plan, parts, progress, chain)
     states = _node_states(old, progress, world)
     surplus = _move_surplus(old, plan, chain.buffer.surplus, world)
     flight = _move_flight(old, plan, chain.channels.flight(), in_flight, world)
@@ -105,7 +106,7 @@ def _places(plan: Plan, progress: Progress, world: ProcessGroup) -> list[_Place]
     return [_Place(-made, most, position) for made, most, position in known]
 
 
-def _give_up(plan: Plan, parts: Parts, progress: Progress, chain: Chain) -> Owed | None:
+def _give_up(plan: Plan, parts: Parts, progress: Progress, chain: Chain) -> RemainingPrompts | None:
     """Give up what ranks that generate continuously are in the middle of; returns what this rank begins again.
 
     All ranks call it together. The groups are those that a checkpoint would give to each rank.
@@ -120,10 +121,10 @@ def _give_up(plan: Plan, parts: Parts, progress: Progress, chain: Chain) -> Owed
     start = int(world.max(starts, "the starts of ranks that generate"))
     division = Division(loop.portions, recipe.batch.prompts_per_step, recipe.steps)
     shard = loop.ranks.index(world.rank) if world.rank in loop.ranks else None
-    made, owed, _ = owed_after(known, world, shard, division, start=start, logged=recipe.steps)
+    made, remaining, _ = remaining_after(known, world, shard, division, start=start, logged=recipe.steps)
     if generation is not None:
         cut_journals(parts.directory, before.name, before.ranks.index(world.rank), len(before.ranks), made)
-    return owed
+    return remaining
 
 
 def _move_surplus(old: Plan, new: Plan, surplus: Surplus, world: ProcessGroup) -> Batch | None:

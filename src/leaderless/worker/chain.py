@@ -10,7 +10,6 @@ from importlib import import_module
 import torch
 
 from leaderless.data.batch import Batch
-from leaderless.data.channel import Note
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.dataloader import Dataloader
 from leaderless.observability.clock import State
@@ -38,8 +37,8 @@ from leaderless.stages.episodes import count_failures
 from leaderless.stages.limits import limited
 from leaderless.training.engine import ValueEngine
 from leaderless.worker.agreement import StepMetrics
-from leaderless.worker.channels import Channels
-from leaderless.worker.generation import Generation
+from leaderless.worker.asynchronous.channels import Channels, Note
+from leaderless.worker.asynchronous.generation import Generation
 from leaderless.worker.parts import Parts, Progress
 from leaderless.worker.seconds import SecondsReport, state_of
 from leaderless.worker.sizes import sizes_of

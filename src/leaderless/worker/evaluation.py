@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
+from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -27,13 +28,15 @@ from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, ge
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.bodies import body_tasks, graded_episode
 from leaderless.stages.context import Grader, ModelRole
-from leaderless.stages.continuous_evaluation import HeldOut
 from leaderless.stages.films import describe_episode
 from leaderless.stages.play import play_tasks, played_before
 from leaderless.stages.played import Play
 from leaderless.stages.record import TokenRecorder, describe_sample, thumbnails
 from leaderless.stages.reward import grade_of, group_of, last_said, reward_inputs, transcripts, with_environment
 from leaderless.stages.rollout import TOO_MUCH
+from leaderless.worker.asynchronous.episodes import EpisodesInFlight, LiveEpisodes
+from leaderless.worker.asynchronous.in_flight import EngineRequests, EngineWork, Events
+from leaderless.worker.asynchronous.journal import JournaledEpisodes, PastEpisodes
 from leaderless.worker.judging import JudgeHelper, Judging
 from leaderless.worker.preference_evaluation import PreferenceEvaluator
 from leaderless.worker.scores import Scores
@@ -213,9 +216,7 @@ class Evaluator:
         play = Play([config] * k, 0, k, self._seed)
         sets = [data] * len(batch)
         if isinstance(engine, SharedEngine):  # it works on what is generated continuously, too
-            held_out = HeldOut(self.recipe, data, self.tokenizer, play, batch)
-            asked = None if journal is None else partial(journal, "asked")
-            episodes, work = held_out.played(engine, step, self.process_group.rank, progress, asked)
+            episodes, work = self._play_meanwhile(engine, play, batch, progress, journal, step)
             played = played_before(play, batch, sets, self.recipe, self.tokenizer, episodes, work)
         else:
             played = play_tasks(engine, play, batch, sets, self.recipe, self.tokenizer, progress)
@@ -223,6 +224,45 @@ class Evaluator:
             journal("played", played.journal)
         ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()
         return [_answer_of(number, episode) for number, episode in zip(ids, played.episodes, strict=True)]
+
+    def _play_meanwhile(
+        self,
+        engine: SharedEngine,
+        play: Play,
+        tasks: Batch,
+        progress: Callable[[float], None],
+        journal: Journal | None,
+        step: int,
+    ) -> tuple[list[Episode], EngineWork]:
+        """The episodes of an engine that works on those of training, too.
+
+        The steps that it takes count for both, so what they ask is noted as well, and asked again where a run is
+        followed.
+        """
+        requests = EngineRequests(engine.view(), Events(), play.distributions)
+        source: LiveEpisodes | JournaledEpisodes
+        if journal is None or self.recipe.run.follow is None:
+            source = LiveEpisodes(self.recipe, self.tokenizer, Clock(), self.recipe.data.evaluation)
+        else:
+            folder = Path(self.recipe.run.directory) / self.recipe.run.follow / "episodes"
+            past = PastEpisodes(folder, self.process_group.rank, "evaluation", step)
+            (events,) = (line["events"] for line in past.asked(step) if "events" in line)
+            requests.events.expected = cast("Sequence[Sequence[int | str]]", events)
+            source = JournaledEpisodes(requests, past, self.tokenizer, play.seed)
+        in_flight = EpisodesInFlight(requests, source, self.recipe, play, None, self.recipe.data.evaluation)
+        num_done, groups = 0, tasks.ids.tolist()
+        try:
+            in_flight.begin(tasks)
+            while in_flight.is_busy:
+                num_done += sum(advance.is_finished for advance in in_flight.step())
+                progress(num_done / len(groups))
+            episodes = in_flight.take(groups)
+        finally:
+            in_flight.close()
+        if journal is not None:
+            noted = [*requests.events.facts, {"events": cast("Json", requests.events.happened)}]
+            journal("asked", lambda: map(text_of, noted))
+        return episodes, in_flight.take_work()
 
     @property
     def _seed(self) -> int:

@@ -18,7 +18,7 @@ from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.device import DeviceSetup, setup_device
 from leaderless.planner import Plan, Reshard, format_ranks
 from leaderless.planner.process_groups import layouts_with_axes, process_groups
-from leaderless.worker import channels
+from leaderless.worker.asynchronous import channels
 from leaderless.worker.place import Place
 from leaderless.worker.turns import place_of_device
 

@@ -28,7 +28,8 @@ from leaderless.observability.trace import Tracer
 from leaderless.planner import Loop
 from leaderless.supervision.guards import RollBack
 from leaderless.worker.agreement import StepEnd
-from leaderless.worker.ahead import AHEAD_FILE, Division, Owed, cut_journals, journal_file, read_ahead
+from leaderless.worker.asynchronous.async_state import STATE_FILE, Division, RemainingPrompts, read_async_state
+from leaderless.worker.asynchronous.journal import cut_journals, journal_file
 from leaderless.worker.chain import Chain
 from leaderless.worker.in_force import LAYOUT_FILE, replacement_of
 from leaderless.worker.parts import Parts, Progress
@@ -108,7 +109,7 @@ class Keeper:
         progress.seconds_before = state.time_s
         loop = parts.plan.loop_of(rank)
         if loop.is_continuous:
-            progress.step, progress.owed = self._read_ahead(checkpoint, loop)
+            progress.step, progress.remaining = self._read_async_state(checkpoint, loop)
         elif loop.lag:
             ahead = read_loop_state(checkpoint, loop.name)
             progress.step, progress.data_position = ahead.iteration, ahead.data_position
@@ -123,7 +124,7 @@ class Keeper:
             self._chain.buffer.surplus = Surplus(None if roll_back else load_rows(checkpoint, SURPLUS, *shard))
         parts.display.say(f"continuing from step {state.step} ([bold]{escape(str(checkpoint))}[/])")
 
-    def _read_ahead(self, checkpoint: Path, loop: Loop) -> tuple[int, Owed]:
+    def _read_async_state(self, checkpoint: Path, loop: Loop) -> tuple[int, RemainingPrompts]:
         """Iterations that all ranks of a loop have handed over, and the groups that this one is to begin again."""
         parts, ranks = self._parts, self._parts.transport.process_group(loop.ranks)
         journal = journal_file(parts.directory.journal, loop.name, loop.ranks.index(ranks.rank))
@@ -132,9 +133,9 @@ class Keeper:
         portions = next(iter(self._chain.loaders.values())).portions
         division = Division(portions, parts.recipe.batch.prompts_per_step, parts.recipe.steps)
         logged = self._last_logged(loop) if ranks.rank == loop.ranks[0] else parts.recipe.steps
-        made, owed = read_ahead(checkpoint, loop.name, ranks, division, start=start, logged=logged)
+        made, remaining = read_async_state(checkpoint, loop.name, ranks, division, start=start, logged=logged)
         cut_journals(parts.directory, loop.name, loop.ranks.index(ranks.rank), ranks.size, made)
-        return made, owed
+        return made, remaining
 
     def _last_logged(self, loop: Loop) -> int:
         """The last iteration in a loop's log, which a thread writes: a kill may have come before; else the last step.
@@ -205,7 +206,7 @@ class Keeper:
             texts[LAYOUT_FILE] = replaced
         if self._chain.generation is not None:
             generated = self._chain.generation.snapshot()
-            texts[AHEAD_FILE.format(loop.name, generated.shard)] = generated.to_json()
+            texts[STATE_FILE.format(loop.name, generated.shard)] = generated.to_json()
         elif loop.lag and rank == loop.ranks[0]:
             ahead = LoopState(progress.step, progress.data_position, loop.lag)
             texts[LOOP_FILE.format(loop.name)] = json.dumps(asdict(ahead))

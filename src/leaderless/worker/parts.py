@@ -18,7 +18,7 @@ from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Action, Plan, flat
 from leaderless.supervision.failure import note_place
-from leaderless.worker.ahead import Owed
+from leaderless.worker.asynchronous.async_state import RemainingPrompts
 from leaderless.worker.evaluation import Evaluator
 from leaderless.worker.judging import JudgeHelper, Judging
 from leaderless.worker.memory import MemoryBounds
@@ -84,7 +84,7 @@ class Progress:
         step: Number of the iteration of the loop that is done or under way: the step, in the loop that trains.
         trained: Number of the training iteration whose weights this loop has: that of the last step, where it trains.
         data_position: Number of prompts taken from the data.
-        owed: Prompts that this rank has yet to begin, where it generates continuously and has not begun with the first.
+        remaining: Prompts that this rank has yet to begin, if it generates continuously and not from the beginning.
         seconds_before: Seconds that earlier starts took.
     """
 
@@ -92,7 +92,7 @@ class Progress:
     step: int = 0
     trained: int = 0
     data_position: int = 0
-    owed: Owed | None = None
+    remaining: RemainingPrompts | None = None
     seconds_before: float = 0.0
     _begin: float = field(default_factory=time.monotonic)
 

@@ -23,7 +23,7 @@ from leaderless.planner.replan import (
     lost_seconds,
     step_seconds,
 )
-from leaderless.worker.channels import between_loops, wait_for
+from leaderless.worker.asynchronous.channels import between_loops, wait_for
 from leaderless.worker.network import find_slow_links
 from leaderless.worker.parts import Parts
 

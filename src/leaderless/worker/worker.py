@@ -22,8 +22,8 @@ from leaderless.supervision.guards import Guards
 from leaderless.supervision.stop import StopRequest
 from leaderless.worker.adopt import adopt
 from leaderless.worker.agreement import StepEnd, agree, to_first_rank
+from leaderless.worker.asynchronous.async_loop import ContinuousLoop, Duties
 from leaderless.worker.chain import Chain
-from leaderless.worker.continuous import ContinuousLoop, Duties
 from leaderless.worker.description import write_description
 from leaderless.worker.device_trace import device_trace
 from leaderless.worker.in_force import plan_in_force

@@ -40,11 +40,10 @@ from leaderless.environments.world import Failure, messages_of
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.rollout.shared import SharedEngine
-from leaderless.stages.continuous import Events
-from leaderless.stages.continuous_orders import Orders, Wish
 from leaderless.stages.play import check_policy, play_tasks
 from leaderless.stages.play import reader_of as reader_of_role
 from leaderless.stages.played import Play, Played
+from leaderless.worker.asynchronous.in_flight import EngineRequests, Events, PendingRequest
 from leaderless.workflow.columns import IMAGES, LATER_IMAGES
 
 SEEING = ModelConfig(path=vision_model())
@@ -406,19 +405,19 @@ def test_an_agent_that_was_told_nothing_may_begin() -> None:
 
 
 def test_pictures_are_asked_again_in_a_run_that_is_followed() -> None:
-    first, again = (Orders(cast("SharedEngine", Engine()), Events(), [SamplingConfig()]) for _ in range(2))
+    first, again = (EngineRequests(cast("SharedEngine", Engine()), Events(), [SamplingConfig()]) for _ in range(2))
     one, other, changed = PromptImage(1, 1, 2, b"a"), PromptImage(5, 1, 2, b"b"), PromptImage(1, 1, 2, b"c")
     prompts = [([5, 9, 9], (one,)), ([5, 9, 9, 10, 7, 9, 9], (one, other)), ([5, 9, 9, 10, 7, 9, 9], (changed, other))]
     for number, (prompt, images) in enumerate(prompts):
         request = Request(prompt, [number], conversation=4, images=images)
-        wish = Wish(request, SamplingParams(SamplingConfig(), 3, seed=2), 0, lambda _: None)
-        first.ask(wish)
+        pending = PendingRequest(request, SamplingParams(SamplingConfig(), 3, seed=2), 0, lambda _: None)
+        first.ask(pending)
         first.step()
-        followed = again.wish_of(number, first._events.facts[number], 2, lambda _: None)
+        followed = again.noted(number, first.events.facts[number], 2, lambda _: None)
         assert followed.request == request
         again.ask(followed)
         again.step()
-    assert [len(fact["tokens"]) for fact in first._events.facts] == [3, 3, 6]  # type: ignore[arg-type]
+    assert [len(fact["tokens"]) for fact in first.events.facts] == [3, 3, 6]  # type: ignore[arg-type]
 
 
 def test_programs_show_pictures_in_the_format_of_openai() -> None:

@@ -1,51 +1,156 @@
-"""What ranks that generate continuously have begun: in checkpoints, in the journal, and after a restart."""
+"""The groups of ranks that generate continuously: those that may be begun, are handed over, or are begun again.
+
+A group is trained in the iteration into whose share it comes. Iteration k trains weights that iteration k - 1 has left,
+so that a group whose oldest token was sampled with the weights of iteration v is k - 1 - v iterations old then. Which
+groups are begun and handed over, no other rank is asked: the same events in the same order give the same shares. What
+is to be begun again after a checkpoint, the ranks agree on, as they may be more or fewer than before.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
 from pathlib import Path
-from typing import TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from leaderless.config import RecipeError
+from leaderless.config.channels import Stragglers
 from leaderless.data.transport import ProcessGroup
-from leaderless.observability.line_file import LineFile
-from leaderless.observability.run_directory import RunDirectory, read_lines
 from leaderless.planner.layout import in_proportion, places_of_shard
 
-AHEAD_FILE = "ahead-{}-{}.json"
+STATE_FILE = "ahead-{}-{}.json"
 """Name of the file of a checkpoint about a rank that generates, by its loop and its shard."""
 
 
-class Line(TypedDict):
-    """What the journal says about a share.
+@dataclass
+class _Group:
+    """A group that has been begun; `oldest` is the iteration whose weights sampled its oldest token."""
+
+    oldest: int | None = None
+    is_finished: bool = False
+
+
+class RolloutQuota:
+    """The groups of a rank that are in no share yet.
 
     Attributes:
-        iteration: Iteration of the share.
-        start: Number of earlier starts of the run.
-        trained: Iteration whose weights the engine had when work on the share began.
-        steps: Steps that the engine had taken since the start when the share was complete.
-        events: Events meanwhile, each with the steps of the engine before it, its kind and its subject; see `Events`.
-        groups: Groups of the share, ascending.
-        canceled: Groups that were given up, and begun again later.
+        num_made: Number of shares that have been handed over.
     """
 
-    iteration: int
-    start: int
-    trained: int
-    steps: int
-    events: list[list[int | str]]
-    groups: list[int]
-    canceled: list[int]
+    def __init__(
+        self, size: int, last: int, *, depth: int, bound: int, stragglers: Stragglers = "wait", num_made: int = 0
+    ) -> None:
+        """Begin after some shares.
+
+        Args:
+            size: Number of groups of a share.
+            last: Last iteration of the run; there are `size` groups for each.
+            depth: Iterations that the rank may be ahead.
+            bound: Largest age of a group when it is trained, in iterations; at least `depth`.
+            stragglers: Treatment of groups that are not finished when training needs rows.
+            num_made: Shares that were handed over before.
+        """
+        assert bound >= depth, "a bound below the depth cannot be kept"
+        self._size, self._last, self._depth, self._bound, self._stragglers = size, last, depth, bound, stragglers
+        self.num_made = num_made
+        self._groups: dict[int, _Group] = {}
+
+    @property
+    def open(self) -> list[int]:
+        """The groups that have been begun, and neither handed over nor canceled."""
+        return sorted(self._groups)
+
+    def room(self, trained: int) -> int:
+        """Number of further groups that may be begun when the weights of an iteration have come."""
+        ahead = min(trained + self._depth + 1, self._last)
+        return max(0, self._size * (ahead - self.num_made) - len(self._groups))
+
+    def begin(self, groups: Iterable[int]) -> None:
+        """Note that groups have been begun."""
+        self._groups |= {group: _Group() for group in groups}
+
+    def forget(self) -> list[int]:
+        """Forget and return all groups that are in no share, ascending."""
+        forgotten = self.open
+        self._groups.clear()
+        return forgotten
+
+    def sampled(self, group: int, trained: int) -> None:
+        """Note that tokens of a group have been sampled with the weights of an iteration."""
+        one = self._groups[group]
+        one.oldest = trained if one.oldest is None else min(one.oldest, trained)
+
+    def finish(self, group: int) -> None:
+        """Note that a group is finished."""
+        self._groups[group].is_finished = True
+
+    def overdue(self, trained: int) -> list[int]:
+        """Drop groups that would become too old, if training waits and other groups can take their places.
+
+        They must be begun again, after all other groups.
+        """
+        if self._stragglers != "cancel" or trained < self.num_made:
+            return []
+        chosen = self._finished(trained)
+        late = self._too_many(chosen, trained) if len(chosen) == self._size else []
+        for group in late:
+            del self._groups[group]
+        return late
+
+    def take(self, trained: int) -> list[int] | None:
+        """The groups of the next share, ascending; None if it is not complete."""
+        chosen = self._in_order(trained)[: self._size]
+        if len(chosen) < self._size:
+            return None
+        if not all(self._groups[group].is_finished for group in chosen):
+            # Finished groups take the places of others only when training is about to wait.
+            if self._stragglers == "wait" or trained < self.num_made - 1:
+                return None
+            chosen = self._finished(trained)
+            if len(chosen) < self._size or self._too_many(chosen, trained):
+                return None
+        self.num_made += 1
+        for group in chosen:
+            del self._groups[group]
+        return sorted(chosen)
+
+    def _in_order(self, trained: int) -> list[int]:
+        """The groups in the order in which they are trained if all are finished.
+
+        In the order of their beginning none becomes too old. If some have overtaken others, the oldest come first.
+        """
+        if self._stragglers == "wait":
+            return self.open
+        return sorted(self.open, key=lambda group: (self._deadline(group, trained), group))
+
+    def _finished(self, trained: int) -> list[int]:
+        """The groups of a share without those that are not finished, if there are enough."""
+        return [group for group in self._in_order(trained) if self._groups[group].is_finished][: self._size]
+
+    def _deadline(self, group: int, trained: int) -> int:
+        """The last iteration in which a group is not too old, or one that comes no later."""
+        oldest = self._groups[group].oldest
+        return (trained if oldest is None else oldest) + 1 + self._bound
+
+    def _too_many(self, chosen: Sequence[int], trained: int) -> list[int]:
+        """The groups for which no place is left within the bound if others make up the next share.
+
+        There are places for all groups, since a rank begins no more than that; so these have been overtaken.
+        """
+        too_many, num_kept = list[int](), 0
+        for group in (group for group in self._in_order(trained) if group not in chosen):
+            if num_kept < self._size * (self._deadline(group, trained) - self.num_made - 1):
+                num_kept += 1
+            else:
+                too_many.append(group)
+        return too_many
 
 
 @dataclass(frozen=True)
-class Ahead:
+class AsyncState:
     """What a rank has done beyond the last training iteration.
 
     Attributes:
@@ -83,7 +188,7 @@ class Ahead:
 
 
 @dataclass(frozen=True)
-class Owed:
+class RemainingPrompts:
     """The prompts that a rank has yet to begin.
 
     Attributes:
@@ -114,9 +219,9 @@ class Owed:
         return [group for group in self.groups if group >= begin]
 
 
-def nothing_done(size: int, prompts_per_step: int, steps: int, start: int) -> Owed:
+def all_prompts(size: int, prompts_per_step: int, steps: int, start: int) -> RemainingPrompts:
     """What a rank owes at the beginning of a run that gives it `size` prompts of each iteration."""
-    return Owed(1, 0, frozenset(), size * steps, start, prompts_per_step)
+    return RemainingPrompts(1, 0, frozenset(), size * steps, start, prompts_per_step)
 
 
 @dataclass(frozen=True)
@@ -138,9 +243,9 @@ class Division:
         return range(0) if shard is None else places_of_shard(shard, self.portions, self.prompts_per_step)
 
 
-def read_ahead(
+def read_async_state(
     checkpoint: Path, loop: str, ranks: ProcessGroup, division: Division, *, start: int, logged: int
-) -> tuple[int, Owed]:
+) -> tuple[int, RemainingPrompts]:
     """Find what a rank owes after a checkpoint. All ranks of the loop call it together.
 
     Groups belong to shards by their places in an iteration, so that the ranks may be more or fewer than before.
@@ -162,7 +267,7 @@ def read_ahead(
     shard, num_shards = ranks.ranks.index(ranks.rank), ranks.size
     before = _read(checkpoint, loop, 0).portions
     read = [_read(checkpoint, loop, place) for place in range(shard, len(before), num_shards)]
-    made, owed, differs = owed_after(read, ranks, shard, division, start=start, logged=logged)
+    made, owed, differs = remaining_after(read, ranks, shard, division, start=start, logged=logged)
     if differs and num_shards > 1 and not in_proportion(division.portions, before):
         raise RecipeError.at(
             f"channels.{loop}",
@@ -172,9 +277,9 @@ def read_ahead(
     return made, owed
 
 
-def owed_after(
-    known: Sequence[Ahead], ranks: ProcessGroup, shard: int | None, division: Division, *, start: int, logged: int
-) -> tuple[int, Owed, bool]:
+def remaining_after(
+    known: Sequence[AsyncState], ranks: ProcessGroup, shard: int | None, division: Division, *, start: int, logged: int
+) -> tuple[int, RemainingPrompts, bool]:
     """Share out what is to be begun again. All of some ranks call it together.
 
     Args:
@@ -200,56 +305,16 @@ def owed_after(
     needed, there = len(places) * (steps - made), len(mine) + len(places) * max(0, steps - loaded)
     differs = bool(ranks.max(torch.tensor([abs(needed - there)]), what))
     oldest = min(owed, default=loaded * prompts) // prompts
-    return made, Owed(oldest + 1, loaded, frozenset(mine), needed, start, prompts), differs
+    return made, RemainingPrompts(oldest + 1, loaded, frozenset(mine), needed, start, prompts), differs
 
 
-def _read(checkpoint: Path, loop: str, shard: int) -> Ahead:
-    file = checkpoint / AHEAD_FILE.format(loop, shard)
+def _read(checkpoint: Path, loop: str, shard: int) -> AsyncState:
+    file = checkpoint / STATE_FILE.format(loop, shard)
     try:
-        return Ahead(**json.loads(file.read_text(encoding="utf-8")))
+        return AsyncState(**json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise RecipeError.at(
             f"channels.{loop}.mode",
             f"is continuous, but {checkpoint} is of a run that did not generate '{loop}' so: leave the mode as it was, "
             "or pass --fresh to begin anew",
         ) from None
-
-
-def journal_file(folder: Path, loop: str, shard: int) -> Path:
-    """The journal of a rank that generates continuously, in the folder of a run's journals."""
-    return folder / f"{loop}-shard-{shard:05d}.jsonl"
-
-
-def cut_journals(directory: RunDirectory, loop: str, shard: int, num_shards: int, made: int) -> None:
-    """Drop what is made again from the journals of a shard, and of those that there are no more, which ranks share."""
-    for place in count(shard, num_shards):
-        file = journal_file(directory.journal, loop, place)
-        if not file.exists() and place > shard:
-            return
-        LineFile(file, "iteration", directory.may_fail).cut_after(made)
-
-
-def read_script(folder: Path, loop: str, shard: int, num_shards: int, first: int) -> Iterator[Line]:
-    """The lines of the journal of a rank from an iteration on, from a run that is followed.
-
-    Raises:
-        RecipeError: There are none, or they are of another number of ranks.
-    """
-    if not _has_line(journal_file(folder, loop, shard), first) or _has_line(
-        journal_file(folder, loop, num_shards), first
-    ):
-        known = sum(_has_line(file, first) for file in folder.glob(f"{loop}-shard-*.jsonl"))
-        found = f"{known} ranks have generated '{loop}' continuously" if known else "there is no journal of such ranks"
-        raise RecipeError.at(
-            "run.follow",
-            f"in {folder} {found} from iteration {first} on, but here {num_shards} do: follow it on as many ranks",
-        )
-    for line in read_lines(journal_file(folder, loop, shard), "iteration"):
-        if int(str(line["iteration"])) >= first:
-            yield cast("Line", line)
-
-
-def _has_line(journal: Path, iteration: int) -> bool:
-    """Whether a rank has handed over the share of an iteration."""
-    lines = read_lines(journal, "iteration") if journal.exists() else ()
-    return any(line["iteration"] == iteration for line in lines)

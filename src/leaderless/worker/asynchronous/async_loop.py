@@ -17,9 +17,8 @@ import torch
 
 from leaderless.config import Json, Recipe
 from leaderless.config.rollout import SamplingConfig
+from leaderless.data.background import Outbox
 from leaderless.data.batch import Batch
-from leaderless.data.channel import Outbox
-from leaderless.data.shares import Shares
 from leaderless.environments.journal import text_of
 from leaderless.observability.clock import State
 from leaderless.observability.events import GuardEvent
@@ -29,18 +28,18 @@ from leaderless.observability.trace import Tracer
 from leaderless.planner import Plan, PlannedNode, RunNode
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import ModelRole
-from leaderless.stages.continuous import Events, ResponseField
-from leaderless.stages.continuous_episodes import EpisodeField
-from leaderless.stages.continuous_followed import FollowedField, Past
 from leaderless.stages.played import Play
 from leaderless.stages.reward import inputs_of_group
 from leaderless.stages.rollout import distributions_of
 from leaderless.supervision.guards import Guards
 from leaderless.worker.agreement import LOG, Judge, ProcessGroups, StepEnd, agree
-from leaderless.worker.ahead import journal_file, nothing_done, read_script
+from leaderless.worker.asynchronous.async_grading import BackgroundGrader
+from leaderless.worker.asynchronous.async_state import RolloutQuota, all_prompts
+from leaderless.worker.asynchronous.episodes import EpisodesInFlight, LiveEpisodes
+from leaderless.worker.asynchronous.generation import Generation, InFlight
+from leaderless.worker.asynchronous.in_flight import EngineRequests, Events, ResponsesInFlight
+from leaderless.worker.asynchronous.journal import JournaledEpisodes, PastEpisodes, journal_file, read_journal
 from leaderless.worker.chain import Chain
-from leaderless.worker.generation import Field, Generation
-from leaderless.worker.graded_ahead import GradedAhead
 from leaderless.worker.keeper import Keeper
 from leaderless.worker.parts import Parts, Progress
 
@@ -231,12 +230,12 @@ class ContinuousLoop:
         assert isinstance(engine, SharedEngine), "ranks that generate continuously share it with evaluations"
         channel = next(one for one in plan.channels if one.kind == "rows" and one.source == loop.name)
         shard, num_shards, size = node.layout.shard_of(rank), node.layout.dp, recipe.batch.prompts_per_step
-        owed = self._progress.owed or nothing_done(chain.loaders[load].num_mine, size, recipe.steps, 0)
+        remaining = self._progress.remaining or all_prompts(chain.loaders[load].num_mine, size, recipe.steps, 0)
         self._journal = LineFile(
             journal_file(parts.directory.journal, loop.name, shard), "iteration", parts.directory.may_fail
         )
         self._journal.cut_after(self._progress.step)  # nothing is left of a start that has come to no checkpoint
-        shares = Shares(
+        quota = RolloutQuota(
             chain.loaders[load].num_mine,
             recipe.steps,
             depth=loop.lag,
@@ -252,16 +251,17 @@ class ContinuousLoop:
             self.reports.check()
             chain.channels.check()
 
-        field = self._field(node, engine.view(), own, distributions, events)
-        stack.callback(field.close)
-        generation = Generation(chain.loaders[load], partial(chain.load, load), field, shares, self, owed, events, beat)
+        in_flight = self._in_flight(node, engine.view(), own, distributions, events)
+        stack.callback(in_flight.close)
+        loader, load_next = chain.loaders[load], partial(chain.load, load)
+        generation = Generation(loader, load_next, in_flight, quota, self, remaining, events, beat)
         if self._followed is not None and self._progress.step < self._duties.last:
             first = self._progress.step + 1
-            generation.script = read_script(self._followed.journal, loop.name, shard, num_shards, first)
+            generation.script = read_journal(self._followed.journal, loop.name, shard, num_shards, first)
         generation.grading = self._grading(stack)
         return generation
 
-    def _grading(self, stack: ExitStack) -> GradedAhead | None:
+    def _grading(self, stack: ExitStack) -> BackgroundGrader | None:
         """What grades responses in a thread; None where this rank grades none, or in its own process."""
         parts, recipe = self._parts, self._parts.recipe
         here = (parts.plan[name] for name in self._loop.nodes if parts.transport.rank in parts.plan[name].layout)
@@ -269,25 +269,26 @@ class ContinuousLoop:
         if node is None:
             return None
         asked_of = partial(inputs_of_group, recipe=node.settings_of(recipe), tokenizer=parts.tokenizer)
-        grading = GradedAhead(parts.judging.grader(node), asked_of, parts.clock)
+        grading = BackgroundGrader(parts.judging.grader(node), asked_of, parts.clock)
         stack.callback(grading.close)
         return grading
 
-    def _field(
+    def _in_flight(
         self,
         node: PlannedNode,
         engine: SharedEngine,
         own: Recipe,
         distributions: Sequence[SamplingConfig],
         events: Events,
-    ) -> Field:
-        """What works on groups with an engine; `own` is the recipe as the node sees it."""
+    ) -> InFlight:
+        """Groups in flight in an engine, none yet; `own` is the recipe as the node sees it."""
         parts, role = self._parts, node.node.role or ""
         if parts.recipe.environment is None:
-            return ResponseField(engine, own, distributions, events)
+            return ResponsesInFlight(engine, own, distributions, events)
         siblings = parts.recipe.batch.responses_per_prompt + 1
         play = Play(distributions, node.node.sampler * siblings, node.node.num_samplers * siblings, own.seed)
-        if self._followed is None or self._progress.step >= self._duties.last:
-            return EpisodeField(engine, own, play, parts.tokenizer, role, events, parts.clock)
-        past = Past(self._followed.episodes, parts.transport.rank, first=self._progress.step + 1)
-        return FollowedField(engine, own, play, parts.tokenizer, role, events, past)
+        requests, source = EngineRequests(engine, events, distributions), None
+        if self._followed is not None and self._progress.step < self._duties.last:
+            past = PastEpisodes(self._followed.episodes, parts.transport.rank, first=self._progress.step + 1)
+            source = JournaledEpisodes(requests, past, parts.tokenizer, own.seed)
+        return EpisodesInFlight(requests, source or LiveEpisodes(own, parts.tokenizer, parts.clock), own, play, role)

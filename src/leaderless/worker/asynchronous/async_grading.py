@@ -34,7 +34,7 @@ class _Work:
     is_known: bool = False
 
 
-class GradedAhead:
+class BackgroundGrader:
     """Grades of groups that are in no share yet, and of those of the last share."""
 
     def __init__(
@@ -105,7 +105,7 @@ class GradedAhead:
         self._ready = [pair for work in works for pair in zip(work.asked, work.graded, strict=True)]
 
     def forget(self, group: int) -> None:
-        """Forget a group that is given up; perhaps it has not been begun."""
+        """Forget a group that is canceled; perhaps it has not been begun."""
         self._open.pop(group, None)
 
     def reset(self) -> None:

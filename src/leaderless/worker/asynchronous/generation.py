@@ -15,20 +15,18 @@ import torch
 from leaderless.config import Json
 from leaderless.data.batch import Batch
 from leaderless.data.dataloader import Dataloader
-from leaderless.data.shares import Shares
 from leaderless.environments.episode import Episode
 from leaderless.observability.metrics import Metrics
 from leaderless.rollout.engine import Completion
-from leaderless.stages.continuous import Advance, Events, ResponseField, Tally
-from leaderless.stages.continuous_episodes import EpisodeField
-from leaderless.stages.continuous_followed import FollowedField
-from leaderless.stages.continuous_orders import EngineWork
-from leaderless.worker.ahead import Ahead, Line, Owed
-from leaderless.worker.graded_ahead import GradedAhead
+from leaderless.worker.asynchronous.async_grading import BackgroundGrader
+from leaderless.worker.asynchronous.async_state import AsyncState, RemainingPrompts, RolloutQuota
+from leaderless.worker.asynchronous.episodes import EpisodesInFlight
+from leaderless.worker.asynchronous.in_flight import Advance, EngineWork, Events, ResponsesInFlight, Tally
+from leaderless.worker.asynchronous.journal import JournalLine
 
 
-class Field(Protocol):
-    """What is under way in an engine; see `ResponseField`."""
+class InFlight(Protocol):
+    """Groups in flight in an engine; see `ResponsesInFlight` and `EpisodesInFlight`."""
 
     tally: Tally
 
@@ -45,14 +43,14 @@ class Field(Protocol):
     def collect(self) -> list[Advance]:
         """Take what an evaluation's steps have brought."""
 
-    def give_up(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         """Abort what is left of a group, and forget all of it."""
 
     def reset(self) -> None:
         """Forget all groups."""
 
     def close(self) -> None:
-        """Let go of what is under way."""
+        """Release what works on groups."""
 
 
 class Arrivals(Protocol):
@@ -77,17 +75,17 @@ class Generation:
         script: Lines of the journal that is followed; without one, time decides when weights are taken.
     """
 
-    line: Line
+    line: JournalLine
     facts: Sequence[Mapping[str, Json]]
 
     def __init__(
         self,
         loader: Dataloader,
         load: Callable[[], Batch],
-        field: Field,
-        shares: Shares,
+        in_flight: InFlight,
+        quota: RolloutQuota,
         arrivals: Arrivals,
-        owed: Owed,
+        remaining: RemainingPrompts,
         events: Events,
         beat: Callable[[], None],
     ) -> None:
@@ -96,28 +94,28 @@ class Generation:
         Args:
             loader: Loader of this rank's prompts.
             load: Function that lets it load those of one more iteration.
-            field: Groups in progress in the engine.
-            shares: Rule that decides which groups are begun and handed over.
+            in_flight: Groups in flight in the engine.
+            quota: Rule that decides which groups are begun and handed over.
             arrivals: Weights that arrive.
-            owed: Prompts that this rank has yet to begin.
-            events: Record of events between the steps of the engine, shared with the field.
+            remaining: Prompts that this rank has yet to begin.
+            events: Record of events between the steps of the engine, shared with `in_flight`.
             beat: Function that is called as a sign of life.
         """
-        self._loader, self._load_next, self._field = loader, load, field
-        self._shares, self._arrivals = shares, arrivals
-        self._owed, self._events, self._beat = owed, events, beat
-        self.grading: GradedAhead | None = None
-        self.script: Iterator[Line] | None = None
+        self._loader, self._load_next, self._in_flight = loader, load, in_flight
+        self._quota, self._arrivals = quota, arrivals
+        self._remaining, self._events, self._beat = remaining, events, beat
+        self.grading: BackgroundGrader | None = None
+        self.script: Iterator[JournalLine] | None = None
         self._pending: list[Batch] = []  # prompts that are loaded and not begun, one each
-        self._again: list[Batch] = []  # those of groups that were given up; they come after all others
+        self._again: list[Batch] = []  # those of groups that were canceled; they come after all others
         self._prompts: dict[int, Batch] = {}  # of groups that are open
         self._handed: dict[int, list[int]] = {}  # groups of shares that are not trained
         self._canceled: list[int] = []
-        self._num_loaded = owed.first - 1
+        self._num_loaded = remaining.first - 1
         loader.position = self._num_loaded * loader.recipe.batch.prompts_per_step
-        self._num_left = owed.num_left
-        self._start, self._trained_before = owed.start, arrivals.trained
-        self._expected: Line | None = None
+        self._num_left = remaining.num_left
+        self._start, self._trained_before = remaining.start, arrivals.trained
+        self._expected: JournalLine | None = None
         self._has_line = False  # of the share of the next iteration
         self._begin_s, self.seconds = time.perf_counter(), 0.0
 
@@ -130,13 +128,13 @@ class Generation:
             self._open_line()
         while not self._is_time_for_weights():
             self._take_grades()
-            share = self._shares.take(self._arrivals.trained)
+            share = self._quota.take(self._arrivals.trained)
             if share is not None:
                 return self._hand_over(share)
-            self._give_up()
+            self._cancel()
             self._begin()
-            if self._field.is_busy:
-                self._note(self._field.step())
+            if self._in_flight.is_busy:
+                self._note(self._in_flight.step())
             elif self._waits_for_weights():
                 return None
             self._beat()
@@ -148,40 +146,40 @@ class Generation:
         if trained > self._trained_before:
             self._events.note("weights", trained)
         # An evaluation may have sampled tokens of groups with these weights: that must be noted before others come.
-        self._note(self._field.collect())
+        self._note(self._in_flight.collect())
         self._handed = {made: groups for made, groups in self._handed.items() if made > trained}
 
     def responses(self, groups: Sequence[int]) -> list[Completion]:
         """See `Generated`."""
-        assert isinstance(self._field, ResponseField), "without an environment, each response stands for itself"
-        return self._field.take(groups)
+        assert isinstance(self._in_flight, ResponsesInFlight), "without an environment, each response stands for itself"
+        return self._in_flight.take(groups)
 
     def episodes(self, groups: Sequence[int]) -> tuple[list[Episode], EngineWork]:
         """See `Generated`."""
-        assert isinstance(self._field, EpisodeField | FollowedField), "in an environment, episodes are played"
-        return self._field.take(groups), self._field.take_work()
+        assert isinstance(self._in_flight, EpisodesInFlight), "in an environment, episodes are played"
+        return self._in_flight.take(groups), self._in_flight.take_work()
 
     def report(self, metrics: Metrics) -> None:
         """Report what has been generated since the last report."""
-        tally, self._field.tally = self._field.tally, Tally()
+        tally, self._in_flight.tally = self._in_flight.tally, Tally()
         metrics.mean("generation/response_tokens", tally.tokens, tally.responses)
         metrics.total("generation/voided_tokens", tally.voided)
         metrics.total("generation/canceled", len(self.line["canceled"]))
         first = 1 + (self.line["iteration"] - 1) * self._loader.recipe.batch.prompts_per_step
         deferred = sum(group + 1 < first for group in self.line["groups"])
         metrics.total("generation/deferred", deferred)
-        metrics.total("generation/open", len(self._shares.open))
+        metrics.total("generation/open", len(self._quota.open))
 
-    def snapshot(self) -> Ahead:
+    def snapshot(self) -> AsyncState:
         """What is to be done again if the run continues from now."""
         trained = self._arrivals.trained
         waiting = [int(prompt.ids) for prompt in (*self._pending, *self._again)]
-        return Ahead(
-            iteration=self._shares.num_made,
+        return AsyncState(
+            iteration=self._quota.num_made,
             loaded=self._num_loaded,
             shard=self._loader.shard,
             portions=self._loader.portions,
-            open=sorted({*self._shares.open, *waiting, *self._owed.left_from(self._num_loaded + 1)}),
+            open=sorted({*self._quota.open, *waiting, *self._remaining.left_from(self._num_loaded + 1)}),
             shares={str(made): groups for made, groups in self._handed.items() if made > trained},
         )
 
@@ -191,22 +189,22 @@ class Generation:
         return self._start
 
     def leave(self) -> None:
-        """Let the engine forget all that is under way, as it is used otherwise from now on."""
-        self._field.reset()
+        """Let the engine forget all that is in flight, as it is used otherwise from now on."""
+        self._in_flight.reset()
 
     def _note(self, advances: Sequence[Advance]) -> None:
         for advance in advances:
             if advance.has_begun:
-                self._shares.sampled(advance.group, self._arrivals.trained)
+                self._quota.sampled(advance.group, self._arrivals.trained)
             if advance.is_finished and self.grading is not None:
-                assert isinstance(self._field, ResponseField), "episodes are graded with their share"
-                self.grading.begin(self._prompts[advance.group], self._field.responses_of(advance.group))
+                assert isinstance(self._in_flight, ResponsesInFlight), "episodes are graded with their share"
+                self.grading.begin(self._prompts[advance.group], self._in_flight.responses_of(advance.group))
             elif advance.is_finished:
-                self._shares.finish(advance.group)
+                self._quota.finish(advance.group)
 
     def _begin(self) -> None:
         """Begin as many groups as may be."""
-        room = min(self._shares.room(self._arrivals.trained), self._num_left)
+        room = min(self._quota.room(self._arrivals.trained), self._num_left)
         while len(self._pending) < min(room, self._num_left - len(self._again)):
             self._load()
         chosen, self._pending = self._pending[:room], self._pending[room:]
@@ -214,26 +212,26 @@ class Generation:
             first = room - len(chosen)
             chosen, self._again = [*chosen, *self._again[:first]], self._again[first:]
         if chosen:
-            self._field.begin(Batch.concat(chosen))
+            self._in_flight.begin(Batch.concat(chosen))
             groups = [int(prompt.ids) for prompt in chosen]
             self._prompts |= zip(groups, chosen, strict=True)
-            self._shares.begin(groups)
+            self._quota.begin(groups)
             self._num_left -= len(chosen)
 
     def _load(self) -> None:
         """Load the prompts of one more iteration, but for those that are trained already."""
         self._num_loaded += 1
         prompts = self._load_next()
-        is_owed = self._owed.wants(self._num_loaded, prompts.ids)
-        self._pending += [prompts.select(torch.tensor([row])) for row in is_owed.nonzero().squeeze(1).tolist()]
+        is_wanted = self._remaining.wants(self._num_loaded, prompts.ids)
+        self._pending += [prompts.select(torch.tensor([row])) for row in is_wanted.nonzero().squeeze(1).tolist()]
 
-    def _give_up(self) -> None:
-        """Give up groups that nobody would train; of a journal, those that were given up at this step."""
+    def _cancel(self) -> None:
+        """Cancel groups that nobody would train; of a journal, those that were canceled at this step."""
         if self._expected is not None and not self._events.is_due("cancel"):
             return
-        for group in self._shares.overdue(self._arrivals.trained):
+        for group in self._quota.overdue(self._arrivals.trained):
             self._events.note("cancel", group)
-            self._field.give_up(group)
+            self._in_flight.cancel(group)
             if self.grading is not None:
                 self.grading.forget(group)
             self._again.append(self._prompts.pop(group))
@@ -255,7 +253,7 @@ class Generation:
 
     def _finish(self, group: int) -> None:
         self._events.note("graded", group)
-        self._shares.finish(group)
+        self._quota.finish(group)
 
     def _is_time_for_weights(self) -> bool:
         """Whether weights have come; of a journal, whether they had come at this step of the engine."""
@@ -275,9 +273,9 @@ class Generation:
         return False
 
     def _hand_over(self, share: list[int]) -> Batch:
-        iteration, now = self._shares.num_made, time.perf_counter()
+        iteration, now = self._quota.num_made, time.perf_counter()
         self.seconds, self._begin_s = now - self._begin_s, now
-        self.line = Line(
+        self.line = JournalLine(
             iteration=iteration,
             start=self._start,
             trained=self._trained_before,
@@ -304,7 +302,7 @@ class Generation:
         if self.script is not None:
             self._expected = next(self.script, None)
             if self._expected is None:
-                iteration = self._shares.num_made + 1
+                iteration = self._quota.num_made + 1
                 raise RuntimeError(f"the journal that is followed ends before iteration {iteration}: set `steps` lower")
             self._events.expected = self._expected["events"]
             if self._expected["start"] != self._start:
@@ -312,14 +310,14 @@ class Generation:
                 return
         self._trained_before = self._arrivals.trained
 
-    def _start_anew(self, line: Line) -> None:
-        """Do what the run that is followed did when it was started again: everything that was under way is lost."""
+    def _start_anew(self, line: JournalLine) -> None:
+        """Do what the run that is followed did when it was started again: everything that was in flight is lost."""
         self._start = line["start"]
-        self._field.reset()
+        self._in_flight.reset()
         if self.grading is not None:
             self.grading.reset()
         self._events.steps = 0
-        lost = self._shares.forget()
+        lost = self._quota.forget()
         self._num_left += len(lost)
         waiting = [*(self._prompts.pop(group) for group in lost), *self._pending, *self._again]
         self._pending, self._again = sorted(waiting, key=lambda prompt: int(prompt.ids)), []

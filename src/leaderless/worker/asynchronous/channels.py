@@ -1,10 +1,14 @@
-"""The ends that a rank has of the channels between its loop and another one."""
+"""The ends that a rank has of the channels between its loop and another one.
+
+A rank posts the output of an iteration and continues. A thread of the channel, the lane, sends the posts in order, each
+when the ranks at the other end receive it. The lane and the receivers have process groups to themselves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +16,8 @@ import torch
 
 from leaderless.checkpoint.rows import load_rows, save_rows
 from leaderless.config import Json
+from leaderless.data.background import Inbox, Outbox
 from leaderless.data.batch import Batch
-from leaderless.data.channel import Inbox, Note, Outbox
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.reshard import reshard
 from leaderless.data.selection import Span, span_of
@@ -34,6 +38,40 @@ Held = Mapping[Reshard, Batch]
 """What a rank puts into a channel in one iteration: its rows for each reshard that it is a source of."""
 Flight = dict[tuple[str, int], dict[Reshard, Batch]]
 """What a rank has put into channels and is not trained, by channel and iteration."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """The note that goes with each iteration through a channel: a few bytes from every rank to every other.
+
+    Attributes:
+        iteration: Iteration of the source.
+        is_asked_to_stop: A signal has asked some rank of either end to stop.
+        is_stopping: The run stops after the training iteration of this number.
+        is_checkpoint_due: A checkpoint is due after the training iteration of this number.
+        is_abandoned: Some rank has not made its output, since the run stops.
+    """
+
+    iteration: int
+    is_asked_to_stop: bool = False
+    is_stopping: bool = False
+    is_checkpoint_due: bool = False
+    is_abandoned: bool = False
+
+    def exchange(self, process_group: ProcessGroup, channel: str) -> Note:
+        """Combine the notes of all ranks; a flag of one rank holds for all. All ranks of both ends call it together.
+
+        Raises:
+            RuntimeError: The ranks are not at the same iteration.
+        """
+        numbers = torch.tensor([-self.iteration, *map(int, astuple(self))])
+        lowest, highest, *flags = process_group.max(numbers, f"channel {channel}").tolist()
+        if -lowest != highest:
+            raise RuntimeError(
+                f"rank {process_group.rank}: channel {channel} is at iteration {-lowest} on some rank, and at "
+                f"{highest} on another"
+            )
+        return Note(highest, *map(bool, flags))
 
 
 class Channels:

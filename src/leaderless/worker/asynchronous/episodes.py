@@ -1,0 +1,414 @@
+"""Episodes in flight on a rank that generates continuously: played now, or as the journal of a run has them.
+
+    LiveEpisodes       an event loop in a thread plays them, so that no
+                       environment waits while the rank does something else
+          |  ask, drop, forget, end
+    EpisodesInFlight -> EngineRequests -> the engine, which the rank's own thread steps
+          |  ask, drop, forget, end
+    JournaledEpisodes  what they wanted in a run that is followed, before the same steps
+
+Either source says what episodes want of the engine, and the rest is the same. So a run that is followed takes the very
+steps of the one before it, and neither environments nor tools are asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from leaderless.config import Recipe
+from leaderless.config.data import DatasetConfig
+from leaderless.data.batch import Batch
+from leaderless.data.encode import Tokenizer
+from leaderless.data.images import PromptImage
+from leaderless.environments.deadlines import GRACE_S
+from leaderless.environments.episode import Episode, Place
+from leaderless.environments.player import Player
+from leaderless.environments.pump import BEAT_S
+from leaderless.environments.registry import environment_class, world_maker
+from leaderless.environments.tools.use import ToolUse, own_tool_use
+from leaderless.observability.clock import Clock
+from leaderless.rollout.engine import Completion, Request, SamplingParams
+from leaderless.stages.play import places_of, writer_of
+from leaderless.stages.played import Play, sampled_in
+from leaderless.worker.asynchronous.in_flight import (
+    Advance,
+    EngineRequests,
+    EngineWork,
+    EventKind,
+    PendingRequest,
+    Tally,
+)
+
+
+@dataclass(eq=False)
+class Group:
+    """The episodes of a task, in the order of their places.
+
+    Attributes:
+        number: Id of the task's group.
+        places: Episodes to play.
+        num_left: Number of those that have not ended.
+        num_tokens: Tokens sampled in those that have.
+        episodes: Those that have been played here, by their numbers.
+    """
+
+    number: int
+    places: Sequence[Place]
+    num_left: int
+    num_tokens: int = 0
+    episodes: dict[int, Episode] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An episode that has ended.
+
+    Attributes:
+        group: Its group.
+        responses: Number of responses sampled in it.
+        tokens: Their tokens.
+        error: Error of the program, if there was one.
+    """
+
+    group: Group
+    responses: int
+    tokens: int
+    error: Exception | None = None
+
+
+class Happening(NamedTuple):
+    """Something that an episode wants of the engine, or its end.
+
+    Attributes:
+        kind: Kind of the event in the journal.
+        about: Number of the response, conversation or episode.
+        what: Request, to make it or to drop it; the end of an episode; None for a conversation.
+    """
+
+    kind: EventKind
+    about: int
+    what: PendingRequest | Ended | None = None
+
+
+class EpisodeSource(Protocol):
+    """Source of episodes, and of all that they want meanwhile.
+
+    Attributes:
+        tokenizer: Tokenizer of the policy, for use with this source alone.
+        tools: Tools that the policy may call.
+    """
+
+    tokenizer: Tokenizer
+    tools: ToolUse | None
+
+    def begin(self, group: Group) -> None:
+        """Begin the episodes of a group."""
+
+    def happened(self) -> Iterator[Happening]:
+        """Events since the last call, in order; each is dealt with before the next is asked for."""
+
+    def wait(self) -> None:
+        """Wait a while for something to happen, as the engine has nothing to do."""
+
+    def cancel(self, group: Group) -> None:
+        """Cancel the episodes of a group that have not ended."""
+
+    def take(self, groups: Sequence[Group]) -> list[Episode]:
+        """Hand over the episodes of groups that make up a share, or an evaluation."""
+
+    def reset(self) -> None:
+        """Forget all episodes."""
+
+    def close(self) -> None:
+        """Release everything; episodes in flight are lost."""
+
+
+class EpisodesInFlight:
+    """Episodes of tasks of several iterations; see `ResponsesInFlight`.
+
+    Attributes:
+        tally: Numbers of responses and tokens since it was last set.
+    """
+
+    def __init__(
+        self,
+        requests: EngineRequests,
+        source: EpisodeSource,
+        recipe: Recipe,
+        play: Play,
+        role: str | None,
+        data: DatasetConfig | None = None,
+    ) -> None:
+        """Have nothing in flight.
+
+        Args:
+            requests: Requests to the engine, which is awake and has weights.
+            source: Source of the episodes.
+            recipe: The recipe, as seen by the role that samples.
+            play: Episodes of each task.
+            role: Role that samples; None if it plays all agents.
+            data: Dataset of all tasks; None for those of training.
+        """
+        self._requests, self._source, self._recipe, self._play = requests, source, recipe, play
+        self._role, self._data = role, data
+        self._groups: dict[int, Group] = {}
+        self._begun: list[int] = []
+        self.tally = Tally()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an episode is in flight."""
+        return any(group.num_left for group in self._groups.values())
+
+    def begin(self, prompts: Batch) -> None:
+        """Begin the episodes of some tasks."""
+        tokenizer, tools = self._source.tokenizer, self._source.tools
+        places = places_of(self._play, prompts, self._recipe, tokenizer, tools, self._role, self._data)
+        siblings = len(self._play.distributions)
+        for row, number in enumerate(prompts.ids.tolist()):
+            group = Group(number, places[row * siblings : (row + 1) * siblings], siblings)
+            self._groups[number] = group
+            self._source.begin(group)
+            self._begun.append(number)
+
+    def step(self) -> list[Advance]:
+        """Do what episodes ask for, and let the engine take a step, or wait for them if it has nothing to do."""
+        # A group counts from its beginning: its first token may be sampled a little later.
+        advances = [Advance(group, has_begun=True, is_finished=False) for group in self._begun]
+        has_done = bool(self._begun)
+        self._begun.clear()
+        for happening in self._source.happened():
+            advances += self._do(happening)
+            has_done = True
+        if self._requests.events.due() is not None:
+            return advances  # a journal has weights or a canceled group before the next step
+        if self._requests.is_busy:
+            self._requests.step()
+        elif not has_done:
+            self._source.wait()
+        return advances
+
+    def _do(self, happening: Happening) -> Sequence[Advance]:
+        """Do what an episode wants."""
+        kind, about, what = happening
+        if isinstance(what, Ended):
+            return self._end(about, what)
+        if what is None:
+            self._requests.forget(about)
+        elif kind == "ask":
+            self._requests.ask(what)
+        else:
+            self.tally.voided += self._requests.drop(what)
+        return ()
+
+    def _end(self, number: int, ended: Ended) -> Sequence[Advance]:
+        group = ended.group
+        if self._groups.get(group.number) is not group:
+            return ()  # canceled, and perhaps begun again
+        facts = {"group": group.number, "responses": ended.responses, "tokens": ended.tokens}
+        self._requests.events.note("end", number, facts)
+        if ended.error is not None:
+            raise ended.error
+        group.num_left -= 1
+        group.num_tokens += ended.tokens
+        self.tally.responses += ended.responses
+        self.tally.tokens += ended.tokens
+        return [Advance(group.number, has_begun=False, is_finished=True)] if not group.num_left else ()
+
+    def collect(self) -> list[Advance]:
+        """Take what an evaluation's steps have brought; groups count from their beginning."""
+        self._requests.collect()
+        return []
+
+    def cancel(self, number: int) -> None:
+        """Cancel what is left of a group, and forget all of it."""
+        group = self._groups.pop(number)
+        self._source.cancel(group)
+        self.tally.voided += group.num_tokens
+
+    def take(self, groups: Sequence[int]) -> list[Episode]:
+        """Hand over the episodes of groups that are finished, group by group."""
+        return self._source.take([self._groups.pop(group) for group in groups])
+
+    def take_work(self) -> EngineWork:
+        """Work of the engine since this was last called."""
+        work, self._requests.work = self._requests.work, EngineWork()
+        return work
+
+    def reset(self) -> None:
+        """Forget all groups."""
+        self._source.reset()
+        self._groups.clear()
+        self._begun.clear()
+        self._requests.reset()
+
+    def close(self) -> None:
+        """End what plays episodes; those in flight are lost."""
+        self._source.close()
+
+
+class LiveEpisodes:
+    """See `EpisodeSource`: episodes that are played in the event loop of a thread.
+
+    What they ask of the engine waits for the rank's own thread, which steps it.
+    """
+
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, clock: Clock, data: DatasetConfig | None = None) -> None:
+        """Start the thread.
+
+        Args:
+            recipe: The recipe, as seen by the role that samples.
+            tokenizer: Tokenizer of the policy.
+            clock: Clock of the rank.
+            data: Dataset of all tasks; None for those of training.
+        """
+        config = recipe.environment
+        assert config is not None, "episodes are played in an environment"
+        self._clock, self._queue = clock, RequestQueue()
+        self.tokenizer = copy.deepcopy(tokenizer)  # the other threads use theirs
+        sets = [*recipe.data.train_sets().values()] if data is None else [data]
+        is_chat = any(writer_of(self.tokenizer, one).is_chat for one in sets)
+        self.tools = own_tool_use(config, environment_class(config), self.tokenizer, is_chat=is_chat)
+        longest = recipe.data.max_prompt_tokens + config.max_episode_tokens
+        self._player = Player(config, world_maker(config), longest, self._queue, self.tools)
+        self._free = asyncio.Semaphore(config.concurrency)
+        self._playing: dict[Group, list[Future[None]]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._thread.start()
+
+    def begin(self, group: Group) -> None:
+        """Begin the episodes of a group."""
+        played = (self._one(group, place) for place in group.places)
+        self._playing[group] = [asyncio.run_coroutine_threadsafe(one, self._loop) for one in played]
+
+    async def _one(self, group: Group, place: Place) -> None:
+        """Play an episode; the thread does it."""
+        async with self._free:
+            try:
+                group.episodes[place.number] = episode = await self._player.play(place)
+            except Exception as error:  # noqa: BLE001 - it is raised by the other thread
+                ended = Ended(group, 0, 0, error)
+            else:
+                said = sampled_in(episode)
+                ended = Ended(group, len(said), sum(len(node.tokens) for node in said))
+        self._queue.put(Happening("end", place.number, ended))
+
+    def happened(self) -> Iterator[Happening]:
+        """Events since the last call, in order."""
+        return self._queue.take()
+
+    def wait(self) -> None:
+        """Wait for something to happen, but not for longer than a second."""
+        with self._clock.doing("environment"):
+            self._queue.wait()
+
+    def cancel(self, group: Group) -> None:
+        """Cancel the episodes of a group that have not ended."""
+        for playing in self._playing.pop(group):
+            playing.cancel()
+
+    def take(self, groups: Sequence[Group]) -> list[Episode]:
+        """Hand over the episodes of groups that are finished."""
+        for group in groups:
+            del self._playing[group]
+        return [group.episodes[place.number] for group in groups for place in group.places]
+
+    def reset(self) -> None:
+        """Forget all episodes."""
+        self._cancel()
+        self._playing.clear()
+        for _ in self._queue.take():
+            pass
+
+    def _cancel(self) -> None:
+        """Cancel all episodes, and wait until they have ended."""
+
+        async def cancel() -> None:
+            others = {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            if others:
+                await asyncio.wait(others, timeout=GRACE_S)
+            await self._player.close()
+
+        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(2 * GRACE_S)
+
+    def close(self) -> None:
+        """End the thread; episodes in flight are lost."""
+        try:
+            with suppress(TimeoutError):  # an episode does not end, and the thread with it
+                self._cancel()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(GRACE_S)
+            if self.tools is not None:
+                self.tools.sources.close()
+
+
+class RequestQueue:
+    """See `Pump`. What episodes ask for waits until the thread that steps the engine takes it."""
+
+    def __init__(self) -> None:
+        """Have nothing in the queue."""
+        self._waiting: deque[Happening] = deque()
+        self._is_there = threading.Event()
+
+    async def ask(
+        self,
+        prompt: Sequence[int],
+        sample_id: int,
+        params: SamplingParams,
+        conversation: int | None = None,
+        known_tokens: int = 0,
+        images: tuple[PromptImage, ...] = (),
+    ) -> Completion:
+        """Sample one response."""
+        request = Request(prompt, [sample_id], conversation=conversation, images=images)
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        pending = PendingRequest(request, params, known_tokens, partial(_answer, answer))
+        self.put(Happening("ask", sample_id, pending))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.put(Happening("drop", sample_id, pending))
+            raise
+
+    def forget(self, conversation: int) -> None:
+        """See `Pump`."""
+        self.put(Happening("forget", conversation))
+
+    def put(self, happening: Happening) -> None:
+        """Let the other thread know."""
+        self._waiting.append(happening)
+        self._is_there.set()
+
+    def take(self) -> Iterator[Happening]:
+        """All that is in the queue, in order."""
+        self._is_there.clear()
+        while self._waiting:
+            yield self._waiting.popleft()
+
+    def wait(self) -> None:
+        """Wait until something is in the queue, but not for longer than a second."""
+        self._is_there.wait(BEAT_S)
+
+
+def _answer(answer: asyncio.Future[Completion], completion: Completion) -> None:
+    """Give an episode its response, in the thread of its event loop."""
+
+    def settle() -> None:
+        if not answer.done():
+            answer.set_result(completion)
+
+    with suppress(RuntimeError):  # the event loop has ended
+        answer.get_loop().call_soon_threadsafe(settle)
