@@ -313,7 +313,7 @@ def test_remax_reports_the_lengths_of_responses_that_train(monkeypatch):
     completions[-1].finish_reason = "length"
     monkeypatch.setattr(rollout, "_complete", lambda *_: completions)
     context = context_of("rollout", {}, "remax", model=ModelRole(cast("TrainEngine", Table(numbers(9))), None))
-    made = rollout.rollout_with_greedy(random_samples([(2, 0)]), context)
+    made = rollout.rollout(random_samples([(2, 0)]), context)
     assert made.dense("is_greedy").tolist() == [*[False] * 8, True]
     reported = context.metrics.reduce(GROUP)
     assert (reported["rollout/response_tokens"], reported["rollout/truncated"]) == (2.5, 0)

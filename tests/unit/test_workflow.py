@@ -292,12 +292,13 @@ def test_columns_of_built_in_stages_are_documented():
 
 def test_built_in_stages_name_functions_that_exist():
     for name, spec in BUILTIN_STAGES.items():
-        module, _, function = spec.implementation.partition(":")
-        found = find_spec(module)
-        assert found is not None, name
-        assert found.origin is not None
-        tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
-        assert function in {item.name for item in tree.body if isinstance(item, ast.FunctionDef)}, name
+        for place in (spec.implementation, *spec.implementations.values()):
+            module, _, function = place.partition(":")
+            found = find_spec(module)
+            assert found is not None, name
+            assert found.origin is not None
+            tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
+            assert function in {item.name for item in tree.body if isinstance(item, ast.FunctionDef)}, name
         assert spec.summary, name
 
 

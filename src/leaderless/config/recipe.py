@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,6 +25,9 @@ from leaderless.config.run import CheckpointConfig, GuardsConfig, RunConfig
 from leaderless.config.schedule import ScheduleConfig
 from leaderless.config.source import merge_settings
 from leaderless.config.training import TrainingConfig
+
+Product = Literal["text", "episodes", "online", "bodies"]
+"""Kinds of samples: responses to prompts, episodes in an environment or of clients, and those of bodies."""
 
 
 class Recipe(Section):
@@ -258,9 +262,19 @@ class Recipe(Section):
         return self
 
     @property
+    def product(self) -> Product:
+        """Kind of samples: each has a rollout of its own, which the table of stages chooses."""
+        sections: dict[Product, Section | None] = {
+            "bodies": self.body,
+            "online": self.online,
+            "episodes": self.environment,
+        }
+        return next((product for product, section in sections.items() if section is not None), "text")
+
+    @property
     def has_episodes(self) -> bool:
         """Whether the rollout's samples are conversations: with an environment, or with clients."""
-        return self.environment is not None or self.online is not None
+        return self.product in {"episodes", "online"}
 
     @property
     def has_later_images(self) -> bool:
@@ -275,7 +289,7 @@ class Recipe(Section):
     @property
     def has_tasks(self) -> bool:
         """Whether rows of the dataset are tasks, without prompts."""
-        return self.has_episodes or self.body is not None
+        return self.product != "text"
 
     @property
     def row_columns(self) -> Mapping[str, str]:

@@ -20,6 +20,7 @@ from leaderless.rewards.pool import Graded
 from leaderless.rollout.bodies import BodyEngine, BodyEpisode, BodyTask
 from leaderless.stages.context import StageContext
 from leaderless.stages.reward import with_environment, with_success
+from leaderless.stages.rollout import distributions_of, first_sibling
 from leaderless.training.units import Units, grained
 from leaderless.workflow.columns import TAKEN_COLUMNS
 
@@ -27,10 +28,15 @@ SEED_STRIDE = 1 << 32
 """Distance of the seeds of tasks that follow from different seeds of a run."""
 
 
-def play_bodies(batch: Batch, context: StageContext, distributions: Sequence[SamplingConfig], first: int) -> Batch:
-    """Play an episode from each distribution for each task; those of a task begin in the same state."""
+def play_bodies(batch: Batch, context: StageContext) -> Batch:
+    """Play `batch.responses_per_prompt` episodes of each task, and one more greedily if the node wants that.
+
+    Those of a task begin in the same state.
+    """
     recipe, config = context.recipe, context.recipe.body
     assert config is not None
+    distributions = distributions_of(recipe, has_greedy="is_greedy" in context.node.writes)
+    first = first_sibling(context.node.node, recipe)
     siblings = torch.arange(first, first + len(distributions)).repeat(len(batch))
     ids = make_sample_ids(batch.ids.repeat_interleave(len(distributions)), siblings)
     tasks = body_tasks(batch, ids, distributions, recipe.seed)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from leaderless.config import Recipe
 from leaderless.config.run import GuardAction
+from leaderless.data.batch import Batch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.parts import first_places, parts_of
 from leaderless.data.selection import select
@@ -25,35 +26,24 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import PlannedNode
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
-from leaderless.rollout.engine import Completion, RolloutEngine
+from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.serving import Serving
 from leaderless.stages.limits import limited
 from leaderless.training.engine import TrainEngine, ValueEngine
 from leaderless.workflow.stage import AnyUse
 
 if TYPE_CHECKING:
-    from leaderless.environments.episode import Episode
     from leaderless.serve.desk import Desk
-    from leaderless.stages.played import Work
 
 Grader = Callable[[Sequence[RewardInput], Sequence[str | None]], list[Graded]]
 """Function that computes rewards, given the responses and the source of each."""
 
 
 class Generated(Protocol):
-    """Responses that were begun in earlier iterations, or in this one.
+    """Responses or episodes that were begun in earlier iterations, or in this one, and are finished."""
 
-    Attributes:
-        seconds: Time in which this rank has made as many as it hands over.
-    """
-
-    seconds: float
-
-    def responses(self, groups: Sequence[int]) -> list[Completion]:
-        """The responses of groups, in order."""
-
-    def episodes(self, groups: Sequence[int]) -> tuple[list[Episode], Work]:
-        """The episodes of groups, in order, and what the engine has done meanwhile."""
+    def samples(self, prompts: Batch, context: StageContext) -> Batch:
+        """The samples of some prompts, which leave the engine."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +105,7 @@ class StageContext:
         agents: Roles that sample responses: the column `agent` holds places in it.
         models: Models of the node's roles, by the names that the stage declares.
         episodes: Journal of the episodes of this rank; None if there is none.
-        generated: Responses that are finished, where they are generated continuously.
+        generated: Responses or episodes that are finished, where they are generated continuously.
         desk: Clients of an online run, on ranks that they ask; None on others.
         clock: Clock of the rank: `with context.clock.doing("environment")` says what time is spent on.
         progress: Function that takes the finished fraction of the node's work, for the progress line.

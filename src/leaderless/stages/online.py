@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from leaderless.data.batch import SIBLING_BITS, Batch
+from leaderless.data.errors import memory_explained
 from leaderless.environments.episode import Episode, Place
 from leaderless.environments.protocol import ONLY_AGENT
 from leaderless.observability.metrics import Metrics
@@ -15,14 +16,25 @@ from leaderless.online.ledger import Choice, Reply
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
 from leaderless.stages.context import StageContext
 from leaderless.stages.earlier import Seat
+from leaderless.stages.episode_rollout import play_of, samples_of
 from leaderless.stages.play import writer_of
 from leaderless.stages.played import Play, Played
+from leaderless.stages.rollout import TOO_MUCH
 
 if TYPE_CHECKING:
     from leaderless.serve.desk import Desk
 
 SWEEP_EVERY_S = 1.0
 """Time between two looks for responses that are to be dropped."""
+
+
+def rollout(batch: Batch, context: StageContext) -> Batch:
+    """Answer clients until there are `batch.responses_per_prompt` responses with feedback for each task."""
+    with memory_explained(TOO_MUCH), context.role.generating() as engine:
+        begin = time.perf_counter()
+        played = collect(engine, play_of(context.node, context.recipe), batch, context)
+        seconds = time.perf_counter() - begin
+    return samples_of(played, context, seconds)
 
 
 def collect(engine: RolloutEngine, play: Play, tasks: Batch, context: StageContext) -> Played:

@@ -9,6 +9,7 @@ from importlib import import_module
 
 import torch
 
+from leaderless.config import Recipe
 from leaderless.data.batch import Batch
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.dataloader import Dataloader
@@ -76,7 +77,7 @@ class Chain:
             for action in self._entries
             if isinstance(action, Pull) and parts.plan.channel(action.channel).kind == "weights"
         ]
-        self.stages = _load_stages(parts.plan, self._rank)
+        self.stages = _load_stages(parts.plan, parts.recipe, self._rank)
         progress.nodes = {name: {} for name in self.stages}
         self.buffer = Databuffer(parts.plan, parts.transport)
         self.channels = Channels(parts, progress, self.buffer, tracer)
@@ -308,12 +309,14 @@ def _limited(model: ModelRole | ValueEngine, use: AnyUse, what: str) -> ModelRol
     return model.limited_to(use, what) if isinstance(model, ModelRole) else limited(model, use, what)
 
 
-def _load_stages(plan: Plan, rank: int) -> Mapping[str, StageFunction]:
+def _load_stages(plan: Plan, recipe: Recipe, rank: int) -> Mapping[str, StageFunction]:
     """Import the stage functions of a rank's nodes, by node."""
     stages: dict[str, StageFunction] = {}
+    product = "continuous" if plan.loop_of(rank).is_continuous else recipe.product
     for node in plan.nodes:
         if rank in node.layout:
-            module, _, name = node.spec.implementation.partition(":")
+            implementation = node.spec.implementations.get(product, node.spec.implementation)
+            module, _, name = implementation.partition(":")
             stage: StageFunction = getattr(import_module(module), name)
             stages[node.name] = partial(_with_failures, stage) if "reward_valid" in node.writes else stage
     return stages

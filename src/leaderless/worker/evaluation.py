@@ -29,13 +29,13 @@ from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.bodies import body_tasks, graded_episode
 from leaderless.stages.context import Grader, ModelRole
 from leaderless.stages.films import describe_episode
-from leaderless.stages.play import play_tasks, played_before
-from leaderless.stages.played import Play
+from leaderless.stages.play import play_tasks
+from leaderless.stages.played import Play, Played
 from leaderless.stages.record import TokenRecorder, describe_sample, thumbnails
 from leaderless.stages.reward import grade_of, group_of, last_said, reward_inputs, transcripts, with_environment
 from leaderless.stages.rollout import TOO_MUCH
 from leaderless.worker.asynchronous.episodes import EpisodesInFlight, LiveEpisodes
-from leaderless.worker.asynchronous.in_flight import EngineRequests, EngineWork, Events
+from leaderless.worker.asynchronous.in_flight import EngineRequests, Events
 from leaderless.worker.asynchronous.journal import JournaledEpisodes, PastEpisodes
 from leaderless.worker.judging import JudgeHelper, Judging
 from leaderless.worker.preference_evaluation import PreferenceEvaluator
@@ -216,8 +216,7 @@ class Evaluator:
         play = Play([config] * k, 0, k, self._seed)
         sets = [data] * len(batch)
         if isinstance(engine, SharedEngine):  # it works on what is generated continuously, too
-            episodes, work = self._play_meanwhile(engine, play, batch, progress, journal, step)
-            played = played_before(play, batch, sets, self.recipe, self.tokenizer, episodes, work)
+            played = self._play_meanwhile(engine, play, batch, progress, journal, step)
         else:
             played = play_tasks(engine, play, batch, sets, self.recipe, self.tokenizer, progress)
         if journal is not None:
@@ -233,7 +232,7 @@ class Evaluator:
         progress: Callable[[float], None],
         journal: Journal | None,
         step: int,
-    ) -> tuple[list[Episode], EngineWork]:
+    ) -> Played:
         """The episodes of an engine that works on those of training, too.
 
         The steps that it takes count for both, so what they ask is noted as well, and asked again where a run is
@@ -250,19 +249,20 @@ class Evaluator:
             requests.events.expected = cast("Sequence[Sequence[int | str]]", events)
             source = JournaledEpisodes(requests, past, self.tokenizer, play.seed)
         in_flight = EpisodesInFlight(requests, source, self.recipe, play, None, self.recipe.data.evaluation)
-        num_done, groups = 0, tasks.ids.tolist()
+        num_done = 0
         try:
             in_flight.begin(tasks)
             while in_flight.is_busy:
                 num_done += sum(advance.is_finished for advance in in_flight.step())
-                progress(num_done / len(groups))
-            episodes = in_flight.take(groups)
+                progress(num_done / len(tasks))
         finally:
             in_flight.close()
         if journal is not None:
             noted = [*requests.events.facts, {"events": cast("Json", requests.events.happened)}]
             journal("asked", lambda: map(text_of, noted))
-        return episodes, in_flight.take_work()
+        data = self.recipe.data.evaluation
+        assert data is not None
+        return in_flight.played(tasks, [data] * len(tasks), self.tokenizer)
 
     @property
     def _seed(self) -> int:

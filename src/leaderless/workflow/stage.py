@@ -38,6 +38,8 @@ class StageSpec:
 
     Attributes:
         implementation: Function that runs it, as `package.module:function`; only workers import it.
+        implementations: Those of products for which it is another one: of `episodes`, `online` and `bodies`, and of
+            `continuous` generation.
         reads: Columns that it needs.
         writes: Columns that it adds or replaces.
         reads_if_written: Columns that it reads where an earlier node writes them for others; no node runs for it.
@@ -86,6 +88,7 @@ class StageSpec:
     metrics: Names = ()
     check: Callable[[Recipe, Node], None] | None = None
     summary: str = ""
+    implementations: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def role_use(self) -> RoleUse | Literal["none"]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from leaderless.config import RecipeError
 from leaderless.config.roles import origin_of
@@ -37,6 +38,7 @@ from leaderless.workflow.training_stages import (
 if TYPE_CHECKING:
     from leaderless.config import Recipe
     from leaderless.config.online import OnlineConfig
+    from leaderless.config.recipe import Product
     from leaderless.workflow.workflow import Node, Workflow
 
 
@@ -87,33 +89,47 @@ def _advantage_sampled_with(recipe: Recipe, node: Node) -> list[str]:  # noqa: A
     return ["max_response_tokens"] * (recipe.algorithm.overlong.buffer_tokens > 0)
 
 
-def _rollout_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    return ["rows"] if recipe.has_tasks else ["prompt_tokens"]
+def _rollout_reads(recipe: Recipe, node: Node) -> tuple[str, ...]:  # noqa: ARG001
+    return ROLLOUTS[recipe.product].reads
 
 
 def _rollout_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
     own = [*ROLLOUT_WRITES, *[EXPERTS] * recipe.algorithm.replay_experts]
-    own += TAKEN_COLUMNS if recipe.body and recipe.algorithm.sac else ()
     own += [IMAGES, LATER_IMAGES] * recipe.has_later_images
-    return [*own, *(PLAY_COLUMNS if recipe.has_episodes else ()), *(BODY_COLUMNS if recipe.body else ())]
+    return [*own, *ROLLOUTS[recipe.product].writes(recipe)]
 
 
 def _rollout_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    if recipe.body:
-        return [f"body/{name}" for name in BODY_METRICS]
-    names = [f"rollout/{name}" for name in ("response_tokens", "truncated", "tokens_per_s")]
-    if recipe.has_episodes:
-        names += ["rollout/prefix_hits", "rollout/engine_busy", *(f"episode/{name}" for name in EPISODE_METRICS)]
-    if recipe.online:
-        names += [f"online/{name}" for name in ONLINE_METRICS]
+    names = ROLLOUTS[recipe.product].metrics(recipe)
     if any(channel.mode == "continuous" for channel in recipe.channels.values()):
         names += [f"generation/{name}" for name in GENERATION_METRICS]
-    if recipe.environment:
-        tools = python_tools(recipe.environment, environment_class(recipe.environment))
-        if tools or recipe.environment.mcp:
-            names += ["episode/tools_s", "tool/calls", "tool/misread"]
-            names += [f"tool/{kind}/{tool.name}" for tool in tools for kind in ("calls", "refused")]
     return names
+
+
+def _text_metrics(recipe: Recipe) -> list[str]:  # noqa: ARG001
+    return [f"rollout/{name}" for name in ("response_tokens", "truncated", "tokens_per_s")]
+
+
+def _episode_metrics(recipe: Recipe) -> list[str]:
+    config = recipe.environment
+    assert config is not None
+    tools, names = python_tools(config, environment_class(config)), [*_text_metrics(recipe), *EPISODE_METRICS]
+    if tools or config.mcp:
+        names += ["episode/tools_s", "tool/calls", "tool/misread"]
+        names += [f"tool/{kind}/{tool.name}" for tool in tools for kind in ("calls", "refused")]
+    return names
+
+
+def _online_metrics(recipe: Recipe) -> list[str]:
+    return [*_text_metrics(recipe), *EPISODE_METRICS, *(f"online/{name}" for name in ONLINE_METRICS)]
+
+
+def _body_metrics(recipe: Recipe) -> list[str]:  # noqa: ARG001
+    return [f"body/{name}" for name in BODY_METRICS]
+
+
+def _body_writes(recipe: Recipe) -> list[str]:
+    return [*(TAKEN_COLUMNS if recipe.algorithm.sac else ()), *BODY_COLUMNS]
 
 
 def _record_reads(recipe: Recipe, node: Node) -> list[str]:
@@ -240,19 +256,21 @@ def _check_own_log_probs(recipe: Recipe, node: Node) -> None:
 
 
 EPISODE_METRICS = (
-    "turns",
-    "tokens",
-    "told_tokens",
-    "samples",
-    "cut",
-    "drift",
-    "failed",
-    *(f"failed_{cause}" for cause in ("environment", "tool", "timeout", "crash", "overflow")),
-    "repeated",
-    "model_s",
-    "environment_s",
+    "rollout/prefix_hits",
+    "rollout/engine_busy",
+    "episode/turns",
+    "episode/tokens",
+    "episode/told_tokens",
+    "episode/samples",
+    "episode/cut",
+    "episode/drift",
+    "episode/failed",
+    *(f"episode/failed_{cause}" for cause in ("environment", "tool", "timeout", "crash", "overflow")),
+    "episode/repeated",
+    "episode/model_s",
+    "episode/environment_s",
 )
-"""Metrics of episodes, below `episode/`."""
+"""Metrics of episodes and of their engine."""
 BODY_METRICS = ("success", "steps", "decisions", "truncated", "failed", "steps_per_s")
 """Metrics of a body's episodes, below `body/`."""
 GENERATION_METRICS = ("response_tokens", "voided_tokens", "canceled", "deferred", "open")
@@ -280,8 +298,30 @@ ROLLOUT_WRITES = (
     "temperatures",
     "rollout_log_probs",
 )
+
+
+class Rollout(NamedTuple):
+    """What the rollout of a product reads, writes and reports, as far as it differs from product to product."""
+
+    reads: tuple[str, ...]
+    writes: Callable[[Recipe], Sequence[str]]
+    metrics: Callable[[Recipe], list[str]]
+
+
+ROLLOUTS: Mapping[Product, Rollout] = {
+    "text": Rollout(("prompt_tokens",), lambda _: (), _text_metrics),
+    "episodes": Rollout(("rows",), lambda _: PLAY_COLUMNS, _episode_metrics),
+    "online": Rollout(("rows",), lambda _: PLAY_COLUMNS, _online_metrics),
+    "bodies": Rollout(("rows",), _body_writes, _body_metrics),
+}
 ROLLOUT = StageSpec(
     "leaderless.stages.rollout:rollout",
+    implementations={
+        "episodes": "leaderless.stages.episode_rollout:rollout",
+        "continuous": "leaderless.worker.asynchronous.generation:rollout",
+        "online": "leaderless.stages.online:rollout",
+        "bodies": "leaderless.stages.bodies:play_bodies",
+    },
     reads=_rollout_reads,
     writes=_rollout_writes,
     rows="expand",
@@ -295,7 +335,8 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "rollout": ROLLOUT,
     "play_on": replace(
         ROLLOUT,
-        implementation="leaderless.stages.rollout:play_on",
+        implementation="leaderless.stages.episode_rollout:play_on",
+        implementations={},
         reads=("rows", *dict.fromkeys([*ROLLOUT_WRITES, *PLAY_COLUMNS])),
         rows="extend",
         needs_whole_groups=True,
@@ -342,7 +383,6 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "rollout_with_greedy": replace(
         ROLLOUT,
-        implementation="leaderless.stages.rollout:rollout_with_greedy",
         writes=lambda recipe, node, workflow: [*_rollout_writes(recipe, node, workflow), "is_greedy"],
         check=_check_greedy,
         summary="sample responses to each prompt, and decode one greedily",

@@ -15,8 +15,7 @@ from typing import cast
 
 import torch
 
-from leaderless.config import Json, Recipe
-from leaderless.config.rollout import SamplingConfig
+from leaderless.config import Json
 from leaderless.data.background import Outbox
 from leaderless.data.batch import Batch
 from leaderless.environments.journal import text_of
@@ -28,7 +27,7 @@ from leaderless.observability.trace import Tracer
 from leaderless.planner import Plan, PlannedNode, RunNode
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import ModelRole
-from leaderless.stages.played import Play
+from leaderless.stages.episode_rollout import play_of
 from leaderless.stages.reward import inputs_of_group
 from leaderless.stages.rollout import distributions_of
 from leaderless.supervision.guards import Guards
@@ -243,15 +242,14 @@ class ContinuousLoop:
             stragglers=loop.stragglers,
             num_made=self._progress.step,
         )
-        own = node.settings_of(recipe)
-        events, distributions = Events(), distributions_of(own, has_greedy="is_greedy" in node.writes)
+        events = Events()
 
         def beat() -> None:
             parts.progress(node.name)
             self.reports.check()
             chain.channels.check()
 
-        in_flight = self._in_flight(node, engine.view(), own, distributions, events)
+        in_flight = self._in_flight(engine.view(), events)
         stack.callback(in_flight.close)
         loader, load_next = chain.loaders[load], partial(chain.load, load)
         generation = Generation(loader, load_next, in_flight, quota, self, remaining, events, beat)
@@ -273,21 +271,15 @@ class ContinuousLoop:
         stack.callback(grading.close)
         return grading
 
-    def _in_flight(
-        self,
-        node: PlannedNode,
-        engine: SharedEngine,
-        own: Recipe,
-        distributions: Sequence[SamplingConfig],
-        events: Events,
-    ) -> InFlight:
-        """Groups in flight in an engine, none yet; `own` is the recipe as the node sees it."""
-        parts, role = self._parts, node.node.role or ""
-        if parts.recipe.environment is None:
+    def _in_flight(self, engine: SharedEngine, events: Events) -> InFlight:
+        """Groups in flight in an engine, none yet."""
+        parts, node = self._parts, self._node
+        own, role = node.settings_of(parts.recipe), node.node.role or ""
+        if own.product == "text":
+            distributions = distributions_of(own, has_greedy="is_greedy" in node.writes)
             return ResponsesInFlight(engine, own, distributions, events)
-        siblings = parts.recipe.batch.responses_per_prompt + 1
-        play = Play(distributions, node.node.sampler * siblings, node.node.num_samplers * siblings, own.seed)
-        requests, source = EngineRequests(engine, events, distributions), None
+        play = play_of(node, own)
+        requests, source = EngineRequests(engine, events, play.distributions), None
         if self._followed is not None and self._progress.step < self._duties.last:
             past = PastEpisodes(self._followed.episodes, parts.transport.rank, first=self._progress.step + 1)
             source = JournaledEpisodes(requests, past, parts.tokenizer, own.seed)

@@ -17,7 +17,7 @@ import asyncio
 import copy
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,8 +37,10 @@ from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import ToolUse, own_tool_use
 from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import Completion, Request, SamplingParams
-from leaderless.stages.play import places_of, writer_of
-from leaderless.stages.played import Play, sampled_in
+from leaderless.stages.context import StageContext
+from leaderless.stages.episode_rollout import samples_of
+from leaderless.stages.play import places_of, played_before, writer_of
+from leaderless.stages.played import Play, Played, sampled_in
 from leaderless.worker.asynchronous.in_flight import (
     Advance,
     EngineRequests,
@@ -235,14 +237,23 @@ class EpisodesInFlight:
         self._source.cancel(group)
         self.tally.voided += group.num_tokens
 
-    def take(self, groups: Sequence[int]) -> list[Episode]:
-        """Hand over the episodes of groups that are finished, group by group."""
-        return self._source.take([self._groups.pop(group) for group in groups])
+    def samples(self, prompts: Batch, context: StageContext, seconds: float) -> Batch:
+        """Hand over the groups of some prompts, which are finished, as samples that took some seconds."""
+        rows = [row for row in prompts.objects("rows") if isinstance(row, Mapping)]
+        sets = [self._recipe.data.train_set_of(row) for row in rows]
+        return samples_of(self.played(prompts, sets, context.tokenizer), context, seconds)
 
-    def take_work(self) -> EngineWork:
-        """Work of the engine since this was last called."""
+    def played(self, tasks: Batch, data: Sequence[DatasetConfig], tokenizer: Tokenizer) -> Played:
+        """Hand over the episodes of tasks, which are finished, with the work of the engine since this was last called.
+
+        Args:
+            tasks: The tasks.
+            data: Dataset of each.
+            tokenizer: Tokenizer of the policy, for the thread that calls this.
+        """
+        episodes = self._source.take([self._groups.pop(group) for group in tasks.ids.tolist()])
         work, self._requests.work = self._requests.work, EngineWork()
-        return work
+        return played_before(self._play, tasks, data, self._recipe, tokenizer, episodes, work)
 
     def reset(self) -> None:
         """Forget all groups."""

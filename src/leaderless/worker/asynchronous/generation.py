@@ -15,13 +15,11 @@ import torch
 from leaderless.config import Json
 from leaderless.data.batch import Batch
 from leaderless.data.dataloader import Dataloader
-from leaderless.environments.episode import Episode
 from leaderless.observability.metrics import Metrics
-from leaderless.rollout.engine import Completion
+from leaderless.stages.context import StageContext
 from leaderless.worker.asynchronous.async_grading import BackgroundGrader
 from leaderless.worker.asynchronous.async_state import AsyncState, RemainingPrompts, RolloutQuota
-from leaderless.worker.asynchronous.episodes import EpisodesInFlight
-from leaderless.worker.asynchronous.in_flight import Advance, EngineWork, Events, ResponsesInFlight, Tally
+from leaderless.worker.asynchronous.in_flight import Advance, Events, ResponsesInFlight, Tally
 from leaderless.worker.asynchronous.journal import JournalLine
 
 
@@ -43,6 +41,9 @@ class InFlight(Protocol):
     def collect(self) -> list[Advance]:
         """Take what an evaluation's steps have brought."""
 
+    def samples(self, prompts: Batch, context: StageContext, seconds: float) -> Batch:
+        """Hand over the groups of some prompts, which are finished, as samples that took some seconds."""
+
     def cancel(self, number: int) -> None:
         """Abort what is left of a group, and forget all of it."""
 
@@ -62,6 +63,12 @@ class Arrivals(Protocol):
 
     def is_there(self) -> bool:
         """Whether the next weights have arrived."""
+
+
+def rollout(batch: Batch, context: StageContext) -> Batch:
+    """The stage that samples: the samples of prompts whose groups are finished, many of them begun earlier."""
+    assert context.generated is not None, "this stage is chosen where ranks generate continuously"
+    return context.generated.samples(batch, context)
 
 
 class Generation:
@@ -149,15 +156,9 @@ class Generation:
         self._note(self._in_flight.collect())
         self._handed = {made: groups for made, groups in self._handed.items() if made > trained}
 
-    def responses(self, groups: Sequence[int]) -> list[Completion]:
-        """See `Generated`."""
-        assert isinstance(self._in_flight, ResponsesInFlight), "without an environment, each response stands for itself"
-        return self._in_flight.take(groups)
-
-    def episodes(self, groups: Sequence[int]) -> tuple[list[Episode], EngineWork]:
-        """See `Generated`."""
-        assert isinstance(self._in_flight, EpisodesInFlight), "in an environment, episodes are played"
-        return self._in_flight.take(groups), self._in_flight.take_work()
+    def samples(self, prompts: Batch, context: StageContext) -> Batch:
+        """The samples of a share, which leave the engine."""
+        return self._in_flight.samples(prompts, context, self.seconds)
 
     def report(self, metrics: Metrics) -> None:
         """Report what has been generated since the last report."""

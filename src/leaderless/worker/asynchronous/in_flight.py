@@ -18,7 +18,8 @@ from leaderless.data.errors import memory_explained
 from leaderless.data.images import PromptImage, num_alike, pack_images, unpack_images
 from leaderless.rollout.engine import TOKENS_AT_ONCE, Completion, Delta, Request, SamplingParams, prompts_of
 from leaderless.rollout.shared import SharedEngine
-from leaderless.stages.rollout import TOO_MUCH
+from leaderless.stages.context import StageContext
+from leaderless.stages.rollout import TOO_MUCH, samples_of
 
 TOKENS_PER_WAIT = 64
 """Tokens of the longest response for each token that a step may bring."""
@@ -201,9 +202,10 @@ class ResponsesInFlight:
         """The responses of a group that is finished, and not handed over."""
         return self._groups[group].responses
 
-    def take(self, groups: Sequence[int]) -> list[Completion]:
-        """Hand over the responses of groups that are finished, group by group."""
-        return [response for group in groups for response in self._groups.pop(group).responses]
+    def samples(self, prompts: Batch, context: StageContext, seconds: float) -> Batch:
+        """Hand over the groups of some prompts, which are finished, as samples that took some seconds."""
+        responses = [response for group in prompts.ids.tolist() for response in self._groups.pop(group).responses]
+        return samples_of(responses, prompts, context, self._distributions, seconds)
 
     def reset(self) -> None:
         """Forget all groups."""

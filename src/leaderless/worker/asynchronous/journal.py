@@ -19,6 +19,7 @@ from leaderless.config import Json, RecipeError
 from leaderless.data.encode import Tokenizer
 from leaderless.environments.episode import Episode, Place
 from leaderless.environments.journal import episode_of
+from leaderless.environments.tools.use import ToolUse
 from leaderless.environments.trace import TraceNode
 from leaderless.observability.episode_files import Kind, What, episode_files, read_episode_file
 from leaderless.observability.line_file import LineFile
@@ -143,7 +144,7 @@ class PastEpisodes:
 class JournaledEpisodes:
     """See `EpisodeSource`: episodes of a run that is followed, which want at each step what they wanted there."""
 
-    tools = None
+    tools: ToolUse | None = None
 
     def __init__(self, requests: EngineRequests, past: PastEpisodes, tokenizer: Tokenizer, seed: int) -> None:
         """Play nothing again yet.
