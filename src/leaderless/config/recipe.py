@@ -193,7 +193,7 @@ class Recipe(Section):
         for name, is_given in {
             "environment": self.environment is not None,
             "online": self.online is not None,
-            "channels: continuous": self._is_continuous,
+            "channels: continuous": bool(self.continuous_channels),
             "algorithm.replay_experts": self.algorithm.replay_experts,
             "algorithm.overlong": bool(self.algorithm.overlong.buffer_tokens),
             "data: images": self.data.has_images,
@@ -209,12 +209,13 @@ class Recipe(Section):
         return self
 
     @property
-    def _is_continuous(self) -> bool:
-        return any(channel.mode == "continuous" for channel in self.open_channels.values())
+    def continuous_channels(self) -> Mapping[str, ChannelConfig]:
+        """The channels whose ranks generate continuously."""
+        return {name: channel for name, channel in self.open_channels.items() if channel.mode == "continuous"}
 
     @model_validator(mode="after")
     def _can_follow(self) -> Recipe:
-        if self.run.follow is not None and not self._is_continuous:
+        if self.run.follow is not None and not self.continuous_channels:
             raise ValueError(
                 f"run.follow={self.run.follow} does continuous generation again, but no channel has mode: continuous; "
                 "any other run has the same numbers whenever it is repeated: leave it out"
@@ -234,7 +235,7 @@ class Recipe(Section):
     def _sections_agree(self) -> Recipe:
         if self.evaluation.every_steps and self.data.evaluation is None:
             raise ValueError("evaluation.every_steps needs data.evaluation, the held-out prompts")
-        roles = set(self.environment.agents.values()) if self.environment else set()
+        roles = set(self.players.values())
         if self.evaluation.every_steps and len(roles) > 1:
             raise ValueError(
                 f"evaluation.every_steps: one role plays held-out tasks, but environment.agents names {len(roles)}: "
@@ -270,6 +271,11 @@ class Recipe(Section):
             "episodes": self.environment,
         }
         return next((product for product, section in sections.items() if section is not None), "text")
+
+    @property
+    def players(self) -> Mapping[str, str]:
+        """The role that plays each agent of the environment, by agent; none if a role plays all, or there is none."""
+        return self.environment.agents if self.environment is not None else {}
 
     @property
     def has_episodes(self) -> bool:

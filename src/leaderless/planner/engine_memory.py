@@ -195,7 +195,7 @@ class EngineMemory:
 
 def iterations(recipe: Recipe) -> int:
     """Iterations whose groups a rank generates at the same time."""
-    return 1 + max((x.capacity for x in recipe.open_channels.values() if x.mode == "continuous"), default=0)
+    return 1 + max((channel.capacity for channel in recipe.continuous_channels.values()), default=0)
 
 
 def _slot(tokens: int) -> int:

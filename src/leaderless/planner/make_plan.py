@@ -182,7 +182,7 @@ def _check_responses(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
 def _check_players(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
     """Every agent is played by a role that samples."""
     sampling = {node.node.role for node in nodes if node.spec.samples}
-    for agent, role in recipe.environment.agents.items() if recipe.environment else ():
+    for agent, role in recipe.players.items():
         if role not in sampling:
             raise RecipeError.at(
                 f"environment.agents.{agent}",

@@ -127,6 +127,11 @@ class Loop:
         return next((load.portions or (1,) * load.layout.dp for load in loads), ())
 
     @property
+    def fixed_lag(self) -> int:
+        """Iterations that it is ahead in every step; 0 if it trains, or if its ranks are ahead as it comes."""
+        return 0 if self.is_continuous else self.lag
+
+    @property
     def pace(self) -> str:
         """How its iterations follow those that train, for people."""
         if not self.lag:

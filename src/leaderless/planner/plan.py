@@ -99,9 +99,14 @@ class Plan:
         return {rank: owner for loop in self.loops for rank, owner in loop.helpers}
 
     @property
+    def continuous_loops(self) -> list[Loop]:
+        """The loops that generate continuously."""
+        return [loop for loop in self.loops if loop.is_continuous]
+
+    @property
     def is_continuous(self) -> bool:
         """Whether a loop generates continuously."""
-        return any(loop.is_continuous for loop in self.loops)
+        return bool(self.continuous_loops)
 
     @property
     def leading(self) -> Loop:

@@ -212,7 +212,7 @@ def lost_seconds(plan: Plan, took: Mapping[str, float]) -> float:
     Ranks that generate continuously give up what is under way: half of the iterations that may be, as some have only
     begun.
     """
-    return max(((loop.lag + 1) / 2 * took[loop.name] for loop in plan.loops if loop.is_continuous), default=0.0)
+    return max(((loop.lag + 1) / 2 * took[loop.name] for loop in plan.continuous_loops), default=0.0)
 
 
 def _top(actions: Sequence[Action]) -> Iterator[Action]:

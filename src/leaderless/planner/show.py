@@ -231,7 +231,7 @@ def _costs(plan: Plan) -> Iterator[str]:
     """What continuous generation costs where lengths differ much."""
     for rank, owner in plan.helpers.items():
         yield f"Rank {rank} generates on the device of rank {owner}, while that one does not use it."
-    for loop in (loop for loop in plan.loops if loop.is_continuous):
+    for loop in plan.continuous_loops:
         rows = next(channel for channel in plan.channels if channel.kind == "rows" and channel.source == loop.name)
         bound = _count(rows.max_staleness, "update")
         if loop.stragglers == "wait":

@@ -59,8 +59,8 @@ def check_player(recipe: Recipe, role: str, family: str) -> None:
     """
     model = recipe.model_of(role)
     assert model is not None
-    if family in BOTH_WAYS and (recipe.environment is not None or recipe.online is not None):
-        where = "an environment" if recipe.environment is not None else "clients"
+    where = {"episodes": "an environment", "online": "clients"}.get(recipe.product)
+    if family in BOTH_WAYS and where is not None:
         raise RecipeError.at(
             f"models.{role}",
             f"'{model.path}' reads a prompt in both directions and what follows in one, so that it cannot take the "

@@ -27,6 +27,7 @@ from leaderless.rollout.choose import choose_engine
 from leaderless.run.settings import leaves_of
 from leaderless.workflow import Workflow, load_recipe, resolve_workflow, spec_of
 from leaderless.workflow.evaluation import ANSWER, JUDGE, evaluation_workflow
+from leaderless.workflow.reward_stage import reward_names
 
 if TYPE_CHECKING:
     from leaderless.planner.auto.choose import Choice
@@ -264,7 +265,7 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
                 "has responses that are compared, not prompts to answer: training itself evaluates them "
                 "(evaluation.every_steps); name a dataset of prompts, and a reward",
             )
-        if not recipe.reward.options() and not recipe.has_tasks:
+        if not reward_names(recipe):
             raise RecipeError.at("reward", "must name a reward, or the recipe an environment, to tell what is correct")
         if model is None:
             raise RecipeError.at("models", f"has no model for the role '{role}'{nearest(role, recipe.models)}")

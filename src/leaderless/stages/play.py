@@ -136,7 +136,7 @@ def _places(
     recipe: Recipe,
     role: str | None,
 ) -> list[Place]:
-    rollout, roles = recipe.rollout, recipe.environment.agents if recipe.environment else {}
+    rollout, roles = recipe.rollout, recipe.players
     rows, groups = tasks.objects("rows"), tasks.ids.tolist()
     agents = frozenset(agent for agent in roles if roles[agent] == role) if roles and role else None
     places: list[Place] = []
@@ -196,8 +196,7 @@ def reader_of(recipe: Recipe, tokenizer: Tokenizer, role: str | None = None) -> 
     """
     if not recipe.has_later_images:
         return None
-    playing = recipe.environment.agents.values() if recipe.environment else ()
-    known = (role, recipe.evaluation.role, *playing, "policy", *recipe.models)
+    known = (role, recipe.evaluation.role, *recipe.players.values(), "policy", *recipe.models)
     role = next(one for one in known if one is not None and recipe.model_of(one) is not None)
     config = recipe.model_of(role)
     assert config is not None

@@ -21,7 +21,7 @@ from leaderless.rewards.protocol import Passage, RewardInput
 from leaderless.rollout.engine import Completion
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Episodes
-from leaderless.workflow.reward_stage import ENVIRONMENT, SUCCESS, judge_metrics
+from leaderless.workflow.reward_stage import ENVIRONMENT, SUCCESS, judge_metrics, reward_names
 
 _ACTOR_BITS = 16
 """Room for the agents of an environment."""
@@ -168,7 +168,7 @@ def _report(context: StageContext, graded: Sequence[Graded], rewards: Tensor, is
     for name, error in islice(errors, 1):
         context.run_directory.note_reward_error(context.step, context.process_group.rank, name, error)
     details = [g.details for g, is_kept in zip(graded, is_reported.tolist(), strict=True) if is_kept]
-    for name in (*context.recipe.reward.options(), *([ENVIRONMENT] if context.recipe.has_tasks else [])):
+    for name in reward_names(context.recipe):
         values = [value for detail in details if (value := reward_value(detail, name)) is not None]
         context.metrics.mean(f"reward/{name}", sum(values), len(values))
     _report_judges(context, graded)

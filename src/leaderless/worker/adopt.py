@@ -112,10 +112,10 @@ def _give_up(plan: Plan, parts: Parts, progress: Progress, chain: Chain) -> Rema
     All ranks call it together. The groups are those that a checkpoint would give to each rank.
     """
     world, recipe = parts.transport.world, parts.recipe
-    if not plan.is_continuous or not progress.trained:
+    if not plan.continuous_loops or not progress.trained:
         return None
     generation, before = chain.generation, parts.plan.loop_of(world.rank)
-    loop = next(loop for loop in plan.loops if loop.is_continuous)
+    loop = plan.continuous_loops[0]
     known = [] if generation is None else [generation.snapshot()]
     starts = torch.tensor([0 if generation is None else generation.start + 1])
     start = int(world.max(starts, "the starts of ranks that generate"))

@@ -106,10 +106,7 @@ class Evaluator:
         if self.recipe.body is not None:
             return self._move(batch, progress, record)
         with memory_explained(TOO_MUCH), self.model.generating() as engine:
-            if self.recipe.environment is None:
-                answers = self._sample(engine, batch, progress)
-            else:
-                answers = self._play(engine, batch, progress, journal, step)
+            answers = self._answers(engine, batch, progress, journal, step)
         k = self.recipe.evaluation.responses_per_prompt
         data = self.recipe.data.evaluation
         assert data is not None
@@ -118,16 +115,13 @@ class Evaluator:
         groups = [group_of(number) for number in batch.ids.tolist() for _ in range(k)]
         inputs = reward_inputs([data] * len(values), values, texts, [a.is_truncated for a in answers], groups)
         graded = self._grade(inputs, answers, [str(row[data.source]) if data.source else None for row in values])
-        if journal is not None and self.recipe.environment is not None:
-            lines = [text_of(grade_of(a.sample_id, a.actor, one)) for a, one in zip(answers, graded, strict=True)]
-            journal("graded", lambda: lines)
+        self._write_grades(answers, graded, journal)
         if record is not None:
             recorder, pictures = TokenRecorder(self.tokenizer), thumbnails(batch)
             kept = zip(inputs, graded, answers, strict=True)
             record(
                 [
-                    {"sample_id": answer.sample_id, "group_id": int(batch.ids[index // k])}
-                    | ({} if self.recipe.environment is None else {"joint_id": answer.sample_id})
+                    {"sample_id": answer.sample_id, "group_id": int(batch.ids[index // k]), **self._facts(answer)}
                     | ({"images": shown} if (shown := pictures.pop(int(batch.ids[index // k]), None)) else {})
                     | describe_sample(
                         sample, one, recorder.describe(answer.tokens, {"rollout": answer.log_probs}, answer.is_sampled)
@@ -167,19 +161,26 @@ class Evaluator:
     def _grade(
         self, inputs: Sequence[RewardInput], answers: Sequence[_Answer], sources: Sequence[str | None]
     ) -> list[Graded]:
-        if self.recipe.environment is None:
-            return self.grade(inputs, sources)
-        inputs = [last_said(one) for one in inputs]
-        whole = [place for place, answer in enumerate(answers) if answer.failure is None]
-        found: dict[int, Graded] = {}
-        if self.recipe.reward.options():
-            graded = self.grade([inputs[place] for place in whole], [sources[place] for place in whole])
-            found = dict(zip(whole, graded, strict=True))
-        return [
-            with_environment(found.get(place), answer.reward, answer.failure) for place, answer in enumerate(answers)
-        ]
+        """The grades of all answers."""
+        assert len(inputs) == len(answers)
+        return self.grade(inputs, sources)
 
-    def _sample(self, engine: RolloutEngine, batch: Batch, progress: Callable[[float], None]) -> list[_Answer]:
+    def _write_grades(self, answers: Sequence[_Answer], graded: Sequence[Graded], journal: Journal | None) -> None:
+        """Write the grades of episodes into the journal."""
+
+    def _facts(self, answer: _Answer) -> dict[str, Json]:  # noqa: ARG002
+        """Further facts about an answer that is kept for people."""
+        return {}
+
+    def _answers(
+        self,
+        engine: RolloutEngine,
+        batch: Batch,
+        progress: Callable[[float], None],
+        journal: Journal | None,  # noqa: ARG002 - of episodes
+        step: int,  # noqa: ARG002
+    ) -> list[_Answer]:
+        """What follows each prompt, `evaluation.responses_per_prompt` times."""
         config, rollout, done = self.recipe.evaluation, self.recipe.rollout, 0
         k = config.responses_per_prompt
         ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()
@@ -201,7 +202,15 @@ class Evaluator:
             for number, c in completions
         ]
 
-    def _play(
+    @property
+    def _seed(self) -> int:
+        return self.recipe.seed + EVALUATION_SEED_OFFSET
+
+
+class EpisodeEvaluator(Evaluator):
+    """Plays held-out tasks in an environment; of several conversations of an episode, the last to end counts."""
+
+    def _answers(
         self,
         engine: RolloutEngine,
         batch: Batch,
@@ -209,7 +218,7 @@ class Evaluator:
         journal: Journal | None,
         step: int,
     ) -> list[_Answer]:
-        """The episodes; of several conversations, the last to end counts."""
+        """The episodes of each task."""
         config, data = self.recipe.evaluation, self.recipe.data.evaluation
         assert data is not None
         k = config.responses_per_prompt
@@ -264,9 +273,29 @@ class Evaluator:
         assert data is not None
         return in_flight.played(tasks, [data] * len(tasks), self.tokenizer)
 
-    @property
-    def _seed(self) -> int:
-        return self.recipe.seed + EVALUATION_SEED_OFFSET
+    def _grade(
+        self, inputs: Sequence[RewardInput], answers: Sequence[_Answer], sources: Sequence[str | None]
+    ) -> list[Graded]:
+        """The grades of all answers: of the environment, with rewards of the recipe for the last message."""
+        inputs = [last_said(one) for one in inputs]
+        whole = [place for place, answer in enumerate(answers) if answer.failure is None]
+        found: dict[int, Graded] = {}
+        if self.recipe.reward.options():
+            graded = self.grade([inputs[place] for place in whole], [sources[place] for place in whole])
+            found = dict(zip(whole, graded, strict=True))
+        return [
+            with_environment(found.get(place), answer.reward, answer.failure) for place, answer in enumerate(answers)
+        ]
+
+    def _write_grades(self, answers: Sequence[_Answer], graded: Sequence[Graded], journal: Journal | None) -> None:
+        """Write the grades of episodes into the journal."""
+        if journal is not None:
+            lines = [text_of(grade_of(a.sample_id, a.actor, one)) for a, one in zip(answers, graded, strict=True)]
+            journal("graded", lambda: lines)
+
+    def _facts(self, answer: _Answer) -> dict[str, Json]:
+        """Further facts about an answer that is kept for people."""
+        return {"joint_id": answer.sample_id}
 
 
 @dataclass(frozen=True)
@@ -332,4 +361,5 @@ def make_evaluator(
         return PreferenceEvaluator(own, held_out, model, instance.layout, transport.process_group(ranks))
     assert isinstance(model, ModelRole), "checked by the planner"
     grade = judging.grader_of_evaluation(instance)
-    return Evaluator(recipe.as_seen_by(instance.role), held_out, model, layout, process_group, tokenizer, grade)
+    kind = EpisodeEvaluator if recipe.product == "episodes" else Evaluator
+    return kind(recipe.as_seen_by(instance.role), held_out, model, layout, process_group, tokenizer, grade)

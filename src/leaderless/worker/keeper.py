@@ -45,7 +45,7 @@ class Keeper:
         """Nothing is read or written yet; the surplus of the chain is saved too."""
         self._parts, self._progress, self._chain, self._tracer = parts, progress, chain, tracer
         recipe, directory = parts.recipe, parts.directory
-        self._lag = max(0 if loop.is_continuous else loop.lag for loop in parts.plan.loops)
+        self._lag = max(loop.fixed_lag for loop in parts.plan.loops)
         self._writer = CheckpointWriter(
             directory.checkpoints,
             parts.roles.trained(),
@@ -77,7 +77,7 @@ class Keeper:
         """Why a run with this number of steps cannot continue from a checkpoint; an empty text if it can."""
         steps = self._parts.recipe.steps
         for loop in self._parts.plan.loops:
-            if not loop.lag or loop.is_continuous:
+            if not loop.fixed_lag:
                 continue
             try:
                 ahead = read_loop_state(checkpoint, loop.name)

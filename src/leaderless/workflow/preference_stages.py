@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from leaderless.config import RecipeError
@@ -17,6 +18,7 @@ from leaderless.workflow.training_stages import (
 if TYPE_CHECKING:
     from leaderless.config import Recipe
     from leaderless.config.data import Preferences
+    from leaderless.config.recipe import Product
     from leaderless.workflow.workflow import Node
 
 REFERENCE_SCORES = "reference_scores"
@@ -40,13 +42,20 @@ def _metrics(recipe: Recipe, node: Node) -> list[str]:
     return [*training_metrics(recipe, node), *(f"{node.role}/{name}" for name in own), "throughput/tokens_per_s"]
 
 
+SECTIONS: Mapping[Product, str] = {"text": "", "episodes": "environment", "online": "online", "bodies": "body"}
+"""The section of a recipe from which the tasks of a product come; none for prompts of a dataset."""
+
+
+def refuse_tasks(recipe: Recipe, why: str) -> None:
+    """Refuse a recipe whose rows are tasks, without prompts."""
+    if section := SECTIONS[recipe.product]:
+        raise RecipeError.at(section, why)
+
+
 def check_preferences(recipe: Recipe, node: Node, wanted: Preferences, reader: str) -> None:
     """Check that the data have the preferences that a node reads, and that they fit into a pass."""
     key, train = next(iter(recipe.data.train_sets().items()))
-    if recipe.has_tasks:
-        raise RecipeError.at(
-            _source_of_tasks(recipe), f"has no responses that node '{node.name}' could compare: leave it out"
-        )
+    refuse_tasks(recipe, f"has no responses that node '{node.name}' could compare: leave it out")
     if train.preferences != wanted:
         names = "chosen and rejected, the columns of both responses" if wanted == "pairs" else "response and desirable"
         raise RecipeError.at(
@@ -57,11 +66,6 @@ def check_preferences(recipe: Recipe, node: Node, wanted: Preferences, reader: s
     sum_of = "(data.max_prompt_tokens + 2 data.max_response_tokens), which are not divided"
     check_pass_fits(recipe, longest, f"but a prompt with both of its responses may have {longest} tokens {sum_of}")
     check_updates_per_step(recipe)
-
-
-def _source_of_tasks(recipe: Recipe) -> str:
-    """The section from which episodes come."""
-    return "body" if recipe.body else "environment" if recipe.environment else "online"
 
 
 def scored_before(recipe: Recipe, node: Node) -> str | None:
@@ -101,11 +105,7 @@ def _check_reward_model(recipe: Recipe, node: Node) -> None:
 
 
 def _check_model_reward(recipe: Recipe, node: Node) -> None:
-    if recipe.has_tasks:
-        raise RecipeError.at(
-            _source_of_tasks(recipe),
-            f"brings episodes, but node '{node.name}' scores single responses to prompts: leave it out",
-        )
+    refuse_tasks(recipe, f"brings episodes, but node '{node.name}' scores single responses to prompts: leave it out")
     check_log_probs(recipe, node)
 
 

@@ -24,7 +24,8 @@ JUDGE_METRICS = ("failed_share", "cached_share", "requests", "latency_s", "contr
 """Metrics of judges, below `judge/`; the last one only if some compare responses."""
 
 
-def _reward_names(recipe: Recipe) -> list[str]:
+def reward_names(recipe: Recipe) -> list[str]:
+    """Names of the rewards of a sample: those of the recipe, and what comes with episodes."""
     return [*recipe.reward.options(), *([ENVIRONMENT] if recipe.has_tasks else [])]
 
 
@@ -43,13 +44,13 @@ def _reward_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 
 
 def _reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    names = [f"reward/{name}" for name in ("mean", "std", "failed", *_reward_names(recipe))]
+    names = [f"reward/{name}" for name in ("mean", "std", "failed", *reward_names(recipe))]
     names += [f"judge/{name}" for name in judge_metrics(recipe.reward)]
     return [*names, *["episode/grading_s"] * bool(recipe.has_episodes and recipe.reward.options())]
 
 
 def _check_reward(recipe: Recipe, node: Node) -> None:
-    if not recipe.reward.options() and not recipe.has_tasks:
+    if not reward_names(recipe):
         raise RecipeError.at("reward", f"must name at least one reward, as node '{node.name}' computes it")
     for name, options in recipe.reward.judges().items():
         _check_judge(recipe, f"reward.{name}", options)

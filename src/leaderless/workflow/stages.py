@@ -37,7 +37,6 @@ from leaderless.workflow.training_stages import (
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
-    from leaderless.config.online import OnlineConfig
     from leaderless.config.recipe import Product
     from leaderless.workflow.workflow import Node, Workflow
 
@@ -101,7 +100,7 @@ def _rollout_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]
 
 def _rollout_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     names = ROLLOUTS[recipe.product].metrics(recipe)
-    if any(channel.mode == "continuous" for channel in recipe.channels.values()):
+    if recipe.continuous_channels:
         names += [f"generation/{name}" for name in GENERATION_METRICS]
     return names
 
@@ -153,16 +152,20 @@ def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 def _check_sampling(recipe: Recipe) -> None:
     if recipe.rollout.temperature == 0:
         raise RecipeError.at("rollout.temperature", "must be above 0: training needs responses that differ")
-    if recipe.environment is not None:
-        world_maker(recipe.environment)
-        python_tools(recipe.environment, environment_class(recipe.environment))
-        named_reader(recipe.environment.tool_format)
-    if recipe.online is not None:
-        _check_online(recipe.online)
+    ROLLOUTS[recipe.product].check(recipe)
 
 
-def _check_online(config: OnlineConfig) -> None:
-    named_reader(config.tool_format, "online.tool_format")
+def _check_environment(recipe: Recipe) -> None:
+    config = recipe.environment
+    assert config is not None
+    world_maker(config)
+    python_tools(config, environment_class(config))
+    named_reader(config.tool_format)
+
+
+def _check_online(recipe: Recipe) -> None:
+    assert recipe.online is not None
+    named_reader(recipe.online.tool_format, "online.tool_format")
     if problem := doorway_refusal():
         raise RecipeError.at("online", problem)
 
@@ -201,8 +204,7 @@ def _check_play_on(recipe: Recipe, node: Node) -> None:
             f"lets clients ask one role, but node '{node.name}' continues what another one has begun: use a workflow "
             "with one rollout, such as grpo",
         )
-    roles = recipe.environment.agents if recipe.environment else {}
-    if node.role not in roles.values():
+    if node.role not in recipe.players.values():
         raise RecipeError.at(
             "environment.agents",
             f"names no agent of role '{node.role}', which node '{node.name}' lets play: say which role plays each "
@@ -301,17 +303,18 @@ ROLLOUT_WRITES = (
 
 
 class Rollout(NamedTuple):
-    """What the rollout of a product reads, writes and reports, as far as it differs from product to product."""
+    """What the rollout of a product reads, writes, reports and refuses, as far as that is its own."""
 
     reads: tuple[str, ...]
     writes: Callable[[Recipe], Sequence[str]]
     metrics: Callable[[Recipe], list[str]]
+    check: Callable[[Recipe], None] = lambda _: None
 
 
 ROLLOUTS: Mapping[Product, Rollout] = {
     "text": Rollout(("prompt_tokens",), lambda _: (), _text_metrics),
-    "episodes": Rollout(("rows",), lambda _: PLAY_COLUMNS, _episode_metrics),
-    "online": Rollout(("rows",), lambda _: PLAY_COLUMNS, _online_metrics),
+    "episodes": Rollout(("rows",), lambda _: PLAY_COLUMNS, _episode_metrics, _check_environment),
+    "online": Rollout(("rows",), lambda _: PLAY_COLUMNS, _online_metrics, _check_online),
     "bodies": Rollout(("rows",), _body_writes, _body_metrics),
 }
 ROLLOUT = StageSpec(

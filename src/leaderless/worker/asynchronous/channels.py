@@ -258,7 +258,7 @@ class Channels:
             self._post_rows(self._parts.plan.channel(name), iteration, held)
 
     def _is_continuous(self, loop: str) -> bool:
-        return next(one.is_continuous for one in self._parts.plan.loops if one.name == loop)
+        return any(one.name == loop for one in self._parts.plan.continuous_loops)
 
     def _left(self, channel: Channel) -> range:
         """Iterations whose rows may be in flight when the run stops."""
@@ -418,8 +418,8 @@ def add_process_groups(plan: Plan, transport: Transport) -> None:
         ends = channel.source_ranks, channel.target_ranks, ranks_of(channel)
         for ranks in (*ends, *(transfer.ranks for transfer in channel.transfers)):
             transport.add_lane(channel.name, ranks, patience(channel))
-    for loop in plan.loops:
-        for ranks in (loop.ranks, *metric_pools(plan, loop)) if loop.is_continuous else ():
+    for loop in plan.continuous_loops:
+        for ranks in (loop.ranks, *metric_pools(plan, loop)):
             transport.add_lane(LOG, ranks)
     if ranks := _meeting_ranks(plan):
         transport.add_lane(MEETING, ranks, max(map(patience, between_loops(plan))))
