@@ -518,7 +518,7 @@ def test_ranks_that_generate_continuously_walk_on_their_own():
     first, second = plan.loops
     assert (first.lag, first.is_continuous, first.stragglers) == (2, True, "wait")
     assert not second.is_continuous
-    assert names(plan)[0] == ["pull(policy=>rollout)", "generate", "rollout", "reward", "push(rollout->old)"]
+    assert names(plan)[0] == ["pull(policy=>rollout)", "load", "rollout", "reward", "push(rollout->old)"]
     assert {channel.max_staleness for channel in plan.channels} == {2}
 
 

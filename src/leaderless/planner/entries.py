@@ -15,25 +15,23 @@ QUADRATIC_TOKENS = 24_576
 class Load:
     """Chain entry: take this rank's prompts from the dataloader.
 
-    Where a loop generates continuously, they are the prompts whose responses are finished. Where rows are trained in
+    Where a loop generates continuously, a rank does so whenever it may begin more of them. Where rows are trained in
     several updates on the ranks that load them, ranks take prompts in turns: each has some of every update.
 
     Attributes:
         layout: Ranks that load.
         columns: Columns of the prompts.
-        is_continuous: Whether the loop generates continuously.
         portions: Relative shares of the prompts of a step of each rank; empty if all are equal.
         in_turns: Whether the ranks take prompts in turns, instead of a part of the step each.
     """
 
     layout: Layout
     columns: tuple[str, ...]
-    is_continuous: bool = False
     portions: tuple[int, ...] = ()
     in_turns: bool = False
 
     def __str__(self) -> str:
-        return "generate" if self.is_continuous else "load"
+        return "load"
 
 
 @dataclass(frozen=True)

@@ -106,11 +106,7 @@ def _cut_in_two(
     before = with_history(nodes, before, [])
     before.insert(done, Push(rows.name))
     before[:0] = [Pull(one.name) for one in weights]
-    if cut.is_continuous:
-        before = [
-            replace(entry, is_continuous=True, portions=cut.portions) if isinstance(entry, Load) else entry
-            for entry in before
-        ]
+    before = [replace(entry, portions=cut.portions) if isinstance(entry, Load) else entry for entry in before]
     ahead = _loop(generating, before, lag=cut.capacity)
     ahead = replace(ahead, is_continuous=cut.is_continuous, stragglers=cut.stragglers, helpers=cut.helpers)
     return (ahead, _loop(training, behind)), (rows, *weights)
