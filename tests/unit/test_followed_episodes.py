@@ -15,7 +15,7 @@ from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
 from leaderless.rollout.shared import SharedEngine
-from leaderless.worker.asynchronous.episodes import Ended, EpisodesInFlight, Group
+from leaderless.worker.asynchronous.episodes import EpisodeEnd, EpisodeGroup, EpisodesInFlight
 from leaderless.worker.asynchronous.in_flight import Advance, EngineRequests, Events, PendingRequest, Tally
 from leaderless.worker.asynchronous.journal import PastEpisodes
 
@@ -90,13 +90,13 @@ def test_what_an_episode_drops_late_is_not_that_of_the_one_that_was_begun_again(
 
 
 def test_an_episode_that_ends_late_is_not_that_of_the_group_that_was_begun_again() -> None:
-    before, now = (Group(3, (), 1) for _ in range(2))
+    before, now = (EpisodeGroup(3, (), 1) for _ in range(2))
     requests = SimpleNamespace(events=Events())
     in_flight = cast("EpisodesInFlight", SimpleNamespace(_groups={3: now}, _requests=requests, tally=Tally()))
     end = EpisodesInFlight._end
-    assert not end(in_flight, 7, Ended(before, 1, 5, RuntimeError("it was canceled")))
+    assert not end(in_flight, 7, EpisodeEnd(before, 1, 5, RuntimeError("it was canceled")))
     assert not requests.events.happened
-    assert end(in_flight, 7, Ended(now, 2, 9)) == [Advance(3, False, True)]
+    assert end(in_flight, 7, EpisodeEnd(now, 2, 9)) == [Advance(3, False, True)]
     assert (before.num_tokens, now.num_tokens) == (0, 9)
 
 

@@ -1,5 +1,11 @@
 """A loop that generates continuously: each of its ranks goes through iterations on its own.
 
+    engine      step step step step step step step step step    groups of several iterations are in flight
+                         |              ^              |
+    this loop         share k       weights k      share k+1    handed over and taken between two steps
+                         v              |              v
+    training             [   step k     ]              [   step k+1
+
 The ranks meet where an evaluation or a checkpoint is due: each comes there when it takes the weights of that step. What
 they report of an iteration is added up by a thread.
 """
@@ -108,7 +114,7 @@ class ContinuousLoop:
 
     def run(self) -> Plan | None:
         """Generate until the run has ended, or stops, or another plan is in force, which is returned."""
-        progress, steps, plan, is_stopping = self._progress, self._parts.recipe.steps, None, False
+        progress, steps, plan = self._progress, self._parts.recipe.steps, None
         if progress.trained < steps:
             self._chain.channels.weights.begin(progress.trained + 1)
         with ExitStack() as stack:
@@ -123,7 +129,7 @@ class ContinuousLoop:
                     continue
                 is_stopping, plan = self._take_weights()
                 if is_stopping or plan is not None:
-                    self._abandon_reports()
+                    self._abandon_reports()  # the share that is not complete is never handed over
                     break
                 generation.weights_taken()
             if plan is not None:
@@ -157,7 +163,13 @@ class ContinuousLoop:
         return note.is_stopping, plan
 
     def _finish(self, generation: Generation, prompts: Batch, begin: float) -> None:
-        """Make samples of a share that is complete, hand them over, and report; work on it began at a time, `begin`."""
+        """Hand over a share that is complete, and report.
+
+        Args:
+            generation: Generation that has completed it.
+            prompts: Prompts of its groups.
+            begin: Time at which work on it began.
+        """
         progress, chain = self._progress, self._chain
         progress.step += 1
         chain.walk(prompts)

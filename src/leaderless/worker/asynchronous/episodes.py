@@ -52,7 +52,7 @@ from leaderless.worker.asynchronous.in_flight import (
 
 
 @dataclass(eq=False)
-class Group:
+class EpisodeGroup:
     """The episodes of a task, in the order of their places.
 
     Attributes:
@@ -71,7 +71,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EpisodeEnd:
     """An episode that has ended.
 
     Attributes:
@@ -81,7 +81,7 @@ class Ended:
         error: Error of the program, if there was one.
     """
 
-    group: Group
+    group: EpisodeGroup
     responses: int
     tokens: int
     error: Exception | None = None
@@ -98,7 +98,7 @@ class Happening(NamedTuple):
 
     kind: EventKind
     about: int
-    what: PendingRequest | Ended | None = None
+    what: PendingRequest | EpisodeEnd | None = None
 
 
 class EpisodeSource(Protocol):
@@ -112,7 +112,7 @@ class EpisodeSource(Protocol):
     tokenizer: Tokenizer
     tools: ToolUse | None
 
-    def begin(self, group: Group) -> None:
+    def begin(self, group: EpisodeGroup) -> None:
         """Begin the episodes of a group."""
 
     def happened(self) -> Iterator[Happening]:
@@ -121,10 +121,10 @@ class EpisodeSource(Protocol):
     def wait(self) -> None:
         """Wait a while for something to happen, as the engine has nothing to do."""
 
-    def cancel(self, group: Group) -> None:
+    def cancel(self, group: EpisodeGroup) -> None:
         """Cancel the episodes of a group that have not ended."""
 
-    def take(self, groups: Sequence[Group]) -> list[Episode]:
+    def take(self, groups: Sequence[EpisodeGroup]) -> list[Episode]:
         """Hand over the episodes of groups that make up a share, or an evaluation."""
 
     def reset(self) -> None:
@@ -162,7 +162,7 @@ class EpisodesInFlight:
         """
         self._requests, self._source, self._recipe, self._play = requests, source, recipe, play
         self._role, self._data = role, data
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, EpisodeGroup] = {}
         self._begun: list[int] = []
         self.tally = Tally()
 
@@ -177,7 +177,7 @@ class EpisodesInFlight:
         places = places_of(self._play, prompts, self._recipe, tokenizer, tools, self._role, self._data)
         siblings = len(self._play.distributions)
         for row, number in enumerate(prompts.ids.tolist()):
-            group = Group(number, places[row * siblings : (row + 1) * siblings], siblings)
+            group = EpisodeGroup(number, places[row * siblings : (row + 1) * siblings], siblings)
             self._groups[number] = group
             self._source.begin(group)
             self._begun.append(number)
@@ -202,7 +202,7 @@ class EpisodesInFlight:
     def _do(self, happening: Happening) -> Sequence[Advance]:
         """Do what an episode wants."""
         kind, about, what = happening
-        if isinstance(what, Ended):
+        if isinstance(what, EpisodeEnd):
             return self._end(about, what)
         if what is None:
             self._requests.forget(about)
@@ -212,7 +212,7 @@ class EpisodesInFlight:
             self.tally.voided += self._requests.drop(what)
         return ()
 
-    def _end(self, number: int, ended: Ended) -> Sequence[Advance]:
+    def _end(self, number: int, ended: EpisodeEnd) -> Sequence[Advance]:
         group = ended.group
         if self._groups.get(group.number) is not group:
             return ()  # canceled, and perhaps begun again
@@ -292,26 +292,26 @@ class LiveEpisodes:
         longest = recipe.data.max_prompt_tokens + config.max_episode_tokens
         self._player = Player(config, world_maker(config), longest, self._queue, self.tools)
         self._free = asyncio.Semaphore(config.concurrency)
-        self._playing: dict[Group, list[Future[None]]] = {}
+        self._playing: dict[EpisodeGroup, list[Future[None]]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
-    def begin(self, group: Group) -> None:
+    def begin(self, group: EpisodeGroup) -> None:
         """Begin the episodes of a group."""
         played = (self._one(group, place) for place in group.places)
         self._playing[group] = [asyncio.run_coroutine_threadsafe(one, self._loop) for one in played]
 
-    async def _one(self, group: Group, place: Place) -> None:
+    async def _one(self, group: EpisodeGroup, place: Place) -> None:
         """Play an episode; the thread does it."""
         async with self._free:
             try:
                 group.episodes[place.number] = episode = await self._player.play(place)
             except Exception as error:  # noqa: BLE001 - it is raised by the other thread
-                ended = Ended(group, 0, 0, error)
+                ended = EpisodeEnd(group, 0, 0, error)
             else:
                 said = sampled_in(episode)
-                ended = Ended(group, len(said), sum(len(node.tokens) for node in said))
+                ended = EpisodeEnd(group, len(said), sum(len(node.tokens) for node in said))
         self._queue.put(Happening("end", place.number, ended))
 
     def happened(self) -> Iterator[Happening]:
@@ -323,12 +323,12 @@ class LiveEpisodes:
         with self._clock.doing("environment"):
             self._queue.wait()
 
-    def cancel(self, group: Group) -> None:
+    def cancel(self, group: EpisodeGroup) -> None:
         """Cancel the episodes of a group that have not ended."""
         for playing in self._playing.pop(group):
             playing.cancel()
 
-    def take(self, groups: Sequence[Group]) -> list[Episode]:
+    def take(self, groups: Sequence[EpisodeGroup]) -> list[Episode]:
         """Hand over the episodes of groups that are finished."""
         for group in groups:
             del self._playing[group]

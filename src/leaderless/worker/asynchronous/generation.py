@@ -133,7 +133,7 @@ class Generation:
         """
         if not self._has_line:
             self._open_line()
-        while not self._is_time_for_weights():
+        while not self._is_time_for_weights():  # as early as possible: every token sampled before is one update older
             self._take_grades()
             share = self._quota.take(self._arrivals.trained)
             if share is not None:

@@ -26,7 +26,7 @@ from leaderless.observability.line_file import LineFile
 from leaderless.observability.run_directory import RunDirectory, read_lines
 from leaderless.rollout.engine import Completion
 from leaderless.stages.played import sampled_in
-from leaderless.worker.asynchronous.episodes import Ended, Group, Happening
+from leaderless.worker.asynchronous.episodes import EpisodeEnd, EpisodeGroup, Happening
 from leaderless.worker.asynchronous.in_flight import EngineRequests, EventKind, PendingRequest
 
 
@@ -156,12 +156,12 @@ class JournaledEpisodes:
             seed: Seed of all noise.
         """
         self._requests, self._past, self.tokenizer, self._seed = requests, past, tokenizer, seed
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, EpisodeGroup] = {}
         self._said: Counter[int] = Counter()  # what the engine has said, and is in no share yet
         self._iteration = past.first
         self._asked = past.asked(past.first)
 
-    def begin(self, group: Group) -> None:
+    def begin(self, group: EpisodeGroup) -> None:
         """Begin the episodes of a group."""
         self._groups[group.number] = group
 
@@ -188,9 +188,9 @@ class JournaledEpisodes:
             )
         return facts
 
-    def _ended(self, facts: Asked) -> Ended:
+    def _ended(self, facts: Asked) -> EpisodeEnd:
         numbers = cast("Mapping[str, int]", facts)
-        return Ended(self._groups[numbers["group"]], numbers["responses"], numbers["tokens"])
+        return EpisodeEnd(self._groups[numbers["group"]], numbers["responses"], numbers["tokens"])
 
     def _request(self, sample_id: int, facts: Asked) -> PendingRequest:
         def said(completion: Completion) -> None:
@@ -210,11 +210,11 @@ class JournaledEpisodes:
             "is followed did not wait for: it must have the same recipe, engine and number of threads"
         )
 
-    def cancel(self, group: Group) -> None:
+    def cancel(self, group: EpisodeGroup) -> None:
         """Forget a group; that its episodes drop what they have asked for is in the journal."""
         del self._groups[group.number]
 
-    def take(self, groups: Sequence[Group]) -> list[Episode]:
+    def take(self, groups: Sequence[EpisodeGroup]) -> list[Episode]:
         """Hand over the episodes of a share.
 
         Raises:
