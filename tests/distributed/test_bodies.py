@@ -32,9 +32,8 @@ from leaderless.policies.seen import images_of, padded
 from leaderless.rollout.bodies import BodyEngine, BodyTask, make_body_rollout
 from leaderless.rollout.worlds import OwnWorlds
 from leaderless.stages.bodies import BodyRows
-from leaderless.training.bodies import BodyPolicyEngine, BodyValueEngine
+from leaderless.training.bodies import BodyPolicyEngine, BodyValueEngine, make_body_engine
 from leaderless.training.engine import BodySetup
-from leaderless.training.fsdp import make_engine
 from leaderless.training.units import grained
 
 SHARES = {1: [12], 2: [9, 3], 4: [5, 0, 1, 6]}
@@ -68,7 +67,7 @@ def setup(  # type: ignore[no-untyped-def]
     layout = Layout(transport.world.ranks, transport.world.size)
     own = setup_of(transport, layout, "none")
     model = ModelConfig(body=PolicyConfig(type=f"{MODULE}:{kind}"), gradient_checkpointing=is_recomputed)
-    body = BodySetup(Line(1).spaces, grain)
+    body = BodySetup(BodyConfig(type="tests.small_worlds:Line", log_prob=grain))
     return replace(own, model=model, body=body, micro_batch_tokens=micro_batch_tokens, is_critic=is_critic)
 
 
@@ -81,7 +80,7 @@ def share_of(batch: Batch, transport: Transport) -> Batch:
 def train(grain: Grain, micro_batch_tokens: int, is_recomputed: bool = False) -> Numbers:
     """Scores, the gradient's norm and weights of two updates, and the values of a critic."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
-    engine = make_engine(setup(transport, grain, "Bins", micro_batch_tokens, is_recomputed=is_recomputed))
+    engine = make_body_engine(setup(transport, grain, "Bins", micro_batch_tokens, is_recomputed=is_recomputed))
     assert isinstance(engine, BodyPolicyEngine)
     batch, numbers = share_of(played(grain), transport), Numbers()
     gains = batch.jagged("rollout_log_probs").values.cos()
@@ -94,7 +93,7 @@ def train(grain: Grain, micro_batch_tokens: int, is_recomputed: bool = False) ->
             weights = gains[micro_batch.response_index]
             ((weights * (outputs.log_probs + 0.3 * outputs.entropies)).sum() + 0.0 * outputs.log_probs.sum()).backward()
         numbers[f"norm.{update}"] = torch.tensor(engine.optimizer_step().grad_norm)
-    critic = make_engine(
+    critic = make_body_engine(
         setup(transport, grain, "Worth", micro_batch_tokens, is_critic=True, is_recomputed=is_recomputed)
     )
     assert isinstance(critic, BodyValueEngine)
@@ -118,7 +117,7 @@ def test_ranks_and_passes_of_any_size_learn_like_one(ranks: RankPool, grain: Gra
 def held(is_recomputed: bool) -> int:
     """Decisions that a model is given at once, at most, in passes of all episodes."""
     transport, seen = Transport(torch.device("cpu"), timeout_s=60), list[int]()
-    engine = make_engine(setup(transport, "action", "Bins", 4, is_recomputed=is_recomputed))
+    engine = make_body_engine(setup(transport, "action", "Bins", 4, is_recomputed=is_recomputed))
     assert isinstance(engine, BodyPolicyEngine)
     score = engine.policy.score
     engine.policy.score = lambda observed, *more: (seen.append(len(observed)), score(observed, *more))[1]  # type: ignore[method-assign]
@@ -145,8 +144,8 @@ def alone(batch: Batch, row: int, what: str) -> Observed:
 def scores_of_rows(grain: Grain) -> float:
     """Largest difference between scores of a batch and those of each episode alone, in the model's own pass."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
-    engine = make_engine(setup(transport, grain, "Bins", 1 << 20))
-    critic = make_engine(setup(transport, grain, "Worth", 1 << 20, is_critic=True))
+    engine = make_body_engine(setup(transport, grain, "Bins", 1 << 20))
+    critic = make_body_engine(setup(transport, grain, "Worth", 1 << 20, is_critic=True))
     assert isinstance(engine, BodyPolicyEngine)
     assert isinstance(critic, BodyValueEngine)
     batch, largest = played(grain), 0.0
@@ -181,9 +180,9 @@ def worth_of_steps(micro_batch_tokens: int, chunk: int) -> float:
     options = {"chunk": chunk, "per_step": True}
     own = replace(own, model=ModelConfig(body=PolicyConfig(type="mlp", options=options)))
     with pytest.raises(RecipeError, match="which does not go with"):
-        make_engine(own)
+        make_body_engine(own)
     assert own.body is not None
-    critic = make_engine(replace(own, body=replace(own.body, values_steps=True)))
+    critic = make_body_engine(replace(own, body=replace(own.body, values_steps=True)))
     assert isinstance(critic, BodyValueEngine)
     batch, largest = played("token"), 0.0
     found, finals, worth = critic.values(batch).rows(), critic.final_values(batch), critic.model.model
@@ -224,7 +223,7 @@ def refusals() -> Sequence[str]:
     own = setup(transport, "token", "Bins", 64)
     wrong = setup_of(transport, Layout(transport.world.ranks, 1, tp=2), "none")
     with pytest.raises(RecipeError) as caught:
-        make_engine(replace(wrong, model=own.model, body=own.body))
+        make_body_engine(replace(wrong, model=own.model, body=own.body))
     return [str(caught.value)]
 
 
@@ -254,7 +253,7 @@ def engine_of_vla(name: str, path: str, **settings: object) -> tuple[BodyPolicyE
     transport = Transport(torch.device("cpu"), timeout_s=60)
     table = BodyConfig(type="table", options={"max_steps": 4}, max_steps=4)
     kind = PolicyConfig.model_validate({"type": name, "options": {"path": path, "chunk": 2, **VLAS[name][1]}})
-    model, spaces = ModelConfig(body=kind, **settings), Table(1, max_steps=4).spaces  # type: ignore[arg-type]
+    model = ModelConfig(body=kind, **settings)  # type: ignore[arg-type]
     engine = make_body_rollout(model, "models.policy", table, torch.device("cpu"))
     policy = engine.policy
     tasks = [BodyTask(number, {}, seed=100 + number // 2) for number in range(12)]
@@ -263,8 +262,8 @@ def engine_of_vla(name: str, path: str, **settings: object) -> tuple[BodyPolicyE
     prompts = Batch(torch.arange(6) << 16, {"rows": tuple({} for _ in range(6))})
     batch = share_of(BodyRows(policy, table, 1.0, 0).samples(prompts, torch.arange(12), episodes), transport)
     layout = Layout(transport.world.ranks, transport.world.size)
-    own = replace(setup_of(transport, layout, "none"), model=model, body=BodySetup(spaces, "token"))
-    trained = make_engine(replace(own, micro_batch_tokens=4))
+    own = replace(setup_of(transport, layout, "none"), model=model, body=BodySetup(table))
+    trained = make_body_engine(replace(own, micro_batch_tokens=4))
     assert isinstance(trained, BodyPolicyEngine)
     return trained, batch
 

@@ -17,8 +17,7 @@ from leaderless.config.body import PolicyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.transport import Transport
 from leaderless.environments.bodies.protocol import Spaces
-from leaderless.training.bodies import BodyPolicyEngine, BodyValueEngine
-from leaderless.training.fsdp import make_engine
+from leaderless.training.bodies import BodyPolicyEngine, BodyValueEngine, make_body_engine
 
 
 class Layer(nn.Linear):
@@ -54,7 +53,7 @@ def train(micro_batch_tokens: int) -> Numbers:
     def engine_of(kind: str, *, is_critic: bool) -> object:
         own = setup(transport, "token", "Bins", micro_batch_tokens, is_critic=is_critic)
         model = ModelConfig(body=PolicyConfig(type=f"{__name__}:{kind}"), gradient_checkpointing=True)
-        return make_engine(replace(own, model=model))
+        return make_body_engine(replace(own, model=model))
 
     policy, critic = engine_of("Layered", is_critic=False), engine_of("LayeredWorth", is_critic=True)
     assert isinstance(policy, BodyPolicyEngine)

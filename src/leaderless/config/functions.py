@@ -104,6 +104,13 @@ def load_class(name: str, key: str, base: type[Base]) -> type[Base]:
     return found
 
 
+def load_own(name: str) -> object:
+    """Import what a table of this package names, as `package.module:function`."""
+    module, _, attribute = name.partition(":")
+    found: object = getattr(import_module(module), attribute)
+    return found
+
+
 def load_callable(name: str, key: str, kind: str) -> Callable[..., object]:
     """Import what a name means, a function or a class.
 

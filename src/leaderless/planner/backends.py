@@ -25,6 +25,7 @@ class BackendSpec:
 
     Attributes:
         implementation: Function that makes its engines, as `package.module:function`; only workers import it.
+        for_bodies: Function that makes those of policies and critics of bodies; empty if it is the same.
         trains: Whether it changes weights.
         scores: Whether it computes log-probabilities of language models.
         values: Whether it holds value models.
@@ -55,6 +56,7 @@ class BackendSpec:
     keeps_parts: bool = False
     reads_parts: bool = False
     gathers_layers: bool = False
+    for_bodies: str = ""
 
     def num_shards(self, layout: Layout) -> int:
         """Number of parts into which the ranks of a layout divide weights and optimizer."""
@@ -77,6 +79,7 @@ BUILTIN_BACKENDS = {
         lends_weights=True,
         reads_parts=True,
         gathers_layers=True,
+        for_bodies="leaderless.training.bodies:make_body_engine",
     ),
     "megatron": BackendSpec(
         "leaderless.training.megatron.engine:make_engine",

@@ -25,6 +25,7 @@ from leaderless.policies.normalizer import StateNormalizer, joined, moments
 from leaderless.policies.opened import open_model
 from leaderless.policies.protocol import BodyPolicy, BodyValue, Observed, Scores
 from leaderless.policies.seen import images_of, padded
+from leaderless.rollout.worlds import spaces_of
 from leaderless.training.engine import EngineSetup
 from leaderless.training.micro_batches import TEMPERATURES, MicroBatch
 from leaderless.training.sac_engine import SacEngine, make_sac_engine
@@ -374,7 +375,7 @@ def make_body_engine(setup: EngineSetup) -> BodyPolicyEngine | BodyValueEngine |
         raise RecipeError.at(key, f"a policy of a body cannot be divided along {', '.join(wrong)}: use dp alone")
     if setup.body.sac is not None and setup.optimizer is not None:
         return make_sac_engine(setup)
-    opened = open_model(setup.model, key, setup.body.spaces, is_critic=setup.is_critic)
+    opened = open_model(setup.model, key, spaces_of(setup.body.config), is_critic=setup.is_critic)
     if isinstance(opened.model, BodyValue) and opened.model.per_step != setup.body.values_steps:
         has, wants, remedy = (
             ("one value", "reward=action", "true")
@@ -396,5 +397,5 @@ def make_body_engine(setup: EngineSetup) -> BodyPolicyEngine | BodyValueEngine |
         optimizer=setup.optimizer,
         num_updates=setup.num_updates,
     )
-    engine.grain = setup.body.grain
+    engine.grain = setup.body.config.log_prob
     return engine

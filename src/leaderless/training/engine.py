@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from leaderless.config.body import Grain
+from leaderless.config.body import BodyConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.sac import SacConfig
 from leaderless.config.training import Whole
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
-from leaderless.environments.bodies.protocol import Spaces
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.scoring import Entropy
 from leaderless.planner import Layout
@@ -62,20 +61,16 @@ class ApartSetup:
 
 @dataclass(frozen=True)
 class BodySetup:
-    """What the models of a body have to know of it.
+    """Settings of a body that its models depend on.
 
     Attributes:
-        spaces: Observations and actions of the environment.
-        grain: Unit that has one log-probability; see `BodyConfig.log_prob`.
+        config: Environment of the body, and the unit that has one log-probability.
         sac: Settings of SAC, if this trains the model.
-        seed: Seed of the run.
         values_steps: Whether its critic is to have a value for each step of a decision.
     """
 
-    spaces: Spaces
-    grain: Grain
+    config: BodyConfig
     sac: SacConfig | None = None
-    seed: int = 0
     values_steps: bool = False
 
 

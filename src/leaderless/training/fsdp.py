@@ -34,7 +34,6 @@ from leaderless.models.vision import VisionDecoder, VisionLM
 from leaderless.planner.adapters import lora_of
 from leaderless.planner.backends import check_divides, check_experts
 from leaderless.planner.layout import BACK, EXPERTS
-from leaderless.training.bodies import make_body_engine
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.sharded import Division, ShardedModel
@@ -206,8 +205,6 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     Raises:
         RecipeError: The model cannot be loaded, or ranks along `tp` or `pp` cannot divide it.
     """
-    if setup.body is not None:
-        return cast("FsdpEngine | FsdpValueEngine", make_body_engine(setup))
     opened = _open(setup)
     model, key, layout = opened.decoder, f"models.{setup.role}", setup.layout
     if isinstance(model, VisionDecoder):

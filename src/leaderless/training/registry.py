@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from leaderless.config import RecipeError
+from leaderless.config.functions import load_own
 from leaderless.planner.backends import KEY, backend_of
 from leaderless.training.engine import EngineSetup, TrainEngine, ValueEngine
 
@@ -31,8 +32,9 @@ def make_value_engine(backend: str, setup: EngineSetup) -> ValueEngine:
 
 
 def _make(backend: str, setup: EngineSetup, protocol: type[Protocol]) -> object:  # type: ignore[valid-type]
-    module, _, name = backend_of(backend).implementation.partition(":")
-    engine: object = getattr(import_module(module), name)(setup)
+    spec = backend_of(backend)
+    name = spec.for_bodies if setup.body is not None and spec.for_bodies else spec.implementation
+    engine = cast("Callable[[EngineSetup], object]", load_own(name))(setup)
     names = {name for base in protocol.__mro__ for name in (*vars(base), *getattr(base, "__annotations__", ()))}
     missing = sorted(name for name in names if not name.startswith("_") and not hasattr(engine, name))
     if missing:

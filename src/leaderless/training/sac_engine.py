@@ -19,6 +19,7 @@ from leaderless.policies.critics import check_policy
 from leaderless.policies.opened import Opened, open_model
 from leaderless.policies.squashed import Squashed
 from leaderless.robots.transitions import Transitions
+from leaderless.rollout.worlds import spaces_of
 from leaderless.training.engine import EngineSetup, Result, UpdateInfo
 from leaderless.training.memory import Memory
 from leaderless.training.micro_batches import MicroBatch
@@ -53,7 +54,7 @@ class SacEngine:
             policy,
             setup.body.sac,
             setup.optimizer,
-            seed=setup.body.seed,
+            seed=setup.seed,
             device=setup.device,
             sum_over_ranks=self._sum,
             is_fused=may_be_fused(setup.device, setup.process_group),
@@ -150,9 +151,10 @@ def make_sac_engine(setup: EngineSetup) -> SacEngine:
     """
     assert setup.body is not None
     key = f"models.{setup.role}"
-    opened = open_model(setup.model, key, setup.body.spaces, is_critic=False)
+    spaces = spaces_of(setup.body.config)
+    opened = open_model(setup.model, key, spaces, is_critic=False)
     try:
-        policy = check_policy(opened.model, setup.body.spaces)
+        policy = check_policy(opened.model, spaces)
     except ValueError as error:
         raise RecipeError.at(f"{key}.body", str(error)) from error
     return SacEngine(opened, policy, setup)

@@ -38,7 +38,6 @@ from leaderless.rollout.probe import probe_of
 from leaderless.rollout.seats import Hosts
 from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, shapes_of
 from leaderless.rollout.shared import SharedEngine
-from leaderless.rollout.worlds import spaces_of
 from leaderless.stages.context import ModelRole
 from leaderless.stages.play import check_policy, tools_of
 from leaderless.supervision.limits import lower_limit, read_limits
@@ -213,11 +212,8 @@ class Roles:
 
     def _body(self, recipe: Recipe) -> BodySetup | None:
         """The body that models are for; None for language models."""
-        config, algorithm = recipe.body, recipe.algorithm
-        if config is None:
-            return None
-        values_steps = algorithm.advantage.values_steps
-        return BodySetup(spaces_of(config), config.log_prob, algorithm.sac, recipe.seed, values_steps)
+        algorithm = recipe.algorithm
+        return recipe.body and BodySetup(recipe.body, algorithm.sac, algorithm.advantage.values_steps)
 
     def _donor(self, instance: RoleInstance) -> Trainable | None:
         """The engine whose weights that of an instance uses under its own adapters, if it is here already."""
