@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
-from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -24,13 +26,17 @@ from leaderless.checkpoint.manifest import DamagedCheckpointError, Manifest
 from leaderless.checkpoint.reader import read_role_state, read_state
 from leaderless.checkpoint.shards import read_tensors
 from leaderless.config import RecipeError
+from leaderless.config.functions import load_own
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.decoder import class_for
 from leaderless.models.lora import merge_adapters, write_adapters
 from leaderless.models.value_model import load_value_model
 from leaderless.planner.adapters import CONFIG_FILE, described
-from leaderless.policies.base_folder import BASE, is_body
-from leaderless.policies.opened import empty_model
+
+Writer = Callable[[Path, Path], None]
+"""Function that writes the model of a checkpoint's folder into another one."""
+WRITERS: Mapping[str, str] = {"leaderless_body": "leaderless.embodied.export:write_model"}
+"""Functions that write models which `transformers` does not know, by the `model_type` of their `config.json`."""
 
 
 def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False) -> Path:
@@ -54,6 +60,7 @@ def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False)
     except DamagedCheckpointError as error:
         raise RecipeError.at("", f"checkpoint {checkpoint} is damaged: {error}; take another one") from error
     source, state = checkpoint / role, read_role_state(checkpoint, role)
+    own_writer = _writer_of(source)
     if state is None:
         roles = ", ".join(sorted(path.name for path in checkpoint.iterdir() if path.is_dir()))
         raise RecipeError.at("", f"checkpoint {checkpoint} has no role '{role}' (there are: {roles})")
@@ -66,11 +73,11 @@ def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False)
         _write_adapted(source, role, partial, merge=merge, is_critic=state.is_value_model)
     elif merge:
         raise RecipeError.at("--merge", f"role '{role}' of checkpoint {checkpoint} has no adapters: leave it out")
-    elif is_body(source):
-        _write_body(source, partial)
+    elif own_writer is not None:
+        own_writer(source, partial)
     else:
         _write_whole(source, partial, is_critic=state.is_value_model)
-    if not is_body(source):
+    if own_writer is None:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if state.is_value_model and _is_reward_model(source):
             tokenizer.pad_token = padding_of(tokenizer)[0]
@@ -81,6 +88,16 @@ def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False)
         out.rmdir()
     partial.rename(out)
     return out
+
+
+def _writer_of(source: Path) -> Writer | None:
+    """The function that writes the model of a folder, if `transformers` does not know it."""
+    try:
+        about = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    name = WRITERS.get(str(about.get("model_type"))) if isinstance(about, dict) else None
+    return None if name is None else cast("Writer", load_own(name))
 
 
 def _write_whole(source: Path, out: Path, *, is_critic: bool) -> None:
@@ -120,16 +137,6 @@ def padding_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int] | tuple[No
         if token is not None and token != tokenizer.eos_token:
             return token, int(tokenizer.convert_tokens_to_ids(token))
     return None, None
-
-
-def _write_body(source: Path, out: Path) -> None:
-    """Write a model of a body."""
-    weights = {name: one.detach().contiguous() for name, one in empty_model(source).named_parameters()}
-    read_tensors(source, {f"weights.{name}": one for name, one in weights.items()})
-    save_file(weights, out / "model.safetensors")
-    shutil.copy(source / "config.json", out)
-    if (source / BASE).is_dir():
-        shutil.copytree(source / BASE, out / BASE)
 
 
 def _write_adapted(source: Path, role: str, out: Path, *, merge: bool, is_critic: bool) -> None:

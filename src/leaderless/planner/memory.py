@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from leaderless.config import Recipe
+from leaderless.config.functions import load_own
 from leaderless.config.training import Whole
 from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
-from leaderless.planner.body_memory import estimate_body_memory
 from leaderless.planner.cache_pool import UNBOUND, CacheBound, CachePool
 from leaderless.planner.engine_memory import EngineMemory
 from leaderless.planner.judges import as_judged
@@ -31,7 +32,10 @@ from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import Channel, RoleInstance, answering
 from leaderless.planner.plan import Plan
 from leaderless.planner.process_groups import communicators
+from leaderless.workflow.products import PRODUCTS
 
+OwnEstimate = Callable[[Recipe, Plan, int, Sequence[int] | None], MemoryEstimate | None]
+"""Function that estimates the memory of runs of a kind; see `ProductFunctions.memory`."""
 CPU_MAX_LOGITS = 1 << 21
 """Logits of one chunk on a CPU."""
 CPU_PASS_TOKENS = 2048
@@ -72,8 +76,8 @@ def estimate_memory(
     each role. What ranks use `room` for is counted, too; on an accelerator, it bounds the pools of native engines for
     keys and values.
     """
-    if recipe.body is not None:
-        return estimate_body_memory(recipe, plan, pass_tokens, among)
+    if own := PRODUCTS[recipe.product].memory:
+        return cast("OwnEstimate", load_own(own))(recipe, plan, pass_tokens, among)
     room, instances, channels = room or Room(), plan.instances, plan.channels
     models = models_of(recipe, instances, plan.sizes, room.keeps)
     if not models:

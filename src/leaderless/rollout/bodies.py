@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from leaderless.config import Json
+from leaderless.config import Json, Recipe
 from leaderless.config.body import BodyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.device import cores_left
@@ -22,6 +22,7 @@ from leaderless.observability.clock import Clock
 from leaderless.policies.opened import open_model
 from leaderless.policies.protocol import BodyPolicy, Observed
 from leaderless.policies.seen import images_of, padded
+from leaderless.rollout.make import RolloutSetup
 from leaderless.rollout.sampling import uniform_noise
 from leaderless.rollout.starts import Starts
 from leaderless.rollout.worlds import Worlds, open_worlds, spaces_of
@@ -315,10 +316,19 @@ def executed(
     return taken, intervened
 
 
-def body_shapes(model: ModelConfig, key: str, body: BodyConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of the weights of a policy that moves a body, by name, as they are sent."""
-    policy = open_model(model, key, spaces_of(body), is_critic=False).model
+def body_shapes(role: str, recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of the policy of a role, by name, as they are sent."""
+    model, body = recipe.model_of(role), recipe.body
+    assert model is not None
+    assert body is not None
+    policy = open_model(model, f"models.{role}", spaces_of(body), is_critic=False).model
     return {name: tuple(weight.shape) or (1,) for name, weight in policy.named_parameters()}
+
+
+def make_engine(setup: RolloutSetup, recipe: Recipe) -> BodyEngine:
+    """Make the engine of the policy of a role; its weights come later."""
+    assert recipe.body is not None
+    return make_body_rollout(setup.model, f"models.{setup.role}", recipe.body, setup.device)
 
 
 def make_body_rollout(model: ModelConfig, key: str, body: BodyConfig, device: torch.device) -> BodyEngine:

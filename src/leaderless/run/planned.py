@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, nearest
+from leaderless.config.functions import load_own
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.packaged import how_to_make
 from leaderless.config.schedule import ScheduleConfig
@@ -27,6 +28,7 @@ from leaderless.rollout.choose import choose_engine
 from leaderless.run.settings import leaves_of
 from leaderless.workflow import Workflow, load_recipe, resolve_workflow, spec_of
 from leaderless.workflow.evaluation import ANSWER, JUDGE, evaluation_workflow
+from leaderless.workflow.products import PRODUCTS
 from leaderless.workflow.reward_stage import reward_names
 
 if TYPE_CHECKING:
@@ -75,7 +77,6 @@ class Planned:
 
     def check_inputs(self) -> None:
         """Check the models, files, rewards and environment that the recipe names; no model is loaded."""
-        from leaderless.environments.bodies.registry import check_body
         from leaderless.environments.registry import try_environment
         from leaderless.loggers.registry import check_loggers
         from leaderless.rewards.registry import check_rewards
@@ -111,8 +112,8 @@ class Planned:
             check_rewards(recipe.reward, in_worker=recipe.run.reward_processes == 0)
             if recipe.environment is not None:
                 try_environment(recipe.environment)
-            if recipe.body is not None:
-                check_body(recipe.body)
+            if own := PRODUCTS[recipe.product].check:
+                cast("Callable[[Recipe], None]", load_own(own))(recipe)
 
     def is_finished(self, *, is_shown: bool = True) -> bool:
         """Whether the run is complete; if so, and if `is_shown`, print that there is nothing to do."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Mutable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ from leaderless.stages.limits import limited
 from leaderless.training.engine import TrainEngine, ValueEngine
 from leaderless.workflow.stage import AnyUse
 
-if TYPE_CHECKING:
-    from leaderless.serve.desk import Desk
-
 Grader = Callable[[Sequence[RewardInput], Sequence[str | None]], list[Graded]]
 """Function that computes rewards, given the responses and the source of each."""
 
@@ -44,6 +41,13 @@ class Generated(Protocol):
 
     def samples(self, prompts: Batch, context: StageContext) -> Batch:
         """The samples of some prompts, which leave the engine."""
+
+
+class Clients(Protocol):
+    """The clients of an online run, who ask this rank."""
+
+    def close(self) -> None:
+        """Answer those who wait with an error, and listen no more."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class StageContext:
     models: Mapping[str, ModelRole | ValueEngine] = field(default_factory=dict)
     episodes: EpisodeJournal | None = None
     generated: Generated | None = None
-    desk: Desk | None = None
+    desk: Clients | None = None
     clock: Clock = field(default_factory=Clock)
     progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
     doing: Callable[[str], None] = field(default=lambda text: None)  # noqa: ARG005

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +16,9 @@ from leaderless.environments.bodies.protocol import Spaces
 from leaderless.policies.seen import images_of
 from leaderless.rewards.pool import Graded
 from leaderless.rollout.bodies import BodyEpisode
+from leaderless.rollout.worlds import spaces_of
+from leaderless.stages.context import StageContext
+from leaderless.stages.record import graded_in, record_as
 
 MAX_FRAMES = 12
 """Frames of a strip; of longer episodes they are spread evenly."""
@@ -56,36 +58,29 @@ def describe_episode(episode: BodyEpisode, graded: Graded, spaces: Spaces) -> di
     }
 
 
-@dataclass(frozen=True)
-class Films:
-    """Episodes in a batch.
+def record(batch: Batch, context: StageContext) -> Batch:
+    """Write some episodes into the folder of the run; see `leaderless.stages.record.record`."""
+    return record_as(batch, context, _describe)
 
-    Attributes:
-        batch: Rows of episodes.
-        spaces: Observations of the environment.
-    """
 
-    batch: Batch
-    spaces: Spaces
+def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
+    assert context.recipe.body is not None
+    spaces = spaces_of(context.recipe.body)
+    return [_describe_row(batch, row, graded, spaces) for row, graded in enumerate(graded_in(batch))]
 
-    @classmethod
-    def of(cls, batch: Batch, spaces: Spaces) -> Films:
-        """Take the episodes of a batch."""
-        return cls(batch, spaces)
 
-    def describe(self, row: int, graded: Graded) -> dict[str, Json]:
-        """What is kept of one of them."""
-        batch, is_success = self.batch, bool(self.batch.dense("success")[row])
-        prompts, index = batch.prompts, batch.prompt_index
-        assert prompts is not None
-        assert index is not None
-        ids = prompts.jagged("prompt_tokens").rows()[int(index[row])]
-        instruction = bytes(int(token) for token in ids if 0 < token < 256).decode(errors="replace")
-        turns = batch.jagged("turns").rows()[row]
-        num_decisions = int(turns[-1]) + 1 if len(turns) else 0
-        said = _told(is_success, num_decisions, None, None if graded.is_valid else "failed")
-        strip = _strip(batch.jagged("frames").rows()[row], self.spaces, is_success=is_success)
-        return _described(instruction, said, graded, strip) | {"is_truncated": bool(batch.dense("truncated")[row])}
+def _describe_row(batch: Batch, row: int, graded: Graded, spaces: Spaces) -> dict[str, Json]:
+    """What is kept of an episode in a batch."""
+    prompts, index, is_success = batch.prompts, batch.prompt_index, bool(batch.dense("success")[row])
+    assert prompts is not None
+    assert index is not None
+    ids = prompts.jagged("prompt_tokens").rows()[int(index[row])]
+    instruction = bytes(int(token) for token in ids if 0 < token < 256).decode(errors="replace")
+    turns = batch.jagged("turns").rows()[row]
+    num_decisions = int(turns[-1]) + 1 if len(turns) else 0
+    said = _told(is_success, num_decisions, None, None if graded.is_valid else "failed")
+    strip = _strip(batch.jagged("frames").rows()[row], spaces, is_success=is_success)
+    return _described(instruction, said, graded, strip) | {"is_truncated": bool(batch.dense("truncated")[row])}
 
 
 def _strip(pixels: torch.Tensor, spaces: Spaces, *, is_success: bool) -> list[str]:

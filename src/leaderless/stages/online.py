@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from leaderless.data.batch import SIBLING_BITS, Batch
 from leaderless.data.errors import memory_explained
@@ -14,15 +13,13 @@ from leaderless.observability.metrics import Metrics
 from leaderless.online.counts import percentile_95
 from leaderless.online.ledger import Choice, Reply
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
+from leaderless.serve.desk import Desk
 from leaderless.stages.context import StageContext
 from leaderless.stages.earlier import Seat
 from leaderless.stages.episode_rollout import play_of, samples_of
 from leaderless.stages.play import writer_of
 from leaderless.stages.played import Play, Played
 from leaderless.stages.rollout import TOO_MUCH
-
-if TYPE_CHECKING:
-    from leaderless.serve.desk import Desk
 
 SWEEP_EVERY_S = 1.0
 """Time between two looks for responses that are to be dropped."""
@@ -47,7 +44,7 @@ def collect(engine: RolloutEngine, play: Play, tasks: Batch, context: StageConte
         context: Context of the stage.
     """
     desk, version = context.desk, context.role.policy_version
-    assert desk is not None, "ranks that sample in an online run have clients"
+    assert isinstance(desk, Desk), "ranks that sample in an online run have clients"
     num_wanted = len(tasks) * len(play.distributions)
 
     next_sweep_s = 0.0

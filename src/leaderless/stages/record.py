@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import cast
 
 import torch
 
@@ -14,9 +15,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.images import thumbnail, unpack_images
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
-from leaderless.rollout.worlds import spaces_of
 from leaderless.stages.context import StageContext
-from leaderless.stages.films import Films
 from leaderless.stages.reward import inputs_of
 from leaderless.workflow.columns import IMAGES
 
@@ -24,16 +23,27 @@ MANY = 3
 """Most times that a token which was not sampled is shown in a row."""
 MAX_RECORDED_TOKENS = 8192
 """Number of tokens of a step, from its first responses, that are recorded one by one."""
+Record = Callable[[Sequence[Mapping[str, Json]]], None]
+"""Function that writes samples for people to look at."""
+Descriptions = Sequence[dict[str, Json]]
+"""What is kept of each of some samples."""
 LOG_PROBS = {"rollout": "rollout_log_probs", "old": "old_log_probs"}
 """Recorded log-probs: short name and column."""
 
 
 def record(batch: Batch, context: StageContext) -> Batch:
     """On the node's first rank, write all samples of its first `run.recorded_prompts` prompts into the run's folder."""
+    return record_as(batch, context, _describe)
+
+
+def record_as(batch: Batch, context: StageContext, describe: Callable[[Batch, StageContext], Descriptions]) -> Batch:
+    """Write samples as `record` does, with what a function says of each of them."""
     if context.process_group.rank == context.node.layout.ranks[0] and len(batch):
         kept = torch.unique(batch.group_ids)[: context.recipe.run.recorded_prompts]
         chosen = batch.select((batch.group_ids[:, None] == kept).any(dim=1))
-        context.run_directory.write_samples(context.step, context.process_group.rank, _describe(chosen, context))
+        places, said = _places(chosen, context), describe(chosen, context)
+        samples = [place | one for place, one in zip(places, said, strict=True)]
+        context.run_directory.write_samples(context.step, context.process_group.rank, samples)
     return batch
 
 
@@ -105,20 +115,31 @@ def _without_runs(tokens: Sequence[int], is_sampled: Sequence[bool]) -> Iterator
             yield token, sampled, size
 
 
-def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
+def _describe(batch: Batch, context: StageContext) -> Descriptions:
     tokens, inputs = batch.jagged("tokens").to_lists(), inputs_of(batch, context)
     masks = batch.jagged("response_mask").rows() if "response_mask" in batch else None
     log_probs = {name: batch.jagged(column).rows() for name, column in LOG_PROBS.items() if column in batch}
-    recorder, roles = TokenRecorder(context.tokenizer), _roles(batch, context)
-    films = None if context.recipe.body is None else Films.of(batch, spaces_of(context.recipe.body))
+    recorder, graded = TokenRecorder(context.tokenizer), graded_in(batch)
     samples: list[dict[str, Json]] = []
-    pictures = thumbnails(batch)
     for index, sample in enumerate(inputs):
-        details = batch.objects("reward_details")[index]
-        assert isinstance(details, Mapping)
-        graded = Graded(float(batch.dense("rewards")[index]), bool(batch.dense("reward_valid")[index]), details)
         known = {name: values[index].tolist() for name, values in log_probs.items()}
         mask = None if masks is None else masks[index].tolist()
+        samples.append(describe_sample(sample, graded[index], recorder.describe(tokens[index], known, mask)))
+    return samples
+
+
+def graded_in(batch: Batch) -> list[Graded]:
+    """What each sample of a batch was worth."""
+    rewards, is_valid = batch.dense("rewards").tolist(), batch.dense("reward_valid").tolist()
+    details = cast("Sequence[Mapping[str, Json]]", batch.objects("reward_details"))
+    return [Graded(*one) for one in zip(rewards, is_valid, details, strict=True)]
+
+
+def _places(batch: Batch, context: StageContext) -> Descriptions:
+    """Where each sample is in the run."""
+    roles, pictures = _roles(batch, context), thumbnails(batch)
+    places: list[dict[str, Json]] = []
+    for index in range(len(batch)):
         place: dict[str, Json] = {
             "step": context.step,
             "group_id": int(batch.group_ids[index]),
@@ -134,11 +155,8 @@ def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
             place["joint_id"] = int(batch.dense("joint_ids")[index])
         if roles:
             place["role"] = roles[index]
-        if films is not None:
-            samples.append(place | films.describe(index, graded))
-            continue
-        samples.append(place | describe_sample(sample, graded, recorder.describe(tokens[index], known, mask)))
-    return samples
+        places.append(place)
+    return places
 
 
 def thumbnails(batch: Batch) -> dict[int, Json]:

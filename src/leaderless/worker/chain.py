@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
+from typing import cast
 
 import torch
 
 from leaderless.config import Recipe
+from leaderless.config.functions import load_own
 from leaderless.data.batch import Batch
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.dataloader import Dataloader
@@ -316,8 +317,7 @@ def _load_stages(plan: Plan, recipe: Recipe, rank: int) -> Mapping[str, StageFun
     for node in plan.nodes:
         if rank in node.layout:
             implementation = node.spec.implementations.get(product, node.spec.implementation)
-            module, _, name = implementation.partition(":")
-            stage: StageFunction = getattr(import_module(module), name)
+            stage = cast("StageFunction", load_own(implementation))
             stages[node.name] = partial(_with_failures, stage) if "reward_valid" in node.writes else stage
     return stages
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from leaderless.config import Json, Recipe
+from leaderless.config.functions import load_own
 from leaderless.data.batch import Batch, make_sample_ids
 from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.encode import Tokenizer
@@ -23,15 +24,12 @@ from leaderless.observability.episode_files import What
 from leaderless.planner import Layout, Plan, answering
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
-from leaderless.rollout.bodies import BodyEngine
 from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, generate, prompts_of
 from leaderless.rollout.shared import SharedEngine
-from leaderless.stages.bodies import body_tasks, graded_episode
 from leaderless.stages.context import Grader, ModelRole
-from leaderless.stages.films import describe_episode
 from leaderless.stages.play import play_tasks
 from leaderless.stages.played import Play, Played
-from leaderless.stages.record import TokenRecorder, describe_sample, thumbnails
+from leaderless.stages.record import Record, TokenRecorder, describe_sample, thumbnails
 from leaderless.stages.reward import grade_of, group_of, last_said, reward_inputs, transcripts, with_environment
 from leaderless.stages.rollout import TOO_MUCH
 from leaderless.worker.asynchronous.episodes import EpisodesInFlight, LiveEpisodes
@@ -40,11 +38,12 @@ from leaderless.worker.asynchronous.journal import JournaledEpisodes, PastEpisod
 from leaderless.worker.judging import JudgeHelper, Judging
 from leaderless.worker.preference_evaluation import PreferenceEvaluator
 from leaderless.worker.scores import Scores
+from leaderless.workflow.products import PRODUCTS
 
-Record = Callable[[Sequence[Mapping[str, Json]]], None]
-"""Writes samples of held-out prompts."""
 Journal = Callable[[What, Callable[[], Iterable[str]]], None]
 """Writes lines about episodes."""
+OwnEvaluation = Callable[[Recipe, ModelRole, Batch, int, Callable[[float], None], Record | None], list[Graded]]
+"""Function that evaluates runs of a kind; see `ProductFunctions.evaluation`."""
 EVALUATION_SEED_OFFSET = 1 << 31
 """Recipes' seeds are smaller, so evaluation never samples with the noise of training."""
 
@@ -103,8 +102,9 @@ class Evaluator:
         """The graded responses to some rows, those to one row next to each other."""
         has_images = self.dataset.encoder.images is not None
         batch = make_batch(rows, self.dataset.read(rows), has_responses=False, has_images=has_images)
-        if self.recipe.body is not None:
-            return self._move(batch, progress, record)
+        if own := PRODUCTS[self.recipe.product].evaluation:
+            evaluate = cast("OwnEvaluation", load_own(own))
+            return evaluate(self.recipe, self.model, batch, self._seed, progress, record)
         with memory_explained(TOO_MUCH), self.model.generating() as engine:
             answers = self._answers(engine, batch, progress, journal, step)
         k = self.recipe.evaluation.responses_per_prompt
@@ -127,33 +127,6 @@ class Evaluator:
                         sample, one, recorder.describe(answer.tokens, {"rollout": answer.log_probs}, answer.is_sampled)
                     )
                     for index, (sample, one, answer) in enumerate(islice(kept, k * self.recipe.run.recorded_prompts))
-                ]
-            )
-        return graded
-
-    def _move(self, batch: Batch, progress: Callable[[float], None], record: Record | None) -> list[Graded]:
-        """The graded episodes of a body, those of one task next to each other."""
-        config = self.recipe.evaluation
-        k = config.responses_per_prompt
-        ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch)))
-        tasks = body_tasks(batch, ids, [config] * k, self._seed)
-        num_shown = k * self.recipe.run.recorded_prompts if record is not None else 0
-        # Held-out episodes may be many: only those that are shown keep their frames.
-        tasks = [replace(task, keeps_frames=place < num_shown) for place, task in enumerate(tasks)]
-        with self.model.generating() as engine:
-            assert isinstance(engine, BodyEngine)
-            episodes = engine.play(
-                tasks, seed=self._seed, temperature=config.temperature or 1.0, progress=progress, clock=Clock()
-            )
-            spaces = engine.spaces
-        graded = [graded_episode(episode) for episode in episodes]
-        if record is not None:
-            shown = list(zip(ids.tolist(), episodes, graded, strict=True))[:num_shown]
-            places = zip(shown, batch.ids.repeat_interleave(k).tolist(), strict=False)
-            record(
-                [
-                    {"sample_id": number, "group_id": group} | describe_episode(episode, one, spaces)
-                    for (number, episode, one), group in places
                 ]
             )
         return graded

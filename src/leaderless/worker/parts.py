@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe
 from leaderless.data.dataset import Dataset, TrainingSet
@@ -17,6 +16,7 @@ from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Action, Plan, flat
+from leaderless.stages.context import Clients
 from leaderless.supervision.failure import note_place
 from leaderless.worker.asynchronous.async_state import RemainingPrompts
 from leaderless.worker.evaluation import Evaluator
@@ -25,9 +25,6 @@ from leaderless.worker.memory import MemoryBounds
 from leaderless.worker.preference_evaluation import PreferenceEvaluator
 from leaderless.worker.roles import Roles
 from leaderless.worker.turns import Turns
-
-if TYPE_CHECKING:
-    from leaderless.serve.desk import Desk
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Parts:
     display: Display
     memory: MemoryBounds
     turns: Turns
-    desk: Desk | None = None
+    desk: Clients | None = None
 
     @property
     def clock(self) -> Clock:

@@ -40,7 +40,7 @@ from leaderless.versions import REMEDY, unfit_versions
 from leaderless.worker.accelerator import check_accelerator
 from leaderless.worker.attention import choose_attention
 from leaderless.worker.description import write_description
-from leaderless.worker.doors import say_doors, take_door
+from leaderless.worker.entrance import entrance_of
 from leaderless.worker.evaluation import Evaluator, make_evaluator
 from leaderless.worker.in_force import plan_in_force
 from leaderless.worker.join import add_process_groups, check_shared, join_workers
@@ -65,7 +65,7 @@ def train(recipe: Recipe, plan: Plan, place: Place, display: Display) -> int | N
 @contextmanager
 def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> Iterator[Worker]:
     """Join the others and build this worker's part of a run; yields the worker, ready for its first step."""
-    directory, door = RunDirectory.of(recipe), take_door(recipe, plan, place.rank)
+    directory, entrance = RunDirectory.of(recipe), entrance_of(recipe, plan, place.rank)
     with ExitStack() as stack:
         rewards, transport, turns = _join(recipe, plan, place, display, stack)
         check_shared(directory.path, transport.world)
@@ -83,7 +83,7 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         if plan.batch.adapts_to_memory:
             builder.roles.adapt_to_memory(directory, memory.pass_tokens)
         builder.roles.sync_all()
-        desk = None if door is None else door.open(recipe, builder.tokenizer)
+        desk = None if entrance is None else entrance.open(recipe, builder.tokenizer)
         if desk is not None:
             stack.callback(desk.close)
         stack.callback(display.stop)
@@ -110,8 +110,8 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         )
         worker = Worker(parts)
         stack.callback(worker.close)
-        if recipe.online is not None:
-            say_doors(door, desk, directory, partial(_print_own, display))
+        if entrance is not None:
+            entrance.say(directory, partial(_print_own, display))
         yield worker
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from leaderless.config import Recipe
+from leaderless.config.functions import load_own
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.environments.tools.use import close_tools
@@ -29,7 +30,6 @@ from leaderless.planner.judges import as_judged
 from leaderless.planner.memory import plan_pool
 from leaderless.planner.memory_parts import Room
 from leaderless.planner.sight import players_of
-from leaderless.rollout.bodies import body_shapes, make_body_rollout
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
@@ -58,6 +58,7 @@ from leaderless.weights.stream import Probe, fill_weights, send_weights
 from leaderless.worker.instances import apart_setup, instances_of, is_merged, trains_like
 from leaderless.worker.turns import Turns
 from leaderless.worker.weights import placement_of, type_of_engines
+from leaderless.workflow.products import PRODUCTS
 
 InstanceKey = tuple[str, tuple[int, ...]]
 """Role and ranks."""
@@ -255,10 +256,9 @@ class Roles:
     def _colocated(self, instance: RoleInstance, recipe: Recipe, trainer: TrainEngine) -> Serving:
         """An engine on ranks that also train or score the model."""
         setup, spec = self._setup(instance, recipe), engine_for(recipe.rollout, instance.engine)
-        if recipe.body is not None:
-            engine = make_body_rollout(setup.model, f"models.{instance.role}", recipe.body, self._device)
+        if (engine := self._own_engine(setup, recipe)) is not None:
             pool = Pool(instance.layout, placement_of(recipe, trainer.weight_shapes()))
-            return Colocated(cast("RolloutEngine", engine), trainer, pool, getattr(torch, setup.model.compute_dtype))
+            return Colocated(engine, trainer, pool, getattr(torch, setup.model.compute_dtype))
         is_started = instance in self._started
         return Colocated(
             self._started.pop(instance) if is_started else self._engine(instance, setup),
@@ -275,9 +275,8 @@ class Roles:
         """An engine on ranks that only generate."""
         layout, route, setup = instance.layout, self._way_to(instance, recipe), self._setup(instance, recipe)
         group = self._transport.process_group(layout.ranks)
-        if recipe.body is not None:
-            body = make_body_rollout(setup.model, f"models.{instance.role}", recipe.body, self._device)
-            return Fed(cast("RolloutEngine", body), route, group)
+        if (own := self._own_engine(setup, recipe)) is not None:
+            return Fed(own, route, group)
         engine = self._engine(instance, setup)
         keep_cache = True
         if self._plan.loop_of(self._transport.rank).is_continuous:
@@ -286,13 +285,20 @@ class Roles:
         may_restart = engine_of(instance.engine).restarts_on(layout)
         return Fed(engine, route, group, shard=setup.shard, may_restart=may_restart, keep_cache=keep_cache)
 
+    def _own_engine(self, setup: RolloutSetup, recipe: Recipe) -> RolloutEngine | None:
+        """The engine of a kind of run that does not generate text; None for those that do."""
+        name = PRODUCTS[recipe.product].rollout_engine
+        if not name:
+            return None
+        return cast("Callable[[RolloutSetup, Recipe], RolloutEngine]", load_own(name))(setup, recipe)
+
     def _way_to(self, instance: RoleInstance, recipe: Recipe) -> Route:
         """The way of weights to ranks that only generate."""
         role, config = instance.role, recipe.model_of(instance.role)
         assert config is not None, "checked by the planner"
         trained = trained_instance(self._plan, role)
-        if recipe.body is not None:
-            shapes = body_shapes(config, f"models.{role}", recipe.body)
+        if name := PRODUCTS[recipe.product].weight_shapes:
+            shapes = cast("Callable[[str, Recipe], Mapping[str, Shape]]", load_own(name))(role, recipe)
         else:
             shapes = shapes_of(empty_causal_lm(config, role), is_merged=is_merged(instance, recipe))
         assert trained is not None, "ranks only generate with a role that is trained elsewhere"

@@ -427,6 +427,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "record": StageSpec(
         "leaderless.stages.record:record",
+        implementations={"bodies": "leaderless.stages.films:record"},
         sampled_with=("stop",),
         reads=_record_reads,
         reads_if_written=("rollout_log_probs", "old_log_probs", EPISODE_IDS, "joint_ids"),

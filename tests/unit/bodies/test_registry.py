@@ -9,7 +9,7 @@ from tests.small_worlds import Line
 
 from leaderless.config import RecipeError
 from leaderless.config.body import BodyConfig
-from leaderless.environments.bodies.registry import check_body, open_body
+from leaderless.environments.bodies.registry import open_body
 
 
 class Shut(Line):
@@ -22,7 +22,7 @@ class Shut(Line):
 def test_an_environment_has_room_for_as_many_as_are_asked_for() -> None:
     environment = open_body(BodyConfig(type="tests.small_worlds:Line"), 3)
     assert environment.reset([2], [{}], [0]).state.shape == (1, 2)
-    check_body(BodyConfig(type="table", options={"num_blocks": 2}))
+    open_body(BodyConfig(type="table", options={"num_blocks": 2}), 1).close()
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_an_environment_has_room_for_as_many_as_are_asked_for() -> None:
 )
 def test_what_cannot_be_made_is_named(settings: Mapping[str, object], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        check_body(BodyConfig.model_validate(settings))
+        open_body(BodyConfig.model_validate(settings), 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
-from leaderless.config import RecipeError, nearest
+from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.body import BodyConfig
 from leaderless.config.functions import is_function_name, load_class
 from leaderless.environments.bodies.adapters import ADAPTERS
@@ -63,6 +63,7 @@ def open_body(config: BodyConfig, num: int) -> VectorEnvironment:
     return environment
 
 
-def check_body(config: BodyConfig) -> None:
-    """Make the environment once, with room for one episode; errors as of `open_body`."""
-    open_body(config, 1).close()
+def check_recipe(recipe: Recipe) -> None:
+    """Make the environment of a recipe once, with room for one episode; errors as of `open_body`."""
+    assert recipe.body is not None
+    open_body(recipe.body, 1).close()

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import Protocol, cast
 
+from leaderless.config.functions import load_own
 from leaderless.config.packaged import how_to_install
-from leaderless.environments.programs.chat import Chat
+from leaderless.environments.programs.chat import Chat, Doorway
 
-if TYPE_CHECKING:
-    from leaderless.serve.door import Door
+SERVER = "leaderless.serve.door:Door"
+"""Class of the server behind the address; it is imported where a program in another process asks for one."""
+
+
+class OpenDoorway(Doorway, Protocol):
+    """A server that listens."""
+
+    async def close(self) -> None:
+        """Stop listening."""
 
 
 def doorway_refusal() -> str | None:
@@ -24,7 +33,7 @@ class LazyDoorway:
     """See `Doorway`. It opens when the first program asks for an address, in the event loop of that moment."""
 
     def __init__(self) -> None:
-        self._door: Door | None = None
+        self._door: OpenDoorway | None = None
 
     def admit(self, chat: Chat) -> tuple[str, str]:
         """See `Doorway`.
@@ -35,9 +44,7 @@ class LazyDoorway:
         if self._door is None:
             if problem := doorway_refusal():
                 raise RuntimeError(f"an address of the policy {problem}")
-            from leaderless.serve.door import Door  # only programs in other processes need a server
-
-            self._door = Door()
+            self._door = cast("Callable[[], OpenDoorway]", load_own(SERVER))()
         return self._door.admit(chat)
 
     def dismiss(self, chat: Chat) -> None:

@@ -1,0 +1,22 @@
+"""Models of bodies in a checkpoint, written into a folder of their own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from leaderless.checkpoint.shards import read_tensors
+from leaderless.policies.base_folder import BASE
+from leaderless.policies.opened import empty_model
+
+
+def write_model(source: Path, out: Path) -> None:
+    """Write the model of a checkpoint's folder into another one, from which recipes can load it."""
+    weights = {name: one.detach().contiguous() for name, one in empty_model(source).named_parameters()}
+    read_tensors(source, {f"weights.{name}": one for name, one in weights.items()})
+    save_file(weights, out / "model.safetensors")
+    shutil.copy(source / "config.json", out)
+    if (source / BASE).is_dir():
+        shutil.copytree(source / BASE, out / BASE)
