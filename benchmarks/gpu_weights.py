@@ -21,7 +21,7 @@ from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.planner import Layout
 from leaderless.rollout import vllm
 from leaderless.rollout.apart.messages import Settings
-from leaderless.rollout.child_server import ChildServer
+from leaderless.rollout.child_server import IMPORT, PACKAGE, ChildServer, bound_command
 from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.serving import Colocated, held_by
 from leaderless.training.fsdp import FsdpEngine
@@ -32,8 +32,8 @@ from leaderless.worker.place import Place
 
 KEEPER = """
 import torch
-from apart import server
-from apart.messages import checksums
+from leaderless.rollout.apart import server
+from leaderless.weights.packed import checksums
 
 class Keeper:
     def __init__(self, settings):
@@ -128,7 +128,7 @@ def bring(serving: Colocated, trainer: FsdpEngine) -> None:
 
 def keeper(machine: Machine, folder: str, rank: int) -> ExternalEngine:
     """An engine in another process that does all that vLLM's server does with weights, except for vLLM's part."""
-    vllm.START = vllm.START.replace("from apart.server import main\nmain()\n", KEEPER)
+    vllm.package_command = lambda python, module: bound_command(python, IMPORT + KEEPER, str(PACKAGE))  # noqa: ARG005
     settings = Settings("", None, False, machine.config_dtype, 1, 1, 0.5, None, enable_graphs=False)
     server = ChildServer("the keeper of weights", Path(folder) / f"keeper-{rank}.log", 60, 60, lambda: None)
     driver = vllm.VllmServer(sys.executable, settings, machine.device, server)

@@ -29,9 +29,10 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from leaderless.base.image_files import open_image
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.images import PromptImage, expanded, open_image, pack_images, placed
+from leaderless.data.images import PromptImage, expanded, pack_images, placed
 from leaderless.models.classifiers import register_classifiers
 from leaderless.models.image_readers import Reader, open_reader
 from leaderless.models.tiny import write_vision_model

@@ -26,9 +26,9 @@ from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.device import DeviceSetup, setup_device
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.rollout.apart.http import SharedMemory
-from leaderless.rollout.apart.messages import PackedWeight, checksum
 from leaderless.rollout.weights import CudaStaging, HostStaging, LocalStaging, make_buckets
 from leaderless.training.fsdp import FsdpEngine
+from leaderless.weights.packed import PackedWeight, checksum
 
 Kind = Literal["cpu", "cuda"]
 TURNS = 40

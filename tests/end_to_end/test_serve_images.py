@@ -18,9 +18,10 @@ from tests.end_to_end.test_serve import DEADLINE_S, running
 from tests.pictures import picture, reader_of, vision_model
 from tests.unit.environments.test_pictures import TEMPLATE
 
+from leaderless.base.image_files import image_size
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.images import image_size, placed
+from leaderless.data.images import placed
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.rollout.engine import Request, SamplingParams, generate

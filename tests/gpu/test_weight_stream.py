@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from leaderless.rollout.apart.messages import checksum, checksums
 from leaderless.rollout.weights import CudaStaging, make_buckets
+from leaderless.weights.packed import checksum, checksums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 RECEIVER = """
 import json, sys
-from leaderless.rollout.apart.messages import checksum
+from leaderless.weights.packed import checksum
 from leaderless.rollout.apart.http import SharedMemory
 memory = SharedMemory()
 for line in sys.stdin:

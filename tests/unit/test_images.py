@@ -18,13 +18,13 @@ from tests.rows import open_path, recipe_of, write_jsonl
 from tests.tiny import tiny_model
 from tests.unit.recipes import plan_of
 
+from leaderless.base.image_files import ORIENTATION, decode_image, image_size, plain_file
 from leaderless.config import Json, RecipeError
 from leaderless.config.data import DatasetConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.cache import DataCache
 from leaderless.data.dataset import open_dataset
 from leaderless.data.encode import Encoded, RowEncoder
-from leaderless.data.images import ORIENTATION, decode_image, image_size, plain_file
 from leaderless.data.media import image_folder
 from leaderless.data.parquet import ParquetSource
 from leaderless.data.rows import Row

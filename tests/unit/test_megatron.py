@@ -18,11 +18,11 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout
-from leaderless.rollout.apart.messages import PackedWeight, checksum
 from leaderless.training.engine import ApartSetup, EngineSetup
 from leaderless.training.megatron import folder, model
 from leaderless.training.megatron.engine import make_engine
 from leaderless.training.megatron.server import Calls
+from leaderless.weights.packed import PackedWeight, checksum
 from leaderless.worker.instances import apart_setup
 
 PYTHON = {"python": "/opt/megatron/bin/python"}

@@ -494,8 +494,8 @@ def test_the_constants_are_those_of_the_code_that_they_describe():
     assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
     assert weights.DEVICE_BUCKET_BYTES == memory.DEVICE_WEIGHT_BUCKET_BYTES
     assert pytest.importorskip("leaderless.weights.copies").PINNED_BYTES == memory.PINNED_BYTES
-    messages = pytest.importorskip("leaderless.rollout.apart.messages")
-    assert 2 * 8 * messages.DEVICE_CHECKSUM_WORDS == memory.CHECKSUM_BYTES, "factors and products of eight bytes"
+    packed = pytest.importorskip("leaderless.weights.packed")
+    assert 2 * 8 * packed.DEVICE_CHECKSUM_WORDS == memory.CHECKSUM_BYTES, "factors and products of eight bytes"
     assert pytest.importorskip("leaderless.weights.files").BLOCK_BYTES == memory.READ_BYTES
 
 

@@ -18,15 +18,15 @@ import torch
 from PIL import Image
 from tests.pictures import picture, prompt_with, reader_of
 
+from leaderless.base.image_files import ORIENTATION, plain_file
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.images import ORIENTATION, plain_file
 from leaderless.rollout import vllm
 from leaderless.rollout.apart import vllm_worker
-from leaderless.rollout.apart.messages import PackedWeight, checksum
 from leaderless.rollout.apart.vllm_worker import PROBE, VllmWorker, _Open, check_version
 from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.vllm import InProcessVllm
+from leaderless.weights.packed import PackedWeight, checksum
 from leaderless.weights.stream import WeightStream
 
 RELOAD = "vllm.model_executor.model_loader.reload"

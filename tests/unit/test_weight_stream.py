@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaderless.rollout import vllm
-from leaderless.rollout.apart import messages
 from leaderless.rollout.apart.http import SharedMemory
-from leaderless.rollout.apart.messages import PackedWeight, checksum, checksums
 from leaderless.rollout.child_server import ChildServer, EngineError
 from leaderless.rollout.weights import HostStaging, LocalStaging, make_buckets
+from leaderless.weights import packed
+from leaderless.weights.packed import PackedWeight, checksum, checksums
 from leaderless.weights.stream import WeightStream
 
 SHAPES = {"embedding": (50, 8), "bias": (3,), "scalar": (), "kernel": (7, 5)}
@@ -73,7 +73,7 @@ def test_a_checksum_does_not_depend_on_how_much_is_added_up_at_a_time(monkeypatc
     data = torch.arange(8 * 100, dtype=torch.int64).to(torch.uint8)
     expected = sum(word * (2 * i + 1) for i, word in enumerate(data.view(torch.int64).tolist())) % 2**64
     for words in (7, 100, 1 << 22):
-        monkeypatch.setattr(messages, "CHECKSUM_WORDS", words)
+        monkeypatch.setattr(packed, "CHECKSUM_WORDS", words)
         assert checksum(data) % 2**64 == expected
 
 

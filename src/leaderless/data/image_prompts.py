@@ -6,17 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from leaderless.base.image_files import decode_image, image_size, read_image
 from leaderless.config import Json, RecipeError, nearest
-from leaderless.data.images import (
-    ImageReader,
-    PromptImage,
-    Sized,
-    decode_image,
-    expanded,
-    image_size,
-    placed,
-    read_image,
-)
+from leaderless.data.images import ImageReader, PromptImage, Sized, expanded, placed
 from leaderless.data.media import with_places
 from leaderless.data.rows import Row
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from jinja2 import TemplateError
 
+from leaderless.base.image_files import image_size
 from leaderless.config import Json, RecipeError
 from leaderless.data.encode import Tokenizer
-from leaderless.data.images import ImageReader, PromptImage, Sized, expanded, image_size, placed
+from leaderless.data.images import ImageReader, PromptImage, Sized, expanded, placed
 from leaderless.environments.pictures import data_of, is_image
 from leaderless.environments.protocol import Message
 

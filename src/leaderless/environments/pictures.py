@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from leaderless.base.image_files import decode_image, open_image, read_image
 from leaderless.config import Json
-from leaderless.data.images import decode_image, open_image, read_image
 
 if TYPE_CHECKING:
     import numpy as np

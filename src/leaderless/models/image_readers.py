@@ -18,11 +18,12 @@ from transformers.image_processing_backends import PilBackend
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from typing_extensions import override
 
+from leaderless.base.image_files import decode_image
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.hub import unreachable_hub
-from leaderless.data.images import ImageReader, PromptImage, decode_image
+from leaderless.data.images import ImageReader, PromptImage
 from leaderless.models.patches import placed_patches
 from leaderless.models.support import check_family, image_tokens, sees_images
 from leaderless.models.uploads import placed

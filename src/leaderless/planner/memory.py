@@ -51,7 +51,7 @@ DEVICE_WEIGHT_BUCKET_BYTES = 256 * MIB
 PINNED_BYTES = 1024 * MIB
 """Bytes of a block of pinned memory for weights that come: `leaderless.weights.copies` has the same."""
 CHECKSUM_BYTES = 64 * MIB
-"""Bytes of factors and products of a checksum on an accelerator: see `leaderless.rollout.apart.messages`."""
+"""Bytes of factors and products of a checksum on an accelerator: see `leaderless.weights.packed`."""
 
 
 def estimate_memory(

@@ -33,6 +33,19 @@ BOUND = (
 )
 """Code that asks the kernel for SIGKILL when the parent ends (PR_SET_PDEATHSIG); a parent that has ended is noticed."""
 
+PACKAGE = Path(__file__).parents[1]
+"""Folder of this package."""
+IMPORT = (
+    "import importlib.util\n"
+    "folder = sys.argv[1]\n"
+    "spec = importlib.util.spec_from_file_location(\n"
+    "    'leaderless', folder + '/__init__.py', submodule_search_locations=[folder])\n"
+    "sys.modules['leaderless'] = package = importlib.util.module_from_spec(spec)\n"
+    "spec.loader.exec_module(package)\n"
+)
+"""Code that imports this package in another interpreter, and not the folder around it, which has all packages of this
+process, including other versions of that interpreter's."""
+
 PLACE_PREFIXES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 """Prefixes of variables from which an engine would conclude that it is one of many workers."""
 
@@ -249,6 +262,11 @@ def bound_command(python: str, program: str, *arguments: str) -> list[str]:
     The interpreter uses neither this process's path nor packages of the user's home.
     """
     return [python, "-I", "-c", BOUND + program, str(os.getpid()), *arguments]
+
+
+def package_command(python: str, module: str) -> list[str]:
+    """Make a command for `main` of a module of this package in another interpreter; see `bound_command`."""
+    return bound_command(python, f"{IMPORT}from {module} import main\nmain()\n", str(PACKAGE))
 
 
 def worker_free_environment() -> dict[str, str]:

@@ -11,8 +11,9 @@ from typing import Protocol, cast
 
 import torch
 
+from leaderless.base.image_files import plain_file
 from leaderless.data.encode import Tokenizer
-from leaderless.data.images import PromptImage, collapsed, plain_file
+from leaderless.data.images import PromptImage, collapsed
 from leaderless.device import release_memory
 from leaderless.models.routers import UNKNOWN
 from leaderless.models.saved_form import SavedForm, unchanged

@@ -17,23 +17,15 @@ from torch import Tensor
 from leaderless.config import Json
 from leaderless.data.under_way import mark
 from leaderless.device import own_device_environment
-from leaderless.rollout import apart
-from leaderless.rollout.apart.messages import Ask, Gain, Settings, checksums, from_columns
+from leaderless.rollout.apart.messages import Ask, Gain, Settings, from_columns
 from leaderless.rollout.apart.vllm_worker import VllmWorker
-from leaderless.rollout.child_server import ChildServer, bound_command
+from leaderless.rollout.child_server import ChildServer, package_command
 from leaderless.rollout.weights import CudaStaging, HostStaging, LocalStaging, WeightBucket, make_buckets
+from leaderless.weights.packed import checksums
 from leaderless.weights.stream import WeightStream
 
-FOLDER = Path(apart.__file__).parent
-START = (
-    "import importlib.util\n"
-    "spec = importlib.util.spec_from_file_location('apart', sys.argv[1] + '/__init__.py')\n"
-    "sys.modules['apart'] = importlib.util.module_from_spec(spec)\n"
-    "from apart.server import main\n"
-    "main()\n"
-)
-"""Program for the engine's interpreter. It imports one folder of this package, under another name, and not the folder
-around it, which has all packages of this process, including other versions of the engine's."""
+SERVER = "leaderless.rollout.apart.server"
+"""Module that runs in the engine's interpreter."""
 
 
 class InProcessVllm(VllmWorker):
@@ -61,7 +53,7 @@ class VllmServer:
         """See `Driver`."""
         self._server.prepare()
         greeting = {"port": self._server.port, "token": self._server.token, "settings": asdict(self._settings)}
-        command = bound_command(self._python, START, str(FOLDER))
+        command = package_command(self._python, SERVER)
         self._server.start(command, json.dumps(greeting), own_device_environment(self._device))
 
     def wake(self) -> None:

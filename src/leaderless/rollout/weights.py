@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from leaderless.config import Json
-from leaderless.rollout.apart.messages import PackedWeight
+from leaderless.weights.packed import PackedWeight
 
 BUCKET_BYTES = 1 << 28
 """Most bytes of a bucket; a larger weight has a bucket to itself."""

@@ -9,10 +9,11 @@ from typing import cast
 
 import torch
 
+from leaderless.base.image_files import thumbnail
 from leaderless.config import Json
 from leaderless.data.batch import Batch
 from leaderless.data.encode import Tokenizer
-from leaderless.data.images import thumbnail, unpack_images
+from leaderless.data.images import unpack_images
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import StageContext

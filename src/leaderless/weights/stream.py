@@ -19,8 +19,8 @@ from torch import Tensor
 
 from leaderless.data.transport import ProcessGroup, Round
 from leaderless.data.under_way import PendingGather
-from leaderless.rollout.apart.messages import checksums
 from leaderless.weights.blocks import Block, HeldWeights, whole_block
+from leaderless.weights.packed import checksums
 from leaderless.weights.route import Piece, Route, Turn, bucket_bytes
 
 WORD = 8

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from leaderless.data.images import read_image, thumbnail
+from leaderless.base.image_files import read_image, thumbnail
 from leaderless.observability.report.untrusted import (
     as_list,
     as_mapping,

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from .http import Handler, bind
-from .messages import Ask, PackedWeight, Settings, to_columns
-from .vllm_worker import VllmWorker
+from leaderless.rollout.apart.http import Handler, bind
+from leaderless.rollout.apart.messages import Ask, Settings, to_columns
+from leaderless.rollout.apart.vllm_worker import VllmWorker
+from leaderless.weights.packed import PackedWeight
 
 
 class _Handler(Handler):

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .adapters import VllmAdapters
-from .experts import packed, record_on_cpu, recorded_by_each_rank
-from .messages import Ask, Gain, PackedWeight, Settings, checksums, joined
+from leaderless.rollout.apart.adapters import VllmAdapters
+from leaderless.rollout.apart.experts import packed, record_on_cpu, recorded_by_each_rank
+from leaderless.rollout.apart.messages import Ask, Gain, Settings, joined
+from leaderless.weights.packed import PackedWeight, checksums
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture

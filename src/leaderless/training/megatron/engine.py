@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-import leaderless
 from leaderless.config import Json, RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.device import own_device_environment
@@ -25,8 +24,7 @@ from leaderless.models.saved_form import form_of, joined
 from leaderless.models.scoring import Entropy
 from leaderless.models.uploads import one_copy, placed, read_back
 from leaderless.models.vision import VisionLM
-from leaderless.rollout.apart.messages import PackedWeight, checksum
-from leaderless.rollout.child_server import ChildServer, bound_command
+from leaderless.rollout.child_server import ChildServer, package_command
 from leaderless.rollout.weights import BUCKET_BYTES, HostStaging
 from leaderless.training.engine import EngineSetup, UpdateInfo
 from leaderless.training.megatron.folder import written
@@ -36,21 +34,12 @@ from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at
 from leaderless.training.passes import BoundedPasses
 from leaderless.weights.blocks import HeldWeights, LocalWeight, Pool, everything, shard_rows
+from leaderless.weights.packed import PackedWeight, checksum
 from leaderless.weights.route import Route
 from leaderless.weights.stream import receive_weights
 
-START = (
-    "import importlib.util\n"
-    "folder = sys.argv[1]\n"
-    "spec = importlib.util.spec_from_file_location(\n"
-    "    'leaderless', folder + '/__init__.py', submodule_search_locations=[folder])\n"
-    "sys.modules['leaderless'] = package = importlib.util.module_from_spec(spec)\n"
-    "spec.loader.exec_module(package)\n"
-    "from leaderless.training.megatron.server import main\n"
-    "main()\n"
-)
-"""Program for Megatron's interpreter. It imports this package, and not the folder around it, which has all packages of
-this process, including other versions of Megatron's."""
+SERVER = "leaderless.training.megatron.server"
+"""Module that runs in Megatron's interpreter."""
 
 
 class Server(Protocol):
@@ -327,7 +316,7 @@ def make_engine(setup: EngineSetup) -> MegatronEngine:
     server = ChildServer(title, log, apart.start_timeout_s, apart.answer_timeout_s, beat, "training.megatron")
     server.prepare()
     greeting = {"port": server.port, "token": server.token, "settings": asdict(settings)}
-    command = bound_command(apart.python, START, str(Path(leaderless.__file__).parent))
+    command = package_command(apart.python, SERVER)
     server.start(command, json.dumps(greeting), own_device_environment(setup.device))
     return MegatronEngine(setup, model, server)
 

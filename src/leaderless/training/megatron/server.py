@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from leaderless.rollout.apart.http import Handler, SharedMemory, bind
-from leaderless.rollout.apart.messages import PackedWeight, checksum
 from leaderless.training.megatron.messages import MegatronSettings, Pass, Slope
 from leaderless.training.megatron.model import MegatronModel, check_versions
+from leaderless.weights.packed import PackedWeight, checksum
 
 ALIGNMENT = 16
 """Divisor of the offset at which each weight begins, in bytes."""
