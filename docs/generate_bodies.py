@@ -9,7 +9,7 @@ from statistics import median
 
 from generate_markup import table_of
 
-from leaderless.environments.bodies.adapters import ADAPTERS
+from leaderless.environments.bodies.registry import ADAPTERS
 
 RESULTS = Path(__file__).parent / "performance/bodies.json"
 MEMORY = Path(__file__).parent / "performance/body_memory.json"

@@ -13,9 +13,8 @@ import pytest
 from benchmarks.bodies import CASES as MEASURED
 
 from leaderless.config.body import BodyConfig
-from leaderless.environments.bodies.adapters import ADAPTERS
 from leaderless.environments.bodies.conformance import CHECKS
-from leaderless.environments.bodies.registry import find_body
+from leaderless.environments.bodies.registry import ADAPTERS, find_body
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))  # as when it is run
 from generate_simulators import SPACES as DECLARED

@@ -44,6 +44,8 @@ SERVING = (
     "leaderless.ui",
     "leaderless.worker.doors",
 )
+KEPT = "leaderless.serve.load"
+"""Module next to those of the server that loads a model for `Run.generate` as well."""
 USE = """
 import json, sys
 from pathlib import Path
@@ -56,7 +58,7 @@ if __name__ == "__main__":
     run = Run(sys.argv[2])
     planned = run.plan(6).world_size
     run.train(workers=2)
-    print(json.dumps([planned, run.evaluate()]))
+    print(json.dumps([planned, run.evaluate(), run.generate(["1+1="])]))
 """
 
 
@@ -66,7 +68,7 @@ def copy_without_wings(folder: Path) -> int:
     for path in source.rglob("*"):
         place = path.relative_to(source.parent)
         name = ".".join(place.with_suffix("").parts)
-        if any(name == hidden or name.startswith(f"{hidden}.") for hidden in (*EMBODIED, *SERVING)):
+        if name != KEPT and any(name == hidden or name.startswith(f"{hidden}.") for hidden in (*EMBODIED, *SERVING)):
             left_out += path.suffix == ".py"
         elif path.is_file() and "__pycache__" not in place.parts:
             (folder / place).parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +87,8 @@ def test_grpo_is_planned_trained_and_evaluated_without_the_wings(tmp_path: Path)
     command = [sys.executable, str(program), str(tmp_path / "src"), str(recipe)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    world_size, scores = json.loads(done.stdout.splitlines()[-1])
+    world_size, scores, responses = json.loads(done.stdout.splitlines()[-1])
     assert world_size == 6
     assert scores["evaluation/failed"] == 0
+    assert len(responses) == 1
     assert [line["step"] for line in metrics(tmp_path / "runs/bare")] == [1, 2]

@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from leaderless.config.body import BodyConfig
-from leaderless.environments.bodies.adapters import ADAPTERS
 from leaderless.environments.bodies.adapters.libero import SETTLING_STEPS
-from leaderless.environments.bodies.registry import find_body
+from leaderless.environments.bodies.registry import ADAPTERS, find_body
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "docs"))  # as when it is run
 from generate_bodies import HALVES, halves_said

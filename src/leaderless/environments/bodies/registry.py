@@ -8,9 +8,19 @@ from collections.abc import Mapping
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.body import BodyConfig
 from leaderless.config.functions import is_function_name, load_class
-from leaderless.environments.bodies.adapters import ADAPTERS
 from leaderless.environments.bodies.protocol import VectorEnvironment
 
+ADAPTERS: Mapping[str, str] = {
+    "babyai": "leaderless.environments.bodies.adapters.babyai:BabyAI",
+    "gymnasium": "leaderless.environments.bodies.adapters.gymnasium:GymnasiumBody",
+    "isaaclab": "leaderless.environments.bodies.adapters.isaaclab:IsaacLab",
+    "libero": "leaderless.environments.bodies.adapters.libero:Libero",
+    "maniskill": "leaderless.environments.bodies.adapters.maniskill:ManiSkill",
+    "metaworld": "leaderless.environments.bodies.adapters.metaworld:MetaWorld",
+    "panda": "leaderless.environments.bodies.adapters.gymnasium:Panda",
+    "pusht": "leaderless.environments.bodies.adapters.gymnasium:PushT",
+}
+"""Simulators of other packages, each an extra of this one, as `module:Class`."""
 BUILT_IN: Mapping[str, str] = {
     **ADAPTERS,
     "faulty": "leaderless.environments.bodies.faults:Faulty",
