@@ -19,9 +19,9 @@ from leaderless.data.transport import Transport
 from leaderless.device import DeviceSetup, setup_device
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.planner import Layout
-from leaderless.rollout import vllm
+from leaderless.rollout import child_server, vllm
 from leaderless.rollout.apart.messages import Settings
-from leaderless.rollout.child_server import IMPORT, PACKAGE, ChildServer, bound_command
+from leaderless.rollout.child_server import IMPORT, ChildServer
 from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.serving import Colocated, held_by
 from leaderless.training.fsdp import FsdpEngine
@@ -66,9 +66,8 @@ class Keeper:
         pass
 
 server.VllmWorker = Keeper
-server.main()
 """
-"""Program of an engine in another process that copies weights into its own memory, and does nothing with them."""
+"""Code that gives an engine in another process a worker that copies weights into its own memory, and no more."""
 
 
 def weights(machine: Machine) -> Result:
@@ -128,7 +127,7 @@ def bring(serving: Colocated, trainer: FsdpEngine) -> None:
 
 def keeper(machine: Machine, folder: str, rank: int) -> ExternalEngine:
     """An engine in another process that does all that vLLM's server does with weights, except for vLLM's part."""
-    vllm.package_command = lambda python, module: bound_command(python, IMPORT + KEEPER, str(PACKAGE))  # noqa: ARG005
+    child_server.IMPORT = f"{IMPORT}{KEEPER}"
     settings = Settings("", None, False, machine.config_dtype, 1, 1, 0.5, None, enable_graphs=False)
     server = ChildServer("the keeper of weights", Path(folder) / f"keeper-{rank}.log", 60, 60, lambda: None)
     driver = vllm.VllmServer(sys.executable, settings, machine.device, server)

@@ -213,8 +213,8 @@ class Roles:
 
     def _body(self, recipe: Recipe) -> BodySetup | None:
         """The body that models are for; None for language models."""
-        algorithm = recipe.algorithm
-        return recipe.body and BodySetup(recipe.body, algorithm.sac, algorithm.advantage.values_steps)
+        config, algorithm = recipe.body, recipe.algorithm
+        return None if config is None else BodySetup(config, algorithm.sac, algorithm.advantage.values_steps)
 
     def _donor(self, instance: RoleInstance) -> Trainable | None:
         """The engine whose weights that of an instance uses under its own adapters, if it is here already."""
