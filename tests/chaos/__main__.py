@@ -27,11 +27,12 @@ def main() -> None:
             name: run(Path(folder) / name, name, [])
             for name in track(options.placements, "undisturbed", console=console)
         }
-        left, number = options.kills, 0
-        for number in track(range(-(-options.kills // KILLS_PER_RUN)), "with kills", console=console):
+        # Few kills are divided among all placements.
+        num_runs = max(min(options.kills, len(options.placements)), -(-options.kills // KILLS_PER_RUN))
+        for number in track(range(num_runs), "with kills", console=console):
             placement = options.placements[number % len(options.placements)]
-            kills = draw_kills(phases_of(plain[placement]), min(left, KILLS_PER_RUN), STEPS, options.seed + number)
-            left -= len(kills)
+            count = options.kills // num_runs + (number < options.kills % num_runs)
+            kills = draw_kills(phases_of(plain[placement]), count, STEPS, options.seed + number)
             disturbed = run(Path(folder) / f"run-{number}", placement, kills)
             runs.append((placement, disturbed))
             again = Path(folder) / f"run-{number}-again"
