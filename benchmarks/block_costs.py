@@ -16,7 +16,7 @@ import numpy as np
 from tests.unit.test_block_routes import Edge, Heard, even_edge
 
 from leaderless.config import load_section
-from leaderless.data.blocks import LATE_LEGS, NUM_LEGS, ROUNDS_PER_LEG, SELECTION_LEGS, num_messages
+from leaderless.planner.assign.blocks import LATE_LEGS, NUM_LEGS, ROUNDS_PER_LEG, SELECTION_LEGS, num_messages
 from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.costs.moves import agreement_in_blocks, selection_cost
 from leaderless.planner.costs.network import Network

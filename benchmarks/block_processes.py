@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from leaderless.data import reshard as ways
-from leaderless.data.balance import Int, sequence_cost
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout, Reshard
+from leaderless.planner.assign.balance import Int, sequence_cost
 from leaderless.planner.entries import QUADRATIC_TOKENS
 
 ROWS_PER_RANK, SIBLINGS, LONGEST = 16, 8, 7168

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
-from leaderless.data.balance import Int, assign
-from leaderless.data.blocks import Mesh, Shards, Units, assign_in_blocks, divide, first_blocks, flows, leaving
+from leaderless.planner.assign.balance import Int, assign
+from leaderless.planner.assign.blocks import Mesh, Shards, Units, assign_in_blocks, divide, first_blocks, flows, leaving
 
 ROWS_PER_RANK = 8
 

@@ -8,8 +8,8 @@ import torch
 from benchmarks.transitions.case import COLUMNS, Message
 from torch import Tensor
 
-from leaderless.data.balance import sequence_cost
 from leaderless.data.batch import Batch, Jagged, ragged_index
+from leaderless.planner.assign.balance import sequence_cost
 from leaderless.planner.entries import QUADRATIC_TOKENS
 
 _ODD = 0x5851F42D4C957F2D

@@ -10,8 +10,8 @@ from benchmarks.transitions.case import COLUMNS, MAX_PROMPT_TOKENS, Case
 from benchmarks.transitions.contents import Contents
 from torch import Tensor
 
-from leaderless.data.balance import sequence_cost
 from leaderless.data.batch import Batch, Jagged
+from leaderless.planner.assign.balance import sequence_cost
 from leaderless.planner.entries import QUADRATIC_TOKENS
 
 Padded = Mapping[str, Tensor]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leaderless.data.balance import Int, assign, is_repeated, sequence_cost
+from leaderless.planner.assign.balance import Int, assign, is_repeated, sequence_cost
 
 
 def ints(values: list[int]) -> Int:

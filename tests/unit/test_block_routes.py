@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leaderless.data.balance import Int, assign
 from leaderless.data.block_routes import HELD, SPARE, WANTED, Meeting, agree
-from leaderless.data.blocks import (
+from leaderless.data.crossing import Leg, Result, Talk
+from leaderless.planner import Layout, Reshard
+from leaderless.planner.assign.balance import Int, assign
+from leaderless.planner.assign.blocks import (
     LATE_LEGS,
     NUM_LEGS,
     ROUNDS_PER_LEG,
@@ -22,10 +24,8 @@ from leaderless.data.blocks import (
     assign_in_blocks,
     num_messages,
 )
-from leaderless.data.crossing import Leg, Result, Talk
-from leaderless.data.parts import Earlier, by_part
-from leaderless.data.routes import Routes
-from leaderless.planner import Layout, Reshard
+from leaderless.planner.assign.parts import Earlier, by_part
+from leaderless.planner.assign.routes import Routes
 
 
 @dataclass

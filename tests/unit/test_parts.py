@@ -13,14 +13,14 @@ from tests.unit.recipes import plan_of
 from tests.unit.test_block_routes import Heard, play
 
 from leaderless.data import reshard as ways
-from leaderless.data.balance import Int, sequence_cost
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.blocks import ROUNDS_PER_LEG, SELECTION_LEGS, Mesh, is_in_blocks, num_messages
 from leaderless.data.crossing import Place
-from leaderless.data.parts import NO_GROUP, Earlier, at_places, first_places, parts_of
 from leaderless.data.selection import Span, select_in_blocks, span_of
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout, Load, Reshard, flat
+from leaderless.planner.assign.balance import Int, sequence_cost
+from leaderless.planner.assign.blocks import ROUNDS_PER_LEG, SELECTION_LEGS, Mesh, is_in_blocks, num_messages
+from leaderless.planner.assign.parts import NO_GROUP, Earlier, at_places, first_places, parts_of
 from leaderless.planner.costs.rows import Placement, Rows, Workload
 from leaderless.planner.entries import QUADRATIC_TOKENS
 

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leaderless.data.balance import Int
-from leaderless.data.routes import Routes
 from leaderless.planner import Layout
+from leaderless.planner.assign.balance import Int
+from leaderless.planner.assign.routes import Routes
 
 
 def ints(values: list[int]) -> Int:

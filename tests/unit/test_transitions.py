@@ -15,8 +15,8 @@ from benchmarks.transitions.transition import Results, Transition
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leaderless.data.balance import sequence_cost
 from leaderless.data.batch import Batch, Jagged
+from leaderless.planner.assign.balance import sequence_cost
 from leaderless.planner.entries import QUADRATIC_TOKENS
 
 CASE = Case(kind="balance", hosts=4, prompts=36, max_tokens=64)

@@ -14,8 +14,11 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.data.balance import Int
-from leaderless.data.blocks import (
+from leaderless.data.crossing import Place, Talk
+from leaderless.data.selection import select_in_blocks
+from leaderless.planner import Reshard
+from leaderless.planner.assign.balance import Int
+from leaderless.planner.assign.blocks import (
     HOME,
     Mesh,
     Shards,
@@ -26,11 +29,8 @@ from leaderless.data.blocks import (
     leaving,
     spread,
 )
-from leaderless.data.crossing import Place, Talk
-from leaderless.data.parts import Earlier, by_part, first_places, parts_of
-from leaderless.data.routes import Routes
-from leaderless.data.selection import select_in_blocks
-from leaderless.planner import Reshard
+from leaderless.planner.assign.parts import Earlier, by_part, first_places, parts_of
+from leaderless.planner.assign.routes import Routes
 
 HELD, SPARE, WANTED = range(3)
 """Kinds of facts: a row that a rank has, a row that it received before, a row that it needs."""

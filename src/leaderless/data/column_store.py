@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from leaderless.config import Json
-from leaderless.data.balance import Int
 from leaderless.data.batch import Batch, Column, Jagged
 from leaderless.data.wire import DTYPES, ColumnSchema, Schema, to_json
+from leaderless.planner.assign.balance import Int
 
 Bytes = NDArray[np.uint8]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from leaderless.data.balance import Int
-from leaderless.data.blocks import Mesh, is_in_blocks
 from leaderless.data.crossing import Leg, Place, Talk, hold
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout
+from leaderless.planner.assign.balance import Int
+from leaderless.planner.assign.blocks import Mesh, is_in_blocks
 
 NOBODY = np.iinfo(np.int64).max
 TYPES, NUM_ROWS, ROWS = range(3)

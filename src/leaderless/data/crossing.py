@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaderless.data.balance import Int
-from leaderless.data.blocks import Mesh
 from leaderless.data.transport import ProcessGroup
+from leaderless.planner.assign.balance import Int
+from leaderless.planner.assign.blocks import Mesh
 
 Result = TypeVar("Result")
 

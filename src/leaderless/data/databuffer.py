@@ -19,7 +19,6 @@ from torch import Tensor
 from leaderless.data.background import Background
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.compared import find_unlike
-from leaderless.data.parts import Earlier
 from leaderless.data.reshard import reshard, schemas_to_json
 from leaderless.data.surplus import Surplus
 from leaderless.data.table import ColumnKey, Table
@@ -39,6 +38,7 @@ from leaderless.planner import (
     Windowed,
     flat,
 )
+from leaderless.planner.assign.parts import Earlier
 
 WINDOWS = "windows"
 """Lane in which windows are sent."""

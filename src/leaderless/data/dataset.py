@@ -16,13 +16,13 @@ import leaderless
 from leaderless.config import Json, Recipe, RecipeError, is_finite_number, nearest
 from leaderless.config.data import CurriculumConfig, DatasetConfig, TrainingSetConfig
 from leaderless.data.background import ReadAhead
-from leaderless.data.balance import Int
 from leaderless.data.batch import Batch, Column, Jagged
 from leaderless.data.cache import Arrays, DataCache
 from leaderless.data.encode import Encoded, RowEncoder, Written, all_overlong, fits, tokenizer_fingerprint
 from leaderless.data.images import PromptImage, pack_images
 from leaderless.data.order import Float, RowOrder
 from leaderless.data.rows import Row, RowSource
+from leaderless.planner.assign.balance import Int
 from leaderless.workflow.columns import IMAGES, column_of
 
 BATCH_ROWS = 1024

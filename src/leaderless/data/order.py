@@ -10,7 +10,7 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.data.balance import Int
+from leaderless.planner.assign.balance import Int
 
 Float = NDArray[np.float64]
 

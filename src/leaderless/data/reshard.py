@@ -11,17 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from leaderless.data.balance import Int, assign, is_repeated, sequence_cost
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.block_routes import HELD, NOTHING, SPARE, WANTED, Meeting, agree
-from leaderless.data.blocks import is_in_blocks
 from leaderless.data.crossing import hold
-from leaderless.data.parts import Earlier, at_places, by_part, first_places, parts_of
-from leaderless.data.routes import Routes
 from leaderless.data.transfer import Transfer
 from leaderless.data.transport import ProcessGroup
 from leaderless.data.wire import Schema, schema_from_json, schema_of, schema_to_json
 from leaderless.planner import Layout, Reshard
+from leaderless.planner.assign.balance import Int, assign, is_repeated, sequence_cost
+from leaderless.planner.assign.blocks import is_in_blocks
+from leaderless.planner.assign.parts import Earlier, at_places, by_part, first_places, parts_of
+from leaderless.planner.assign.routes import Routes
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from leaderless.data.balance import Int
-from leaderless.data.blocks import SELECTION_LEGS, Mesh, is_in_blocks
 from leaderless.data.crossing import Place, Talk, hold
-from leaderless.data.parts import NO_GROUP, at_places
 from leaderless.data.transport import ProcessGroup
+from leaderless.planner.assign.balance import Int
+from leaderless.planner.assign.blocks import SELECTION_LEGS, Mesh, is_in_blocks
+from leaderless.planner.assign.parts import NO_GROUP, at_places
 
 Places = Callable[[int], Int]
 """Takes the number of all groups, and returns the places that are asked for."""

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from leaderless.data.balance import Int
 from leaderless.data.batch import Batch
 from leaderless.data.column_store import ArrivingRows, ByteRuns, Bytes, HeldRows, ragged_keys, write
-from leaderless.data.routes import Delivery, Parcel, Routes
 from leaderless.data.transport import ROUNDS_AHEAD, ProcessGroup, Round
 from leaderless.data.wire import Schema
+from leaderless.planner.assign.balance import Int
+from leaderless.planner.assign.routes import Delivery, Parcel, Routes
 
 ROUND_BYTES = 1 << 25
 """What a rank sends to all its peers in one round, and what it receives, about."""

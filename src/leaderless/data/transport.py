@@ -26,7 +26,6 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from leaderless.data.activity import Activity
-from leaderless.data.blocks import Mesh, is_in_blocks
 from leaderless.data.errors import CollectiveError
 from leaderless.data.roll_call import silent_ranks
 from leaderless.data.under_way import (
@@ -41,6 +40,7 @@ from leaderless.data.under_way import (
     outgoing,
 )
 from leaderless.planner import Layout, format_ranks
+from leaderless.planner.assign.blocks import Mesh, is_in_blocks
 from leaderless.planner.layout import BACK
 
 ROUNDS_AHEAD = 2

@@ -15,7 +15,6 @@ from leaderless.config import Recipe
 from leaderless.config.run import GuardAction
 from leaderless.data.batch import Batch
 from leaderless.data.encode import Tokenizer
-from leaderless.data.parts import first_places, parts_of
 from leaderless.data.selection import select
 from leaderless.data.transport import ProcessGroup
 from leaderless.observability.clock import Clock
@@ -24,6 +23,7 @@ from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import PlannedNode
+from leaderless.planner.assign.parts import first_places, parts_of
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import RolloutEngine

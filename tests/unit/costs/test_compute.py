@@ -13,8 +13,8 @@ from tests.unit.recipes import make_recipe
 
 from leaderless.config.judges import JudgeOptions
 from leaderless.config.models import ModelConfig
-from leaderless.data.balance import sequence_cost
 from leaderless.planner import Layout
+from leaderless.planner.assign.balance import sequence_cost
 from leaderless.planner.costs.compute import ModelCost, num_decoding_steps, tokenizing_seconds
 from leaderless.planner.costs.rows import Rows
 from leaderless.planner.model_size import ModelSize

@@ -8,8 +8,9 @@ from math import ceil, log2
 
 import numpy as np
 
-from leaderless.data.balance import distinct
-from leaderless.data.blocks import (
+from leaderless.planner import SyncWeights
+from leaderless.planner.assign.balance import distinct
+from leaderless.planner.assign.blocks import (
     LATE_LEGS,
     NUM_LEGS,
     ROUNDS_PER_LEG,
@@ -19,8 +20,7 @@ from leaderless.data.blocks import (
     is_in_blocks,
     num_messages,
 )
-from leaderless.data.routes import Routes as DatabufferRoutes
-from leaderless.planner import SyncWeights
+from leaderless.planner.assign.routes import Routes as DatabufferRoutes
 from leaderless.planner.costs.network import MICRO, Network, Transfer, seconds, sums
 from leaderless.planner.costs.rows import LENGTH_BYTES, Int, Routes, Rows
 from leaderless.planner.memory import DEVICE_WEIGHT_BUCKET_BYTES

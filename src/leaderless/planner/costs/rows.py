@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaderless.config import Recipe
-from leaderless.data.balance import assign, is_repeated, sequence_cost
-from leaderless.data.blocks import Mesh, Shards, Units, assign_in_blocks, is_in_blocks
-from leaderless.data.parts import at_places, by_part, first_places, parts_of
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard
+from leaderless.planner.assign.balance import assign, is_repeated, sequence_cost
+from leaderless.planner.assign.blocks import Mesh, Shards, Units, assign_in_blocks, is_in_blocks
+from leaderless.planner.assign.parts import at_places, by_part, first_places, parts_of
 from leaderless.planner.costs.cluster import WorkloadConfig
 from leaderless.planner.schedule import makers
 from leaderless.workflow.columns import EXPERTS_PER_TOKEN, IMAGE_BYTES_PER_TOKEN, Axis, column_of

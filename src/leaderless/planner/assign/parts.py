@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.data.balance import Int
+from leaderless.planner.assign.balance import Int
 
 NO_GROUP = np.iinfo(np.int64).max
 """Stands for the group at a place after the last one."""

@@ -15,7 +15,7 @@ from math import isqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.data.balance import Int, assign, kept
+from leaderless.planner.assign.balance import Int, assign, kept
 
 HOME, SHARD = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 """Odd multipliers that spread numbers over ranks and over shards, independently of each other."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.data.balance import Int, distinct, is_among
-from leaderless.planner import Layout
+from leaderless.planner.assign.balance import Int, distinct, is_among
+from leaderless.planner.layout import Layout
 
 Parcel = tuple[Int, Int]
 """Rows and prompts that one rank sends to another: places among the receiver's rows and prompts, each ascending."""
