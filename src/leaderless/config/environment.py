@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field, JsonValue
 
 from leaderless.config.base import ShorthandSection
+from leaderless.config.errors import RecipeError, nearest
+from leaderless.config.functions import is_function_name, load_function
 from leaderless.config.mcp import McpServerConfig
+
+TOOL_FORMATS = ("hermes", "llama", "qwen3_coder", "mistral")
+"""Built-in formats in which policies write calls of tools."""
+FORMAT_KEY = "environment.tool_format"
+"""Setting that names a format."""
 
 
 class ToolConfig(ShorthandSection):
@@ -70,3 +77,17 @@ class EnvironmentConfig(ShorthandSection):
     """Seconds that a call of a tool may take; then the episode fails."""
     max_result_characters: int = Field(default=4000, ge=2)
     """Characters of a tool's result that the policy is told; the middle of a longer one is left out."""
+
+
+def custom_reader(name: str, key: str = FORMAT_KEY) -> Callable[..., object] | None:
+    """The function that reads calls in a user's format; None for a built-in format, or for `auto`.
+
+    Raises:
+        RecipeError: There is no such format; the error is at the key.
+    """
+    if name in {"auto", *TOOL_FORMATS}:
+        return None
+    if not is_function_name(name):
+        hint = nearest(name, [*TOOL_FORMATS, "auto"])
+        raise RecipeError.at(key, f"unknown format '{name}'{hint}; a custom one is 'package.module:function'")
+    return load_function(name, key, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,12 @@ def how_to_install(*extras: str) -> str:
     if (_PACKAGE / FOLDER).is_dir():
         return f"pip install 'leaderless[{names}]'"
     return f"from a copy of the project, pip install --editable '.[{names}]'"
+
+
+def server_refusal() -> str | None:
+    """Why this process cannot serve clients of the policy at an address; None if it can."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    return f"needs the package {' and '.join(missing)}: {how_to_install('serve')}" if missing else None
 
 
 def how_to_make(path: Path) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.body import BodyConfig
+from leaderless.planner.body_size import BodySize, LearnerSize, measure_body, measure_learner
 from leaderless.planner.layout import all_ranks, most_prompts_of_rank
 from leaderless.planner.memory_parts import (
     COMMUNICATOR_BYTES,
@@ -22,9 +22,6 @@ from leaderless.planner.model_memory import FLOAT32_BYTES, number_bytes
 from leaderless.planner.parts import RoleInstance, answering
 from leaderless.planner.plan import Plan
 from leaderless.planner.process_groups import communicators
-
-if TYPE_CHECKING:
-    from leaderless.policies.measured import BodySize, LearnerSize
 
 UNIT_BYTES = 49
 """Bytes of all columns of a unit in a step: place, mask, version, temperature, log-probabilities, and so on."""
@@ -80,8 +77,6 @@ def _size_of(recipe: Recipe, instance: RoleInstance, body: BodyConfig) -> BodySi
     config = recipe.model_of(instance.role)
     if config is None:
         return None
-    from leaderless.policies.measured import measure_body
-
     try:
         return measure_body(config, f"models.{instance.role}", body, is_critic=instance.is_critic)
     except (RecipeError, NotImplementedError):
@@ -93,8 +88,6 @@ def _learner_of(recipe: Recipe, instance: RoleInstance, body: BodyConfig) -> Lea
     config, sac = recipe.model_of(instance.role), recipe.algorithm.sac
     if config is None or sac is None or not instance.is_trained:
         return None
-    from leaderless.policies.measured import measure_learner
-
     return measure_learner(config, f"models.{instance.role}", body, sac)
 
 

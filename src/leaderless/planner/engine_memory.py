@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from leaderless.config import Recipe
-from leaderless.environments.registry import environment_class
 from leaderless.planner.cache_pool import CacheBound, bucket_of, buffers_bytes, pool_tokens
 from leaderless.planner.judges import as_judged
 from leaderless.planner.layout import most_prompts_of_rank
 from leaderless.planner.model_memory import FLOAT32_BYTES, ModelMemory
+from leaderless.workflow.environment import agents_of
 
 SMALLEST_SLOT = 64
 """Tokens of the smallest slot for keys and values: `leaderless.rollout.kv_cache` has the same."""
@@ -167,8 +167,8 @@ class EngineMemory:
         """Sequences that a rank generates for training; each agent of an episode has one."""
         prompts = iterations(self.recipe) * most_prompts_of_rank(self.recipe, self.model.instance.serving_layout.dp)
         environment = self.recipe.environment
-        played = None if environment is None else environment_class(environment)
-        return prompts * self.recipe.batch.responses_per_prompt * (1 if played is None else len(played.agents))
+        num_agents = len(agents_of(environment)) if environment is not None else 1
+        return prompts * self.recipe.batch.responses_per_prompt * max(1, num_agents)
 
     def _num_prompts(self) -> int:
         return -(-self.num_sequences // self.followed.batch.responses_per_prompt)

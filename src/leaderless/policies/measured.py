@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
@@ -21,6 +20,7 @@ from leaderless.config.body import BodyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.config.sac import SacConfig
 from leaderless.environments.bodies.protocol import Spaces
+from leaderless.planner.body_size import BodySize, LearnerSize
 from leaderless.policies.critics import Critics, check_policy
 from leaderless.policies.opened import model_for
 from leaderless.policies.protocol import BodyPolicy, Observed
@@ -30,49 +30,6 @@ from leaderless.rollout.worlds import spaces_of
 FEW, MORE = 128, 512
 """Decisions whose passes are compared: enough that gradients of weights matter little."""
 META = torch.device("meta")
-
-
-@dataclass(frozen=True)
-class BodySize:
-    """Sizes of a model of a body.
-
-    Attributes:
-        num_parameters: Weights.
-        num_trained: Weights with a gradient.
-        num_root: Weights that are gathered for the whole of a pass.
-        num_layer: Weights of the largest layer, of those that are gathered one by one; 0 without such layers.
-        trained_bytes: Bytes at the fullest moment of a forward and backward pass, for each decision, without gradients
-            of weights.
-        scored_bytes: Bytes at the fullest moment of a pass without gradients, for each decision.
-        chunk: Steps of a decision.
-        num_units: Log-probabilities of a decision, at most.
-        frame_bytes: Bytes of an observation: its images and its state.
-        choice_bytes: Bytes of what says what was chosen.
-    """
-
-    num_parameters: int
-    num_trained: int
-    num_root: int
-    num_layer: int
-    trained_bytes: int
-    scored_bytes: int
-    chunk: int
-    num_units: int
-    frame_bytes: int
-    choice_bytes: int
-
-
-@dataclass(frozen=True)
-class LearnerSize:
-    """Sizes of what SAC learns with, next to its policy.
-
-    Attributes:
-        num_critics: Weights of the critics.
-        trained_bytes: Bytes at the fullest moment of an update, for each transition, without gradients of weights.
-    """
-
-    num_critics: int
-    trained_bytes: int
 
 
 def measure_learner(model: ModelConfig, key: str, body: BodyConfig, sac: SacConfig) -> LearnerSize:

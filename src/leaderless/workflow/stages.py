@@ -7,11 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from leaderless.config import RecipeError
+from leaderless.config.environment import custom_reader
+from leaderless.config.packaged import server_refusal
 from leaderless.config.roles import origin_of
-from leaderless.environments.programs.doorway import doorway_refusal
-from leaderless.environments.registry import agents_of, environment_class, world_maker
-from leaderless.environments.tools.formats import named_reader
-from leaderless.environments.tools.sources import python_tools
 from leaderless.workflow.columns import (
     BODY_COLUMNS,
     EPISODE_IDS,
@@ -22,6 +20,7 @@ from leaderless.workflow.columns import (
     SEEN_COLUMNS,
     TAKEN_COLUMNS,
 )
+from leaderless.workflow.environment import agents_of, tools_of
 from leaderless.workflow.preference_stages import PREFERENCE_STAGES
 from leaderless.workflow.reward_stage import REWARD
 from leaderless.workflow.stage import STAGES, StageSpec
@@ -112,10 +111,10 @@ def _text_metrics(recipe: Recipe) -> list[str]:  # noqa: ARG001
 def _episode_metrics(recipe: Recipe) -> list[str]:
     config = recipe.environment
     assert config is not None
-    tools, names = python_tools(config, environment_class(config)), [*_text_metrics(recipe), *EPISODE_METRICS]
+    tools, names = tools_of(config), [*_text_metrics(recipe), *EPISODE_METRICS]
     if tools or config.mcp:
         names += ["episode/tools_s", "tool/calls", "tool/misread"]
-        names += [f"tool/{kind}/{tool.name}" for tool in tools for kind in ("calls", "refused")]
+        names += [f"tool/{kind}/{tool}" for tool in tools for kind in ("calls", "refused")]
     return names
 
 
@@ -158,15 +157,14 @@ def _check_sampling(recipe: Recipe) -> None:
 def _check_environment(recipe: Recipe) -> None:
     config = recipe.environment
     assert config is not None
-    world_maker(config)
-    python_tools(config, environment_class(config))
-    named_reader(config.tool_format)
+    tools_of(config)
+    custom_reader(config.tool_format)
 
 
 def _check_online(recipe: Recipe) -> None:
     assert recipe.online is not None
-    named_reader(recipe.online.tool_format, "online.tool_format")
-    if problem := doorway_refusal():
+    custom_reader(recipe.online.tool_format, "online.tool_format")
+    if problem := server_refusal():
         raise RecipeError.at("online", problem)
 
 
@@ -184,9 +182,10 @@ def _check_rollout(recipe: Recipe, node: Node) -> None:
     _check_sampling(recipe)
     config = recipe.environment
     if config is not None and config.agents:
-        if environment_class(config) is None:
+        agents = agents_of(config)
+        if not agents:
             raise RecipeError.at("environment.agents", "names agents, but a program has only one: leave it out")
-        first = agents_of(config)[0]
+        first = agents[0]
         if config.agents[first] != node.role:
             raise RecipeError.at(
                 f"environment.agents.{first}",
@@ -461,6 +460,12 @@ ROW_STAGES: dict[str, StageSpec] = {
         summary="the rows that a node selects",
     ),
 }
+RESPOND, KEEP = "answer held-out prompts", "keep responses"
+"""Stages of the nodes of an evaluation, whose responses no other node reads."""
+EVALUATION_STAGES: dict[str, StageSpec] = {
+    RESPOND: replace(ROLLOUT, has_effect=True, check=None),
+    KEEP: StageSpec("leaderless.stages.rows:join", has_effect=True, grades=True),
+}
 
 
 def spec_of(node: Node) -> StageSpec:
@@ -471,5 +476,5 @@ def spec_of(node: Node) -> StageSpec:
     """
     if node.run in ROW_STAGES:
         return ROW_STAGES[node.run]
-    found = STAGES.find(node.run, f"nodes.{node.name}.run", BUILTIN_STAGES)
+    found = EVALUATION_STAGES.get(node.run) or STAGES.find(node.run, f"nodes.{node.name}.run", BUILTIN_STAGES)
     return found.with_judges(node) if node.judges else found

@@ -10,10 +10,10 @@ import openai
 import pytest
 from tests.unit.environments.led import END, Speaker, lead, text_of, tokens_of
 
-from leaderless.config import RecipeError
+from leaderless.config import RecipeError, packaged
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.episode import Episode
-from leaderless.environments.programs import AskRefusedError, Chat, doorway
+from leaderless.environments.programs import AskRefusedError, Chat
 from leaderless.environments.programs.registry import program_maker
 from leaderless.environments.programs.world import Solve
 from leaderless.environments.protocol import EpisodeFailed, Message, Task
@@ -415,7 +415,7 @@ def test_a_program_that_cannot_be_used_is_refused_before_the_run(settings: dict[
 
 
 def test_programs_without_a_web_server_are_told_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorway, "find_spec", lambda _: None)
+    monkeypatch.setattr(packaged, "find_spec", lambda _: None)
     install = r"needs the package starlette and uvicorn: .* pip install --editable '.\[serve\]'"
     with pytest.raises(RecipeError, match=f"{install}; or let no_question be `async`"):
         program_maker(EnvironmentConfig(type=f"{HERE}:no_question"))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Protocol, cast
 
 from leaderless.config.functions import load_own
-from leaderless.config.packaged import how_to_install
+from leaderless.config.packaged import server_refusal
 from leaderless.environments.programs.chat import Chat, Doorway
 
 SERVER = "leaderless.serve.door:Door"
@@ -19,14 +18,6 @@ class OpenDoorway(Doorway, Protocol):
 
     async def close(self) -> None:
         """Stop listening."""
-
-
-def doorway_refusal() -> str | None:
-    """Why programs cannot reach the policy by an address; None if they can."""
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if not missing:
-        return None
-    return f"needs the package {' and '.join(missing)}: {how_to_install('serve')}"
 
 
 class LazyDoorway:
@@ -42,7 +33,7 @@ class LazyDoorway:
             RuntimeError: A package is missing.
         """
         if self._door is None:
-            if problem := doorway_refusal():
+            if problem := server_refusal():
                 raise RuntimeError(f"an address of the policy {problem}")
             self._door = cast("Callable[[], OpenDoorway]", load_own(SERVER))()
         return self._door.admit(chat)

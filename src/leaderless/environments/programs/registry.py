@@ -10,7 +10,7 @@ from typing import cast
 from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.functions import is_function_name, load_callable
-from leaderless.environments.programs.doorway import doorway_refusal
+from leaderless.config.packaged import server_refusal
 from leaderless.environments.programs.world import ProgramWorld, Solve, is_async
 
 COMMAND = "command"
@@ -64,7 +64,7 @@ def _maker(solve: Solve, name: str, config: EnvironmentConfig) -> Callable[[], P
             f"is 'process', but {name} is a program: use type=command, which has a process of its own",
         )
     is_own = config.type not in BUILT_IN
-    if (not is_own or not is_async(solve)) and (problem := doorway_refusal()):
+    if (not is_own or not is_async(solve)) and (problem := server_refusal()):
         other = f"; or let {name} be `async`, and ask with `await chat.ask(...)`" if is_own else ""
         raise RecipeError.at("environment.type", f"{problem}{other}")
     return partial(ProgramWorld, solve, name, config.act_timeout_s)

@@ -11,15 +11,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from leaderless.config import Json, RecipeError, nearest
-from leaderless.config.functions import is_function_name, load_function
+from leaderless.config import Json
+from leaderless.config.environment import TOOL_FORMATS, custom_reader
 from leaderless.environments.tools.calls import Call, Calls
 
 Reader = Callable[[str], Calls]
 """Finds the calls in a message."""
 
-KEY = "environment.tool_format"
-"""Setting that names a format."""
 _END = re.compile(r"(?:<\|(?!python_tag)\w+\|>|</s>)$")
 """Tokens that end a message, such as `<|im_end|>`."""
 _END_OF_THINK = "</think>"
@@ -112,27 +110,19 @@ def read_mistral(text: str) -> Calls:
     return _calls(thought, [content], calls)
 
 
-FORMATS: Mapping[str, Reader] = {
-    "hermes": read_hermes,
-    "llama": read_llama,
-    "qwen3_coder": read_qwen3_coder,
-    "mistral": read_mistral,
-}
+FORMATS: Mapping[str, Reader] = dict(
+    zip(TOOL_FORMATS, (read_hermes, read_llama, read_qwen3_coder, read_mistral), strict=True)
+)
 """Readers by the name of their format."""
 
 
-def named_reader(name: str, key: str = KEY) -> Reader | None:
-    """The reader of a format that the recipe names, at a key; None for `auto`.
+def named_reader(name: str) -> Reader | None:
+    """The reader of a format that the recipe names; None for `auto`.
 
     Raises:
         RecipeError: There is no such format.
     """
-    if name == "auto" or name in FORMATS:
-        return FORMATS.get(name)
-    if not is_function_name(name):
-        hint = nearest(name, [*FORMATS, "auto"])
-        raise RecipeError.at(key, f"unknown format '{name}'{hint}; a custom one is 'package.module:function'")
-    return cast("Reader", load_function(name, key, 1))
+    return cast("Reader | None", custom_reader(name)) or FORMATS.get(name)
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from jinja2 import TemplateError
 
 from leaderless.config import Json, RecipeError
+from leaderless.config.environment import FORMAT_KEY
 from leaderless.data.encode import Tokenizer
 from leaderless.environments.protocol import Message
 from leaderless.environments.tools.calls import Call, CallResult, Calls, result_messages
-from leaderless.environments.tools.formats import FORMATS, KEY, Reader, named_reader
+from leaderless.environments.tools.formats import FORMATS, Reader, named_reader
 
 _QUESTION: Message = {"role": "user", "content": "What is it?"}
 _CALL = Call("look_up", {"word": "blue"})
@@ -37,14 +38,14 @@ def find_reader(name: str, tokenizer: Tokenizer, schemas: Sequence[Json], *, is_
     named = named_reader(name)
     if named is not None:
         return named
-    remedy = f"set {KEY} to the format in which the policy is to write calls: {', '.join(FORMATS)}"
+    remedy = f"set {FORMAT_KEY} to the format in which the policy is to write calls: {', '.join(FORMATS)}"
     if not is_chat:
-        raise RecipeError.at(KEY, f"auto: no chat template is used, which would tell the format; {remedy}")
+        raise RecipeError.at(FORMAT_KEY, f"auto: no chat template is used, which would tell the format; {remedy}")
     check_shown(tokenizer, schemas)
     written = _render(tokenizer, [_QUESTION, Calls("", [_CALL]).message()], schemas, is_prompt=False)
     found = _written_format(written, _render(tokenizer, [_QUESTION], schemas))
     if found is None:
-        raise RecipeError.at(KEY, f"auto: the chat template writes calls in an unknown format; {remedy}")
+        raise RecipeError.at(FORMAT_KEY, f"auto: the chat template writes calls in an unknown format; {remedy}")
     return FORMATS[found]
 
 
@@ -58,9 +59,9 @@ def check_shown(tokenizer: Tokenizer, schemas: Sequence[Json]) -> None:
     missing = [name for name in map(_name_of, schemas) if name not in prompt]
     if missing:
         raise RecipeError.at(
-            KEY,
+            FORMAT_KEY,
             f"auto: the chat template does not show the tool '{missing[0]}': use a template that renders `tools`, or "
-            f"describe the tools in the prompt and set {KEY}",
+            f"describe the tools in the prompt and set {FORMAT_KEY}",
         )
 
 
@@ -73,7 +74,9 @@ def check_results(tokenizer: Tokenizer, schemas: Sequence[Json]) -> None:
     said: Message = {"role": "assistant", "content": "a call"}
     results = result_messages([CallResult(_CALL.name, _CALL.arguments, _RESULT)])
     if _RESULT not in _render(tokenizer, [_QUESTION, said, *results], schemas):
-        raise RecipeError.at(KEY, "the chat template leaves out messages of the role 'tool': correct the template")
+        raise RecipeError.at(
+            FORMAT_KEY, "the chat template leaves out messages of the role 'tool': correct the template"
+        )
 
 
 def _written_format(written: str, prompt: str) -> str | None:
@@ -97,7 +100,7 @@ def _render(
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise RecipeError.at(
-            KEY, f"the chat template cannot write tools, with the roles {roles}: {type(error).__name__}: {error}"
+            FORMAT_KEY, f"the chat template cannot write tools, with the roles {roles}: {type(error).__name__}: {error}"
         ) from error
 
 
