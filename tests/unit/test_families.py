@@ -18,7 +18,7 @@ from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.decoder import Decoder
 from leaderless.models.tensor_parallel import TensorParallel
-from leaderless.planner.families import UNDIVIDED
+from leaderless.planner.checks.files import UNDIVIDED
 
 TABLE = json.loads(FILE.read_text(encoding="utf-8"))
 QUICK = {

@@ -35,8 +35,8 @@ from leaderless.planner.adapters import (
     describe,
     lora_of,
     name_in_peft,
-    only_for_text,
 )
+from leaderless.planner.checks.dividing import only_for_text
 from leaderless.planner.linear_layers import TEXT_PART, is_named, with_adapters
 from leaderless.planner.vision_size import sees
 from leaderless.weights.tensor_parallel import is_of_experts

@@ -17,7 +17,7 @@ from leaderless.config import RecipeError
 from leaderless.models.attention import ATTENTION_NAME, Attention, PackedAttention
 from leaderless.models.prefix_attention import PrefixAttention
 from leaderless.models.shared_prompts import Family
-from leaderless.planner.sight import BOTH_WAYS, SEEING
+from leaderless.planner.checks.files import BOTH_WAYS, SEEING
 
 LLAVA_TEXT = ("llama", "qwen2", "qwen3")
 """Types of the layers for text that such a model of type llava may have."""

@@ -23,7 +23,7 @@ from leaderless.models.experts import expert_modules
 from leaderless.models.lora import LoraLinear, is_adapter
 from leaderless.models.sums import ADDENDS, copied, summed
 from leaderless.models.vocabulary import VocabularyPart
-from leaderless.planner.backends import whole_experts
+from leaderless.planner.checks.dividing import whole_experts
 from leaderless.planner.vision_size import sees
 from leaderless.weights.tensor_parallel import NARROWING, WIDENING, WORDS, divided_dim
 

@@ -13,11 +13,8 @@ from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
 from leaderless.config.roles import origin_of
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_for
-from leaderless.planner.pipeline import check_adapted_stages
-from leaderless.planner.vision_size import sees
 
 if TYPE_CHECKING:
-    from leaderless.planner.model_size import ModelSize
     from leaderless.planner.parts import RoleInstance
 
 PREFIX, SUFFIX = "base_model.model.", ".weight"
@@ -127,62 +124,6 @@ def _expert_rank(said: Mapping[str, object], path: Path, key: str) -> int | None
 def optimizer_of(recipe: Recipe, model: ModelConfig) -> OptimizerConfig:
     """The settings of the optimizer of a role, as it sees the recipe."""
     return recipe.optimizer if model.lora is None else recipe.optimizer.for_adapters()
-
-
-def check_adapters(recipe: Recipe, instances: Sequence[RoleInstance], sizes: Mapping[str, ModelSize | None]) -> None:
-    """Refuse adapters that an engine, stages or dropout cannot have, the latter for models whose size is known.
-
-    Raises:
-        RecipeError: An engine takes no adapters of experts, or there are no experts; a stage would have nothing to
-            train; or adapters with dropout are in no decoder layer for text.
-    """
-    for instance in instances:
-        role, pp = instance.role, instance.layout.pp
-        key, size, seen = f"models.{role}", sizes.get(role), recipe.as_seen_by(role)
-        model = seen.model_of(role)
-        lora = None if model is None else lora_of(model, key)
-        engine = engine_for(seen.rollout, instance.engine)
-        if lora is not None and instance.has_engine and engine.takes_adapters and engine.keeps_weights:
-            check_sendable(lora, key)
-        if size is not None and lora is not None and lora.expert_rank is not None and not size.num_experts:
-            raise RecipeError.at(f"{key}.lora.{_where(lora)}", "the model has no experts: leave it out")
-        if size is None or lora is None or instance.is_engine_only:
-            continue
-        if lora.dropout and (others := [name for name in size.adapted if sees(name)]):
-            raise RecipeError.at(f"{key}.lora.dropout", only_for_text(others[0]))
-        if pp > 1 and backend_of(seen.training.backend).shards_along_axes:
-            check_adapted_stages(f"{key}.lora.targets", pp, size.num_layers, size.adapted)
-
-
-def check_sendable(lora: LoraConfig, key: str) -> None:
-    """Refuse adapters of experts for an engine that computes with adapters, and is outside of this package.
-
-    Args:
-        lora: Settings of the adapters.
-        key: Key of the model's settings, for errors.
-
-    Raises:
-        RecipeError: Experts have adapters.
-    """
-    if lora.expert_rank is not None:
-        raise RecipeError.at(
-            f"{key}.lora.{_where(lora)}",
-            "experts have adapters, which vLLM and SGLang cannot be sent alone: set rollout.external.merge_adapters, "
-            "so that they are sent weights with the adapters merged in, or rollout.engine=native",
-        )
-
-
-def _where(lora: LoraConfig) -> str:
-    """The setting that gives experts adapters."""
-    return "expert_rank" if lora.adapter is None else "adapter"
-
-
-def only_for_text(name: str) -> str:
-    """What is wrong with dropout where a layer of this name has an adapter."""
-    return (
-        f"{name} is in no decoder layer for text, and adapters can have dropout only there: set it to 0, or name other "
-        "targets"
-    )
 
 
 def _layers_in(path: Path, key: str) -> list[str]:

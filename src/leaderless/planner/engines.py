@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from leaderless.config import Recipe, RecipeError
 from leaderless.config.functions import Declarations, Function, name_of
 from leaderless.config.rollout import RolloutConfig
 from leaderless.planner.layout import Layout, check_model_axes
 
 if TYPE_CHECKING:
-    from leaderless.planner.parts import PlannedNode, RoleInstance
+    pass
 
 KEY = "rollout.engine"
 """Setting that names an engine."""
@@ -153,31 +152,3 @@ def engine_for(rollout: RolloutConfig, name: str) -> RolloutEngineSpec:
     return replace(
         spec, takes_adapters=spec.takes_adapters and not (spec.keeps_weights and rollout.external.merge_adapters)
     )
-
-
-def check_engines(recipe: Recipe, instances: Sequence[RoleInstance], nodes: Sequence[PlannedNode]) -> None:
-    """Refuse layouts of nodes that generate which the engine of their role cannot have.
-
-    Raises:
-        RecipeError: There is no such engine, or it is not declared to span ranks along an axis.
-    """
-    engines = {instance.role: instance.engine for instance in instances}
-    specs = {role: engine_of(name, recipe.key_of(KEY, role)) for role, name in engines.items()}
-    axes = {role: spec.axes for role, spec in specs.items()}
-    judges = {instance.role for instance in instances if instance.is_judge}  # they are shown no images
-    blind = [role for role, spec in specs.items() if recipe.has_images and not spec.takes_images]
-    for role in [role for role in blind if role not in judges]:
-        where = "data" if recipe.data.has_images else "environment.images"
-        able = " or ".join(name for name, spec in BUILTIN_ENGINES.items() if spec.takes_images)
-        raise RecipeError.at(
-            recipe.key_of(KEY, role), f"'{engines[role]}' takes no images, which prompts have ({where}): choose {able}"
-        )
-    for node, role in [(one, role) for one in nodes for role, use in one.uses if use in {"generate", "judge"}]:
-        wrong = " and ".join(axis for axis in node.layout.axes if axis not in ("dp", *axes[role]))
-        if wrong:
-            raise RecipeError.at(
-                f"layout.{node.name}",
-                f"{node.layout}: the engine '{engines[role]}' cannot span ranks along {wrong}: give '{node.name}' a "
-                f"layout without {wrong}, or set {recipe.key_of(KEY, role)} to one that can; a custom one declares it "
-                "with @leaderless.rollout_engine(axes=...)",
-            )

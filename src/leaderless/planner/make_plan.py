@@ -6,34 +6,23 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 
 from leaderless.config import Recipe, RecipeError, nearest
-from leaderless.config.algorithm import CriticConfig
-from leaderless.config.rollout import MAX_RESPONSES
-from leaderless.planner.adapters import check_adapters, companions_of
-from leaderless.planner.backends import check_axes, check_backends, check_heads
+from leaderless.planner import checks
+from leaderless.planner.checks.draft import Draft
 from leaderless.planner.edges import edges_of
-from leaderless.planner.engines import check_engines
-from leaderless.planner.families import check_divisible
 from leaderless.planner.flow import Flow
 from leaderless.planner.judges import check_context, check_judges, check_judging, with_judges
 from leaderless.planner.layout import Cluster, Layout, make_layouts, most_prompts_of_rank
 from leaderless.planner.loops import make_loops, with_staleness
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
-from leaderless.planner.parts import BatchSizes, PlannedNode, RoleInstance, answering
+from leaderless.planner.parts import BatchSizes, PlannedNode, RoleInstance
 from leaderless.planner.plan import Plan
-from leaderless.planner.replay import check_experts_settings
 from leaderless.planner.row_sets import DATA
-from leaderless.planner.schedule import is_expanded, keeps_groups
-from leaderless.planner.sight import check_sight
-from leaderless.planner.vocabulary import check_vocabularies
 from leaderless.workflow import Node, Workflow, spec_of
 from leaderless.workflow.preference_stages import longest_pair, scored_before
 from leaderless.workflow.stage import AnyUse
-
-_CRITIC_FIELDS = tuple(CriticConfig.model_fields.items())
 
 
 def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
@@ -64,27 +53,13 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         )
         for node in flow.order
     )
-    _check_responses(recipe, nodes)
-    _check_references(recipe, nodes)
-    _check_players(recipe, nodes)
-    _check_online(recipe, nodes)
-    _check_idle_ranks(nodes, cluster)
-    _check_layouts(recipe, nodes)
+    draft = Draft(recipe, workflow, cluster, nodes)
+    _refuse(draft, checks.OF_NODES)
     instances = _role_instances(recipe, nodes, cluster.engine)
-    _check_evaluation(recipe, workflow, instances)
-    _check_role_settings(recipe, workflow, instances)
-    _check_role_advantages(recipe, nodes)
-    check_backends(recipe, instances)
-    _check_critic(recipe, workflow, instances)
-    check_engines(recipe, instances, nodes)
-    _check_vllm(recipe, instances, cluster)
-    check_sight(recipe, nodes, instances)
-    check_divisible(recipe, nodes, instances)
+    draft = replace(draft, instances=instances)
+    _refuse(draft, checks.OF_MODELS)
     sizes = _model_sizes(recipe, instances)
-    check_heads(recipe, nodes, instances, sizes)
-    check_adapters(recipe, instances, sizes)
-    check_experts_settings(recipe, instances, sizes)
-    check_vocabularies(recipe, nodes)
+    _refuse(replace(draft, sizes=sizes), checks.OF_SIZES)
     nodes = tuple(_with_cost(node, sizes) for node in nodes)
     batch = _batch_sizes(recipe, nodes, instances)
     loops, channels = make_loops(recipe, nodes, instances, workflow.repeated)
@@ -108,6 +83,11 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         layout=recipe.layout,
     )
     return replace(plan, memory=estimate_memory(recipe, plan, batch.micro_batch_tokens))
+
+
+def _refuse(draft: Draft, contracts: Sequence[checks.Check]) -> None:
+    for check in contracts:
+        check(draft)
 
 
 def _reads(flow: Flow, layouts: Mapping[str, Layout], name: str) -> dict[str, str]:
@@ -141,188 +121,6 @@ def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
             raise RecipeError.at(
                 f"models.{role}", f"no node of the workflow '{workflow.name}' has this role{nearest(role, roles)}"
             )
-
-
-def _check_vllm(recipe: Recipe, instances: Sequence[RoleInstance], cluster: Cluster) -> None:
-    """Inside the ranks' processes, vLLM needs exactly one engine on every rank, which roles with adapters may share."""
-    generating = [
-        instance
-        for instance in instances
-        if instance.has_engine
-        and instance.engine == "vllm"
-        and recipe.as_seen_by(instance.role).rollout.external.python is None
-    ]
-    some = next((instance for instance in generating if len(instance.layout.ranks) < cluster.world_size), None)
-    if len(generating) > 1 and len(companions_of(recipe, instances, generating[0])) < len(generating):
-        roles = " and ".join(f"'{instance.role}'" for instance in generating)
-        problem = f"several roles generate ({roles}): a process holds one vLLM"
-    elif some is not None:
-        problem = (
-            f"not all ranks generate: '{some.role}' does so on {some.layout} of {cluster.world_size}, and vLLM inside "
-            "of the ranks' processes needs all of them"
-        )
-    else:
-        return
-    role = generating[-1].role
-    message = f"must be given where {problem}; or set {recipe.key_of('rollout.engine', role)}=native"
-    raise RecipeError.at(recipe.key_of("rollout.external.python", role), message)
-
-
-def _check_responses(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
-    """All samples of a prompt have an id."""
-    num_samplers, siblings = sum(node.spec.samples for node in nodes), recipe.batch.responses_per_prompt
-    if num_samplers > 1 and num_samplers * (siblings + 1) > MAX_RESPONSES:
-        raise RecipeError.at(
-            "batch.responses_per_prompt",
-            f"is {siblings}, and {num_samplers} nodes sample as many each: set at most "
-            f"{MAX_RESPONSES // num_samplers - 1}",
-        )
-
-
-def _check_players(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
-    """Every agent is played by a role that samples."""
-    sampling = {node.node.role for node in nodes if node.spec.samples}
-    for agent, role in recipe.players.items():
-        if role not in sampling:
-            raise RecipeError.at(
-                f"environment.agents.{agent}",
-                f"is role '{role}'{nearest(role, [name for name in sampling if name])}, which no node of the workflow "
-                "samples with: name one that does, or add a node that runs 'play_on' with it",
-            )
-
-
-def _check_online(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
-    """Clients ask one role."""
-    sampling = [node for node in nodes if node.spec.samples]
-    if recipe.online is None or len(sampling) == 1:
-        return
-    names = ", ".join(f"'{node.name}'" for node in sampling)
-    found = f"nodes {names} sample" if sampling else f"no node of the workflow '{recipe.workflow}' samples"
-    raise RecipeError.at(
-        "online", f"lets clients ask one role, but {found}: use a workflow with one rollout, such as grpo"
-    )
-
-
-def _check_idle_ranks(nodes: Sequence[PlannedNode], cluster: Cluster) -> None:
-    busy = {rank for node in nodes for rank in node.layout.ranks}
-    idle = sorted(set(range(cluster.world_size)) - busy)
-    if idle:
-        fewer = f"start {len(busy)} workers or " if max(busy) < idle[0] else ""
-        raise RecipeError.at("layout", f"rank {idle[0]} runs no node: {fewer}give every rank a node")
-
-
-def _check_layouts(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
-    prompts = recipe.batch.prompts_per_step
-    # A layout that is written is blamed before one that follows from it.
-    for node in sorted(nodes, key=lambda node: node.name not in recipe.layout):
-        layout = node.layout
-        check_axes(recipe, node)
-        siblings = recipe.batch.responses_per_prompt
-        if not is_expanded(nodes, node.row_set) or keeps_groups(recipe, nodes, node.row_set, layout):
-            siblings = 1
-        if prompts * siblings < layout.dp:
-            raise RecipeError.at(
-                "batch.prompts_per_step",
-                f"is {prompts}{f' with {siblings} responses each' * (siblings > 1)}, fewer than the {layout.dp} "
-                f"data-parallel ranks of node '{node.name}', so that some would have nothing to do: "
-                f"set at least {-(-layout.dp // siblings)}, or start fewer workers",
-            )
-        plays = recipe.has_episodes and "generate" in node.spec.roles.values()
-        if plays and layout.ranks_per_shard > 1:
-            raise RecipeError.at(
-                f"layout.{node.name}",
-                f"lets {layout.ranks_per_shard} ranks make one engine, but with an environment or `online` each rank "
-                "plays its own episodes, and ranks of one engine would have to ask for the same at the same time: "
-                "leave out tp, or the environment",
-            )
-
-
-def _check_critic(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:
-    trained = [instance for instance in instances if instance.is_trained]
-    if not trained or any(instance.is_critic for instance in trained):
-        return
-    own = {f"roles.{role}.": config.algorithm for role, config in recipe.roles.items() if config.algorithm}
-    for (place, algorithm), (name, field) in product(({"": recipe.algorithm} | own).items(), _CRITIC_FIELDS):
-        value = getattr(algorithm.critic, name)
-        if value != field.default:
-            raise RecipeError.at(
-                f"{place}algorithm.critic.{name}",
-                f"is {value}, but no node of the workflow '{workflow.name}' trains a critic: leave it out, or use a "
-                "workflow that has one, as ppo",
-            )
-
-
-def _check_role_settings(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:
-    """Refuse settings of roles that nothing would read."""
-    known = {instance.role: [x for x in instances if x.role == instance.role] for instance in instances}
-    for role, config in recipe.roles.items():
-        mine = known.get(role)
-        if mine is None:
-            hint = nearest(role, known)
-            raise RecipeError.at(
-                f"roles.{role}", f"no node that runs in the workflow '{workflow.name}' has this role{hint}"
-            )
-        is_trained, samples = any(x.is_trained for x in mine), any(x.has_engine for x in mine)
-        if config.optimizer and not is_trained:
-            raise RecipeError.at(f"roles.{role}.optimizer", f"does nothing: no node trains role '{role}': leave it out")
-        is_evaluated = bool(recipe.evaluation.every_steps) and role == answering(instances, recipe.evaluation.role).role
-        if config.rollout and not samples and not is_evaluated:
-            raise RecipeError.at(
-                f"roles.{role}.rollout",
-                f"does nothing: no node samples with role '{role}', and it is not evaluated: leave it out",
-            )
-        if config.algorithm and not is_trained and not samples:
-            raise RecipeError.at(
-                f"roles.{role}.algorithm",
-                f"does nothing: no node samples with role '{role}' or trains it: leave it out",
-            )
-
-
-def _check_references(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
-    """Refuse several references of one dataset, whose rows have the scores of a single one."""
-    scored = {role: node.name for node in nodes if (role := scored_before(recipe, node.node))}
-    if len(scored) > 1:
-        (one, first), (other, second), *_ = scored.items()
-        raise RecipeError.at(
-            f"nodes.{second}",
-            f"reads scores of the reference '{other}', but node '{first}' reads those of '{one}', and a row has the "
-            "scores of one reference: train the roles in runs of their own",
-        )
-
-
-def _check_role_advantages(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
-    """Refuse an advantage of a role, or a penalty in its rewards, where advantages are those of several roles."""
-    for role, config in recipe.roles.items():
-        own, general = config.algorithm, recipe.algorithm
-        computing = (node for node in nodes if "advantages" in node.writes and node.spec.role_use == "none")
-        if own is None or any(node.settings_of(recipe).algorithm is own for node in computing):
-            continue
-        is_penalized = own.is_penalized_in_reward and own.kl != general.kl
-        if is_penalized or own.advantage != general.advantage:
-            key = "kl" if is_penalized else "advantage"
-            raise RecipeError.at(
-                f"roles.{role}.algorithm.{key}",
-                f"does nothing: no node computes advantages of samples of role '{role}' alone: set algorithm.{key}"
-                + (f", or roles.{role}.algorithm.kl.place=loss" if is_penalized else ""),
-            )
-
-
-def _check_evaluation(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:
-    are_pairs = recipe.data.preferences == "pairs"
-    if recipe.evaluation.every_steps and not are_pairs and all(instance.is_critic for instance in instances):
-        raise RecipeError.at(
-            "evaluation.every_steps",
-            f"is {recipe.evaluation.every_steps}, but the workflow '{workflow.name}' has no language model that could "
-            "answer held-out prompts: set it to 0",
-        )
-    role = recipe.evaluation.role
-    able = {instance.role for instance in instances if not (instance.is_critic or instance.is_judge)}
-    if role is not None and role not in able:
-        raise RecipeError.at(
-            "evaluation.role",
-            f"is '{role}', but no node that runs in the workflow '{workflow.name}' uses a language model of this name"
-            f"{nearest(role, able)}",
-        )
 
 
 def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode], engine: str) -> tuple[RoleInstance, ...]:

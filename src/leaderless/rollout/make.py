@@ -30,8 +30,9 @@ from leaderless.models.support import reads_both_ways
 from leaderless.models.tokenizer import end_tokens
 from leaderless.models.vision import VisionLM
 from leaderless.planner import Layout, format_ranks
-from leaderless.planner.adapters import check_sendable, describe, lora_of
+from leaderless.planner.adapters import describe, lora_of
 from leaderless.planner.cache_pool import CachePool
+from leaderless.planner.checks.dividing import check_sendable
 from leaderless.planner.engines import engine_of
 from leaderless.planner.linear_layers import TEXT_PART
 from leaderless.planner.model_size import read_model_size

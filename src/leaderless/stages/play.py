@@ -19,7 +19,7 @@ from leaderless.environments.player import play_all
 from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import ToolUse, tool_use
 from leaderless.observability.clock import Clock
-from leaderless.planner.sight import check_player
+from leaderless.planner.checks.files import check_player
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
 from leaderless.stages.earlier import Earlier, Seat
 from leaderless.stages.played import Play, Played, Work

@@ -32,7 +32,7 @@ from leaderless.models.uploads import one_copy, placed
 from leaderless.models.value_model import ValueModel
 from leaderless.models.vision import VisionDecoder, VisionLM
 from leaderless.planner.adapters import lora_of
-from leaderless.planner.backends import check_divides, check_experts
+from leaderless.planner.checks.dividing import check_divides, check_experts
 from leaderless.planner.layout import BACK, EXPERTS
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.micro_batches import MicroBatch

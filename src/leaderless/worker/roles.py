@@ -25,11 +25,11 @@ from leaderless.models.tokenizer import check_vocabulary, load_chat_tokenizer
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering, trained_instance, trains_reward_model
 from leaderless.planner.adapters import base_of, companions_of, donor_of, optimizer_of
+from leaderless.planner.checks.files import players_of
 from leaderless.planner.engines import engine_for, engine_of
 from leaderless.planner.judges import as_judged
 from leaderless.planner.memory import plan_pool
 from leaderless.planner.memory_parts import Room
-from leaderless.planner.sight import players_of
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text

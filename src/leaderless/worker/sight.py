@@ -9,7 +9,7 @@ from leaderless.models.decoder import load_model_config
 from leaderless.models.image_readers import Reader, open_reader
 from leaderless.models.support import sees_images
 from leaderless.planner import Plan, answering
-from leaderless.planner.sight import check_scorer, scorers_of
+from leaderless.planner.checks.files import check_scorer, scorers_of
 
 _SIDES = (20, 56, 224, 333, 640, 1000, 2240, 6000)
 """Widths and heights in pixels of the images with which readers are compared."""

@@ -1,0 +1,40 @@
+"""What a plan refuses, and why: one function for each contract, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from leaderless.planner.checks import able, dividing, files, settings
+from leaderless.planner.checks.draft import Draft
+
+Check = Callable[[Draft], None]
+"""Refuses a draft with a `RecipeError`, or lets it pass."""
+
+OF_NODES: Sequence[Check] = (
+    settings.check_responses,
+    settings.check_references,
+    settings.check_players,
+    settings.check_online,
+    settings.check_idle_ranks,
+    settings.check_layouts,
+)
+"""Asked once nodes have layouts."""
+OF_MODELS: Sequence[Check] = (
+    settings.check_evaluation,
+    settings.check_role_settings,
+    settings.check_role_advantages,
+    able.check_backends,
+    settings.check_critic,
+    able.check_engines,
+    able.check_vllm,
+    files.check_kinds,
+    files.check_divisible,
+)
+"""Asked once it is known which models are where."""
+OF_SIZES: Sequence[Check] = (
+    dividing.check_heads,
+    dividing.check_adapters,
+    dividing.check_experts_settings,
+    files.check_vocabularies,
+)
+"""Asked once the sizes of models are known, as far as they can be."""
