@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from leaderless.config import Recipe
-from leaderless.config.functions import load_own
 from leaderless.config.training import Whole
 from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
-from leaderless.planner.cache_pool import UNBOUND, CacheBound, CachePool
+from leaderless.planner.body_memory import BodyModel, BodyRank, body_models
+from leaderless.planner.cache_pool import CacheBound, CachePool
 from leaderless.planner.engine_memory import EngineMemory
 from leaderless.planner.judges import as_judged
 from leaderless.planner.layout import all_ranks
-from leaderless.planner.memory_parts import (
-    COMMUNICATOR_BYTES,
-    CONTEXT_BYTES,
-    LIBRARIES_BYTES,
-    MAX_LOGITS,
-    MIB,
-    WORKSPACE_BYTES,
-    WRITE_BYTES,
-    Memory,
-    MemoryEstimate,
-    Room,
-)
+from leaderless.planner.memory_parts import MAX_LOGITS, MIB, Memory, MemoryEstimate, Room
 from leaderless.planner.model_memory import FLOAT32_BYTES, Guest, ModelMemory, Pass, number_bytes
 from leaderless.planner.model_size import ModelSize
-from leaderless.planner.parts import Channel, RoleInstance, answering
+from leaderless.planner.parts import RoleInstance, answering
 from leaderless.planner.plan import Plan
 from leaderless.planner.process_groups import communicators
-from leaderless.workflow.products import PRODUCTS
+from leaderless.planner.rank_memory import Bounds, Parts, RankMemory
 
-OwnEstimate = Callable[[Recipe, Plan, int, Sequence[int] | None], MemoryEstimate | None]
-"""Function that estimates the memory of runs of a kind; see `ProductFunctions.memory`."""
 CPU_MAX_LOGITS = 1 << 21
 """Logits of one chunk on a CPU."""
 CPU_PASS_TOKENS = 2048
@@ -51,7 +37,7 @@ DEVICE_WEIGHT_BUCKET_BYTES = 256 * MIB
 PINNED_BYTES = 1024 * MIB
 """Bytes of a block of pinned memory for weights that come: `leaderless.weights.copies` has the same."""
 CHECKSUM_BYTES = 64 * MIB
-"""Bytes of factors and products of a checksum on an accelerator: see `leaderless.weights.packed`."""
+"""Bytes of factors and products of a checksum on an accelerator: see `leaderless.rollout.apart.messages`."""
 
 
 def estimate_memory(
@@ -76,10 +62,12 @@ def estimate_memory(
     each role. What ranks use `room` for is counted, too; on an accelerator, it bounds the pools of native engines for
     keys and values.
     """
-    if own := PRODUCTS[recipe.product].memory:
-        return cast("OwnEstimate", load_own(own))(recipe, plan, pass_tokens, among)
     room, instances, channels = room or Room(), plan.instances, plan.channels
-    models = models_of(recipe, instances, plan.sizes, room.keeps)
+    models: Sequence[Sequence[BodyModel] | Sequence[ModelMemory]]
+    if recipe.body is not None:
+        kind, models = BodyRank, body_models(recipe, instances)
+    else:
+        kind, models = LanguageRank, models_of(recipe, instances, plan.sizes, room.keeps)
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
@@ -89,7 +77,9 @@ def estimate_memory(
     num_communicators = communicators(plan)
     held = dict.fromkeys(
         (
-            tuple((place, _stage(models[place], rank)) for place, x in enumerate(instances) if rank in x.layout),
+            tuple(
+                (place, _stage(x, len(models[place]), rank)) for place, x in enumerate(instances) if rank in x.layout
+            ),
             tuple(place for place, (pushing, _) in enumerate(ends) if rank in pushing),
             tuple(place for place, (_, pulling) in enumerate(ends) if rank in pulling),
             num_communicators(rank),
@@ -98,9 +88,9 @@ def estimate_memory(
     )
 
     def fullest(*, is_cpu: bool) -> Memory:
-        bounds = pass_tokens, max_sequences, MAX_LOGITS if is_cpu else room.max_logits, is_cpu, room.cache
+        bounds = Bounds(pass_tokens, max_sequences, MAX_LOGITS if is_cpu else room.max_logits, is_cpu, room.cache)
         estimates = (
-            _Rank(recipe, [models[i][stage] for i, stage in own], everywhere, sent, taken, num, *bounds).memory()
+            kind(recipe, [models[i][stage] for i, stage in own], everywhere, sent, taken, num, bounds).memory()
             for own, *places, num in held
             for sent, taken in [[[channels[i] for i in some] for some in places]]
         )
@@ -158,56 +148,18 @@ def _largest_weight(model: ModelMemory) -> int:
     return model.size.vocab_size * model.size.hidden_size * model.width
 
 
-def _stage(stages: Sequence[ModelMemory], rank: int) -> int:
-    """The stage of a rank, of the stages of a model that it has a part of."""
-    return stages[0].instance.layout.coordinates(rank)["pp"] if len(stages) > 1 else 0
+def _stage(instance: RoleInstance, num_stages: int, rank: int) -> int:
+    """The stage of a rank, of a model that it has a part of."""
+    return instance.layout.coordinates(rank)["pp"] if num_stages > 1 else 0
 
 
 @dataclass(frozen=True)
-class _Rank:
-    recipe: Recipe
-    models: Sequence[ModelMemory]
-    everywhere: Sequence[ModelMemory]
-    pushed: Sequence[Channel]
-    pulled: Sequence[Channel]
-    num_communicators: int
-    pass_tokens: int
-    max_sequences: int | None
-    max_logits: int
-    is_cpu: bool
-    cache: CacheBound = UNBOUND
+class LanguageRank(RankMemory[ModelMemory]):
+    """A rank with language models."""
 
-    def memory(self) -> Memory:
-        resident, phases = dict[str, int](), dict[str, dict[str, int]]()
-        copied = again = 0
-        for model in self.models:
-            share = self._share(model)
-            if model.instance.is_engine_only and model.engine.restarts_on(model.instance.serving_layout):
-                again += model.sent_bytes()
-            copied += 3 * model.trained_bytes() * model.instance.is_trained
-            for name, size in self._resident(model, share):
-                resident[name] = resident.get(name, 0) + size
-            for name, parts in self._phases(model):  # of several moments of a phase, the fullest is kept
-                phases[name] = max(phases.get(name, {}), parts, key=lambda parts: sum(parts.values()))
-        libraries, in_flight = {"libraries": LIBRARIES_BYTES}, min(WRITE_BYTES, copied)
-        written, kept = {"files being written": in_flight}, dict[str, int]()
-        if copied and self.recipe.checkpoint.asynchronous:
-            kept = {"checkpoint copy": copied, **written}
-        if again:
-            kept["weights for a restart"] = again
-        if copied and self.is_cpu:
-            phases["checkpoint"] = {} if self.recipe.checkpoint.asynchronous else written
-        if self.is_cpu:
-            resumed = resident | libraries | {"files being read": in_flight} if copied else {}
-            apart = {"loading": libraries | self._loading(), "resume": resumed, **self._commands(libraries)}
-            return Memory(resident | kept | self._in_flight() | libraries, phases, apart, {})
-        resident |= {"driver": CONTEXT_BYTES, "workspaces": WORKSPACE_BYTES}
-        if self.num_communicators:
-            resident["communication"] = self.num_communicators * COMMUNICATOR_BYTES
-        host = libraries | kept | self._in_flight() | self._loading()
-        if asleep := sum(model.engine_bytes() for model in self.models if model.keeps_base_asleep):
-            host["bases of engines asleep"] = asleep
-        return Memory(resident, phases, self._commands({}), host)
+    def saved_bytes(self) -> int:
+        """Weights and moments of what is trained."""
+        return sum(3 * model.trained_bytes() * model.instance.is_trained for model in self.models)
 
     def _share(self, model: ModelMemory) -> int:
         """A rank's share of the weights that it holds of a model to train or score with it."""
@@ -215,8 +167,8 @@ class _Rank:
         held = part.num_parameters * (not model.guest.trains) + part.num_adapter_parameters
         return -(-held * FLOAT32_BYTES // model.shards)
 
-    def _loading(self) -> dict[str, int]:
-        """What is in the memory of the host at the fullest moment while models are read, one after the other.
+    def loading(self) -> Parts:
+        """Models are read one after the other.
 
         With most back ends each rank reads its own part, a few rows at a time, straight to where it stays; with others,
         models are read whole, and then divided.
@@ -239,13 +191,13 @@ class _Rank:
                 before += base * self.is_cpu
         return max(moments, key=lambda parts: sum(parts.values()))
 
-    def _resident(self, model: ModelMemory, share: int) -> Iterator[tuple[str, int]]:
-        """What stays of a model, of whose weights the rank has a share."""
+    def resident(self, model: ModelMemory) -> Iterator[tuple[str, int]]:
+        """Weights or a share of them, the optimizer, and what engines keep."""
         role = model.instance.role
         if model.instance.is_engine_only:
             yield f"{role} engine's weights", model.sent_bytes() if model.guest.generates else model.engine_bytes()
         elif not model.is_shared:
-            yield f"{role} weights", share
+            yield f"{role} weights", self._share(model)
             if model.has_own_base:
                 yield f"{role} engine's base", model.adapted_bytes()
         if model.instance.is_trained:
@@ -255,30 +207,34 @@ class _Rank:
             yield f"{role} engine asleep", sent + sum(engine.kept().values())
 
     def _engine(self, model: ModelMemory) -> EngineMemory:
-        return EngineMemory(self.recipe, model, self.cache, self.is_cpu, self.max_sequences)
+        return EngineMemory(self.recipe, model, self.bounds.cache, self.is_cpu, self.bounds.max_sequences)
 
-    def _in_flight(self) -> dict[str, int]:
+    def waiting(self) -> Parts:
         """What waits until other ranks take it: rows, and copies of a rank's share of weights, in the type of engines.
 
-        New weights wait until the engine takes them.
+        New weights wait until the engine takes them. Engines that may start again have theirs once more, and others
+        move what they add adapters to out of their way.
         """
-        parts: dict[str, int] = {}
+        restarting = [
+            model.sent_bytes()
+            for model in self.models
+            if model.instance.is_engine_only and model.engine.restarts_on(model.instance.serving_layout)
+        ]
+        parts = {"weights for a restart": sum(restarting)} if any(restarting) else {}
+        asleep = sum(model.engine_bytes() for model in self.models if model.keeps_base_asleep)
+        if asleep and not self.is_cpu:
+            parts["bases of engines asleep"] = asleep
         for channel in self.pushed:
             size = channel.max_bytes
             if channel.sync is not None:
                 role = channel.sync.role
                 model = next(x for x in self.models if x.instance.role == role and x.instance.is_trained)
                 sent = model.part.num_trained if model.adds_adapters else model.part.num_parameters
-                size = -(-sent * model.width // model.shards)
-                size = self._pinned_bytes(size, model)
+                size = self._pinned_bytes(-(-sent * model.width // model.shards), model)
             name = f"{channel.kind} in flight"
             parts[name] = parts.get(name, 0) + channel.capacity * size
-        arriving = [self._arriving_bytes(model) for model in self.models if self._is_fed(model)]
+        arriving = [self._pinned_bytes(model.sent_bytes(), model) for model in self.models if self._is_fed(model)]
         return parts | ({"weights that arrive": sum(arriving)} if arriving else {})
-
-    def _arriving_bytes(self, model: ModelMemory) -> int:
-        """New weights of an engine."""
-        return self._pinned_bytes(model.sent_bytes(), model)
 
     def _pinned_bytes(self, size: int, model: ModelMemory) -> int:
         """Weights on the host; for an accelerator in blocks of pinned memory, at whose ends some room is left."""
@@ -295,7 +251,8 @@ class _Rank:
         taken = [channel.sync for channel in self.pulled if channel.sync is not None]
         return any((x.role, x.target_layout) == (model.instance.role, model.instance.layout) for x in taken)
 
-    def _phases(self, model: ModelMemory) -> Iterator[tuple[str, dict[str, int]]]:
+    def phases(self, model: ModelMemory) -> Iterator[tuple[str, Parts]]:
+        """Generating, scoring, training, and new weights on their way."""
         instance, role = model.instance, model.instance.role
         others = (x.instance for x in self.everywhere if x.instance.role == role)
         is_sent = any(other.is_trained != instance.is_trained for other in others)
@@ -310,7 +267,7 @@ class _Rank:
         if is_sent:
             yield f"weights of {role} travel", self._travel(model)
 
-    def _travel(self, model: ModelMemory) -> dict[str, int]:
+    def _travel(self, model: ModelMemory) -> Parts:
         """What is needed to send and to take new weights."""
         # An engine replaces a weight when all of it has come: for a moment the largest one is there twice.
         parts = {"largest weight": _largest_weight(model)} if model.instance.is_engine_only else {}
@@ -319,7 +276,7 @@ class _Rank:
         bucket = WEIGHT_BUCKET_BYTES if self.is_cpu else min(DEVICE_WEIGHT_BUCKET_BYTES, model.sent_bytes())
         return {"buckets": 4 * bucket + CHECKSUM_BYTES * (not self.is_cpu), **parts}
 
-    def _generation(self, model: ModelMemory) -> Iterator[dict[str, int]]:
+    def _generation(self, model: ModelMemory) -> Iterator[Parts]:
         size, engine = model.size, self._engine(model)
         own, is_resident = size.num_parameters * model.width, model.instance.is_engine_only
         if model.engine.keeps_weights:
@@ -339,7 +296,7 @@ class _Rank:
         held = {} if engine.stays else weights | engine.kept()
         yield from (held | moment for moment in engine.moments())
 
-    def _scoring(self, model: ModelMemory) -> dict[str, int]:
+    def _scoring(self, model: ModelMemory) -> Parts:
         """A pass without gradient holds a layer's own values, and those of one chunk of logits."""
         size, batch = model.part, self.recipe.batch
         prompts = -(-batch.prompts_per_step // batch.windows_per_step)
@@ -356,7 +313,7 @@ class _Rank:
             "logits": self._chunk(size, tokens) * 3 * FLOAT32_BYTES * model.has_logits,
         }
 
-    def _training(self, model: ModelMemory) -> Iterator[dict[str, int]]:
+    def _training(self, model: ModelMemory) -> Iterator[Parts]:
         """Memory is fullest in the backward pass: of the head, of the last layer, or when it ends."""
         batch, size, width = self.recipe.batch, model.part, model.width
         prompts = -(-batch.prompts_per_step // batch.parts_per_step)
@@ -368,7 +325,9 @@ class _Rank:
         kept = (num_held - 1) * copies * (not model.config.gradient_checkpointing)  # of other micro-batches
         gathered, embedding = model.gathered_bytes(), size.vocab_size * size.hidden_size
         chunk = self._chunk(size, tokens)
-        logits = chunk * 3 * FLOAT32_BYTES + min(tokens * size.vocab_size, self.max_logits // chunk * chunk) * width
+        logits = (
+            chunk * 3 * FLOAT32_BYTES + min(tokens * size.vocab_size, self.bounds.max_logits // chunk * chunk) * width
+        )
         head = embedding * FLOAT32_BYTES + (embedding * width if width != FLOAT32_BYTES else 0)
         before = tokens * model.kept_values() * num_held + seen * model.seen_values()
         begins = {
@@ -426,7 +385,7 @@ class _Rank:
         own_prompts, own_samples = -(-prompts // shards), -(-prompts * siblings // shards)
         # The last token of a response is predicted, and predicts nothing.
         held = -(-(own_prompts * data.max_prompt_tokens + own_samples * (response - 1)) // model.instance.layout.cp)
-        bound = self.pass_tokens
+        bound = self.bounds.pass_tokens
         if self.is_cpu and model.is_plain:
             family = data.max_prompt_tokens + siblings * (response - 1)
             bound = min(bound, max(CPU_PASS_TOKENS, family))
@@ -440,17 +399,19 @@ class _Rank:
 
     def _chunk(self, size: ModelSize, tokens: int) -> int:
         """Logits that are computed at the same time."""
-        most = CPU_MAX_LOGITS if self.is_cpu else self.max_logits
+        most = CPU_MAX_LOGITS if self.is_cpu else self.bounds.max_logits
         return min(tokens * size.vocab_size, max(most, size.vocab_size))
 
-    def _commands(self, libraries: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        """Parts of other commands with the model that answers, on one rank."""
+    def commands(self, libraries: Parts, resumed: Parts) -> Mapping[str, Parts]:
+        """A run that is resumed, and other commands with the model that answers, on one rank."""
         model = next((x for x in self.models if not x.instance.is_critic), self.models[0])
         weights = model.size.num_parameters * FLOAT32_BYTES
         has_own = model.width != FLOAT32_BYTES or (model.has_adapters and model.engine.takes_adapters)
         copy = model.size.num_parameters * model.width * has_own
-        engine = EngineMemory(self.recipe, model, self.cache, self.is_cpu, self.max_sequences, is_served=True)
+        engine = EngineMemory(
+            self.recipe, model, self.bounds.cache, self.is_cpu, self.bounds.max_sequences, is_served=True
+        )
         serve = {"weights": weights, "unsharded weights": copy, **engine.fullest()}
         # An export is written tensor by tensor, straight from the weights.
-        exported = {"export": {**libraries, "weights": weights}} if self.is_cpu else {}
-        return exported | {"serve": {**libraries, **serve}}
+        others = {"resume": resumed, "export": {**libraries, "weights": weights}} if self.is_cpu else {}
+        return others | {"serve": {**libraries, **serve}}

@@ -1,0 +1,117 @@
+"""The memory of one rank, put together from what its models hold: the same for language models and for bodies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from leaderless.config import Recipe
+from leaderless.planner.cache_pool import CacheBound
+from leaderless.planner.memory_parts import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    LIBRARIES_BYTES,
+    WORKSPACE_BYTES,
+    WRITE_BYTES,
+    Memory,
+)
+from leaderless.planner.parts import Channel
+
+Parts = dict[str, int]
+"""Bytes by what they are for."""
+Model = TypeVar("Model")
+
+
+class Bounds(NamedTuple):
+    """What a rank may hold at the same time, and where it computes.
+
+    Attributes:
+        pass_tokens: Most tokens of a pass; of a body, steps of its environment.
+        max_sequences: Most sequences that are decoded; by default what the recipe allows.
+        max_logits: Most logits of a chunk.
+        is_cpu: Whether it computes on a CPU.
+        cache: Bound of the pools of native engines for keys and values.
+    """
+
+    pass_tokens: int
+    max_sequences: int | None
+    max_logits: int
+    is_cpu: bool
+    cache: CacheBound
+
+
+@dataclass(frozen=True)
+class RankMemory(ABC, Generic[Model]):
+    """One rank.
+
+    Attributes:
+        recipe: Settings.
+        models: Its models.
+        everywhere: Models of all ranks.
+        pushed: Channels into which it puts something.
+        pulled: Channels from which it takes something.
+        num_communicators: Process groups for which its accelerator has a communicator.
+        bounds: Limits, and the device.
+    """
+
+    recipe: Recipe
+    models: Sequence[Model]
+    everywhere: Sequence[Model]
+    pushed: Sequence[Channel]
+    pulled: Sequence[Channel]
+    num_communicators: int
+    bounds: Bounds
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it computes on a CPU."""
+        return self.bounds.is_cpu
+
+    @abstractmethod
+    def resident(self, model: Model) -> Iterator[tuple[str, int]]:
+        """What stays of a model."""
+
+    @abstractmethod
+    def phases(self, model: Model) -> Iterator[tuple[str, Parts]]:
+        """What a model needs on top in each phase; a phase may have several moments, of which the fullest counts."""
+
+    @abstractmethod
+    def saved_bytes(self) -> int:
+        """The rank's share of a checkpoint."""
+
+    @abstractmethod
+    def waiting(self) -> Parts:
+        """What stays in the memory of the host, besides copies of checkpoints."""
+
+    @abstractmethod
+    def loading(self) -> Parts:
+        """What is in the memory of the host at the fullest moment while models are read."""
+
+    def commands(self, libraries: Parts, resumed: Parts) -> Mapping[str, Parts]:  # noqa: ARG002
+        """Phases outside of a run's own steps: after the libraries, or when it is resumed."""
+        return {}
+
+    def memory(self) -> Memory:
+        """All parts."""
+        resident, phases = Parts(), dict[str, Parts]()
+        for model in self.models:
+            for name, size in self.resident(model):
+                resident[name] = resident.get(name, 0) + size
+            for name, parts in self.phases(model):
+                phases[name] = max(phases.get(name, {}), parts, key=lambda parts: sum(parts.values()))
+        saved, is_asynchronous = self.saved_bytes(), self.recipe.checkpoint.asynchronous
+        libraries, in_flight = {"libraries": LIBRARIES_BYTES}, min(WRITE_BYTES, saved)
+        written = {"files being written": in_flight}
+        kept = ({"checkpoint copy": saved, **written} if saved and is_asynchronous else {}) | self.waiting()
+        if self.is_cpu:
+            if saved:
+                phases["checkpoint"] = {} if is_asynchronous else written
+            resumed = resident | libraries | {"files being read": in_flight} if saved else {}
+            apart = {"loading": libraries | self.loading(), **self.commands(libraries, resumed)}
+            return Memory(resident | kept | libraries, phases, apart, {})
+        resident |= {"driver": CONTEXT_BYTES, "workspaces": WORKSPACE_BYTES}
+        if self.num_communicators:
+            resident["communication"] = self.num_communicators * COMMUNICATOR_BYTES
+        return Memory(resident, phases, self.commands({}, {}), libraries | kept | self.loading())
