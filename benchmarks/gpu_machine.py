@@ -28,7 +28,8 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.planner.cache_pool import pool_tokens
-from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS
+from leaderless.planner.limits import MAX_LOGITS
+from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
 from leaderless.rollout.engine import Request
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.paged_attention import attend_with_torch

@@ -16,7 +16,8 @@ from leaderless.models.compiled_layers import compile_layers, why_not_compiled
 from leaderless.models.fused_scores import compile_scores
 from leaderless.models.scoring import Scoring, score_tokens
 from leaderless.planner import Layout
-from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS
+from leaderless.planner.limits import MAX_LOGITS
+from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.serving import Colocated
 from leaderless.training.fsdp import FsdpEngine

@@ -24,7 +24,6 @@ from leaderless.models import dropout
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.dropout import Dropout, dropped_product, key_of, mixed
 from leaderless.models.lora import adapted_layers, write_adapters
-from leaderless.planner import model_memory
 from leaderless.planner.adapters import PREFIX, described, lora_of
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch, make_micro_batches
@@ -276,7 +275,6 @@ def test_a_rate_is_a_probability_below_one(rate: float) -> None:
 
 
 def test_a_plan_counts_what_dropping_takes(tmp_path: Path) -> None:
-    assert model_memory.MAX_WORDS == dropout.MAX_WORDS
     path = write_model(tmp_path / "model")
     config = json.loads((tmp_path / "model/config.json").read_text())
     widths = {"q_proj": config["hidden_size"], "down_proj": config["intermediate_size"]}

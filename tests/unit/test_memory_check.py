@@ -17,7 +17,8 @@ from torch import Tensor
 from leaderless.config import RecipeError
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner.fit import MARGIN
-from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Room
+from leaderless.planner.limits import MAX_LOGITS
+from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, Room
 from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.worker import memory
 from leaderless.worker.memory import MemoryBounds, available_memory, check_memory

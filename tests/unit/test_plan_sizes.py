@@ -12,10 +12,11 @@ from tests.unit.recipes import make_recipe, plan_of, write_model
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.planner import Cluster, engine_memory, make_plan, memory
+from leaderless.planner import Cluster, limits, make_plan, memory
 from leaderless.planner.cache_pool import UNBOUND, CacheBound
 from leaderless.planner.fit import MARGIN, Fit, fit_plan
-from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, MAX_LOGITS, Room, format_bytes
+from leaderless.planner.limits import MAX_LOGITS
+from leaderless.planner.memory_parts import LARGE_MAX_LOGITS, Room, format_bytes
 from leaderless.planner.model_size import FAMILIES, read_model_size
 from leaderless.workflow import load_recipe, resolve_workflow
 
@@ -433,8 +434,6 @@ def test_a_pass_is_counted_with_no_more_tokens_than_a_mini_batch_has(model):
 
 def test_a_cpu_packs_no_more_prompts_into_a_pass_than_its_caches_hold(model):
     """A single rank in float32 stops at 2,048 tokens, as `BoundedPasses.micro_batches` does."""
-    passes = pytest.importorskip("leaderless.training.passes")
-    assert passes.CPU_PASS_TOKENS == memory.CPU_PASS_TOKENS
     settings = {
         "batch": {**MANY, "micro_batch_tokens": 8192},
         "data": {"train": {"path": "a"}, "max_prompt_tokens": 64},
@@ -453,8 +452,8 @@ def test_logits_are_held_in_chunks(tmp_path):
     for tokens in (1024, 65536):
         estimate = estimate_of("grpo", 1, large, batch={**MANY, "micro_batch_tokens": tokens})
         sizes.append([kind.phases["policy trains"]["logits"] for kind in (estimate.cpu, estimate.accelerator)])
-    kept = [MAX_LOGITS // memory.CPU_MAX_LOGITS * memory.CPU_MAX_LOGITS, MAX_LOGITS]
-    assert sizes == [[12 * memory.CPU_MAX_LOGITS + 4 * kept[0], 12 * MAX_LOGITS + 4 * kept[1]]] * 2
+    kept = [MAX_LOGITS // limits.CPU_MAX_LOGITS * limits.CPU_MAX_LOGITS, MAX_LOGITS]
+    assert sizes == [[12 * limits.CPU_MAX_LOGITS + 4 * kept[0], 12 * MAX_LOGITS + 4 * kept[1]]] * 2
     assert memory_of("grpo", 1, large).phases["policy trains"]["gradient of the head"] == 200_000 * 64 * 4
 
 
@@ -481,22 +480,9 @@ def test_chunks_of_logits_are_large_where_accelerators_have_room(tmp_path):
     assert fit_plan(recipe, plan, more, is_cpu=True).room == Room()
 
 
-def test_the_constants_are_those_of_the_code_that_they_describe():
-    scoring = pytest.importorskip("leaderless.models.scoring")
-    cache, native = (pytest.importorskip(f"leaderless.rollout.{name}") for name in ("kv_cache", "native"))
-    assert (scoring.CHUNK_ELEMENTS, scoring.CPU_CHUNK_ELEMENTS) == (MAX_LOGITS, memory.CPU_MAX_LOGITS)
-    weights = pytest.importorskip("leaderless.weights.route")
-    assert (cache.SMALLEST_SLOT, cache.MOST_SPARE_SLOTS) == (
-        engine_memory.SMALLEST_SLOT,
-        engine_memory.MOST_SPARE_SLOTS,
-    )
-    assert native.PREFILL_TOKENS == engine_memory.PREFILL_TOKENS
-    assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
-    assert weights.DEVICE_BUCKET_BYTES == memory.DEVICE_WEIGHT_BUCKET_BYTES
-    assert pytest.importorskip("leaderless.weights.copies").PINNED_BYTES == memory.PINNED_BYTES
-    packed = pytest.importorskip("leaderless.weights.packed")
-    assert 2 * 8 * packed.DEVICE_CHECKSUM_WORDS == memory.CHECKSUM_BYTES, "factors and products of eight bytes"
-    assert pytest.importorskip("leaderless.weights.files").BLOCK_BYTES == memory.READ_BYTES
+def test_checksums_take_what_their_code_says():
+    messages = pytest.importorskip("leaderless.weights.packed")
+    assert 2 * 8 * messages.DEVICE_CHECKSUM_WORDS == memory.CHECKSUM_BYTES, "factors and products of eight bytes"
 
 
 def test_an_asynchronous_checkpoint_is_written_from_a_copy(model):
@@ -582,9 +568,9 @@ def test_a_weight_larger_than_a_bucket_passes_whole_to_an_engine_in_another_proc
     model = write_model(tmp_path / "model", vocab_size=1 << 21)
     parts = estimate_of("grpo", 2, model, rollout={"engine": "vllm"}).accelerator.phases["policy generates"]
     embedding = (1 << 21) * 64 * 4
-    assert embedding == 2 * memory.DEVICE_WEIGHT_BUCKET_BYTES
+    assert embedding == 2 * limits.DEVICE_WEIGHT_BUCKET_BYTES
     assert (parts["largest weight"], parts["buckets for the engine"]) == (embedding, 3 * embedding)
-    assert parts["buckets"] == 4 * memory.DEVICE_WEIGHT_BUCKET_BYTES + memory.CHECKSUM_BYTES, "rows are divided there"
+    assert parts["buckets"] == 4 * limits.DEVICE_WEIGHT_BUCKET_BYTES + memory.CHECKSUM_BYTES, "rows are divided there"
 
 
 def test_a_reference_is_another_model_that_only_scores(model):

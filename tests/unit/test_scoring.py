@@ -25,8 +25,8 @@ CHUNK = 4 * VOCABULARY
 @pytest.fixture(params=[0, 1, 2, 100], ids=lambda kept: f"{kept} chunks kept")
 def num_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Number of chunks of four tokens that may be kept for the backward pass."""
-    monkeypatch.setattr(scoring, "CPU_CHUNK_ELEMENTS", CHUNK)
-    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", CHUNK * request.param)
+    monkeypatch.setattr(scoring, "CPU_MAX_LOGITS", CHUNK)
+    monkeypatch.setattr(scoring, "MAX_LOGITS", CHUNK * request.param)
     return int(request.param)
 
 
@@ -186,8 +186,8 @@ def test_compiled_functions_score_as_the_others_do(
     head.weight.data *= 20  # far from each other
     up, down = torch.linspace(-1, 2, ROWS).double(), torch.linspace(1, -3, ROWS).double()
     found = []
-    monkeypatch.setattr(scoring, "CPU_CHUNK_ELEMENTS", 11 * VOCABULARY)
-    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", 11 * VOCABULARY)
+    monkeypatch.setattr(scoring, "CPU_MAX_LOGITS", 11 * VOCABULARY)
+    monkeypatch.setattr(scoring, "MAX_LOGITS", 11 * VOCABULARY)
     for fused in (PLAIN, None):
         scores, entropies = score_tokens(hidden, head, targets, temperature, entropy, how=Scoring(fused=fused))
         loss = (up * scores).sum() + ((down * entropies).sum() if entropy == "gradient" else 0)

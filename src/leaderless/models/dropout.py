@@ -20,9 +20,8 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.functional import linear
 
 from leaderless.models.attention import Attention
+from leaderless.planner.limits import MAX_WORDS
 
-MAX_WORDS = 1 << 20
-"""Number of random words that are drawn at once; `leaderless.planner.model_memory` has the same."""
 _CURRENT = "current_pass"
 _GOLDEN, _MIX_1, _MIX_2 = (
     int.from_bytes(constant.to_bytes(8, "big"), "big", signed=True)

@@ -17,13 +17,10 @@ from torch.autograd.function import FunctionCtx
 from leaderless.models.fused_scores import FusedScores
 from leaderless.models.products import add_product, linear_in_float32
 from leaderless.models.vocabulary import VocabularyPart
+from leaderless.planner.limits import CPU_MAX_LOGITS, MAX_LOGITS
 
 Entropy = Literal["none", "value", "gradient"]
 """Whether entropies are computed, and whether the loss depends on them."""
-CHUNK_ELEMENTS = 1 << 25
-"""Most logits of one chunk, and most probabilities that are kept for the backward pass, unless there is more room."""
-CPU_CHUNK_ELEMENTS = 1 << 21
-"""Most logits of one chunk in float32 on a CPU, so that it stays in the cache."""
 
 
 TILE_ROWS = 128
@@ -36,7 +33,7 @@ class Scoring(NamedTuple):
     """How much is computed at a time, and by what.
 
     Attributes:
-        max_logits: Most logits of a chunk, and most probabilities that are kept; `CHUNK_ELEMENTS` without it.
+        max_logits: Most logits of a chunk, and most probabilities that are kept; `MAX_LOGITS` without it.
         fused: Compiled functions; None to compute as it is.
     """
 
@@ -102,8 +99,8 @@ def score_tokens(
     vocabulary = head.weight.shape[0]
     # Where weights are converted to float32 for each chunk, large chunks are the faster ones.
     is_small = hidden.device.type == "cpu" and hidden.dtype.itemsize >= 4
-    most = CHUNK_ELEMENTS if how.max_logits is None else how.max_logits
-    rows = max(1, (CPU_CHUNK_ELEMENTS if is_small else most) // vocabulary)
+    most = MAX_LOGITS if how.max_logits is None else how.max_logits
+    rows = max(1, (CPU_MAX_LOGITS if is_small else most) // vocabulary)
     if hidden.device.type != "cpu" and rows >= MANY_ROWS:
         rows -= rows % TILE_ROWS
     if how.fused is not None and not isinstance(temperature, Tensor):

@@ -9,15 +9,10 @@ from leaderless.config import Recipe
 from leaderless.planner.cache_pool import CacheBound, bucket_of, buffers_bytes, pool_tokens
 from leaderless.planner.judges import as_judged
 from leaderless.planner.layout import most_prompts_of_rank
+from leaderless.planner.limits import MOST_SPARE_SLOTS, PREFILL_TOKENS, SMALLEST_SLOT
 from leaderless.planner.model_memory import FLOAT32_BYTES, ModelMemory
 from leaderless.workflow.environment import agents_of
 
-SMALLEST_SLOT = 64
-"""Tokens of the smallest slot for keys and values: `leaderless.rollout.kv_cache` has the same."""
-MOST_SPARE_SLOTS = 64
-"""Slots that are added at a time, at most: `leaderless.rollout.kv_cache` has the same."""
-PREFILL_TOKENS = 8192
-"""Most tokens of a pass that reads prompts: `leaderless.rollout.native` has the same."""
 LOGIT_BYTES, TRUNCATED_LOGIT_BYTES = 12, 40
 """Bytes for each logit of a decoding step: itself, scaled, and its weight; for top-p or top-k, sorted as well."""
 

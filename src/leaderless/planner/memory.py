@@ -14,7 +14,17 @@ from leaderless.planner.cache_pool import CacheBound, CachePool
 from leaderless.planner.engine_memory import EngineMemory
 from leaderless.planner.judges import as_judged
 from leaderless.planner.layout import all_ranks
-from leaderless.planner.memory_parts import MAX_LOGITS, MIB, Memory, MemoryEstimate, Room
+from leaderless.planner.limits import (
+    CPU_MAX_LOGITS,
+    CPU_PASS_TOKENS,
+    DEVICE_WEIGHT_BUCKET_BYTES,
+    MAX_LOGITS,
+    MIB,
+    PINNED_BYTES,
+    READ_BYTES,
+    WEIGHT_BUCKET_BYTES,
+)
+from leaderless.planner.memory_parts import Memory, MemoryEstimate, Room
 from leaderless.planner.model_memory import FLOAT32_BYTES, Guest, ModelMemory, Pass, number_bytes
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import RoleInstance, answering
@@ -22,20 +32,8 @@ from leaderless.planner.plan import Plan
 from leaderless.planner.process_groups import communicators
 from leaderless.planner.rank_memory import Bounds, Parts, RankMemory
 
-CPU_MAX_LOGITS = 1 << 21
-"""Logits of one chunk on a CPU."""
-CPU_PASS_TOKENS = 2048
-"""Tokens up to which samples of several prompts share a pass on a CPU: `leaderless.training.passes` has the same."""
-READ_BYTES = 64 * MIB
-"""Bytes of a model's files that are read at a time: `leaderless.weights.files` has the same."""
 SHORT = 4
 """Part of the longest response that responses have where passes hold many prompts."""
-WEIGHT_BUCKET_BYTES = 32 * MIB
-"""Bytes of a bucket of weights on the way to serving ranks: `leaderless.weights.route` has the same."""
-DEVICE_WEIGHT_BUCKET_BYTES = 256 * MIB
-"""The same between accelerators."""
-PINNED_BYTES = 1024 * MIB
-"""Bytes of a block of pinned memory for weights that come: `leaderless.weights.copies` has the same."""
 CHECKSUM_BYTES = 64 * MIB
 """Bytes of factors and products of a checksum on an accelerator: see `leaderless.rollout.apart.messages`."""
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 from leaderless.config.training import Whole
 from leaderless.planner.cache_pool import UNBOUND, CacheBound
+from leaderless.planner.limits import MAX_LOGITS, MIB
 
-MIB = 1 << 20
 WRITE_BYTES = 256 * MIB
 """Most that writing or reading a checkpoint holds on top of the tensors themselves."""
 LIBRARIES_BYTES = 330 * MIB
@@ -27,8 +27,6 @@ WORKSPACE_BYTES = 200 * MIB
 cuBLAS and cuBLASLt have 32 MiB each on Hopper, and less on others, for every thread and stream that multiplies: that of
 forward passes, that of backward passes, and that in which passes are recorded. Numbers of two micro-batches on their
 way from the host have 4 MiB each. Compiled layers and attention over pages need no memory besides their results."""
-MAX_LOGITS = 1 << 25
-"""Logits of one chunk, and the most that are kept for the backward pass: `leaderless.models.scoring` has the same."""
 LARGE_MAX_LOGITS = 1 << 28
 """Those of accelerators with room for them, which read and write the gradient of the head for each chunk."""
 

@@ -12,12 +12,11 @@ from leaderless.config.rollout import RolloutConfig
 from leaderless.config.training import Whole
 from leaderless.planner.adapters import companions_of, donor_of
 from leaderless.planner.engines import RolloutEngineSpec, engine_for
+from leaderless.planner.limits import MAX_WORDS
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import RoleInstance
 
 FLOAT32_BYTES = 4
-MAX_WORDS = 1 << 20
-"""Number of random words that are drawn at once; `leaderless.models.dropout` has the same."""
 
 
 def number_bytes(config: ModelConfig) -> int:
@@ -80,11 +79,6 @@ class ModelMemory:
     is_shared: bool
     guest: Guest
     keeps: Whole = "nothing"
-
-    @property
-    def is_stage(self) -> bool:
-        """Whether it is a stage of a pipeline, which is sharded, if only over itself."""
-        return self.part.num_layers < self.size.num_layers
 
     @property
     def has_logits(self) -> bool:
@@ -160,7 +154,8 @@ class ModelMemory:
         """Whether a rank computes with its weights as it holds them: none are gathered or converted."""
         layout = self.instance.layout
         has_copies = 1 < layout.ep < layout.tp  # then ranks along `tp` divide the weights of the same experts
-        return self.shards == 1 and self.width == FLOAT32_BYTES and not (self.is_stage or has_copies)
+        is_stage = self.part.num_layers < self.size.num_layers  # which is sharded, if only over itself
+        return self.shards == 1 and self.width == FLOAT32_BYTES and not (is_stage or has_copies)
 
     def gathered_bytes(self) -> int:
         """Copies that compute, where weights are sharded or of another type: two layers, and what is in no layer.

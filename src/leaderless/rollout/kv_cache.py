@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from leaderless.models.uploads import placed
-
-SMALLEST_SLOT = 64
-"""Tokens of the smallest slots; each size is twice the previous one."""
-MOST_SPARE_SLOTS = 64
-"""Most slots that are added beyond the needed ones. When slots of a size run out, their number at most doubles."""
+from leaderless.planner.limits import MOST_SPARE_SLOTS, SMALLEST_SLOT
 
 LayerKeysValues = tuple[Tensor, Tensor]
 

@@ -15,6 +15,7 @@ from leaderless.models.causal_lm import CausalLM
 from leaderless.models.routers import Routers
 from leaderless.models.seen import Seen
 from leaderless.models.uploads import one_copy, placed
+from leaderless.planner.limits import PREFILL_TOKENS
 from leaderless.rollout.conversations import Conversations
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
 from leaderless.rollout.kv_cache import LayerKeysValues, Segment, SegmentStore, Store
@@ -28,8 +29,6 @@ from leaderless.weights.stream import Probe, WeightStream
 
 REMEDY = "give models.ROLE.path the revision that the trainer has loaded, and report this if it has"
 """What helps if the engine adds the trainer's adapters to other weights than the trainer."""
-PREFILL_TOKENS = 8192
-"""Most tokens of a pass that reads prompts; a longer prompt is read in parts."""
 
 
 class NativeEngine:

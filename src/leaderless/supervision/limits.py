@@ -8,7 +8,8 @@ from typing import cast
 
 from leaderless.config.training import Whole
 from leaderless.observability.run_directory import RunDirectory, write_atomically
-from leaderless.planner.memory_parts import MAX_LOGITS, Room
+from leaderless.planner.limits import MAX_LOGITS
+from leaderless.planner.memory_parts import Room
 
 _PASSES, _WHOLE, _LOGITS = "micro_batch_tokens", "keep_whole", "max_logits"
 

@@ -13,11 +13,9 @@ from leaderless.data.errors import MemoryExhausted, is_out_of_memory
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import indexed, release_memory
 from leaderless.models.uploads import one_copy, placed
+from leaderless.planner.limits import CPU_PASS_TOKENS
 from leaderless.training.engine import Result
 from leaderless.training.micro_batches import MicroBatch, longest_sample, make_micro_batches, response_lengths
-
-CPU_PASS_TOKENS = 2048
-"""Where a pass gathers nothing, a CPU is faster with passes whose activations stay near its caches."""
 
 
 class BoundedPasses:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from leaderless.data.under_way import mark
 from leaderless.device import can_pin
+from leaderless.planner.limits import PINNED_BYTES
 from leaderless.weights.blocks import HeldWeights
 
-PINNED_BYTES = 1 << 30
-"""Most bytes of a block of pinned memory; a larger weight has a block to itself."""
 ALIGNMENT = 16
 """Divisor of the offset at which each weight begins, in bytes."""
 

@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-BLOCK_BYTES = 1 << 26
-"""Most bytes that are written, or read, at a time."""
+from leaderless.planner.limits import READ_BYTES as BLOCK_BYTES
+
 RUN_BYTES = 1 << 12
 """Shortest run of bytes that is read alone; rows with a shorter one are read whole."""
 DTYPES = {

@@ -20,12 +20,9 @@ from functools import cached_property
 import torch
 
 from leaderless.planner.layout import all_ranks
+from leaderless.planner.limits import DEVICE_WEIGHT_BUCKET_BYTES as DEVICE_BUCKET_BYTES
+from leaderless.planner.limits import WEIGHT_BUCKET_BYTES as BUCKET_BYTES
 from leaderless.weights.blocks import Block, Division, Pool, Shape, even_rows, whole_block
-
-BUCKET_BYTES = 1 << 25
-"""Most bytes of a bucket on one rank, except that a row is never divided."""
-DEVICE_BUCKET_BYTES = 1 << 28
-"""The same where an accelerator's memory is sent, which needs time to start each message and each checksum."""
 
 
 def bucket_bytes(device: torch.device) -> int:

@@ -35,7 +35,7 @@ from leaderless.planner.costs.moves import (
     weights_cost,
 )
 from leaderless.planner.costs.rows import Routes, Rows, owners_of, sending_ranks
-from leaderless.planner.memory import DEVICE_WEIGHT_BUCKET_BYTES
+from leaderless.planner.limits import DEVICE_WEIGHT_BUCKET_BYTES
 
 ONE_A_HOST = {"host__devices": 1}
 ROW_BYTES = 100 * 8
