@@ -17,7 +17,6 @@ from leaderless.planner import Cluster, make_plan
 from leaderless.planner.auto.candidates import Allowed, candidates_of
 from leaderless.planner.auto.choose import choose_layout, predict_step
 from leaderless.planner.auto.laws import fit_seconds
-from leaderless.planner.auto.places import fullest_place
 from leaderless.planner.auto.profile import (
     MachineIdentity,
     Point,
@@ -26,7 +25,7 @@ from leaderless.planner.auto.profile import (
     read_profile,
     settings_of,
 )
-from leaderless.planner.auto.seconds import StepSeconds
+from leaderless.planner.auto.seconds import StepSeconds, fullest_place
 from leaderless.planner.auto.show import reason
 from leaderless.planner.auto.walk import _pace
 from leaderless.run.profile import Spans, check_machine, profile_of

@@ -118,17 +118,9 @@ def train_backend(
     check_model_axes("train_backend", axes)
 
     def declare(function: Function) -> Function:
-        spec = BackendSpec(
-            name_of(function),
-            trains,
-            scores,
-            values,
-            shards_weights,
-            tuple(axes),
-            trains_adapters=trains_adapters,
-            divides_experts=divides_experts,
-        )
-        return BACKENDS.declare(function, spec)
+        own = trains, scores, values, shards_weights, tuple(axes)
+        able = {"trains_adapters": trains_adapters, "divides_experts": divides_experts}
+        return BACKENDS.declare(function, BackendSpec(name_of(function), *own, **able))
 
     return declare
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from leaderless.config import Recipe, RecipeError, nearest
-from leaderless.config.channels import ChannelConfig, Stragglers
+from leaderless.config.channels import ChannelConfig
 from leaderless.planner.engines import engine_of
 from leaderless.planner.layout import format_ranks, places_of_shard
 from leaderless.planner.parts import PlannedNode, RoleInstance
@@ -25,22 +25,19 @@ class Cut:
     Attributes:
         generating: Nodes of the part that generates.
         training: Nodes of the part that trains.
-        capacity: Iterations in flight.
+        config: Settings of the channel.
         max_staleness: Most optimizer steps between the weights that sampled a row and those trained with it.
-        is_continuous: Whether the first part works on several iterations at once.
-        stragglers: Treatment of groups that are not finished when training needs rows, where `is_continuous`.
-        portions: Relative shares of the prompts of the ranks of the first part; empty if all are equal.
-        helpers: Ranks of the first part on the device of another one, and the latter.
     """
 
     generating: frozenset[str]
     training: frozenset[str]
-    capacity: int
+    config: ChannelConfig
     max_staleness: int
-    is_continuous: bool = False
-    stragglers: Stragglers = "wait"
-    portions: tuple[int, ...] = ()
-    helpers: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether the first part works on several iterations at once."""
+        return self.config.mode == "continuous"
 
 
 def find_cut(
@@ -115,16 +112,7 @@ class _Cutter:
             self._check_continuous(name, generating)
             self._check_portions(name, self.nodes[cut[0][0]].layout.ranks)
             self._check_helpers(name, generating, training)
-        return Cut(
-            generating,
-            training,
-            config.capacity,
-            self._staleness(name),
-            config.mode == "continuous",
-            config.stragglers,
-            tuple(config.portions),
-            tuple(sorted(config.helpers.items())),
-        )
+        return Cut(generating, training, config, self._staleness(name))
 
     def _named_pools(self) -> dict[Pool, str]:
         """The first node that a channel names on each pool."""
@@ -168,7 +156,8 @@ class _Cutter:
     def _without_edge(self, name: str) -> RecipeError:
         """Why there is nothing to put into a channel."""
         pool, ranks = self.pool[name], self.nodes[name].layout.ranks
-        trainer = next((node for node in self._on(pool) if node.spec.role_use == "train"), None)
+        there = (node for node in self.nodes.values() if self.pool[node.name] == pool)
+        trainer = next((node for node in there if node.spec.role_use == "train"), None)
         if trainer is None or self._use(name) == "train":
             message = f"no rows leave ranks {_format(pool)}, so nothing could be in it: name the node that generates"
             return RecipeError.at(f"channels.{name}", f"{message}, on ranks that do not train")
@@ -344,9 +333,6 @@ class _Cutter:
 
     def _use(self, name: str) -> str:
         return self.nodes[name].spec.role_use
-
-    def _on(self, pool: Pool) -> list[PlannedNode]:
-        return [node for node in self.nodes.values() if self.pool[node.name] == pool]
 
     def _nodes_on(self, ranks: Pool) -> list[str]:
         return [name for name, pool in self.pool.items() if pool <= ranks]

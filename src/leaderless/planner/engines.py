@@ -123,16 +123,8 @@ def rollout_engine(
             raise ValueError(f"@rollout_engine(updates={list(updates)}): '{update}' is none of {', '.join(UPDATES)}")
 
     def declare(function: Function) -> Function:
-        spec = RolloutEngineSpec(
-            name_of(function),
-            tuple(axes),
-            keeps_weights,
-            may_restart,
-            is_probed,
-            tuple(updates),
-            takes_images=takes_images,
-        )
-        return ENGINES.declare(function, spec)
+        own = tuple(axes), keeps_weights, may_restart, is_probed, tuple(updates)
+        return ENGINES.declare(function, RolloutEngineSpec(name_of(function), *own, takes_images=takes_images))
 
     return declare
 

@@ -172,3 +172,12 @@ def flat(actions: Sequence[Action]) -> Iterator[Action]:
         yield action
         if isinstance(action, Repeat | Windowed):
             yield from flat(action.body)
+
+
+def walked(schedule: Sequence[Action]) -> Iterator[tuple[Action, int, int]]:
+    """Entries on the way of ranks, the window that each works on, and the number of windows; what is repeated, once."""
+    for action in schedule:
+        if isinstance(action, Windowed):
+            yield from ((inner, window, action.num_windows) for inner, window in action.turns())
+        else:
+            yield from ((inner, 0, 1) for inner in flat([action]))

@@ -105,7 +105,10 @@ class Flow:
                 try:
                     spec.check(self.settings[node.name], node)
                 except RecipeError as error:
-                    raise self._for_role(error, node) from error
+                    # Settings that the role of a node has for itself have keys of their own.
+                    keys = [self.recipe.key_of(one.key, node.role, node.agents) for one in error.problems]
+                    found = [replace(one, key=key) for one, key in zip(error.problems, keys, strict=True)]
+                    raise RecipeError(found) from error
             self._check_sampling(node)
 
     def _check_sampling(self, node: Node) -> None:
@@ -119,11 +122,6 @@ class Flow:
                     f"is {values[other]!r} and that of role '{node.agents[0]}' is {values[node.agents[0]]!r}, but node "
                     f"'{node.name}' works on samples of both: make them equal, or select rows with `where`",
                 )
-
-    def _for_role(self, error: RecipeError, node: Node) -> RecipeError:
-        """The error of a check, with the keys of settings that the role of a node has for itself."""
-        keys = ((problem, self.recipe.key_of(problem.key, node.role, node.agents)) for problem in error.problems)
-        return RecipeError([replace(problem, key=key) for problem, key in keys])
 
     def _check_repeated(self) -> None:
         """Repeated nodes output whole groups, chosen by the last of them and all sampled with the same weights."""
@@ -170,18 +168,15 @@ class Flow:
                 found.setdefault(column, []).append(name)
         for column, writers in found.items():
             for first, second in combinations(writers, 2):
-                if not self._precedes(first, second) and self._share_rows(first, second):
+                mine, others = self.row_set_after(first), self.row_set_after(second)
+                share_rows = mine in self._rows.lineage(others) or others in self._rows.lineage(mine)
+                if not self._precedes(first, second) and share_rows:
                     raise RecipeError.at(
                         f"nodes.{second}.after",
                         f"nodes '{first}' and '{second}' both write '{column}', and neither comes after the other: "
                         f"add one to the other's `after`",
                     )
         return found
-
-    def _share_rows(self, first: str, second: str) -> bool:
-        """Whether one of two nodes writes about rows that were made from those of the other, or about the same."""
-        mine, others = self.row_set_after(first), self.row_set_after(second)
-        return mine in self._rows.lineage(others) or others in self._rows.lineage(mine)
 
     def _visit(self, node: Node) -> bool:
         """Trace what a node reads, if the node is needed at all."""
@@ -268,11 +263,6 @@ class Flow:
                         f"node before it scores: add one before it with {{run: own_log_probs, role: {role}}}",
                     )
 
-    def _scores_own(self, name: str) -> bool:
-        """Whether a node scores those of its rows that one role has sampled, and hands on scores of the others."""
-        spec = self.specs[name]
-        return spec.takes_own_rows and spec.role_use == "score"
-
     def _check_old_log_probs(self, trainer: Node) -> None:
         """A role is updated against its own log-probabilities, not against those of another role."""
         writer = self.sources[trainer.name].get(OLD_LOG_PROBS, DATA)
@@ -298,14 +288,17 @@ class Flow:
         writer = self.sources[reader].get(column)
         if writer is None:
             return
-        if writer != DATA and column in self.writes[writer] and self._scores_own(writer):
+        is_writer = writer == DATA or column in self.writes[writer]
+        spec = self.specs.get(writer)
+        # It scores those of its rows that one role has sampled, and hands on scores of the others.
+        if is_writer and spec is not None and spec.takes_own_rows and spec.role_use == "score":
             mine = scored_agent(self.workflow[writer])
             if mine in agents:
                 yield writer
             if others := agents - {mine}:
                 yield from self._origins(writer, column, others)
             return
-        if writer == DATA or column in self.writes[writer]:
+        if is_writer:
             yield writer
             return
         for maker in self._rows.makers(writer):

@@ -22,21 +22,15 @@ def judge_lines(recipe: Recipe, plan: Plan) -> list[tuple[str, str]]:
     node = next((node for node in plan.nodes if node.node.run == "reward"), None)
     if node is None:
         return []
-    settings, num_ranks = node.settings_of(recipe), node.layout.dp
-    return [(name, _line(settings, options, num_ranks)) for name, options in settings.reward.judges().items()]
-
-
-def _line(recipe: Recipe, options: JudgeOptions, num_ranks: int) -> str:
-    at_a_time = f"{_asked(recipe, options)}, at most {options.max_requests * num_ranks:,} requests at a time"
-    if options.role is None:
-        return f"{options.model} at {options.url}: {at_a_time}"
-    return f"role {options.role}: {at_a_time}, of {longest_question(recipe, options):,} tokens"
-
-
-def _asked(recipe: Recipe, options: JudgeOptions) -> str:
-    """The most questions of a step, without those that are repeated; rows of other sources and equal ones are fewer."""
-    groups, siblings = recipe.batch.prompts_per_step, recipe.batch.responses_per_prompt
-    return f"{groups * siblings * questions_per_response(options, siblings):,} questions a step"
+    recipe, lines = node.settings_of(recipe), list[tuple[str, str]]()
+    for name, options in recipe.reward.judges().items():
+        groups, siblings = recipe.batch.prompts_per_step, recipe.batch.responses_per_prompt
+        # Without those that are repeated; rows of other sources and equal ones are fewer.
+        asked = f"{groups * siblings * questions_per_response(options, siblings):,} questions a step"
+        asked += f", at most {options.max_requests * node.layout.dp:,} requests at a time"
+        own = f"role {options.role}: {asked}, of {longest_question(recipe, options):,} tokens"
+        lines.append((name, f"{options.model} at {options.url}: {asked}" if options.role is None else own))
+    return lines
 
 
 def questions_per_response(options: JudgeOptions, siblings: int) -> int:

@@ -103,18 +103,6 @@ def num_adapter_weights(rank: int, layers: Iterable[Linear]) -> tuple[int, int]:
     return total, whole
 
 
-def num_expert_adapter_weights(rank: int, num_experts: int, widths: tuple[int, int]) -> int:
-    """Number of weights of the adapters of a layer's experts; ranks divide all of them as they divide the experts.
-
-    Args:
-        rank: Rows of the first matrix of each.
-        num_experts: Number of experts.
-        widths: Numbers that an expert takes, and the inner ones after its gate.
-    """
-    outer, inner = widths
-    return num_experts * rank * ((outer + 2 * inner) + (inner + outer))
-
-
 def widest_inputs(layers: Iterable[Linear]) -> tuple[int, int]:
     """The most inputs of a layer: of those that ranks along `tp` do not divide, and of those that they do; or 0."""
     widest = {False: 0, True: 0}

@@ -1,4 +1,4 @@
-"""Which nodes go through iterations together, and what joins one iteration to another."""
+"""Which nodes go through iterations together, what joins one iteration to another, and what goes between nodes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from functools import partial
 
 from leaderless.config import Recipe
 from leaderless.planner.cuts import Cut, find_cut
-from leaderless.planner.edges import bytes_in_flight
-from leaderless.planner.entries import Action, Load, Pull, Push, Reshard, RunNode, SyncWeights
+from leaderless.planner.entries import Action, Load, Pull, Push, Reshard, RunNode
 from leaderless.planner.layout import all_ranks
-from leaderless.planner.parts import Channel, Loop, PlannedNode, RoleInstance
-from leaderless.planner.schedule import entries_of, make_schedule, syncs_of, with_history
+from leaderless.planner.parts import Channel, Edge, EdgeKind, Loop, PlannedNode, RoleInstance
+from leaderless.planner.row_sets import DATA
+from leaderless.planner.schedule import entries_of, is_expanded, make_schedule, syncs_of, with_history
 from leaderless.planner.waits import find_circle
+from leaderless.workflow.columns import EXPERTS_PER_TOKEN, IMAGE_BYTES_PER_TOKEN, column_of
 
 
 def make_loops(
@@ -29,7 +30,10 @@ def make_loops(
     cut = find_cut(recipe, nodes, instances, repeated)
     if cut is None:
         loop = _loop(nodes, make_schedule(recipe, nodes, instances, repeated))
-        return (loop,), (_surplus(recipe, loop),) if repeated else ()
+        # Repeated nodes leave groups for the next iteration of their own loop: fewer than it takes, and it takes them
+        # first, so that none waits longer than an iteration.
+        surplus = Channel(f"{loop.name}->{loop.name}", "rows", loop.name, loop.name, 1, recipe.batch.updates_per_step)
+        return (loop,), (surplus,) if repeated else ()
     loops, channels = _cut_in_two(recipe, nodes, instances, cut)
     circle = find_circle(loops, channels)
     assert not circle, f"these would wait for each other: {', '.join(circle)}"
@@ -59,15 +63,6 @@ def _loop(nodes: Sequence[PlannedNode], schedule: Sequence[Action], lag: int = 0
     return Loop(nodes[0].name, tuple(node.name for node in nodes), ranks, tuple(schedule), lag)
 
 
-def _surplus(recipe: Recipe, loop: Loop) -> Channel:
-    """What repeated nodes leave over for the next iteration of their own loop.
-
-    Fewer groups are left than an iteration takes, and it takes them first: none waits longer than an iteration.
-    """
-    updates = recipe.batch.updates_per_step
-    return Channel(f"{loop.name}->{loop.name}", "rows", loop.name, loop.name, capacity=1, max_staleness=updates)
-
-
 def _cut_in_two(
     recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance], cut: Cut
 ) -> tuple[tuple[Loop, ...], tuple[Channel, ...]]:
@@ -85,14 +80,17 @@ def _cut_in_two(
     behind = [entry for entry in own if _first_rank(entry, nodes) not in ranks]
 
     names = generating[0].name, training[0].name
-    channel = partial(Channel, capacity=cut.capacity, max_staleness=cut.max_staleness)
+    config = cut.config
+    channel = partial(Channel, capacity=config.capacity, max_staleness=cut.max_staleness)
     weights = [
-        channel(f"{sync.role}=>{_first_user(nodes, sync).name}", "weights", *reversed(names), sync=sync)
+        channel(f"{sync.role}=>{user.name}", "weights", *reversed(names), sync=sync)
         for sync in syncs
         if sync.target_layout.ranks[0] in ranks
+        for user in [next(x for x in nodes if x.node.role == sync.role and x.layout == sync.target_layout)]
     ]
     # What a layout has already when rows arrive depends on all that comes before in the loop that takes them.
-    arrives = next(place for place, entry in enumerate(behind) if _takes_rows(entry, nodes, cut))
+    taking = {RunNode(x.name) for x in nodes if not cut.generating.isdisjoint({x.row_set, *x.reads.values()})}
+    arrives = next(place for place, entry in enumerate(behind) if entry in taking)
     behind = with_history(nodes, [*behind[:arrives], *sent, *behind[arrives:]], [])
     arriving, behind[arrives : arrives + len(sent)] = behind[arrives : arrives + len(sent)], []
     reshards = tuple(entry for entry in arriving if isinstance(entry, Reshard))
@@ -106,9 +104,15 @@ def _cut_in_two(
     before = with_history(nodes, before, [])
     before.insert(done, Push(rows.name))
     before[:0] = [Pull(one.name) for one in weights]
-    before = [replace(entry, portions=cut.portions) if isinstance(entry, Load) else entry for entry in before]
-    ahead = _loop(generating, before, lag=cut.capacity)
-    ahead = replace(ahead, is_continuous=cut.is_continuous, stragglers=cut.stragglers, helpers=cut.helpers)
+    if cut.is_continuous:
+        generate = partial(replace, is_continuous=True, portions=tuple(config.portions))
+        before = [generate(entry) if isinstance(entry, Load) else entry for entry in before]
+    ahead = replace(
+        _loop(generating, before, lag=config.capacity),
+        is_continuous=cut.is_continuous,
+        stragglers=config.stragglers,
+        helpers=tuple(sorted(config.helpers.items())),
+    )
     return (ahead, _loop(training, behind)), (rows, *weights)
 
 
@@ -123,12 +127,48 @@ def _first_rank(entry: Action, nodes: Sequence[PlannedNode]) -> int:
             raise AssertionError(f"{entry} is no part of a plan with channels")
 
 
-def _takes_rows(entry: Action, nodes: Sequence[PlannedNode], cut: Cut) -> bool:
-    """Whether an entry runs a node that works on rows, or reads columns, of the loop that generates."""
-    node = next((node for node in nodes if entry == RunNode(node.name)), None)
-    return node is not None and not cut.generating.isdisjoint({node.row_set, *node.reads.values()})
+def edges_of(recipe: Recipe, nodes: Sequence[PlannedNode], loops: Sequence[Loop]) -> tuple[Edge, ...]:
+    """The columns between nodes, by reader and the node that it reads from."""
+    layouts = {node.name: node.layout for node in nodes}
+    loop_of = {name: loop.name for loop in loops for name in loop.nodes}
+    edges: list[Edge] = []
+    for node in nodes:
+        is_sampled = is_expanded(nodes, node.row_set)
+        for source in sorted(set(node.reads.values())):
+            columns = tuple(column for column, provider in node.reads.items() if provider == source)
+            kind: EdgeKind = "channel" if loop_of.get(source, loop_of[node.name]) != loop_of[node.name] else "reshard"
+            if source == DATA or layouts[source].holds_rows_like(node.layout):
+                kind = "local"
+            size = sum(_max_bytes(recipe, column, node.node.agents, is_sampled=is_sampled) for column in columns)
+            edges.append(Edge(source, node.name, columns, kind, size))
+    return tuple(edges)
 
 
-def _first_user(nodes: Sequence[PlannedNode], sync: SyncWeights) -> PlannedNode:
-    """The first node that uses a copy of a role's weights."""
-    return next(node for node in nodes if node.node.role == sync.role and node.layout == sync.target_layout)
+def bytes_in_flight(recipe: Recipe, nodes: Sequence[PlannedNode], reshards: Sequence[Reshard]) -> int:
+    """Most bytes that a rank holds of one iteration's rows, every sequence as long as it may be.
+
+    A column is held once, however many layouts it is sent to.
+    """
+    held: dict[tuple[str, str], int] = {}
+    for reshard in reshards:
+        source = next(node for node in nodes if node.name == reshard.source)
+        is_sampled = is_expanded(nodes, reshard.row_set)
+        for column in reshard.columns:
+            size = _max_bytes(recipe, column, source.node.agents, is_sampled=is_sampled)
+            held[reshard.source, column] = -(-size // reshard.source_layout.dp)
+    return sum(held.values())
+
+
+def _max_bytes(recipe: Recipe, name: str, agents: Sequence[str], *, is_sampled: bool) -> int:
+    """Bytes of a column over all ranks, every sequence as long as it may be."""
+    column, data, batch = column_of(name), recipe.data, recipe.batch
+    response = recipe.longest_response(agents) if is_sampled else data.max_response_tokens
+    longest = {
+        None: 1,
+        "prompt_tokens": data.max_prompt_tokens,
+        "image_bytes": data.max_prompt_tokens * IMAGE_BYTES_PER_TOKEN,
+        "later_image_bytes": response * IMAGE_BYTES_PER_TOKEN,
+        "experts": (data.max_prompt_tokens + response) * EXPERTS_PER_TOKEN,
+    }.get(column.axis, response)
+    siblings = batch.responses_per_prompt * max(1, len(agents)) if is_sampled and not column.is_prompt else 1
+    return batch.prompts_per_step * siblings * longest * column.item_bytes

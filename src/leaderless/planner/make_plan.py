@@ -10,11 +10,10 @@ from dataclasses import replace
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.planner import checks
 from leaderless.planner.checks.draft import Draft
-from leaderless.planner.edges import edges_of
 from leaderless.planner.flow import Flow
 from leaderless.planner.judges import check_context, check_judges, check_judging, with_judges
 from leaderless.planner.layout import Cluster, Layout, make_layouts, most_prompts_of_rank
-from leaderless.planner.loops import make_loops, with_staleness
+from leaderless.planner.loops import edges_of, make_loops, with_staleness
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
 from leaderless.planner.parts import BatchSizes, PlannedNode, RoleInstance

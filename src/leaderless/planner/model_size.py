@@ -16,12 +16,11 @@ from leaderless.planner.linear_layers import (
     Linear,
     decoder_layers,
     num_adapter_weights,
-    num_expert_adapter_weights,
     widest_inputs,
     with_adapters,
 )
 from leaderless.planner.pipeline import layers_of_stage
-from leaderless.planner.vision_size import TEXT, VisionSize, text_config, vision_layers, vision_size
+from leaderless.planner.vision_size import TEXT, VisionSize, text_config, vision_tower
 
 QKV_BIAS = {"qwen2", "qwen2_moe"}
 """Families with biases in queries, keys and values, whatever their configuration says."""
@@ -40,6 +39,7 @@ _COUNTS = (
     "vocab_size",
     "max_position_embeddings",
 )
+_OF_ADAPTERS = ("num_adapter_parameters", "num_whole_adapter_parameters", "num_expert_adapter_parameters")
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,8 @@ class ModelSize:
             num_layer_parameters=layers,
             num_layers=num_layers,
             num_expert_parameters=self.num_expert_parameters * num_layers // self.num_layers,
-            num_adapter_parameters=-(-self.num_adapter_parameters * num_layers // self.num_layers),
-            num_whole_adapter_parameters=-(-self.num_whole_adapter_parameters * num_layers // self.num_layers),
-            num_expert_adapter_parameters=-(-self.num_expert_adapter_parameters * num_layers // self.num_layers),
             vision=self.vision if stage == 0 else None,
+            **{name: -(-getattr(self, name) * num_layers // self.num_layers) for name in _OF_ADAPTERS},
         )
 
     def num_kv_parts(self, layout: Layout) -> int:
@@ -211,26 +209,15 @@ def read_model_size(model: ModelConfig, key: str = "models", *, is_critic: bool 
         vision: VisionSize | None = None
         seen: Sequence[Linear] = ()
         if config["model_type"] in TEXT:
-            vision, seen = vision_size(config, is_frozen=model.freeze_vision), vision_layers(config)
+            vision, seen = vision_tower(config, is_frozen=model.freeze_vision)
             config = text_config(config)
         nothing = next((name for name in _COUNTS if int(config[name]) < 1), None)
         if nothing is None:
-            size = _with_vision(_decoder_size(config, is_critic=is_critic), vision)
+            size = _decoder_size(config, vision, is_critic=is_critic)
             return _with_adapters(size, config, seen, model, lora) if lora else size
     except (OSError, ValueError, KeyError, TypeError):
         return None
     raise RecipeError.at(key, f"{path}: {nothing} is {config[nothing]}, but must be at least 1: the file is damaged")
-
-
-def _with_vision(size: ModelSize, vision: VisionSize | None) -> ModelSize:
-    if vision is None:
-        return size
-    return replace(
-        size,
-        num_parameters=size.num_parameters + vision.num_parameters,
-        num_layer_parameters=size.num_layer_parameters + vision.num_parameters,
-        vision=vision,
-    )
 
 
 def model_file(model: ModelConfig, name: str) -> Path | None:
@@ -250,7 +237,7 @@ def model_file(model: ModelConfig, name: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
+def _decoder_size(config: dict[str, int], vision: VisionSize | None, *, is_critic: bool) -> ModelSize:
     family = str(config["model_type"])
     hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     heads = config["num_attention_heads"]
@@ -271,6 +258,7 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
     num_mixed, intermediate = sum(_is_mixture(config, layer) for layer in range(layers)), config["intermediate_size"]
     feed_forward = [_feed_forward(config, layer) for layer in range(layers)]
     in_layers = layers * (attention + 2 * hidden) + sum(weights for weights, _ in feed_forward)
+    in_layers += vision.num_parameters if vision else 0
     return ModelSize(
         num_parameters=in_layers + embeddings + hidden,
         num_layer_parameters=in_layers,
@@ -287,6 +275,7 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
         num_expert_parameters=num_mixed * experts * 3 * hidden * (config.get("moe_intermediate_size") or intermediate),
         max_positions=config["max_position_embeddings"],
         is_tied=bool(is_tied) and not is_critic,
+        vision=vision,
     )
 
 
@@ -307,7 +296,8 @@ def _with_adapters(
     rank = lora.rank_of_expert(size.num_chosen_experts or 1)
     with_experts = [layer for layer, has_experts in enumerate(mixed) if has_experts and rank is not None]
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
-    of_experts = len(with_experts) * num_expert_adapter_weights(rank or 0, size.num_experts, (hidden, inner))
+    # An adapter of each expert's gate and other factor, and one of what comes back; ranks divide all with the experts.
+    of_experts = len(with_experts) * size.num_experts * (rank or 0) * ((hidden + 2 * inner) + (inner + hidden))
     return replace(
         size,
         num_adapter_parameters=total + of_experts,

@@ -13,8 +13,7 @@ from typing import Literal, NamedTuple
 from jinja2 import Environment, Template
 
 from leaderless.planner.entries import Repeat, SyncWeights
-from leaderless.planner.lanes import FRAME, Frame, Wire, place_lanes
-from leaderless.planner.layering import Link, Point, place
+from leaderless.planner.layering import FRAME, Frame, Link, Point, Wire, place, place_lanes
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory_parts import format_bytes
 from leaderless.planner.parts import Loop, PlannedNode
@@ -82,20 +81,39 @@ class _Picture:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.data = [DATA if lane == 0 else f"{DATA} {lane}" for lane in range(len(plan.loops))]
-        lanes = [list(_lines(plan, *lane)) for lane in zip(plan.loops, self.data, strict=True)]
+        lanes = [
+            [*_edges(plan, loop, data), *_weights(plan, loop), *_orders(plan, loop, data)]
+            for loop, data in zip(plan.loops, self.data, strict=True)
+        ]
         self.lines = [line for lines in lanes for line in lines]
         self.position = dict.fromkeys(self.data, 0)
         self.position |= {node.name: index for index, node in enumerate(plan.nodes, start=1)}
-        self.texts = dict.fromkeys(self.data, _data_texts(plan)) | {node.name: _node_texts(node) for node in plan.nodes}
+        prompts, samples = plan.batch.prompts_per_step, plan.batch.samples_per_step
+        of_data = DATA, _count(prompts, "prompt") + " a step", f"for {_count(samples, 'sample')}" * (samples != prompts)
+        self.texts = dict.fromkeys(self.data, of_data) | {
+            node.name: (node.name, node.node.run.rpartition(":")[2] + _role(node), str(node.layout))
+            for node in plan.nodes
+        }
         self.pools = list(dict.fromkeys(node.layout.ranks for node in plan.nodes))
-        self.widths = {name: _box_width(texts) for name, texts in self.texts.items()}
-        links = [[self._link(line) for line in lines] for lines in lanes]
+        self.widths = {
+            name: max(
+                120.0,
+                min(max(text_width(text, size) for text, (_, size) in zip(own, TEXTS, strict=True)), MAX_TEXT) + 28,
+            )
+            for name, own in self.texts.items()
+        }
+        # Weights go back up to the node that uses them, but a link is placed downwards.
+        links = [
+            [Link(*sorted((one.source, one.target), key=self.position.__getitem__), one.label_width) for one in lines]
+            for lines in lanes
+        ]
         names = [
             [data] * any(line.source == data for line in lines) + list(loop.nodes)
             for data, loop, lines in zip(self.data, plan.loops, lanes, strict=True)
         ]
         boxes = [{name: (self.widths[name], BOX_HEIGHT) for name in own} for own in names]
-        self.titles, self.channels = [_loop_text(loop) for loop in plan.loops], list(_channels(plan))
+        self.titles = [f"loop {loop.name}, ranks {format_ranks(loop.ranks)}, {loop.pace}" for loop in plan.loops]
+        self.channels = list(_channels(plan))
         self.frames: tuple[Frame, ...] = ()
         self.wires: tuple[Wire, ...] = ()
         if len(plan.loops) == 1:
@@ -106,11 +124,6 @@ class _Picture:
         label_width = max((line.label_width for line in self.channels), default=0.0)
         titles = [text_width(title, TEXT_SIZE) for title in self.titles]
         self.placement, self.frames, self.wires = place_lanes(boxes, links, ends, label_width, titles)
-
-    def _link(self, line: _Line) -> Link:
-        # Weights go back up to the node that uses them, but a link is placed downwards.
-        upper, lower = sorted((line.source, line.target), key=self.position.__getitem__)
-        return Link(upper, lower, line.label_width)
 
     def values(self) -> Values:
         """Everything that the template needs."""
@@ -208,20 +221,14 @@ class _Picture:
         return items, width, top
 
 
-def _lines(plan: Plan, loop: Loop, data: str) -> Iterator[_Line]:
-    """Lines between the nodes of a loop, and from the box of its data."""
-    yield from _edges(plan, loop, data)
-    yield from _weights(plan, loop)
-    yield from _orders(plan, loop, data)
-
-
 def _edges(plan: Plan, loop: Loop, data: str) -> Iterator[_Line]:
     for edge in plan.edges:
         if edge.kind == "channel" or edge.target not in loop.nodes:
             continue
         size = format_bytes(edge.max_bytes)
         moves = f"to other ranks, at most {size} a step" if edge.kind == "reshard" else "same ranks, nothing moves"
-        label = _columns_label(edge.columns) + (f", {size}" if edge.kind == "reshard" else "")
+        first, num_more = clip(edge.columns[0], CODE_SIZE, MAX_TEXT), len(edge.columns) - 1
+        label = first + f" +{num_more}" * (num_more > 0) + f", {size}" * (edge.kind == "reshard")
         tooltip = f"{edge.source} -> {edge.target} ({moves})\n" + "\n".join(edge.columns)
         yield _Line(data if edge.source == DATA else edge.source, edge.target, edge.kind, label, tooltip)
 
@@ -230,14 +237,8 @@ def _weights(plan: Plan, loop: Loop) -> Iterator[_Line]:
     """From the node that trains a role to the first that uses a copy of it elsewhere."""
     for action in loop.schedule:
         if isinstance(action, SyncWeights):
-            trainer, served = _ends_of(plan, action)
-            yield _Line(trainer, served, "weights", "weights", _weights_text(plan, action))
-
-
-def _ends_of(plan: Plan, action: SyncWeights) -> tuple[str, str]:
-    """The node that trains a role, and the first that uses the copy."""
-    trainer = [node for node in plan.nodes if (action.role, "train") in node.uses][-1]
-    return trainer.name, _users_of(plan, action)[0]
+            trainer = [node.name for node in plan.nodes if (action.role, "train") in node.uses][-1]
+            yield _Line(trainer, _users_of(plan, action)[0], "weights", "weights", _weights_text(plan, action))
 
 
 def _users_of(plan: Plan, action: SyncWeights) -> list[str]:
@@ -274,18 +275,9 @@ def _channels(plan: Plan) -> Iterator[_Line]:
             yield line(kind="channel", tooltip="\n".join(sent))
 
 
-def _node_texts(node: PlannedNode) -> tuple[str, str, str]:
-    return node.name, node.node.run.rpartition(":")[2] + _role(node), str(node.layout)
-
-
 def _role(node: PlannedNode) -> str:
     roles = dict.fromkeys(role for role, _ in node.uses)
     return f", role{'s' * (len(roles) > 1)} {', '.join(roles)}" if roles else ""
-
-
-def _data_texts(plan: Plan) -> tuple[str, str, str]:
-    prompts, samples = plan.batch.prompts_per_step, plan.batch.samples_per_step
-    return DATA, _count(prompts, "prompt") + " a step", f"for {_count(samples, 'sample')}" * (samples != prompts)
 
 
 def _node_tooltip(node: PlannedNode) -> str:
@@ -295,10 +287,6 @@ def _node_tooltip(node: PlannedNode) -> str:
     return "\n".join([what, run, str(node.layout), f"reads {reads or 'nothing'}", f"writes {writes or 'nothing'}"])
 
 
-def _loop_text(loop: Loop) -> str:
-    return f"loop {loop.name}, ranks {format_ranks(loop.ranks)}, {loop.pace}"
-
-
 def _repeat_text(repeat: Repeat) -> str:
     return (
         f"repeated until {_count(repeat.num_groups, 'group')} have come out of {repeat.last}, "
@@ -306,18 +294,8 @@ def _repeat_text(repeat: Repeat) -> str:
     )
 
 
-def _columns_label(columns: Sequence[str]) -> str:
-    first = clip(columns[0], CODE_SIZE, MAX_TEXT)
-    return f"{first} +{len(columns) - 1}" if len(columns) > 1 else first
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _box_width(texts: Sequence[str]) -> float:
-    widths = (text_width(text, size) for text, (_, size) in zip(texts, TEXTS, strict=True))
-    return max(120.0, min(max(widths), MAX_TEXT) + 28)
 
 
 def _legal(value: object) -> object:

@@ -27,6 +27,8 @@ from leaderless.planner.parts import BatchSizes, Channel, Edge, Loop, PlannedNod
 if TYPE_CHECKING:
     from leaderless.planner.memory_parts import MemoryEstimate
 
+_CHANNEL = ("name", "kind", "source", "target", "capacity", "max_staleness", "max_bytes")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -189,26 +191,12 @@ class Plan:
                 for node in self.nodes
             ],
             "loops": [
-                {
-                    "name": loop.name,
-                    "nodes": list(loop.nodes),
-                    "ranks": format_ranks(loop.ranks),
-                    "lag": loop.lag,
-                    "is_continuous": loop.is_continuous,
-                }
+                {name: getattr(loop, name) for name in ("name", "nodes", "lag", "is_continuous")}
+                | {"ranks": format_ranks(loop.ranks)}
                 for loop in self.loops
             ],
             "channels": [
-                {
-                    "name": channel.name,
-                    "kind": channel.kind,
-                    "source": channel.source,
-                    "target": channel.target,
-                    "capacity": channel.capacity,
-                    "max_staleness": channel.max_staleness,
-                    "max_bytes": channel.max_bytes,
-                    "sends": [str(transfer) for transfer in channel.transfers],
-                }
+                {name: getattr(channel, name) for name in _CHANNEL} | {"sends": list(map(str, channel.transfers))}
                 for channel in self.channels
             ],
             "repeat": repeat,

@@ -21,16 +21,11 @@ def layouts_with_axes(plan: Plan) -> tuple[Layout, ...]:
 
 def process_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Ranks of each process group of the main thread, besides all ranks and those along axes, in the same order."""
-    return list(dict.fromkeys(_process_groups(plan)))
-
-
-def _process_groups(plan: Plan) -> Iterator[tuple[int, ...]]:
-    yield from (plan.ranks_of(action) for action in flat(plan.schedule))
-    yield from (instance.layout.ranks for instance in plan.instances)
-    yield from asking_ranks(plan.instances)
+    found = [plan.ranks_of(action) for action in flat(plan.schedule)]
+    found += [*(instance.layout.ranks for instance in plan.instances), *asking_ranks(plan.instances)]
     for loop in plan.loops:
-        yield loop.ranks
-        yield from metric_pools(plan, loop)
+        found += [loop.ranks, *metric_pools(plan, loop)]
+    return list(dict.fromkeys(found))
 
 
 def metric_pools(plan: Plan, loop: Loop) -> Iterator[tuple[int, ...]]:

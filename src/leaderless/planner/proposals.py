@@ -82,7 +82,9 @@ def _ranked(recipe: Recipe, like: Plan, nodes: Mapping[str, NodeSeconds], links:
     least = NOTABLE * sum(mean.values())
     notable = {name for name in mean if mean[name] >= least > 0 and like[name].spec.role_use == "none"}
     is_ahead = len(like.loops) > 1
-    found = list(_candidates(base, notable, is_ahead=is_ahead))
+    # The lag of generation is kept: other numbers would follow from another one.
+    allowed = Allowed(max_lag=int(is_ahead), alone=notable)
+    found = [one for one in candidates_of(base, allowed) if bool(one.lag) == is_ahead]
     profile = _profile_of(recipe, base, nodes)
     rough = Rough(base, profile, StepSeconds(profile, recipe))
     if not links.byte_s:
@@ -109,13 +111,6 @@ def _turned(candidate: Candidate, world_size: int) -> Iterator[Candidate]:
             places = {pool: (end - pool[1] + pool[0], end) for pool, end in zip(order, ends, strict=True)}
             moved = {name: places.get(pool, pool) for name, pool in candidate.pools.items()}
             yield replace(candidate, pools=moved)
-
-
-def _candidates(base: Plan, notable: set[str], *, is_ahead: bool) -> Iterator[Candidate]:
-    """Candidates that keep the lag of generation: it is what it is, as other numbers would follow from another one."""
-    for candidate in candidates_of(base, Allowed(max_lag=int(is_ahead), alone=notable)):
-        if bool(candidate.lag) == is_ahead:
-            yield candidate
 
 
 def _profile_of(recipe: Recipe, plan: Plan, nodes: Mapping[str, NodeSeconds]) -> Profile:

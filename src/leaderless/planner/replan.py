@@ -5,13 +5,13 @@ Everything here is a pure function of facts that all ranks have agreed on, so al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from leaderless.config import Problem, Recipe, RecipeError
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.schedule import ScheduleConfig
-from leaderless.planner.entries import Action, Reshard, RunNode, SyncWeights, Windowed, flat
+from leaderless.planner.entries import Action, Reshard, RunNode, SyncWeights, walked
 from leaderless.planner.layout import Cluster, Layout, in_proportion
 from leaderless.planner.links import Links
 from leaderless.planner.make_plan import make_plan
@@ -110,14 +110,10 @@ def alternatives(recipe: Recipe, like: Plan) -> dict[str, Plan]:
                 check_exchangeable(recipe, like, plans[name])
         except RecipeError as error:
             key = f"schedule.layouts.{name}"
-            problems = [Problem(f"{key}{_below(problem.key)}", problem.message) for problem in error.problems]
+            below = [one.key.removeprefix("layout") * one.key.startswith("layout.") for one in error.problems]
+            problems = [Problem(key + end, one.message) for end, one in zip(below, error.problems, strict=True)]
             raise RecipeError(problems) from error
     return plans
-
-
-def _below(key: str) -> str:
-    """The end of a key of the section `layout`; empty for another one."""
-    return key.removeprefix("layout") if key.startswith("layout.") else ""
 
 
 @dataclass
@@ -197,12 +193,8 @@ def loop_seconds(plan: Plan, loop: Loop, nodes: Mapping[str, NodeSeconds], links
     each other. In windows, rows travel in the background, as they do through channels.
     """
     walk = _Walk(plan, nodes, links or Links())
-    for action in _top(loop.schedule):
-        if isinstance(action, Windowed):
-            for inner, window in action.turns():
-                walk.enter(inner, window, action.num_windows)
-        else:
-            walk.enter(action)
+    for action, window, num_windows in walked(loop.schedule):
+        walk.enter(action, window, num_windows)
     return max(walk.clocks)
 
 
@@ -215,12 +207,6 @@ def lost_seconds(plan: Plan, took: Mapping[str, float]) -> float:
     return max(((loop.lag + 1) / 2 * took[loop.name] for loop in plan.continuous_loops), default=0.0)
 
 
-def _top(actions: Sequence[Action]) -> Iterator[Action]:
-    """The entries of a schedule; what is repeated comes once, as the seconds of its nodes are those of all rounds."""
-    for action in actions:
-        yield from [action] if isinstance(action, Windowed) else flat([action])
-
-
 class _Walk:
     """The clocks of all ranks."""
 
@@ -229,7 +215,7 @@ class _Walk:
         self.clocks = [0.0] * plan.world_size
         self._arrived: dict[tuple[tuple[int, ...], int], float] = {}
 
-    def enter(self, action: Action, window: int = 0, num_windows: int = 1) -> None:
+    def enter(self, action: Action, window: int, num_windows: int) -> None:
         """Go through an entry, or one window of it."""
         match action:
             case RunNode(name):
@@ -241,8 +227,9 @@ class _Walk:
             case Reshard():
                 self._meet(action.ranks)
             case SyncWeights(role, source, target):
-                byte_s = self._links.sending(source.ranks, target.ranks)
-                self._meet(action.ranks, byte_s * _weight_bytes(self._plan, role))
+                size = self._plan.sizes.get(role)  # four bytes for each weight are the most that ranks are sent
+                num_bytes = 4 * size.num_trained if size is not None else 0
+                self._meet(action.ranks, self._links.sending(source.ranks, target.ranks) * num_bytes)
 
     def _run(self, name: str, window: int, num_windows: int) -> None:
         node = self._plan[name]
@@ -258,12 +245,6 @@ class _Walk:
         latest = max(self.clocks[rank] for rank in ranks)
         for rank in ranks:
             self.clocks[rank] = latest + seconds
-
-
-def _weight_bytes(plan: Plan, role: str) -> int:
-    """Bytes of a role's weights, with four for each, which is the most that ranks are sent; 0 of an unknown model."""
-    size = plan.sizes.get(role)
-    return 4 * size.num_trained if size is not None else 0
 
 
 @dataclass(frozen=True)

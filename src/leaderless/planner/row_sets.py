@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -126,7 +126,10 @@ class RowSets:
         )
 
     def _place(self, node: Node, rows: str) -> None:
-        node = _with_roles(node, spec_of(replace(node, judges=())))
+        bare = spec_of(replace(node, judges=()))
+        roles = bare.roles_of(node)
+        main = next((role for name, role in roles.items() if bare.roles[name] == bare.role_use), None)
+        node = replace(node, role=main, roles=(*roles.items(), *node.judges))
         spec = spec_of(node)
         self._nodes[node.name], self.specs[node.name], self.of[node.name] = node, spec, rows
         self.after[node.name] = rows if spec.rows == "same" else node.name
@@ -181,7 +184,10 @@ class RowSets:
         self._sets[name] = RowSet(
             heads,
             frozenset[str]().union(*(row_set.expanders for row_set in sets)),
-            {column: _union((row_set.selected or {})[column] for row_set in sets) for column in columns},
+            {
+                column: tuple(dict.fromkeys(x for one in sets for x in (one.selected or {})[column]))
+                for column in columns
+            },
             tuple(dict.fromkeys(agent for row_set in sets for agent in row_set.agents)),
         )
         return name
@@ -201,12 +207,19 @@ class RowSets:
         for column, values in node.where:
             if column == AGENT:
                 selected.setdefault(AGENT, given.agents)
-                _check_agents(node, values, given.agents)
+                strange = next((value for value in values if value not in given.agents), None)
+                if strange is not None:
+                    raise RecipeError.at(
+                        f"nodes.{node.name}.where.{AGENT}",
+                        f"no row before node '{node.name}' is sampled by a role "
+                        f"'{strange}'{nearest(str(strange), given.agents)}",
+                    )
             kept = tuple(value for value in values if value in selected.get(column, values))
             if not kept:
                 raise RecipeError.at(
                     f"nodes.{node.name}.where.{column}",
-                    f"no row is left: those of '{rows}' were selected by {column}={_listed(selected[column])} before",
+                    f"no row is left: those of '{rows}' were selected by {column}="
+                    f"{', '.join(map(str, selected[column]))} before",
                 )
             if set(kept) != set(selected.get(column, ())):
                 conditions.append((column, kept))
@@ -245,27 +258,3 @@ class RowSets:
         taken = {*self._nodes, *(node.name for node in self._written.nodes)}
         names = (name if number == 1 else f"{name}{number}" for number in range(1, len(taken) + 2))
         return next(free for free in names if free not in taken)
-
-
-def _with_roles(node: Node, spec: StageSpec) -> Node:
-    """A node with the role of each parameter of its stage, and with its main role."""
-    roles = spec.roles_of(node)
-    main = next((role for name, role in roles.items() if spec.roles[name] == spec.role_use), None)
-    return replace(node, role=main, roles=(*roles.items(), *node.judges))
-
-
-def _check_agents(node: Node, values: Sequence[Value], known: Sequence[str]) -> None:
-    strange = next((value for value in values if value not in known), None)
-    if strange is not None:
-        raise RecipeError.at(
-            f"nodes.{node.name}.where.{AGENT}",
-            f"no row before node '{node.name}' is sampled by a role '{strange}'{nearest(str(strange), known)}",
-        )
-
-
-def _union(values: Iterable[tuple[Value, ...]]) -> tuple[Value, ...]:
-    return tuple(dict.fromkeys(value for one in values for value in one))
-
-
-def _listed(values: Iterable[Value]) -> str:
-    return ", ".join(map(str, values))

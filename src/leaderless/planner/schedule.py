@@ -32,7 +32,7 @@ def make_schedule(
     if repeated:
         done = 1 + schedule.index(RunNode(repeated[-1]))
         schedule[:done] = [_repeat(recipe, nodes, schedule[:done])]
-    if not repeated:
+    else:
         schedule = _in_windows(nodes, schedule, recipe.batch.windows_per_step)
     return (*with_history(nodes, schedule, []), *syncs_of(instances))
 
@@ -146,15 +146,12 @@ def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode)
             rows = source.row_set_after
             whole = keeps_groups(recipe, nodes, rows, layout)
             num_updates = recipe.batch.parts_per_step if _are_trained(nodes, rows, layout) else 1
-            entry = Reshard(source.name, rows, columns, source.layout, layout, whole, num_updates=num_updates)
-            reshards.append(replace(entry, quadratic_tokens=_quadratic_tokens(peers)))
+            # Of the readers, one that trains has the most work.
+            trained_first = sorted(peers, key=lambda node: node.spec.role_use != "train")
+            quadratic = next((x.quadratic_tokens for x in trained_first if x.quadratic_tokens), QUADRATIC_TOKENS)
+            own = source.name, rows, columns, source.layout, layout, whole
+            reshards.append(Reshard(*own, num_updates=num_updates, quadratic_tokens=quadratic))
     return reshards
-
-
-def _quadratic_tokens(readers: Sequence[PlannedNode]) -> int:
-    """The length at which attention is half of the work, for the reader with the most work: one that trains, if any."""
-    trained_first = sorted(readers, key=lambda node: node.spec.role_use != "train")
-    return next((node.quadratic_tokens for node in trained_first if node.quadratic_tokens), QUADRATIC_TOKENS)
 
 
 def _are_trained(nodes: Sequence[PlannedNode], row_set: str, layout: Layout) -> bool:

@@ -69,7 +69,8 @@ def print_plan(
         _section(console, "Where clients ask", _table("", "", rows=doors))
     if judges:
         _section(console, "Judges", _table("", "", rows=judges))
-    _section(console, "Models", _instances(plan))
+    models = [(Text(one.role, "bold"), str(one.layout), _use(one, plan.sizes.get(one.role))) for one in plan.instances]
+    _section(console, "Models", _table("role", "layout", "use", rows=models))
     if plan.memory is None:
         _section(console, "Memory of the fullest rank", _table("", rows=[(UNKNOWN_MEMORY,)]))
     else:
@@ -215,15 +216,7 @@ def _repeat(repeat: Repeat) -> Table:
 
 
 def _loops(plan: Plan) -> Table:
-    rows = [
-        (
-            Text(loop.name, "bold"),
-            format_ranks(loop.ranks),
-            loop.pace,
-            ", ".join(loop.nodes),
-        )
-        for loop in plan.loops
-    ]
+    rows = [(Text(x.name, "bold"), format_ranks(x.ranks), x.pace, ", ".join(x.nodes)) for x in plan.loops]
     return _table("loop", "ranks", "", "nodes", rows=rows)
 
 
@@ -289,11 +282,6 @@ def _action(action: Action) -> Text:
     style = "yellow" if isinstance(action, Reshard | Push | Pull) else ""
     style = "magenta" if isinstance(action, SyncWeights) else style
     return Text(str(action), style)
-
-
-def _instances(plan: Plan) -> Table:
-    rows = [(Text(one.role, "bold"), str(one.layout), _use(one, plan.sizes.get(one.role))) for one in plan.instances]
-    return _table("role", "layout", "use", rows=rows)
 
 
 def _use(instance: RoleInstance, size: ModelSize | None) -> str:

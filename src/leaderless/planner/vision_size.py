@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from leaderless.planner.linear_layers import TOWERS, Linear
 
@@ -113,8 +113,8 @@ def text_config(config: Mapping[str, object]) -> dict[str, object]:
     return {**unsaid, **own, "model_type": family, "tie_word_embeddings": is_tied}
 
 
-def vision_size(config: Mapping[str, object], *, is_frozen: bool) -> VisionSize:
-    """Count the weights of the part that sees.
+def vision_tower(config: Mapping[str, object], *, is_frozen: bool) -> tuple[VisionSize, Sequence[Linear]]:
+    """Count the weights of the part that sees, and list its linear layers.
 
     Args:
         config: Configuration of a model of one of the families.
@@ -123,61 +123,33 @@ def vision_size(config: Mapping[str, object], *, is_frozen: bool) -> VisionSize:
     Raises:
         ValueError: Its layers are of a family that is not counted.
     """
-    tower = _tower_of(config)
-    frozen = sum(layer.num_weights for layer in tower.layers if layer.name.startswith(TOWERS)) + tower.num_others
-    return VisionSize(
-        sum(layer.num_weights for layer in tower.layers) + tower.num_others,
-        tower.depth,
-        tower.width,
-        tower.inner,
-        tower.patches_per_token,
-        config["model_type"] == "qwen2_5_vl",
-        frozen if is_frozen else 0,
-        tower.num_added,
-        tower.patch_values,
-    )
-
-
-def vision_layers(config: Mapping[str, object]) -> Sequence[Linear]:
-    """The linear layers of the part that sees; see `vision_size`."""
-    return _tower_of(config).layers
-
-
-class _Tower(NamedTuple):
-    """The part that sees: its sizes, its linear layers, all with a bias, and the number of its other weights.
-
-    See `VisionSize` for the others.
-    """
-
-    width: int
-    inner: int
-    depth: int
-    patches_per_token: int
-    layers: Sequence[Linear]
-    num_others: int
-    patch_values: int
-    num_added: int = 0
-
-
-def _tower_of(config: Mapping[str, object]) -> _Tower:
     vision = config["vision_config"]
     assert isinstance(vision, dict)
+    size, layers = _tower_of(config, vision)
+    others = size.num_parameters
+    frozen = sum(layer.num_weights for layer in layers if layer.name.startswith(TOWERS)) + others
+    total = sum(layer.num_weights for layer in layers) + others
+    return replace(size, num_parameters=total, num_frozen=frozen if is_frozen else 0), layers
+
+
+def _tower_of(config: Mapping[str, object], vision: Mapping[str, Any]) -> tuple[VisionSize, list[Linear]]:
+    """The part that sees, with weights that are in no linear layer, and its linear layers, all of which have a bias."""
     if str(config["model_type"]).startswith("qwen"):
         return _tower_of_qwen(str(config["model_type"]), vision)
     text, features = text_config(config), config.get("vision_feature_layer", -2)
     out, num_features = int(str(text["hidden_size"])), len(features) if isinstance(features, list) else 1
-    width = vision["hidden_size"]
-    name = "model.multi_modal_projector.linear"
+    width, name = vision["hidden_size"], "model.multi_modal_projector.linear"
     if config["model_type"] == "paligemma":
         projector = [Linear(name, width, int(str(config.get("projection_dim", 2048))))]
     else:
         projector = [Linear(f"{name}_1", width * num_features, out), Linear(f"{name}_2", out, out)]
         if config.get("multimodal_projector_bias", True) is not True:
             raise ValueError("projectors without a bias are not counted")
-    return _tower_of_clip(vision, projector)
+    size, layers = _tower_of_clip(vision)
+    return size, [*layers, *projector]
 
 
-def _tower_of_qwen(family: str, vision: Mapping[str, int]) -> _Tower:
+def _tower_of_qwen(family: str, vision: Mapping[str, Any]) -> tuple[VisionSize, list[Linear]]:
     depth, merge = vision["depth"], vision["spatial_merge_size"] ** 2
     if family == "qwen2_vl":
         width, out = vision["embed_dim"], vision["hidden_size"]
@@ -196,9 +168,9 @@ def _tower_of_qwen(family: str, vision: Mapping[str, int]) -> _Tower:
         layers += [Linear(f"{mlp}.{name}", width, inner) for name in names[:-1]]
         layers += [Linear(f"{mlp}.{names[-1]}", inner, width)]
     is_newer = family.startswith("qwen3")
-    stacked = [*map(str, range(len(_list(vision, "deepstack_visual_indexes"))))] if is_newer else []
+    num_stacked = len(vision["deepstack_visual_indexes"]) if is_newer else 0
     ends = ("linear_fc1", "linear_fc2") if is_newer else ("mlp.0", "mlp.2")
-    for merger in ("merger", *(f"deepstack_merger_list.{number}" for number in stacked)):
+    for merger in ("merger", *(f"deepstack_merger_list.{number}" for number in range(num_stacked))):
         layers += [
             Linear(f"{prefix}.{merger}.{ends[0]}", merged, merged),
             Linear(f"{prefix}.{merger}.{ends[1]}", merged, out),
@@ -207,11 +179,12 @@ def _tower_of_qwen(family: str, vision: Mapping[str, int]) -> _Tower:
     norm = width if family == "qwen2_5_vl" else 2 * width  # some have no bias
     others = patch * width + 2 * depth * norm + norm
     if is_newer:
-        others += width + vision["num_position_embeddings"] * width + 2 * merged * len(stacked)
-    return _Tower(width, inner, depth, merge, layers, others, patch, len(stacked))
+        others += width + vision["num_position_embeddings"] * width + 2 * merged * num_stacked
+    gated = family == "qwen2_5_vl"
+    return VisionSize(others, depth, width, inner, merge, gated, num_added=num_stacked, patch_values=patch), layers
 
 
-def _tower_of_clip(vision: Mapping[str, int], projector: Sequence[Linear]) -> _Tower:
+def _tower_of_clip(vision: Mapping[str, int]) -> tuple[VisionSize, list[Linear]]:
     """A tower of type CLIP or SigLIP, of which each patch is a token."""
     kind = str(vision["model_type"])
     is_siglip = kind == "siglip_vision_model"
@@ -228,10 +201,4 @@ def _tower_of_clip(vision: Mapping[str, int], projector: Sequence[Linear]) -> _T
     values = vision.get("num_channels", 3) * side**2
     others = values * width + patches * width + (4 * depth + 2) * width
     others += width if is_siglip else (1 + 1 + 2) * width  # a bias; or a class with its place, and a norm before
-    return _Tower(width, inner, depth, 1, [*layers, *projector], others, values)
-
-
-def _list(section: Mapping[str, object], name: str) -> list[object]:
-    value = section[name]
-    assert isinstance(value, list)
-    return value
+    return VisionSize(others, depth, width, inner, 1, is_gated=False, patch_values=values), layers

@@ -76,17 +76,12 @@ class Candidate:
         for name, pool in self.pools.items():
             names.setdefault(pool, []).append(name)
         parts = [f"{', '.join(nodes)} on {a}{f'-{b - 1}' if b - a > 1 else ''}" for (a, b), nodes in names.items()]
-        return "; ".join(parts) + self._ahead + (f"; {self.windows} windows" if self.windows > 1 else "")
-
-    @property
-    def _ahead(self) -> str:
+        if self.lag:
+            parts.append(f"continuous, at most {self.lag} ahead" if self.cache else f"lag {self.lag}")
         if self.helpers:
-            own, helping = self.portions[0], self.portions[-1]
-            helped = f"{len(self.helpers)} help{'s' * (len(self.helpers) == 1)} with portions {own}:{helping}"
-            return f"; continuous, at most {self.lag} ahead; {helped}"
-        if self.cache:
-            return f"; continuous, at most {self.lag} ahead"
-        return f"; lag {self.lag}" if self.lag else ""
+            helps = f"help{'s' * (len(self.helpers) == 1)} with portions {self.portions[0]}:{self.portions[-1]}"
+            parts.append(f"{len(self.helpers)} {helps}")
+        return "; ".join(parts + ([f"{self.windows} windows"] if self.windows > 1 else []))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.planner.auto.places import fullest_place
 from leaderless.planner.auto.profile import Point, StageSeconds
+from leaderless.planner.auto.seconds import fullest_place
 
 Values = NDArray[np.float64]
 

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaderless.config import Recipe
-from leaderless.planner.auto.places import fullest_place
 from leaderless.planner.auto.profile import Profile, StageSeconds
 from leaderless.planner.parts import PlannedNode
 from leaderless.planner.plan import Plan
@@ -19,6 +18,8 @@ NUM_DRAWS = 16
 """Steps that are drawn: the mean of the slowest shard depends on the tail of the lengths."""
 MAX_DRAWN = 1 << 16
 """Samples that are drawn in all; of large steps fewer are."""
+LAST_TURNS = 16
+"""Turns at the places of an engine that are followed one by one; before these, all places are about equally busy."""
 
 Lengths = NDArray[np.int64]
 Seconds = NDArray[np.float64]
@@ -151,3 +152,25 @@ def has_own_rows(node: PlannedNode, plan: Plan) -> bool:
     """Whether a node works on the rows that its ranks sampled, so that nothing has been balanced."""
     samplers = [one for one in plan.nodes if one.spec.samples]
     return any(one.layout.holds_rows_like(node.layout) for one in samplers) or not samplers
+
+
+def fullest_place(tokens: Seconds, places: int) -> Seconds:
+    """The tokens of the place that has the most, if each response takes the place that is free first.
+
+    Args:
+        tokens: [..., rows] of responses in order; zeros, as after the last one of a shard, change nothing.
+        places: Number of places, at least 1.
+
+    Returns:
+        [...] tokens.
+    """
+    num_rows = tokens.shape[-1]
+    if num_rows <= places:
+        return np.asarray(tokens.max(axis=-1))
+    first = max(places, num_rows - LAST_TURNS * places)
+    busy = tokens[..., :places].copy()
+    busy += tokens[..., places:first].sum(axis=-1, keepdims=True) / places
+    for row in range(first, num_rows):
+        place = busy.argmin(axis=-1)[..., None]
+        np.put_along_axis(busy, place, np.take_along_axis(busy, place, axis=-1) + tokens[..., row, None], axis=-1)
+    return np.asarray(busy.max(axis=-1))

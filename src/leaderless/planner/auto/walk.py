@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from leaderless.planner.auto.continuous import Pools, step_seconds
 from leaderless.planner.auto.profile import Profile
 from leaderless.planner.auto.seconds import Seconds, StepSeconds, has_own_rows
-from leaderless.planner.entries import Action, Load, Pull, Reshard, RunNode, SyncWeights, Windowed, flat
+from leaderless.planner.entries import Action, Load, Pull, Reshard, RunNode, SyncWeights, walked
 from leaderless.planner.parts import Loop
 from leaderless.planner.plan import Plan
 
@@ -106,7 +106,7 @@ class _LoopClocks:
 
     def __init__(self, plan: Plan, loop: Loop, profile: Profile, steps: StepSeconds) -> None:
         self._plan, self._profile, self._steps = plan, profile, steps
-        self._entries = [entry for entry in _entries(loop.schedule) if not isinstance(entry[0], Load)]
+        self._entries = [entry for entry in walked(loop.schedule) if not isinstance(entry[0], Load)]
         taking_part = [plan.ranks_of(action) for action, _, _ in self._entries]
         layouts = [plan[name].layout.ranks for name in loop.nodes]
         self._kinds = _kinds_of_ranks(loop, [*taking_part, *layouts])
@@ -141,15 +141,6 @@ class _LoopClocks:
     def _of(self, ranks: Iterable[int]) -> list[int]:
         """The clocks of ranks."""
         return sorted({self._kinds[rank] for rank in ranks if rank in self._kinds})
-
-
-def _entries(schedule: Sequence[Action]) -> Iterator[tuple[Action, int, int]]:
-    """Entries, the window that each works on, and the number of windows."""
-    for action in schedule:
-        if isinstance(action, Windowed):
-            yield from ((inner, window, action.num_windows) for inner, window in action.turns())
-        else:
-            yield from ((inner, 0, 1) for inner in flat([action]))
 
 
 def _kinds_of_ranks(loop: Loop, sets: Sequence[Iterable[int]]) -> dict[int, int]:

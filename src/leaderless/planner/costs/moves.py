@@ -23,7 +23,7 @@ from leaderless.planner.assign.blocks import (
 from leaderless.planner.assign.routes import Routes as DatabufferRoutes
 from leaderless.planner.costs.network import MICRO, Network, Transfer, seconds, sums
 from leaderless.planner.costs.rows import LENGTH_BYTES, Int, Routes, Rows
-from leaderless.planner.memory import DEVICE_WEIGHT_BUCKET_BYTES
+from leaderless.planner.limits import DEVICE_WEIGHT_BUCKET_BYTES
 
 TYPES_BYTES = 24
 """What ranks of a node compare before rows are sent: digests of types and ids, and the number of rows."""
@@ -152,7 +152,9 @@ def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Netwo
     """Cost of a reshard: agree, assign, send lengths, then values piece by piece, column by column."""
     count, per_row_us = network.num_ranks, network.cluster.coordinator.assignment_us_per_row
     parcels, (agreement, known, divided) = parcels_of(routes, columns, network), _agreement(routes, ranks, network)
-    agreement += _broadcasts([8, SCHEMA_BYTES * len(columns)], ranks, network)
+    # Two broadcasts: ranks that have received pass on, so that each hop doubles their number.
+    depth = ceil(log2(len(ranks)))
+    agreement += _hops(2 * depth, depth * (8 + SCHEMA_BYTES * len(columns)), ranks, network)
     assignment = 0.0 if routes.is_agreed else divided * per_row_us * MICRO
     lengths = sum(network.transfer_seconds(leg) for leg in parcels.lengths)
     piece = min(max(ROUND_BYTES // len(ranks), PIECE_BYTES[0]), PIECE_BYTES[1])
@@ -254,12 +256,6 @@ def _gathers(gathered: Sequence[int], ranks: Int, network: Network) -> Cost:
     # A sum goes round the ring twice and a gather once.
     num_hops = 3 * (len(ranks) - 1) * len(gathered)
     return _hops(num_hops, sum(16 + num_bytes for num_bytes in gathered) * len(ranks), ranks, network)
-
-
-def _broadcasts(sizes: Sequence[int], ranks: Int, network: Network) -> Cost:
-    """Ranks that have received pass on: each hop doubles their number."""
-    depth = ceil(log2(len(ranks)))
-    return _hops(depth * len(sizes), depth * sum(sizes), ranks, network)
 
 
 def _hops(num_hops: int, num_bytes: int, ranks: Int, network: Network) -> Cost:

@@ -261,11 +261,6 @@ class Walk:
         )
 
 
-def _busy_ranks(event: Moved) -> tuple[int, ...]:
-    """The ranks that do nothing else while something is sent."""
-    return event.action.target_layout.ranks if event.through_channel else event.action.ranks
-
-
 def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
     """Estimate a step in which every rank loads its own prompts, and rows go straight to their new owners."""
     walk = Walk(network)
@@ -288,7 +283,9 @@ def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
                     walk.move(f"put({node.name})", cost, int(walk.held.max()))
             case Moved(action, routes):
                 cost = peer_cost(routes, action.columns, np.array(action.ranks), network)
-                walk.together(_busy_ranks(event), cost.seconds)
+                # Ranks that send through a channel continue meanwhile.
+                busy = action.target_layout.ranks if event.through_channel else action.ranks
+                walk.together(busy, cost.seconds)
                 walk.move(str(action), cost, int(walk.held.max()))
                 # Counted for each row, a prompt that several of a rank's rows share is counted more than once.
                 sizes = routes.rows.held_bytes(action.columns) + routes.rows.prompt_bytes(action.columns)
