@@ -13,15 +13,12 @@ from torch import Tensor
 
 from leaderless.data.batch import Batch
 from leaderless.data.column_store import ArrivingRows, ByteRuns, Bytes, HeldRows, ragged_keys, write
-from leaderless.data.transport import ROUNDS_AHEAD, ProcessGroup, Round
+from leaderless.data.transport import ProcessGroup, Round
 from leaderless.data.wire import Schema
 from leaderless.planner.assign.balance import Int
 from leaderless.planner.assign.routes import Delivery, Parcel, Routes
+from leaderless.planner.limits import PIECE_BYTES, ROUND_BYTES, ROUNDS_AHEAD
 
-ROUND_BYTES = 1 << 25
-"""What a rank sends to all its peers in one round, and what it receives, about."""
-PIECE_BYTES = (1 << 16, 1 << 22)
-"""Least and most of that for one parcel."""
 Lengths = NDArray[np.int32]
 MAX_LENGTH = 2**31 - 1
 """Largest length that can be sent."""

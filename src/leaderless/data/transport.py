@@ -42,9 +42,8 @@ from leaderless.data.under_way import (
 from leaderless.planner import Layout, format_ranks
 from leaderless.planner.assign.blocks import Mesh, is_in_blocks
 from leaderless.planner.layout import BACK
+from leaderless.planner.limits import ROUNDS_AHEAD
 
-ROUNDS_AHEAD = 2
-"""Rounds of an exchange that are in progress at a time: one is filled while another is sent."""
 POLL_S = 0.0002
 """Pause between two checks whether an accelerator has finished an exchange."""
 DEADLINE_SHARE = 0.9

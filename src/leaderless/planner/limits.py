@@ -24,3 +24,9 @@ MOST_SPARE_SLOTS = 64
 """Most slots that are added beyond the needed ones. When slots of a size run out, their number at most doubles."""
 PREFILL_TOKENS = 8192
 """Most tokens of a pass that reads prompts; a longer prompt is read in parts."""
+ROUNDS_AHEAD = 2
+"""Rounds of an exchange that are in progress at a time: one is filled while another is sent."""
+ROUND_BYTES = 1 << 25
+"""What a rank sends to all its peers in one round, and what it receives, about."""
+PIECE_BYTES = (1 << 16, 1 << 22)
+"""Least and most of that for one parcel."""

@@ -14,17 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.costs.clusters import cluster, equal_rows, network, pools
 
-from leaderless.data import transfer, transport
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.reshard import agree_at_once, schemas_to_json
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout, Reshard, SyncWeights
 from leaderless.planner.costs.moves import (
     FACT_BYTES,
-    PIECE_BYTES,
     PLANNING_BYTES_PER_ROW,
-    ROUND_BYTES,
-    ROUNDS_AHEAD,
     SCHEMA_BYTES,
     Cost,
     parcels_of,
@@ -35,7 +31,7 @@ from leaderless.planner.costs.moves import (
     weights_cost,
 )
 from leaderless.planner.costs.rows import Routes, Rows, owners_of, sending_ranks
-from leaderless.planner.limits import DEVICE_WEIGHT_BUCKET_BYTES
+from leaderless.planner.limits import DEVICE_WEIGHT_BUCKET_BYTES, PIECE_BYTES, ROUNDS_AHEAD
 
 ONE_A_HOST = {"host__devices": 1}
 ROW_BYTES = 100 * 8
@@ -291,11 +287,6 @@ def test_rows_that_stay_are_copied_and_what_travels_is_copied_meanwhile():
     routes = Routes(rows, np.zeros(10, dtype=np.int64), np.repeat([0, 1], [6, 4]), both, both, is_agreed=False)
     slow = {"links__device__bandwidth_gb_per_s": 1e-6, "links__host__bandwidth_gb_per_s": 1e6}
     assert seconds_of(routes, 2, **slow) == pytest.approx((6 + 4) * ROW_BYTES / 1e3, rel=1e-3)
-
-
-def test_pieces_and_rounds_are_those_of_the_databuffer():
-    assert (ROUND_BYTES, PIECE_BYTES) == (transfer.ROUND_BYTES, transfer.PIECE_BYTES)
-    assert ROUNDS_AHEAD == transport.ROUNDS_AHEAD
 
 
 class Deaf(ProcessGroup):

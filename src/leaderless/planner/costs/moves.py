@@ -23,7 +23,7 @@ from leaderless.planner.assign.blocks import (
 from leaderless.planner.assign.routes import Routes as DatabufferRoutes
 from leaderless.planner.costs.network import MICRO, Network, Transfer, seconds, sums
 from leaderless.planner.costs.rows import LENGTH_BYTES, Int, Routes, Rows
-from leaderless.planner.limits import DEVICE_WEIGHT_BUCKET_BYTES
+from leaderless.planner.limits import DEVICE_WEIGHT_BUCKET_BYTES, PIECE_BYTES, ROUND_BYTES, ROUNDS_AHEAD
 
 TYPES_BYTES = 24
 """What ranks of a node compare before rows are sent: digests of types and ids, and the number of rows."""
@@ -43,8 +43,6 @@ SUMS_PER_UPDATE = 3
 """The number of passes, the counts by which losses are divided, and the loss."""
 PLANNING_BYTES_PER_ROW = 208
 """Facts as they arrive and joined, and what the assignment works with: 204 bytes a row at the peak, measured."""
-ROUND_BYTES, PIECE_BYTES, ROUNDS_AHEAD = 1 << 25, (1 << 16, 1 << 22), 2
-"""Bytes of a round to all peers and to one, and rounds in flight, as in `leaderless.data.transfer`."""
 
 
 @dataclass(frozen=True)
