@@ -75,8 +75,8 @@ class EngineMemory:
         read = min(PREFILL_TOKENS, prompts * self.followed.data.max_prompt_tokens)
         first_logits = prompts * FLOAT32_BYTES * size.vocab_size
         yield {
-            "activations": max(read * per_token, self.model.seeing_bytes(read)),
-            "pixels": self.model.pixel_bytes(read),
+            "activations": max(read * per_token, read * self.model.vision.held_values() * width),
+            "pixels": read * self.model.vision.pixel_bytes(width),
             "logits": first_logits,
         }
         yield {

@@ -305,8 +305,8 @@ class LanguageRank(RankMemory[ModelMemory]):
         return {
             "gathered weights": model.gathered_bytes(),
             "converted experts": model.converted_bytes(1),
-            "activations": max(tokens * held * model.width, model.seeing_bytes(seen)),
-            "pixels": model.pixel_bytes(seen),
+            "activations": max(tokens * held * model.width, seen * model.vision.held_values() * model.width),
+            "pixels": seen * model.vision.pixel_bytes(model.width),
             "copies for attention": model.copied_bytes(work),
             "logits": self._chunk(size, tokens) * 3 * FLOAT32_BYTES * model.has_logits,
         }
@@ -327,13 +327,13 @@ class LanguageRank(RankMemory[ModelMemory]):
             chunk * 3 * FLOAT32_BYTES + min(tokens * size.vocab_size, self.bounds.max_logits // chunk * chunk) * width
         )
         head = embedding * FLOAT32_BYTES + (embedding * width if width != FLOAT32_BYTES else 0)
-        before = tokens * model.kept_values() * num_held + seen * model.seen_values()
+        before = tokens * model.kept_values() * num_held + seen * model.seeing_values()
         begins = {
             "gathered weights": gathered,
             # The backward pass of a layer needs them as they were.
             "converted experts": model.converted_bytes(1 if model.config.gradient_checkpointing else size.num_layers),
             "activations": before * width,
-            "pixels": model.pixel_bytes(seen),
+            "pixels": seen * model.vision.pixel_bytes(model.width),
             "copies for attention": copied * (kept + copies * (not model.config.gradient_checkpointing)),
             "gradients": gradients if num_passes > 1 else 0,
         }

@@ -15,6 +15,7 @@ from leaderless.planner.engines import RolloutEngineSpec, engine_for
 from leaderless.planner.limits import MAX_WORDS
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import RoleInstance
+from leaderless.planner.vision_size import NO_VISION, VisionSize
 
 FLOAT32_BYTES = 4
 
@@ -260,16 +261,11 @@ class ModelMemory:
         widest = max(self.part.dropped_inputs)
         return (tokens * widest * (1 + self.width) + 3 * 8 * MAX_WORDS) * (widest > 0)
 
-    def seen_values(self) -> int:
-        """The same of the part that sees, for each token of an image."""
-        if self.part.vision is None:
-            return 0
-        return self.part.vision.kept_values(gradient_checkpointing=self.config.gradient_checkpointing)
+    def seeing_values(self) -> int:
+        """Numbers that the part that sees keeps for each token of an image until the backward pass."""
+        return self.vision.kept_values(gradient_checkpointing=self.config.gradient_checkpointing)
 
-    def seeing_bytes(self, seen: int) -> int:
-        """What the part that sees holds in a pass without a gradient, for some tokens of images."""
-        return 0 if self.part.vision is None else seen * self.part.vision.held_values() * self.width
-
-    def pixel_bytes(self, seen: int) -> int:
-        """Pixels of some tokens of images."""
-        return 0 if self.part.vision is None else seen * self.part.vision.pixel_bytes(self.width)
+    @property
+    def vision(self) -> VisionSize:
+        """The part that sees, of no size where there is none."""
+        return self.part.vision or NO_VISION

@@ -92,6 +92,10 @@ class VisionSize:
         return self.num_layers * self.patches_per_token * self.hidden_size + self.layer_values()
 
 
+NO_VISION = VisionSize(0, 0, 0, 0, 0, is_gated=False)
+"""What a model has that sees nothing."""
+
+
 def text_config(config: Mapping[str, object]) -> dict[str, object]:
     """The configuration of the layers for text, as a model of text has it; older files have no section for it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,14 @@ from pydantic import Field, ValidationError
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.base import Section
+
+SETTINGS = (
+    "workflow",
+    *(f"rollout.{name}" for name in ("engine", "max_response_tokens", "max_sequences")),
+    "training.backend",
+    *(f"batch.{name}" for name in ("responses_per_prompt", "updates_per_step")),
+)
+"""Settings on which measured seconds depend, besides models and the environment."""
 
 
 class Point(NamedTuple):
@@ -98,13 +107,7 @@ class Profile(Section):
 def settings_of(recipe: Recipe) -> dict[str, str]:
     """The settings of a recipe that a profile's seconds depend on."""
     found = {f"models.{role}": model.path for role, model in recipe.models.items()}
-    found["workflow"] = recipe.workflow
-    found["rollout.engine"] = recipe.rollout.engine
-    found["rollout.max_response_tokens"] = str(recipe.rollout.max_response_tokens)
-    found["rollout.max_sequences"] = str(recipe.rollout.max_sequences)
-    found["training.backend"] = str(recipe.training.backend)
-    found["batch.responses_per_prompt"] = str(recipe.batch.responses_per_prompt)
-    found["batch.updates_per_step"] = str(recipe.batch.updates_per_step)
+    found |= {name: str(attrgetter(name)(recipe)) for name in SETTINGS}
     if recipe.environment is not None:
         found["environment"] = recipe.environment.model_dump_json()
     return found
