@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry
+from leaderless.planner.limits import READ_BYTES as BLOCK_BYTES
 from leaderless.weights.copies import host_memory
-from leaderless.weights.files import BLOCK_BYTES, DTYPES, StoredTensor, bytes_of, read_block, read_header
+from leaderless.weights.files import DTYPES, StoredTensor, bytes_of, read_block, read_header
 
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys of the offsets of each part in the metadata of a file."""

@@ -119,8 +119,8 @@ def train_backend(
 
     def declare(function: Function) -> Function:
         own = trains, scores, values, shards_weights, tuple(axes)
-        able = {"trains_adapters": trains_adapters, "divides_experts": divides_experts}
-        return BACKENDS.declare(function, BackendSpec(name_of(function), *own, **able))
+        able = BackendSpec(name_of(function), *own, trains_adapters=trains_adapters, divides_experts=divides_experts)
+        return BACKENDS.declare(function, able)
 
     return declare
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from leaderless.config import Recipe
 from leaderless.config.training import Whole
 from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
-from leaderless.planner.body_memory import BodyModel, BodyRank, body_models
+from leaderless.planner.body_memory import BodyRank, body_models
 from leaderless.planner.cache_pool import CacheBound, CachePool
 from leaderless.planner.engine_memory import EngineMemory
 from leaderless.planner.judges import as_judged
@@ -30,7 +30,7 @@ from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import RoleInstance, answering
 from leaderless.planner.plan import Plan
 from leaderless.planner.process_groups import communicators
-from leaderless.planner.rank_memory import Bounds, Parts, RankMemory
+from leaderless.planner.rank_memory import Bounds, Model, Parts, RankMemory
 
 SHORT = 4
 """Part of the longest response that responses have where passes hold many prompts."""
@@ -60,24 +60,36 @@ def estimate_memory(
     each role. What ranks use `room` for is counted, too; on an accelerator, it bounds the pools of native engines for
     keys and values.
     """
-    room, instances, channels = room or Room(), plan.instances, plan.channels
-    models: Sequence[Sequence[BodyModel] | Sequence[ModelMemory]]
+    room, ranks = room or Room(), among or all_ranks(*(instance.layout for instance in plan.instances))
+    on_cpu = Bounds(pass_tokens, max_sequences, MAX_LOGITS, is_cpu=True, cache=room.cache)
+    bounds = on_cpu, on_cpu._replace(max_logits=room.max_logits, is_cpu=False)
     if recipe.body is not None:
-        kind, models = BodyRank, body_models(recipe, instances)
-    else:
-        kind, models = LanguageRank, models_of(recipe, instances, plan.sizes, room.keeps)
+        return _fullest(BodyRank, recipe, plan, body_models(recipe, plan.instances), ranks, bounds)
+    models = models_of(recipe, plan.instances, plan.sizes, room.keeps)
+    return _fullest(LanguageRank, recipe, plan, models, ranks, bounds)
+
+
+def _fullest(
+    make: Callable[..., RankMemory[Model]],
+    recipe: Recipe,
+    plan: Plan,
+    models: Sequence[Sequence[Model]],
+    ranks: Sequence[int],
+    bounds: tuple[Bounds, Bounds],
+) -> MemoryEstimate | None:
+    """The fullest rank on a CPU and on an accelerator, of some with models, each as its stages; None without models."""
     if not models:
         return None
-    # Ranks with the same models need the same: each combination of models is counted once.
-    everywhere = [stages[0] for stages in models]
-    ranks = among or all_ranks(*(instance.layout for instance in instances))
+    everywhere, channels, num_communicators = [one[0] for one in models], plan.channels, communicators(plan)
     ends = [(frozenset(channel.source_ranks), frozenset(channel.target_ranks)) for channel in channels]
-    num_communicators = communicators(plan)
+
+    def stage(place: int, rank: int) -> int:
+        return plan.instances[place].layout.coordinates(rank)["pp"] if len(models[place]) > 1 else 0
+
+    # Ranks with the same models need the same: each combination of models is counted once.
     held = dict.fromkeys(
         (
-            tuple(
-                (place, _stage(x, len(models[place]), rank)) for place, x in enumerate(instances) if rank in x.layout
-            ),
+            tuple((place, stage(place, rank)) for place, x in enumerate(plan.instances) if rank in x.layout),
             tuple(place for place, (pushing, _) in enumerate(ends) if rank in pushing),
             tuple(place for place, (_, pulling) in enumerate(ends) if rank in pulling),
             num_communicators(rank),
@@ -85,16 +97,15 @@ def estimate_memory(
         for rank in ranks
     )
 
-    def fullest(*, is_cpu: bool) -> Memory:
-        bounds = Bounds(pass_tokens, max_sequences, MAX_LOGITS if is_cpu else room.max_logits, is_cpu, room.cache)
+    def fullest(bound: Bounds) -> Memory:
         estimates = (
-            kind(recipe, [models[i][stage] for i, stage in own], everywhere, sent, taken, num, bounds).memory()
+            make(recipe, [models[i][stage] for i, stage in own], everywhere, sent, taken, num, bound).memory()
             for own, *places, num in held
             for sent, taken in [[[channels[i] for i in some] for some in places]]
         )
         return max(estimates, key=lambda memory: memory.peak)
 
-    return MemoryEstimate(fullest(is_cpu=True), fullest(is_cpu=False))
+    return MemoryEstimate(*map(fullest, bounds))
 
 
 def plan_pool(
@@ -144,11 +155,6 @@ def models_of(
 def _largest_weight(model: ModelMemory) -> int:
     """Bytes of the embedding, which is usually the largest weight."""
     return model.size.vocab_size * model.size.hidden_size * model.width
-
-
-def _stage(instance: RoleInstance, num_stages: int, rank: int) -> int:
-    """The stage of a rank, of a model that it has a part of."""
-    return instance.layout.coordinates(rank)["pp"] if num_stages > 1 else 0
 
 
 @dataclass(frozen=True)

@@ -102,11 +102,7 @@ class _Picture:
             )
             for name, own in self.texts.items()
         }
-        # Weights go back up to the node that uses them, but a link is placed downwards.
-        links = [
-            [Link(*sorted((one.source, one.target), key=self.position.__getitem__), one.label_width) for one in lines]
-            for lines in lanes
-        ]
+        links = [[Link(*self._downwards(one), one.label_width) for one in lines] for lines in lanes]
         names = [
             [data] * any(line.source == data for line in lines) + list(loop.nodes)
             for data, loop, lines in zip(self.data, plan.loops, lanes, strict=True)
@@ -124,6 +120,11 @@ class _Picture:
         label_width = max((line.label_width for line in self.channels), default=0.0)
         titles = [text_width(title, TEXT_SIZE) for title in self.titles]
         self.placement, self.frames, self.wires = place_lanes(boxes, links, ends, label_width, titles)
+
+    def _downwards(self, line: _Line) -> tuple[str, str]:
+        """Weights go back up to the node that uses them, but a link is placed downwards."""
+        is_downward = self.position[line.source] < self.position[line.target]
+        return (line.source, line.target) if is_downward else (line.target, line.source)
 
     def values(self) -> Values:
         """Everything that the template needs."""
