@@ -12,7 +12,7 @@ from tests.unit.recipes import make_recipe, plan_of, write_model
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.planner import Cluster, limits, make_plan, memory
+from leaderless.planner import Cluster, limits, make_plan, memory, memory_parts
 from leaderless.planner.cache_pool import UNBOUND, CacheBound
 from leaderless.planner.fit import MARGIN, Fit, fit_plan
 from leaderless.planner.limits import MAX_LOGITS
@@ -497,13 +497,13 @@ def test_an_asynchronous_checkpoint_is_written_from_a_copy(model):
         **without.accelerator.host,
         **with_copy.accelerator.resident,
     }
-    assert with_copy.cpu.peak - without.cpu.peak == copy + min(copy, memory.WRITE_BYTES)
-    assert without.cpu.phases["checkpoint"] == {"files being written": min(copy, memory.WRITE_BYTES)}
+    assert with_copy.cpu.peak - without.cpu.peak == copy + min(copy, memory_parts.WRITE_BYTES)
+    assert without.cpu.phases["checkpoint"] == {"files being written": min(copy, memory_parts.WRITE_BYTES)}
 
 
 def test_each_rank_reads_its_own_part_of_the_weights(model):
     estimate, share = estimate_of("grpo", 128, model), -(-COUNT * 4 // 128)
-    parts = {"libraries": memory.LIBRARIES_BYTES, "weights": share, "weights being read": share}
+    parts = {"libraries": memory_parts.LIBRARIES_BYTES, "weights": share, "weights being read": share}
     assert estimate.cpu.apart["loading"] == parts
     assert estimate.cpu.totals["loading"] == sum(parts.values())
     assert estimate.accelerator.host["weights being read"] == share, "they go straight to the accelerator"
@@ -521,7 +521,7 @@ def test_a_back_end_of_ones_own_may_read_whole_models(model):
 
 def test_of_a_large_model_a_few_rows_are_read_at_a_time(tmp_path):
     large = write_model(tmp_path / "large", vocab_size=2_000_000)
-    assert estimate_of("grpo", 1, large).accelerator.host["weights being read"] == memory.READ_BYTES
+    assert estimate_of("grpo", 1, large).accelerator.host["weights being read"] == limits.READ_BYTES
 
 
 @pytest.mark.parametrize(
@@ -545,8 +545,8 @@ def test_gloo_sums_gradients_in_a_copy_of_its_own(tmp_path, world_size, dtype, o
 def test_several_accelerators_need_buffers_to_communicate(model):
     def count(world_size, **sections):
         buffers = memory_of("grpo", world_size, model, **sections).resident.get("communication", 0)
-        assert buffers % memory.COMMUNICATOR_BYTES == 0
-        return buffers // memory.COMMUNICATOR_BYTES
+        assert buffers % memory_parts.COMMUNICATOR_BYTES == 0
+        return buffers // memory_parts.COMMUNICATOR_BYTES
 
     assert count(1) == 0
     assert count(2) == count(8) == 1, "all ranks do everything together"

@@ -110,7 +110,9 @@ class BodyRank(RankMemory[BodyModel]):
         """Rows of the step, and what simulators share."""
         rows = {"rows of the step": self.rows_bytes()}
         if self.body.processes:
-            rows["shared with simulators"] = self.body.num_environments * self._frame_bytes()
+            rows["shared with simulators"] = self.body.num_environments * max(
+                model.size.frame_bytes for model in self.models
+            )
         if not self.is_cpu:
             return rows | {"rows of a mini-batch, or being packed": self.rows_bytes()}
         # Frames are played one by one, and packed; the allocator keeps what such small pieces have taken.
@@ -185,9 +187,6 @@ class BodyRank(RankMemory[BodyModel]):
         longest, parts = self._decisions(model), self.recipe.batch.parts_per_step * model.instance.is_trained
         most = -(-self._episodes() // max(1, parts)) * longest
         return min(most, max(longest, self.bounds.pass_tokens // model.size.chunk))
-
-    def _frame_bytes(self) -> int:
-        return max(model.size.frame_bytes for model in self.models)
 
     def rows_bytes(self) -> int:
         """The rows of a step's episodes: what was seen, decided and computed; all episodes are as long as may be."""

@@ -347,8 +347,9 @@ class LanguageRank(RankMemory[ModelMemory]):
             "logits": logits * model.has_logits,
             "gradient of the head": head * (model.has_logits and not model.has_adapters),
         }
-        inner = {
-            "activations": (before + tokens * model.made_values()) * width,
+        made = model.layer_values() * model.config.gradient_checkpointing + 3 * size.intermediate_size
+        inner = {  # in the first layer that goes backward
+            "activations": (before + tokens * made) * width,
             "copies for attention": copied * (kept + copies),
             "gradients of attention": model.attention_bytes(work, is_begin=True),
             "dropout of adapters": model.dropped_bytes(tokens),

@@ -214,10 +214,6 @@ class ModelMemory:
         size = self.part
         return size.num_layers * (size.hidden_size if self.config.gradient_checkpointing else self.layer_values())
 
-    def made_values(self) -> int:
-        """Numbers of each token that the backward pass makes in its first layer."""
-        return self.layer_values() * self.config.gradient_checkpointing + 3 * self.part.intermediate_size
-
     def copied_bytes(self, work: Pass) -> int:
         """What a layer copies for its attention and keeps for its backward pass.
 

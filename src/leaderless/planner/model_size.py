@@ -127,11 +127,6 @@ class ModelSize:
         return self.num_parameters - self.num_layer_parameters
 
     @property
-    def num_parameters_per_layer(self) -> int:
-        """Weights of one decoder layer for text, on average."""
-        return (self.num_layer_parameters - self._num_seeing) // self.num_layers
-
-    @property
     def _num_seeing(self) -> int:
         """Weights of the part that sees."""
         return self.vision.num_parameters if self.vision else 0
@@ -175,7 +170,8 @@ class ModelSize:
         if pp == 1:
             return self
         num_layers, words = len(layers_of_stage(self.num_layers, pp, stage)), self.vocab_size * self.hidden_size
-        layers = self.num_parameters_per_layer * num_layers + self._num_seeing * (stage == 0)
+        per_layer = (self.num_layer_parameters - self._num_seeing) // self.num_layers  # on average
+        layers = per_layer * num_layers + self._num_seeing * (stage == 0)
         behind = self.num_root_parameters - words * (not self.is_tied)
         root = words * (stage == 0) + behind * (stage == pp - 1)
         return replace(

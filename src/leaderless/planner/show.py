@@ -57,7 +57,8 @@ def print_plan(
     if plan.repeat:
         _section(console, "Repeated nodes", _repeat(plan.repeat))
     if len(plan.loops) > 1:
-        _section(console, "Loops", _loops(plan))
+        loops = [(Text(x.name, "bold"), format_ranks(x.ranks), x.pace, ", ".join(x.nodes)) for x in plan.loops]
+        _section(console, "Loops", _table("loop", "ranks", "", "nodes", rows=loops))
     if plan.channels:
         _section(console, "Channels", _channels(plan))
         for line in _costs(plan):
@@ -213,11 +214,6 @@ def _repeat(repeat: Repeat) -> Table:
     if repeat.num_groups > 1:
         rows.append(("left over", f"at most {_count(repeat.num_groups - 1, 'group')}, for the next step"))
     return _table("", "", rows=rows)
-
-
-def _loops(plan: Plan) -> Table:
-    rows = [(Text(x.name, "bold"), format_ranks(x.ranks), x.pace, ", ".join(x.nodes)) for x in plan.loops]
-    return _table("loop", "ranks", "", "nodes", rows=rows)
 
 
 def _costs(plan: Plan) -> Iterator[str]:

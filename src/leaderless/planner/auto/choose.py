@@ -85,7 +85,13 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
     allowed = allowed_by(recipe, base)
     candidates = list(candidates_of(base, allowed))
     if not candidates:
-        raise nothing_to_choose(allowed, cluster)
+        left = cluster.world_size - allowed.helpers
+        raise RecipeError.at(
+            "placement.helpers",
+            f"is {allowed.helpers}, but it leaves {left} of {cluster.world_size} workers a device, of which one must "
+            f"generate, and {allowed.helpers} train, in a workflow with one node that generates: start at least "
+            f"{2 * allowed.helpers + 1} workers with as many prompts or more, or leave helpers out",
+        )
     candidates, refused = without_impossible(candidates, plain, workflow, cluster)
     ranked = _ranked(candidates, base, _plan_ahead(candidates, plain, workflow, cluster), profile, steps)
     options: list[Option] = []
@@ -254,14 +260,3 @@ def without_impossible(
         if problem.key.startswith("channels."):
             return [one for one in candidates if not one.cache], [(first, str(error))]
     return candidates, []
-
-
-def nothing_to_choose(allowed: Allowed, cluster: Cluster) -> RecipeError:
-    """Why helpers leave nothing to choose."""
-    return RecipeError.at(
-        "placement.helpers",
-        f"is {allowed.helpers}, but it leaves {cluster.world_size - allowed.helpers} of {cluster.world_size} workers a "
-        f"device, of which one must generate, and {allowed.helpers} train, in a workflow with one node that generates: "
-        f"start at least {2 * allowed.helpers + 1} workers with as "
-        "many prompts or more, or leave helpers out",
-    )

@@ -75,16 +75,12 @@ def _with_waits(best: _Law, points: list[Point], seconds: Values) -> _Law:
     values = np.array([point[:2] for point in points], dtype=np.float64)
     terms = {"token_s": values[:, 1], "fixed_s": np.ones(len(points))}
     for pace in (most * share for share in PACES):
-        path = np.array([_slowest(point, pace) for point in points])
+        paths = [zip(point.waits, point.lengths, strict=False) for point in points]
+        path = np.array([max((wait + pace * tokens for wait, tokens in some), default=0.0) for some in paths])
         for names in ((), ("fixed_s",), ("token_s",), ("token_s", "fixed_s")):
             facts = {"longest_s": pace, "waits": True}
             best = _better(best, {name: terms[name] for name in names}, seconds, facts, path)
     return best
-
-
-def _slowest(point: Point, token_s: float) -> float:
-    """Seconds of the episode that ends last."""
-    return max((wait + token_s * tokens for wait, tokens in zip(point.waits, point.lengths, strict=False)), default=0.0)
 
 
 def _better(
