@@ -9,9 +9,11 @@ from leaderless.config import Recipe, RecipeError
 from leaderless.config.body import BodyConfig
 from leaderless.planner.body_size import BodySize, LearnerSize, measure_body, measure_learner
 from leaderless.planner.layout import most_prompts_of_rank
+from leaderless.planner.memory_parts import MemoryEstimate
 from leaderless.planner.model_memory import FLOAT32_BYTES, number_bytes
 from leaderless.planner.parts import RoleInstance, answering
-from leaderless.planner.rank_memory import Parts, RankMemory
+from leaderless.planner.plan import Plan
+from leaderless.planner.rank_memory import Bounds, Parts, RankMemory, fullest_rank
 
 UNIT_BYTES = 49
 """Bytes of all columns of a unit in a step: place, mask, version, temperature, log-probabilities, and so on."""
@@ -19,6 +21,13 @@ STEP_BYTES = 4
 """Bytes of the columns of a step of the environment: its reward."""
 COUNT_BYTES = 8
 """Bytes of a count."""
+
+
+def estimate_body_memory(
+    recipe: Recipe, plan: Plan, ranks: Sequence[int], bounds: tuple[Bounds, Bounds]
+) -> MemoryEstimate | None:
+    """The fullest of some ranks; see `estimate_memory`."""
+    return fullest_rank(BodyRank, recipe, plan, body_models(recipe, plan.instances), ranks, bounds)
 
 
 def body_models(recipe: Recipe, instances: Sequence[RoleInstance]) -> list[list[BodyModel]]:

@@ -104,9 +104,8 @@ def _cut_in_two(
     before = with_history(nodes, before, [])
     before.insert(done, Push(rows.name))
     before[:0] = [Pull(one.name) for one in weights]
-    if cut.is_continuous:
-        generate = partial(replace, is_continuous=True, portions=tuple(config.portions))
-        before = [generate(entry) if isinstance(entry, Load) else entry for entry in before]
+    portions = tuple(config.portions)
+    before = [replace(entry, portions=portions) if isinstance(entry, Load) else entry for entry in before]
     ahead = replace(
         _loop(generating, before, lag=config.capacity),
         is_continuous=cut.is_continuous,

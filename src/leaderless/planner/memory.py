@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from leaderless.config import Recipe
+from leaderless.config.functions import load_own
 from leaderless.config.training import Whole
 from leaderless.planner.adapters import base_of
 from leaderless.planner.backends import backend_of
-from leaderless.planner.body_memory import BodyRank, body_models
 from leaderless.planner.cache_pool import CacheBound, CachePool
 from leaderless.planner.engine_memory import EngineMemory
 from leaderless.planner.judges import as_judged
@@ -24,18 +25,20 @@ from leaderless.planner.limits import (
     READ_BYTES,
     WEIGHT_BUCKET_BYTES,
 )
-from leaderless.planner.memory_parts import Memory, MemoryEstimate, Room
+from leaderless.planner.memory_parts import MemoryEstimate, Room
 from leaderless.planner.model_memory import FLOAT32_BYTES, Guest, ModelMemory, Pass, number_bytes
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.parts import RoleInstance, answering
 from leaderless.planner.plan import Plan
-from leaderless.planner.process_groups import communicators
-from leaderless.planner.rank_memory import Bounds, Model, Parts, RankMemory
+from leaderless.planner.rank_memory import Bounds, Parts, RankMemory, fullest_rank
+from leaderless.workflow.products import PRODUCTS
 
+OwnEstimate = Callable[[Recipe, Plan, Sequence[int], tuple[Bounds, Bounds]], MemoryEstimate | None]
+"""Function that estimates the memory of runs of a kind; see `ProductFunctions.memory`."""
 SHORT = 4
 """Part of the longest response that responses have where passes hold many prompts."""
 CHECKSUM_BYTES = 64 * MIB
-"""Bytes of factors and products of a checksum on an accelerator: see `leaderless.rollout.apart.messages`."""
+"""Bytes of factors and products of a checksum on an accelerator: see `leaderless.weights.packed`."""
 
 
 def estimate_memory(
@@ -63,49 +66,10 @@ def estimate_memory(
     room, ranks = room or Room(), among or all_ranks(*(instance.layout for instance in plan.instances))
     on_cpu = Bounds(pass_tokens, max_sequences, MAX_LOGITS, is_cpu=True, cache=room.cache)
     bounds = on_cpu, on_cpu._replace(max_logits=room.max_logits, is_cpu=False)
-    if recipe.body is not None:
-        return _fullest(BodyRank, recipe, plan, body_models(recipe, plan.instances), ranks, bounds)
+    if own := PRODUCTS[recipe.product].memory:
+        return cast("OwnEstimate", load_own(own))(recipe, plan, ranks, bounds)
     models = models_of(recipe, plan.instances, plan.sizes, room.keeps)
-    return _fullest(LanguageRank, recipe, plan, models, ranks, bounds)
-
-
-def _fullest(
-    make: Callable[..., RankMemory[Model]],
-    recipe: Recipe,
-    plan: Plan,
-    models: Sequence[Sequence[Model]],
-    ranks: Sequence[int],
-    bounds: tuple[Bounds, Bounds],
-) -> MemoryEstimate | None:
-    """The fullest rank on a CPU and on an accelerator, of some with models, each as its stages; None without models."""
-    if not models:
-        return None
-    everywhere, channels, num_communicators = [one[0] for one in models], plan.channels, communicators(plan)
-    ends = [(frozenset(channel.source_ranks), frozenset(channel.target_ranks)) for channel in channels]
-
-    def stage(place: int, rank: int) -> int:
-        return plan.instances[place].layout.coordinates(rank)["pp"] if len(models[place]) > 1 else 0
-
-    # Ranks with the same models need the same: each combination of models is counted once.
-    held = dict.fromkeys(
-        (
-            tuple((place, stage(place, rank)) for place, x in enumerate(plan.instances) if rank in x.layout),
-            tuple(place for place, (pushing, _) in enumerate(ends) if rank in pushing),
-            tuple(place for place, (_, pulling) in enumerate(ends) if rank in pulling),
-            num_communicators(rank),
-        )
-        for rank in ranks
-    )
-
-    def fullest(bound: Bounds) -> Memory:
-        estimates = (
-            make(recipe, [models[i][stage] for i, stage in own], everywhere, sent, taken, num, bound).memory()
-            for own, *places, num in held
-            for sent, taken in [[[channels[i] for i in some] for some in places]]
-        )
-        return max(estimates, key=lambda memory: memory.peak)
-
-    return MemoryEstimate(*map(fullest, bounds))
+    return fullest_rank(LanguageRank, recipe, plan, models, ranks, bounds)
 
 
 def plan_pool(

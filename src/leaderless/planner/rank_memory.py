@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -16,8 +16,11 @@ from leaderless.planner.memory_parts import (
     WORKSPACE_BYTES,
     WRITE_BYTES,
     Memory,
+    MemoryEstimate,
 )
 from leaderless.planner.parts import Channel
+from leaderless.planner.plan import Plan
+from leaderless.planner.process_groups import communicators
 
 Parts = dict[str, int]
 """Bytes by what they are for."""
@@ -115,3 +118,42 @@ class RankMemory(ABC, Generic[Model]):
         if self.num_communicators:
             resident["communication"] = self.num_communicators * COMMUNICATOR_BYTES
         return Memory(resident, phases, self.commands({}, {}), libraries | kept | self.loading())
+
+
+def fullest_rank(
+    make: Callable[..., RankMemory[Model]],
+    recipe: Recipe,
+    plan: Plan,
+    models: Sequence[Sequence[Model]],
+    ranks: Sequence[int],
+    bounds: tuple[Bounds, Bounds],
+) -> MemoryEstimate | None:
+    """The fullest rank on a CPU and on an accelerator, of some with models, each as its stages; None without models."""
+    if not models:
+        return None
+    everywhere, channels, num_communicators = [one[0] for one in models], plan.channels, communicators(plan)
+    ends = [(frozenset(channel.source_ranks), frozenset(channel.target_ranks)) for channel in channels]
+
+    def stage(place: int, rank: int) -> int:
+        return plan.instances[place].layout.coordinates(rank)["pp"] if len(models[place]) > 1 else 0
+
+    # Ranks with the same models need the same: each combination of models is counted once.
+    held = dict.fromkeys(
+        (
+            tuple((place, stage(place, rank)) for place, x in enumerate(plan.instances) if rank in x.layout),
+            tuple(place for place, (pushing, _) in enumerate(ends) if rank in pushing),
+            tuple(place for place, (_, pulling) in enumerate(ends) if rank in pulling),
+            num_communicators(rank),
+        )
+        for rank in ranks
+    )
+
+    def fullest(bound: Bounds) -> Memory:
+        estimates = (
+            make(recipe, [models[i][stage] for i, stage in own], everywhere, sent, taken, num, bound).memory()
+            for own, *places, num in held
+            for sent, taken in [[[channels[i] for i in some] for some in places]]
+        )
+        return max(estimates, key=lambda memory: memory.peak)
+
+    return MemoryEstimate(*map(fullest, bounds))
