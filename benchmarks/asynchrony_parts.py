@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import log
 from random import Random
@@ -14,9 +14,9 @@ from leaderless import EngineSetup, Environment, RolloutSetup, Turn, rollout_eng
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
-from leaderless.training.engine import Result, UpdateInfo
+from leaderless.training.engine import UpdateInfo
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.passes import Passes
 from leaderless.training.sharded import Division
 from leaderless.weights.stream import WeightStream
 
@@ -123,9 +123,9 @@ class TokenTrainer(FsdpEngine):
         _sleep_until(begin + SCORE_S * len(made.values))
         return made
 
-    def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
+    def passes(self, batch: Batch) -> Passes:
         self._begin, self._due_s = time.monotonic(), UPDATE_S * len(batch.jagged("tokens").values)
-        return super().run_passes(batch, passes)
+        return super().passes(batch)
 
     def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
         info = super().optimizer_step(allow)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from leaderless import EngineSetup, RolloutSetup, rollout_engine, train_backend
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.rollout.engine import Delta, Request, SamplingParams
-from leaderless.training.engine import Result, UpdateInfo
+from leaderless.training.engine import UpdateInfo
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.passes import Passes
 from leaderless.training.sharded import Division
 from leaderless.weights.stream import WeightStream
 
@@ -116,9 +116,9 @@ class PacedTrainer(FsdpEngine):
         self._pace.begin()
         return super().log_probs(batch)
 
-    def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
+    def passes(self, batch: Batch) -> Passes:
         self._pace.begin()
-        return super().run_passes(batch, passes)
+        return super().passes(batch)
 
     def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
         info = super().optimizer_step(allow)

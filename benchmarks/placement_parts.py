@@ -10,7 +10,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -19,9 +19,8 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.value_model import load_value_model
 from leaderless.rollout.engine import Delta, Request, SamplingParams
-from leaderless.training.engine import Result
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
-from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.passes import BoundedPasses, Passes
 from leaderless.training.sharded import Division
 from leaderless.weights.stream import WeightStream
 
@@ -130,19 +129,23 @@ def sleep_until(due: float) -> None:
     time.sleep(max(0.0, due - time.monotonic()))
 
 
-def paced(batch: Batch, passes: Callable[[], Result], share: float = 1.0) -> Result:
-    """Train, and take as long as the tokens ask for; scoring takes a share of that."""
-    found, begin = work(), time.monotonic()
-    num_tokens = int(batch.jagged("response_mask").values.sum())
-    result = passes()
-    sleep_until(begin + share * (found["train_fixed_s"] + found["train_token_s"] * num_tokens))
-    return result
+class Paced(BoundedPasses):
+    """Passes that take as long as the tokens ask for; scoring takes a share of that."""
+
+    share, due = 1.0, 0.0
+
+    def passes(self, batch: Batch) -> Passes:
+        found, num_tokens = work(), int(batch.jagged("response_mask").values.sum())
+        self.due = time.monotonic() + self.share * (found["train_fixed_s"] + found["train_token_s"] * num_tokens)
+        return super().passes(batch)
+
+    def end_passes(self, *, is_done: bool) -> None:
+        super().end_passes(is_done=is_done)
+        sleep_until(self.due)
 
 
-class PacedTrainer(FsdpEngine):
+class PacedTrainer(Paced, FsdpEngine):
     """Trains a tiny model, and takes its time."""
-
-    share = 1.0
 
     def log_probs(self, batch: Batch) -> Jagged:
         self.share = SCORING
@@ -151,14 +154,9 @@ class PacedTrainer(FsdpEngine):
         finally:
             self.share = 1.0
 
-    def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
-        return paced(batch, lambda: super(PacedTrainer, self).run_passes(batch, passes), self.share)
 
-
-class PacedCritic(FsdpValueEngine):
+class PacedCritic(Paced, FsdpValueEngine):
     """Trains a tiny value model, and takes its time."""
-
-    share = 1.0
 
     def values(self, batch: Batch) -> Jagged:
         self.share = SCORING
@@ -166,9 +164,6 @@ class PacedCritic(FsdpValueEngine):
             return super().values(batch)
         finally:
             self.share = 1.0
-
-    def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
-        return paced(batch, lambda: super(PacedCritic, self).run_passes(batch, passes), self.share)
 
 
 @rollout_engine()

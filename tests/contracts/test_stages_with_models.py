@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,17 +48,18 @@ def reinforce(batch: Batch, context: StageContext) -> Batch:
     count = float(context.sum(torch.tensor(float(len(batch)))))
     weights = torch.repeat_interleave(batch.dense("rewards") / count, batch.dense("response_lengths"))
 
-    def add_gradients(micro_batches: object) -> list[torch.Tensor]:
-        engine.discard_gradient()
-        losses = []
-        for micro_batch in micro_batches:  # type: ignore[attr-defined]
+    losses: list[torch.Tensor] = []
+    passes = engine.passes(batch)
+    for micro_batch in passes:
+        if passes.number == 1:
+            engine.discard_gradient()
+            losses.clear()
+        with passes.memory():
             outputs = engine.forward(micro_batch)
             loss = -(weights[micro_batch.response_index] * outputs.log_probs).sum()
             loss.backward()
             losses.append(loss.detach())
-        return losses
-
-    for loss in engine.run_passes(batch, add_gradients):
+    for loss in losses:
         context.metrics.total(f"{context.node.node.role}/reinforce", loss)
     engine.optimizer_step()
     return batch
@@ -122,16 +123,13 @@ def actor_critic(batch: Batch, context: StageContext) -> Batch:
         return (judge.forward(micro_batch) - rewards[micro_batch.response_index]).square().sum() / count
 
     def learn(engine: Trainable, loss_of: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
-        def add_gradients(micro_batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
-            engine.discard_gradient()
-            losses = []
-            for micro_batch in micro_batches:
+        losses: list[torch.Tensor] = []
+        passes = engine.passes(batch)
+        for micro_batch in passes:
+            with passes.memory():
                 loss = loss_of(micro_batch)
                 loss.backward()
                 losses.append(loss.detach())
-            return losses
-
-        losses = engine.run_passes(batch, add_gradients)
         engine.optimizer_step()
         return losses
 

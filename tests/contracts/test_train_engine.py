@@ -281,7 +281,7 @@ def bound_passes(backend: str, path: str) -> list[int]:
     batch, counts = own_rows(engine), []
     for bound in (31, 4096):
         engine.micro_batch_tokens = bound
-        sizes = engine.run_passes(batch, lambda micro_batches: [len(one.tokens) for one in micro_batches])
+        sizes = [len(one.tokens) for one in engine.passes(batch)]
         assert all(size <= max(bound, 31) for size in sizes)
         counts.append(len(sizes))
     return counts

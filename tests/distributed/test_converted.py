@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from leaderless.models import compiled_layers
 from leaderless.planner import Layout
 from leaderless.training.engine import EngineSetup
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
-from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.registry import make_train_engine, make_value_engine
 
 Engine = FsdpEngine | FsdpValueEngine
@@ -54,18 +53,16 @@ def train(path: str, keeps: Whole, settings: dict[str, object], kind: str, folde
     batch = samples_with("qwen2_5_vl") if kind == "images" else random_samples(LENGTHS, siblings=3)
     gain = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) / 50
 
-    def passes(micro_batches: Iterable[MicroBatch]) -> int:
-        cut = [*micro_batches]
-        for one in cut:
-            outputs = score(one)
-            scores = outputs if isinstance(outputs, Tensor) else outputs.log_probs
-            (scores * gain[one.response_index]).sum().backward()
-        return len(cut)
-
     numbers: dict[str, Tensor | bytes] = {}
     for update in range(2):
         numbers[f"{update}.scores"] = score_all(batch).values
-        assert engine.run_passes(batch, passes) > 1
+        passes = engine.passes(batch)
+        for one in passes:
+            with passes.memory():
+                outputs = score(one)
+                scores = outputs if isinstance(outputs, Tensor) else outputs.log_probs
+                (scores * gain[one.response_index]).sum().backward()
+        assert passes.number > 1
         for name, weight in engine.named_weights():
             grad = weight.grad
             if grad is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,6 @@ from leaderless.config.training import Whole
 from leaderless.data.transport import Transport
 from leaderless.planner import Layout
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.registry import make_train_engine
 
 NUM_UNITS = 3
@@ -58,19 +56,16 @@ def train(
     batch = random_samples(LENGTHS, siblings=3).select(torch.arange(place, len(LENGTHS), layout.dp))
     gain = torch.randn(64 * len(LENGTHS), generator=torch.Generator().manual_seed(place)) / 50
 
-    def passes(micro_batches: Iterable[MicroBatch]) -> int:
-        losses = list[Tensor]()
-        for one in micro_batches:
-            losses.append((engine.forward(one, "none").log_probs * gain[one.response_index]).sum())
-            losses[-1].backward()
-        return len(losses)
-
     numbers, messages = dict[str, Tensor](), Messages()
     for update in range(2):
         engine.log_probs(batch)
         with messages:
             messages.counts.clear()
-            messages.counts["passes"] = engine.run_passes(batch, passes)
+            passes = engine.passes(batch)
+            for one in passes:
+                with passes.memory():
+                    (engine.forward(one, "none").log_probs * gain[one.response_index]).sum().backward()
+            messages.counts["passes"] = passes.number
         for name, weight in engine.named_weights():
             grad = weight.grad
             if grad is not None:

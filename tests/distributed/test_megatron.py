@@ -54,15 +54,14 @@ def trained(backend: str, setup: EngineSetup) -> Numbers:
     numbers = {"log_probs": engine.log_probs(rows).values}
 
     def update(entropy: str) -> float:
-        def passes(micro_batches: object) -> None:
-            for micro_batch in micro_batches:  # type: ignore[attr-defined]
+        passes = engine.passes(rows)
+        for micro_batch in passes:
+            with passes.memory():
                 outputs = engine.forward(micro_batch, entropy)  # type: ignore[arg-type]
                 loss = (outputs.log_probs * torch.linspace(-1, 1, len(outputs.log_probs))).sum()
                 if entropy == "gradient":
                     loss = loss - 0.5 * outputs.entropies.sum()
                 loss.backward()
-
-        engine.run_passes(rows, passes)
         return engine.optimizer_step().grad_norm
 
     numbers["norms"] = torch.tensor([update("value"), update("gradient")])

@@ -20,34 +20,33 @@ from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import Grader, StageContext
 from leaderless.stages.update import update_critic, values
 from leaderless.training.engine import UpdateInfo, ValueEngine
-from leaderless.training.micro_batches import MicroBatch, make_micro_batches
+from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.passes import BoundedPasses
 from leaderless.workflow import resolve_workflow
 
 LENGTHS = [(2, 3), (1, 4), (3, 0), (2, 2)]
 GROUP = ProcessGroup((0,), 0)
 
 
-class Table:
+class Table(BoundedPasses):
     """A critic with one number per token, which records its calls."""
 
     policy_version = 0
 
     def __init__(self, numbers: Tensor) -> None:
+        super().__init__(GROUP, torch.device("cpu"), 8)
         self.numbers = numbers.clone().requires_grad_()
         self.updates: list[list[int]] = []
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         self.updates.append(batch.ids.tolist())
-        return make_micro_batches(batch, 8, GROUP)
+        return super().micro_batches(batch)
 
     def values(self, batch: Batch) -> Jagged:
         return Jagged(self.numbers.detach(), batch.dense("response_lengths"), "response_tokens")
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         return self.numbers[micro_batch.response_index]
-
-    def run_passes(self, batch: Batch, passes: Callable[[list[MicroBatch]], Tensor]) -> Tensor:
-        return passes(self.micro_batches(batch))
 
     def discard_gradient(self) -> None:
         pass  # of several updates, the gradients add up

@@ -12,7 +12,7 @@ import torch
 from tests.tiny import random_samples
 from torch import Tensor
 
-from leaderless.data.batch import Batch, Jagged
+from leaderless.data.batch import Jagged
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import TokenOutputs
@@ -23,7 +23,8 @@ from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import Grader, ModelRole, StageContext
 from leaderless.stages.update import update
 from leaderless.training.engine import TrainEngine, UpdateInfo
-from leaderless.training.micro_batches import MicroBatch, make_micro_batches
+from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.passes import BoundedPasses
 from leaderless.workflow import load_recipe, resolve_workflow
 
 RECIPE = Path(__file__).parents[2] / "recipes/quickstart/decoupled_ppo.yaml"
@@ -43,23 +44,18 @@ CLIP, HIGHEST = 0.2, 5.0
 """Bounds of the recipe."""
 
 
-class Table:
+class Table(BoundedPasses):
     """A policy that has a log-probability for each token."""
 
     policy_version = 3
 
     def __init__(self, log_probs: Tensor) -> None:
+        super().__init__(GROUP, torch.device("cpu"), 8)
         self.log_probs = log_probs.clone().requires_grad_()
-
-    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        return make_micro_batches(batch, 8, GROUP)
 
     def forward(self, micro_batch: MicroBatch, entropy: Entropy) -> TokenOutputs:  # noqa: ARG002
         log_probs = self.log_probs[micro_batch.response_index]
         return TokenOutputs(log_probs, torch.zeros_like(log_probs))
-
-    def run_passes(self, batch: Batch, passes: Callable[[list[MicroBatch]], Tensor]) -> Tensor:
-        return passes(self.micro_batches(batch))
 
     def discard_gradient(self) -> None:
         self.log_probs.grad = None

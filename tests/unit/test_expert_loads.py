@@ -14,7 +14,7 @@ from torch import Tensor
 from leaderless.data.batch import Batch
 from leaderless.observability.metrics import Metrics
 from leaderless.stages.context import StageContext
-from leaderless.stages.experts import report_loads
+from leaderless.stages.mini_batches import report_expert_loads
 from leaderless.training.engine import Trainable
 
 
@@ -35,7 +35,7 @@ def reported(engine: object) -> dict[str, float]:
     """What is reported of one update of a critic."""
     node = SimpleNamespace(node=SimpleNamespace(role="critic"))
     context = SimpleNamespace(metrics=Metrics(), node=node)
-    report_loads(cast("Trainable", engine), cast("StageContext", context))
+    report_expert_loads(cast("Trainable", engine), cast("StageContext", context))
     return context.metrics.reduce(ALONE)
 
 

@@ -20,7 +20,7 @@ from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import Grader, StageContext
-from leaderless.stages.guards import NORM_WINDOW, find_breaches, guarded_step
+from leaderless.stages.mini_batches import NORM_WINDOW, find_breaches, guarded_step
 from leaderless.supervision.guards import Guards, RollBack
 from leaderless.training.engine import Trainable, UpdateInfo
 from leaderless.worker.agreement import StepEnd, agree

@@ -12,7 +12,7 @@ NEEDS: dict[str, RoleUse] = {
     "log_probs": "score",
     "values": "score",
     "forward": "train",
-    "run_passes": "train",
+    "passes": "train",
     "optimizer_step": "train",
     "discard_gradient": "train",
     "state": "train",

@@ -1,25 +1,40 @@
-"""The optimizer updates made from one step's samples, for any model and loss."""
+"""The optimizer updates made from one step's samples, for any model and loss.
+
+Guards check the loss, gradient and entropy of an update, and may prevent it. All of their numbers are sums over the
+ranks of the node, so every rank reaches the same decision without further communication. Their memory is part of the
+node's state, which is checkpointed and restored by a roll-back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from leaderless.algorithms import Aggregation, Denominators, token_weights
+from leaderless.config.run import GuardAction, GuardsConfig
 from leaderless.data.batch import Batch
 from leaderless.models.uploads import placed
+from leaderless.observability.events import LOWER_BOUNDS, strongest
 from leaderless.observability.metrics import Mean, Share
-from leaderless.stages import experts
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Counted
-from leaderless.stages.guards import guarded_step
-from leaderless.training.engine import BodyTrainable, Trainable
+from leaderless.training.engine import BodyTrainable, Trainable, UpdateInfo
 from leaderless.training.micro_batches import MicroBatch, response_lengths
+from leaderless.training.routed import RoutedEngine
+
+NORM_WINDOW = 50
+"""Number of past gradient norms that a new one is compared with."""
+MIN_NORMS = 5
+"""Least number of past norms for a comparison."""
+_SKIPPED, _IN_A_ROW = "guard/skipped", "guard/skipped_in_a_row"
+_NORM, _NUM_NORMS = "guard/norm/", "guard/num_norms"
 
 
 @dataclass(frozen=True)
@@ -57,8 +72,7 @@ def mini_batches(
         yield MiniBatch(number + 1, rows, weights)
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(NamedTuple):
     """The loss of a micro-batch: a share of that of its mini-batch, which is the sum over micro-batches and ranks.
 
     Attributes:
@@ -72,53 +86,154 @@ class Loss:
     metrics: Mapping[str, Share]
 
 
-def make_update(
-    engine: Trainable, mini_batch: MiniBatch, loss_of: Callable[[MicroBatch], Loss], context: StageContext
-) -> None:
-    """Make an optimizer update: add up the gradients of all micro-batches, then take the step.
+class OptimizerUpdate:
+    """An optimizer update on a mini-batch.
 
-    Args:
-        engine: Engine to train.
-        mini_batch: Samples of the update.
-        loss_of: Function that passes a micro-batch through the engine's model and computes its loss.
-        context: Context of the node.
+        update = OptimizerUpdate(engine, mini_batch, context)
+        for micro_batch in update:
+            with update.memory():
+                update.backward(loss_of(micro_batch))
+        update.step()
+
+    The gradients of micro-batches add up. Where memory runs out, they are discarded, and smaller micro-batches follow.
     """
-    num_updates = context.recipe.batch.updates_per_step
-    experts.balance(engine, mini_batch.rows, context)
-    entropy_name = metric_name(context, "entropy")
-    sums: Tensor | None = None
-    for value, metrics in engine.run_passes(mini_batch.rows, partial(_add_gradients, engine, loss_of)):
-        context.metrics.add(metrics)
-        context.metrics.total(metric_name(context, "loss"), value / num_updates)
-        entropy = metrics.get(entropy_name)
-        numbers = (entropy.total, entropy.count) if isinstance(entropy, Mean) else (0.0, 0.0)  # a critic has none
-        # A number of the host is written by the device, since a copy would wait for it.
-        shares = (one.to(value) if isinstance(one, Tensor) else value.new_full((), one) for one in (value, *numbers))
-        total = torch.stack([*shares])
-        sums = total if sums is None else sums + total
-    experts.report_loads(engine, context)
-    loss, entropies, count = context.sum(torch.zeros(3) if sums is None else sums.cpu()).tolist()
-    info = guarded_step(engine, context, loss, entropies / count if count else None)
-    context.metrics.max(metric_name(context, "grad_norm"), info.grad_norm)
-    context.metrics.max(metric_name(context, "learning_rate"), info.learning_rate)
-    context.progress(mini_batch.number / num_updates)
 
+    def __init__(self, engine: Trainable, mini_batch: MiniBatch, context: StageContext) -> None:
+        """Prepare the update of an engine on the samples of a mini-batch."""
+        self._engine, self._mini_batch, self._context = engine, mini_batch, context
+        self._passes = engine.passes(mini_batch.rows)
+        self._done: list[tuple[Tensor, Mapping[str, Share]]] = []
 
-def _add_gradients(
-    engine: Trainable, loss_of: Callable[[MicroBatch], Loss], micro_batches: Iterable[MicroBatch]
-) -> list[tuple[Tensor, Mapping[str, Share]]]:
-    """The loss of each micro-batch, after its backward pass, and what is to be reported of it.
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches."""
+        coefficient = self._context.recipe.algorithm.expert_balance
+        if coefficient and isinstance(self._engine, RoutedEngine):
+            self._engine.balance_experts(self._mini_batch.rows, coefficient)
+        for micro_batch in self._passes:
+            if self._passes.number == 1:
+                self._engine.discard_gradient()
+                self._done.clear()
+            yield micro_batch
 
-    Where memory runs out, this is called again with smaller micro-batches.
-    """
-    engine.discard_gradient()
-    done: list[tuple[Tensor, Mapping[str, Share]]] = []
-    for micro_batch in micro_batches:
-        loss = loss_of(micro_batch)
+    def memory(self) -> AbstractContextManager[None]:
+        """Watch the pass of a micro-batch, both ways; see `Passes.memory`."""
+        return self._passes.memory()
+
+    def backward(self, loss: Loss) -> None:
+        """Add the gradient of a micro-batch; nothing else may keep its loss, which keeps all that was computed."""
         # Even a loss that depends on no output takes part in every collective of the backward pass.
         (loss.value + 0.0 * loss.scores.sum()).backward()  # type: ignore[no-untyped-call]
-        done.append((loss.value.detach(), {name: share.detach() for name, share in loss.metrics.items()}))
-    return done
+        self._done.append((loss.value.detach(), {name: share.detach() for name, share in loss.metrics.items()}))
+
+    def step(self) -> None:
+        """Change the weights unless a guard prevents it, and report the numbers of the update."""
+        context, engine = self._context, self._engine
+        num_updates = context.recipe.batch.updates_per_step
+        entropy_name = metric_name(context, "entropy")
+        sums: Tensor | None = None
+        for value, metrics in self._done:
+            context.metrics.add(metrics)
+            context.metrics.total(metric_name(context, "loss"), value / num_updates)
+            entropy = metrics.get(entropy_name)
+            numbers = (entropy.total, entropy.count) if isinstance(entropy, Mean) else (0.0, 0.0)  # a critic has none
+            # A number of the host is written by the device, since a copy would wait for it.
+            parts = (one.to(value) if isinstance(one, Tensor) else value.new_full((), one) for one in (value, *numbers))
+            total = torch.stack([*parts])
+            sums = total if sums is None else sums + total
+        report_expert_loads(engine, context)
+        loss, entropies, count = context.sum(torch.zeros(3) if sums is None else sums.cpu()).tolist()
+        info = guarded_step(engine, context, loss, entropies / count if count else None)
+        context.metrics.max(metric_name(context, "grad_norm"), info.grad_norm)
+        context.metrics.max(metric_name(context, "learning_rate"), info.learning_rate)
+        context.progress(self._mini_batch.number / num_updates)
+
+
+def report_expert_loads(engine: Trainable, context: StageContext) -> None:
+    """Report how even the loads of an update were, whose gradient has been added up."""
+    loads = engine.expert_loads() if isinstance(engine, RoutedEngine) else None
+    if loads is None or not bool(loads[0].any()):
+        return
+    shares, probabilities = (one / one.sum(1, keepdim=True) for one in loads.double())
+    num_experts = shares.shape[1]
+    entropy = -(shares * shares.clamp(min=1e-30).log()).sum(1) / math.log(max(2, num_experts))
+    numbers = {
+        "expert_entropy": entropy.mean(),
+        "expert_peak": shares.amax(1).mean() * num_experts,
+        "expert_balance": (shares * probabilities).sum(1).mean() * num_experts,
+    }
+    for name, value in numbers.items():
+        context.metrics.mean(f"{context.node.node.role}/{name}", value, 1)
+
+
+class Breach(NamedTuple):
+    """A guard whose condition is violated; see `StageContext.report_event`."""
+
+    guard: str
+    value: float
+    limit: float | None
+    action: GuardAction
+
+
+def find_breaches(
+    config: GuardsConfig, loss: float, grad_norm: float, entropy: float | None = None, usual_norm: float | None = None
+) -> list[Breach]:
+    """The guards that an update violates, given its numbers over all ranks before it is made.
+
+    The norm is that of the gradient before clipping; the usual one is the median of those of earlier updates, or None
+    while there are too few.
+    """
+    times_usual = grad_norm / usual_norm if usual_norm else None
+    watched: tuple[tuple[str, float | None, float | None, GuardAction], ...] = (
+        ("grad_norm_limit", grad_norm, config.grad_norm_limit, config.grad_norm_action),
+        ("grad_norm_factor", times_usual, config.grad_norm_factor, config.grad_norm_action),
+        ("entropy_limit", entropy, config.entropy_limit, config.entropy_action),
+    )
+    breaches = []
+    if not math.isfinite(loss):
+        breaches.append(Breach("non_finite_loss", loss, None, config.non_finite_loss))
+    if not math.isfinite(grad_norm):
+        breaches.append(Breach("non_finite_gradient", grad_norm, None, config.non_finite_gradient))
+    for guard, value, limit, action in watched:
+        if value is None or limit is None or not math.isfinite(value):
+            continue
+        if value < limit if guard in LOWER_BOUNDS else value > limit:
+            breaches.append(Breach(guard, value, limit, action))
+    return breaches
+
+
+def guarded_step(engine: Trainable, context: StageContext, loss: float, entropy: float | None) -> UpdateInfo:
+    """Make an optimizer update unless a guard prevents it, and report what guards found.
+
+    All ranks of the node call it together, with the loss of the mini-batch over all of them and the mean entropy of the
+    tokens that count, or None without one.
+    """
+    config, state = context.recipe.guards, context.state
+    norms = [value for name, value in state.items() if name.startswith(_NORM)]
+    usual_norm = statistics.median(norms) if len(norms) >= MIN_NORMS else None
+    breaches: list[Breach] = []
+
+    def allow(grad_norm: float) -> bool:
+        breaches.extend(find_breaches(config, loss, grad_norm, entropy, usual_norm))
+        return all(breach.action == "warn" for breach in breaches)
+
+    info = engine.optimizer_step(allow)
+    if info.is_made:
+        state.pop(_IN_A_ROW, None)
+        # A norm of 0 says nothing about the usual size.
+        if config.grad_norm_factor is not None and info.grad_norm > 0:
+            count = int(state.get(_NUM_NORMS, 0))
+            state[f"{_NORM}{count % NORM_WINDOW}"] = info.grad_norm
+            state[_NUM_NORMS] = count + 1
+    elif strongest(breach.action for breach in breaches) == "skip":
+        for name in (_SKIPPED, _IN_A_ROW):
+            state[name] = state.get(name, 0.0) + 1
+        if state[_IN_A_ROW] > config.max_skips:
+            breaches.append(Breach("max_skips", state[_IN_A_ROW], config.max_skips, "stop"))
+    for breach in breaches:
+        context.report_event(*breach)
+    if state.get(_SKIPPED):
+        context.metrics.max(f"guard/skipped/{context.node.node.role}", state[_SKIPPED])
+    return info
 
 
 def add_states(engine: Trainable, batch: Batch, before: int, context: StageContext) -> None:

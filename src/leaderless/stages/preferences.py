@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Mean, Share
 from leaderless.stages.context import StageContext
-from leaderless.stages.mini_batches import Loss, MiniBatch, make_update, metric_name
+from leaderless.stages.mini_batches import Loss, MiniBatch, OptimizerUpdate, metric_name
 from leaderless.training.engine import TrainEngine
 from leaderless.training.micro_batches import SIDES, MicroBatch
 from leaderless.workflow.preference_stages import REFERENCE_SCORES
@@ -38,8 +37,11 @@ def update_preferences(batch: Batch, context: StageContext) -> Batch:
         if loss.data == "singles":
             context.metrics.mean(metric_name(context, "divergence"), totals.divergence.clamp(min=0), 1)
         mini_batch = MiniBatch(number, samples_for(loss, rows), torch.empty(0))
-        loss_of = partial(loss_of_rows, engine, loss, rows, totals)
-        make_update(engine, mini_batch, partial(_named, context, loss_of), context)
+        now = OptimizerUpdate(engine, mini_batch, context)
+        for micro_batch in now:
+            with now.memory():
+                now.backward(_named(loss_of_rows(engine, loss, rows, totals, micro_batch), context))
+        now.step()
     return batch
 
 
@@ -178,9 +180,8 @@ def loss_of_rows(
     return Loss(value, outputs.log_probs, metrics)
 
 
-def _named(context: StageContext, loss_of: Callable[[MicroBatch], Loss], micro_batch: MicroBatch) -> Loss:
+def _named(loss: Loss, context: StageContext) -> Loss:
     """A loss whose metrics have the role in their names."""
-    loss = loss_of(micro_batch)
     return Loss(loss.value, loss.scores, {metric_name(context, name): share for name, share in loss.metrics.items()})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Mean, Share
 from leaderless.stages.context import StageContext
-from leaderless.stages.mini_batches import Loss, MiniBatch, make_update, metric_name
+from leaderless.stages.mini_batches import Loss, MiniBatch, OptimizerUpdate, metric_name
 from leaderless.stages.preferences import num_tokens, parts_of_step, side_by_side
 from leaderless.training.engine import ValueEngine
 from leaderless.training.micro_batches import MicroBatch
@@ -28,11 +27,15 @@ def update_reward_model(batch: Batch, context: StageContext) -> Batch:
     for number, rows in parts_of_step(batch, context):
         num_rows = float(context.sum(torch.tensor(len(rows)).double()))
         mini_batch = MiniBatch(number, with_ends(side_by_side(rows)), torch.empty(0))
-        make_update(context.critic, mini_batch, partial(_pair_loss, context, rows, num_rows), context)
+        now = OptimizerUpdate(context.critic, mini_batch, context)
+        for micro_batch in now:
+            with now.memory():
+                now.backward(_pair_loss(micro_batch, rows, num_rows, context))
+        now.step()
     return batch
 
 
-def _pair_loss(context: StageContext, rows: Batch, num_rows: float, micro_batch: MicroBatch) -> Loss:
+def _pair_loss(micro_batch: MicroBatch, rows: Batch, num_rows: float, context: StageContext) -> Loss:
     """The loss of a micro-batch, which has both responses of each of its pairs."""
     values = context.critic.forward(micro_batch)
     loss, scores = pair_losses(values, rows, micro_batch, context.recipe.algorithm.reward_model.centering)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ from leaderless.stages.episodes import Counted
 from leaderless.stages.mini_batches import (
     Loss,
     MiniBatch,
+    OptimizerUpdate,
     add_states,
     counted_samples,
-    make_update,
     metric_name,
     mini_batches,
     only,
@@ -81,8 +81,12 @@ def update(batch: Batch, context: StageContext) -> Batch:
     counted = Counted.of(batch, counted_samples(batch, context), context)
     for mini_batch in mini_batches(with_temperatures(batch, context), counted, algorithm.aggregation, context):
         own = losses.token_columns(mini_batch.rows, algorithm.policy_loss.reads)
-        loss_of = partial(_policy_gradient_loss, context, mini_batch, own, _choose(mini_batch, context), before)
-        make_update(engine, mini_batch, loss_of, context)
+        columns = _Columns(mini_batch, own, _choose(mini_batch, context), before)
+        now = OptimizerUpdate(engine, mini_batch, context)
+        for micro_batch in now:
+            with now.memory():
+                now.backward(_policy_gradient_loss(micro_batch, columns, context))
+        now.step()
     add_states(engine, batch, before, context)
     if algorithm.is_penalized_in_loss:
         sampled = batch.jagged("rollout_log_probs")
@@ -158,92 +162,123 @@ def _choose(mini_batch: MiniBatch, context: StageContext) -> Tensor:
     return is_chosen
 
 
-def _policy_gradient_loss(
-    context: StageContext,
-    mini_batch: MiniBatch,
-    own: Mapping[str, Tensor],
-    is_chosen: Tensor,
-    before: int,
-    micro_batch: MicroBatch,
-) -> Loss:
-    """The policy loss of a micro-batch, with its penalties.
+class _Columns(NamedTuple):
+    """What is known of the response tokens of a mini-batch.
 
-    `own` are the columns that the loss itself reads, and `before` is the version before this step's updates.
+    Attributes:
+        mini_batch: Samples, and the weight of each token.
+        own: Columns that the policy loss itself reads, [total, ...] by name.
+        is_chosen: [total] bool, tokens that it treats differently.
+        before: Policy version before this step's updates.
     """
-    config, metrics = context.recipe.algorithm, dict[str, Share]()
+
+    mini_batch: MiniBatch
+    own: Mapping[str, Tensor]
+    is_chosen: Tensor
+    before: int
+
+
+def _policy_gradient_loss(micro_batch: MicroBatch, columns: _Columns, context: StageContext) -> Loss:
+    """Pass a micro-batch through the policy, and compute its loss.
+
+    The loss of a token has three terms: the policy loss, corrected for the policy that sampled the token, the KL
+    penalty and the entropy bonus. Its weight has the denominators.
+    """
+    config, name = context.recipe.algorithm, partial(metric_name, context)
     entropy: Entropy = "gradient" if config.entropy_coefficient > 0 else "value"
     outputs = context.role.train_engine.forward(micro_batch, entropy)
-    rows, names = mini_batch.rows, ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
-    taken = partial(take, micro_batch=micro_batch, like=outputs.log_probs)
-    with one_copy(outputs.log_probs.device):
-        weights, chosen = taken(mini_batch.weights), taken(is_chosen)
+    tokens = _tokens_of(micro_batch, columns, outputs.log_probs, context)
+    inputs, metrics = tokens.inputs, dict[str, Share]()
+    mean = partial(_mean_of, is_counted=inputs.is_counted)
+
+    output = compute(config.policy_loss, inputs)
+    correction = losses.correction_weights(config.correction, inputs.old_log_probs, tokens.rollout, inputs.lengths)
+    loss = policy = correction * output.loss
+    if config.is_penalized_in_loss:
+        assert tokens.reference is not None
+        is_unbiased = config.kl.unbiased_gradient
+        kl = kl_penalty(inputs.log_probs, tokens.reference, config.kl.estimator, unbiased_gradient=is_unbiased)
+        loss = policy + losses.kl_coefficient(context) * kl
+        metrics[name("kl")] = mean(kl.detach())
+    if config.entropy_coefficient:
+        bonus = torch.where(inputs.is_counted, outputs.entropies, 0.0)
+        loss = loss - config.entropy_coefficient * bonus
+
+    metrics[name("clip_fraction")] = mean(output.is_clipped)
+    metrics[name("entropy")] = mean(outputs.entropies.detach())
+    metrics |= {name(one): mean(values.detach()) for one, values in output.metrics.items()}
+    if config.correction.type != "none":
+        metrics["correction/weight"] = mean(correction)
+        metrics["correction/dropped"] = mean(correction == 0)
+    metrics |= _mismatch(tokens, may_be_stale=may_be_stale(context.recipe))
+    return Loss((tokens.weights * loss).sum(), outputs.log_probs, metrics)
+
+
+class _Tokens(NamedTuple):
+    """The response tokens of a micro-batch, on the device; numbers of those that do not count are 0.
+
+    Attributes:
+        inputs: What the policy loss is given.
+        weights: [total] weight of each in the loss.
+        rollout: [total] log-probabilities of the engine that sampled them.
+        reference: [total] log-probabilities of the reference, if there is one.
+        ages: [total] updates between the weights that sampled each and those before this step's updates.
+    """
+
+    inputs: LossInputs
+    weights: Tensor
+    rollout: Tensor
+    reference: Tensor | None
+    ages: Tensor
+
+
+def _tokens_of(micro_batch: MicroBatch, columns: _Columns, log_probs: Tensor, context: StageContext) -> _Tokens:
+    """The columns of a micro-batch's tokens, whose log-probabilities under the policy are [total], with gradient."""
+    rows, names = columns.mini_batch.rows, ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+    taken = partial(take, micro_batch=micro_batch, like=log_probs)
+    with one_copy(log_probs.device):
+        weights, is_chosen = taken(columns.mini_batch.weights), taken(columns.is_chosen)
         found = {name: taken(rows.jagged(name).values) for name in names if name in rows}
-        own = {name: taken(values) for name, values in own.items()}
+        own = {name: taken(values) for name, values in columns.own.items()}
         versions = taken(rows.jagged("policy_versions").values)
-        lengths = placed(micro_batch.response_lengths, outputs.log_probs.device)
+        lengths = placed(micro_batch.response_lengths, log_probs.device)
     is_counted = weights > 0
     # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
-    new = torch.where(is_counted, outputs.log_probs, 0.0)
-    columns = {name: torch.where(is_counted, values, 0.0) for name, values in found.items()}
+    new = torch.where(is_counted, log_probs, 0.0)
+    found = {name: torch.where(is_counted, values, 0.0) for name, values in found.items()}
     # Without other updates in the step, the policy before them is the policy itself.
-    old = columns.get("old_log_probs", new.detach())
-    if config.proximal == "interpolated":
+    old, rollout = found.get("old_log_probs", new.detach()), found["rollout_log_probs"]
+    if context.recipe.algorithm.proximal == "interpolated":
         now = context.role.train_engine.policy_version
-        old = interpolated_log_probs(new, columns["rollout_log_probs"], versions, before=before, now=now)
+        old = interpolated_log_probs(new, rollout, versions, before=columns.before, now=now)
     inputs = LossInputs(
         log_probs=new,
         old_log_probs=old,
-        advantages=columns["advantages"],
+        advantages=found["advantages"],
         lengths=lengths,
         is_counted=is_counted,
-        is_chosen=chosen,
+        is_chosen=is_chosen,
         columns={name: only(values, is_counted) for name, values in own.items()},
         step=context.step,
     )
-    policy = compute(config.policy_loss, inputs)
-    correction = losses.correction_weights(config.correction, old, columns["rollout_log_probs"], lengths)
-    loss = correction * policy.loss
-
-    report = partial(_mean_of, is_counted=is_counted)
-    if config.is_penalized_in_loss:
-        kl, reference = config.kl, columns["ref_log_probs"]
-        penalty = kl_penalty(new, reference, kl.estimator, unbiased_gradient=kl.unbiased_gradient)
-        loss = loss + losses.kl_coefficient(context) * penalty
-        metrics[metric_name(context, "kl")] = report(penalty.detach())
-    if config.entropy_coefficient:
-        loss = loss - config.entropy_coefficient * torch.where(is_counted, outputs.entropies, 0.0)
-    metrics[metric_name(context, "clip_fraction")] = report(policy.is_clipped)
-    metrics[metric_name(context, "entropy")] = report(outputs.entropies.detach())
-    for name, values in policy.metrics.items():
-        metrics[metric_name(context, name)] = report(values.detach())
-    if config.correction.type != "none":
-        metrics["correction/weight"] = report(correction)
-        metrics["correction/dropped"] = report(correction == 0)
-    metrics |= _mismatch(columns["rollout_log_probs"], old, is_counted)
-    if may_be_stale(context.recipe):
-        metrics |= _mismatch_by_age(columns["rollout_log_probs"], old, before - versions, is_counted)
-        ratios = importance_ratios(old, columns["rollout_log_probs"], lengths, "token")
-        metrics["mismatch/effective_samples"] = Weights.of(ratios, is_counted)
-    return Loss((weights * loss).sum(), outputs.log_probs, metrics)
+    return _Tokens(inputs, weights, rollout, found.get("ref_log_probs"), columns.before - versions)
 
 
-def _mismatch(rollout_log_probs: Tensor, old_log_probs: Tensor, is_counted: Tensor) -> dict[str, Share]:
+def _mismatch(tokens: _Tokens, *, may_be_stale: bool) -> dict[str, Share]:
     """Distance between the engine's log-probabilities and the trainer's before this step's updates."""
-    difference = rollout_log_probs - old_log_probs
-    return {
+    old, is_counted = tokens.inputs.old_log_probs, tokens.inputs.is_counted
+    difference = tokens.rollout - old
+    found: dict[str, Share] = {
         "mismatch/abs_mean": _mean_of(difference.abs(), is_counted),
         "mismatch/abs_max": Largest(difference.abs().max() if len(difference) else 0.0),
         "mismatch/kl": _mean_of(difference, is_counted),
     }
-
-
-def _mismatch_by_age(
-    rollout_log_probs: Tensor, old_log_probs: Tensor, ages: Tensor, is_counted: Tensor
-) -> dict[str, Share]:
-    """The same, for tokens of similar ages."""
-    difference = rollout_log_probs - old_log_probs
-    groups = ages_of(ages)
-    return {f"mismatch/kl_by_age/{name}": _mean_of(difference, is_counted & is_inside) for name, is_inside in groups}
+    if may_be_stale:
+        for name, is_inside in ages_of(tokens.ages):  # tokens of similar ages
+            found[f"mismatch/kl_by_age/{name}"] = _mean_of(difference, is_counted & is_inside)
+        ratios = importance_ratios(old, tokens.rollout, tokens.inputs.lengths, "token")
+        found["mismatch/effective_samples"] = Weights.of(ratios, is_counted)
+    return found
 
 
 def _mean_of(values: Tensor, is_counted: Tensor) -> Mean:
@@ -258,12 +293,16 @@ def sft(batch: Batch, context: StageContext) -> Batch:
     _report_size(batch, context)
     before = engine.policy_version
     for mini_batch in mini_batches(batch, counted, context.recipe.algorithm.aggregation, context):
-        make_update(engine, mini_batch, partial(_imitation_loss, context, mini_batch), context)
+        now = OptimizerUpdate(engine, mini_batch, context)
+        for micro_batch in now:
+            with now.memory():
+                now.backward(_imitation_loss(micro_batch, mini_batch, context))
+        now.step()
     add_states(engine, batch, before, context)
     return batch
 
 
-def _imitation_loss(context: StageContext, mini_batch: MiniBatch, micro_batch: MicroBatch) -> Loss:
+def _imitation_loss(micro_batch: MicroBatch, mini_batch: MiniBatch, context: StageContext) -> Loss:
     """The negative log-likelihood of a micro-batch."""
     outputs = context.role.train_engine.forward(micro_batch)
     loss = -(take(mini_batch.weights, micro_batch, outputs.log_probs) * outputs.log_probs).sum()
@@ -280,13 +319,17 @@ def update_critic(batch: Batch, context: StageContext) -> Batch:
     _report_fit(batch, counted.is_counted, context)
     before = engine.policy_version
     for mini_batch in mini_batches(batch, counted, "token_mean", context):
-        make_update(engine, mini_batch, partial(_value_loss, context, mini_batch), context)
+        now = OptimizerUpdate(engine, mini_batch, context)
+        for micro_batch in now:
+            with now.memory():
+                now.backward(_value_loss(micro_batch, mini_batch, context))
+        now.step()
     add_states(engine, batch, before, context)
     return batch
 
 
-def _value_loss(context: StageContext, mini_batch: MiniBatch, micro_batch: MicroBatch) -> Loss:
-    """The value loss of a micro-batch."""
+def _value_loss(micro_batch: MicroBatch, mini_batch: MiniBatch, context: StageContext) -> Loss:
+    """Pass a micro-batch through the critic, and compute its loss."""
     outputs = context.critic.forward(micro_batch)
     with one_copy(outputs.device):
         weights, *found = (

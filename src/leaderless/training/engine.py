@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,8 @@ from leaderless.models.scoring import Entropy
 from leaderless.planner import Layout
 from leaderless.planner.layout import COPIES, EXPERTS, PART
 from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.passes import Passes
 from leaderless.weights.blocks import LocalWeight
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -187,20 +186,8 @@ class Trainable(Protocol):
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """Cut a batch for this engine's memory bound; the same number of micro-batches on every rank."""
 
-    def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
-        """Go through the micro-batches of a batch; where memory runs out, again with smaller ones if possible.
-
-        Args:
-            batch: Samples to cut.
-            passes: Function that goes through the micro-batches. Each call begins from scratch.
-
-        Returns:
-            Result of the call that did not run out of memory.
-
-        Raises:
-            MemoryExhausted: Memory has run out, and smaller micro-batches are not allowed, not possible, or have to
-                wait for the next start.
-        """
+    def passes(self, batch: Batch) -> Passes:
+        """The micro-batches of a batch; where memory runs out in one of them, all again, and smaller if possible."""
 
     def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
         """Clip the gradient, change the weights and clear the gradient.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,8 +15,68 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.device import indexed, release_memory
 from leaderless.models.uploads import one_copy, placed
 from leaderless.planner.limits import CPU_PASS_TOKENS
-from leaderless.training.engine import Result
 from leaderless.training.micro_batches import MicroBatch, longest_sample, make_micro_batches, response_lengths
+
+
+class Passes:
+    """The micro-batches of a batch, one after the other; where memory runs out, all of them again, and smaller.
+
+        passes = engine.passes(batch)
+        for micro_batch in passes:
+            with passes.memory():
+                ...
+
+    Attributes:
+        number: Number of the micro-batch, from 1; it is 1 again where passes begin again.
+    """
+
+    def __init__(self, engine: BoundedPasses, batch: Batch) -> None:
+        """Prepare; the batch is cut when the first micro-batch is asked for."""
+        self._engine, self._batch = engine, batch
+        self.number = 0
+        self._is_again = False
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Yield micro-batches, for one pass each; all ranks of the engine go through them together."""
+        is_done = False
+        while not is_done:
+            micro_batches = self._engine.micro_batches(self._batch)
+            for self.number, self._micro_batch in enumerate(micro_batches, 1):
+                self._engine.begin_pass(is_last=self.number == len(micro_batches))
+                yield self._micro_batch
+                if self._is_again:
+                    break
+            is_done, self._is_again = not self._is_again, False
+            if not is_done:
+                # Only here is the error gone, which kept the tensors of the failed pass alive.
+                gc.collect()
+                release_memory(self._engine.device)
+        self._engine.end_passes(is_done=True)
+
+    @contextmanager
+    def memory(self) -> Iterator[None]:
+        """Watch a pass: if memory runs out in it, the next micro-batch is the first of smaller ones.
+
+        Only a module that one rank has for itself can start again. Of several ranks, one that fails within a pass would
+        leave the others in a collective, and a sharded module is left half gathered: there the lower bound has to wait
+        for the next start of the run.
+
+        Raises:
+            MemoryExhausted: Memory has run out, and smaller micro-batches are not allowed, not possible, or have to
+                wait for the next start.
+        """
+        is_over = True
+        try:
+            yield
+            is_over = False
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._engine.lower_bound(self._batch, self._micro_batch, error)
+            self._is_again, is_over = True, False
+        finally:
+            if is_over:
+                self._engine.end_passes(is_done=False)
 
 
 class BoundedPasses:
@@ -58,48 +119,27 @@ class BoundedPasses:
         """A number for each sampled token of a batch, from a function that computes those of a micro-batch."""
         lengths = response_lengths(batch.jagged("response_mask"))
         values = torch.empty(int(lengths.sum()), device=self.device)
-
-        def fill(micro_batches: Iterable[MicroBatch]) -> None:
-            for micro_batch in micro_batches:
+        passes = self.passes(batch)
+        for micro_batch in passes:
+            with passes.memory():
                 found = score(micro_batch)
                 with one_copy(self.device):
                     places = placed(micro_batch.response_index, self.device)
                 values[places] = found
-
-        self.run_passes(batch, fill)
         self._process_group.backlog.wait()  # an accelerator that waits for ranks could not name them
         return Jagged(values.cpu(), lengths, "response_tokens")
 
-    def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
-        """See `Trainable`.
-
-        Only a module that one rank has for itself can start again. Of several ranks, one that fails within a pass would
-        leave the others in a collective, and a sharded module is left half gathered: there the lower bound has to wait
-        for the next start of the run.
-        """
-        while True:
-            under_way: list[MicroBatch] = []
-            try:
-                return passes(self._watched(self.micro_batches(batch), under_way))
-            except Exception as error:
-                if not (under_way and is_out_of_memory(error)):
-                    raise
-                self._lower_bound(batch, under_way[0], error)
-            # Only here is the error gone, which kept the tensors of the failed pass alive.
-            gc.collect()
-            release_memory(self.device)
-
-    def _watched(self, micro_batches: Sequence[MicroBatch], under_way: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """The micro-batches one by one; the one that is going through the model is in a list."""
-        for number, micro_batch in enumerate(micro_batches, 1):
-            under_way[:] = [micro_batch]
-            self.begin_pass(is_last=number == len(micro_batches))
-            yield micro_batch
+    def passes(self, batch: Batch) -> Passes:
+        """See `Trainable`."""
+        return Passes(self, batch)
 
     def begin_pass(self, *, is_last: bool) -> None:
         """Prepare for a micro-batch, which may be the last one of its batch; nothing to do for most back ends."""
 
-    def _lower_bound(self, batch: Batch, micro_batch: MicroBatch, error: Exception) -> None:
+    def end_passes(self, *, is_done: bool) -> None:
+        """Clean up after the passes of a batch, or after one that failed; nothing to do for most back ends."""
+
+    def lower_bound(self, batch: Batch, micro_batch: MicroBatch, error: Exception) -> None:
         """Halve what was too much, but not below the longest sample; raise where the passes cannot start again."""
         num_tokens, longest = (-(-n // self.num_parts) for n in (len(micro_batch.tokens), longest_sample(batch)))
         before = min(self.micro_batch_tokens, num_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,10 +20,11 @@ from leaderless.policies.opened import Opened, open_model
 from leaderless.policies.squashed import Squashed
 from leaderless.robots.transitions import Transitions
 from leaderless.rollout.worlds import spaces_of
-from leaderless.training.engine import EngineSetup, Result, UpdateInfo
+from leaderless.training.engine import EngineSetup, UpdateInfo
 from leaderless.training.memory import Memory
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import may_be_fused
+from leaderless.training.passes import Passes
 from leaderless.training.sac import Draw, SacLearner
 from leaderless.weights.blocks import LocalWeight
 
@@ -117,9 +118,9 @@ class SacEngine:
         """See `Trainable`; it cannot be called."""
         self._refuse("micro_batches", batch)
 
-    def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
+    def passes(self, batch: Batch) -> Passes:
         """See `Trainable`; it cannot be called."""
-        self._refuse("run_passes", batch, passes)
+        self._refuse("passes", batch)
 
     def log_probs(self, batch: Batch) -> Jagged:
         """See `TrainEngine`; it cannot be called."""

@@ -28,7 +28,7 @@ from leaderless.planner import Layout
 from leaderless.planner.adapters import EXPERT_WEIGHTS, lora_of
 from leaderless.planner.layout import COPIES
 from leaderless.training.converted import ConvertedWeights, convert_inputs
-from leaderless.training.engine import Result, UpdateInfo
+from leaderless.training.engine import UpdateInfo
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer, may_be_fused
 from leaderless.training.passes import BoundedPasses
@@ -220,15 +220,11 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             self.line.expect(cut)
         return cut
 
-    def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
-        """See `Trainable`."""
-        try:
-            result = super().run_passes(batch, passes)
-        finally:
-            self._release_converted()
-        if self.line is not None:
+    def end_passes(self, *, is_done: bool) -> None:
+        """See `BoundedPasses`."""
+        self._release_converted()
+        if self.line is not None and is_done:
             self.line.finish()
-        return result
 
     def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor]) -> Jagged:
         """A number for each sampled token of a batch, from a function that computes those of a micro-batch."""
