@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fixed_lag import SETTINGS
 from fixed_lag_report import Times
-from leaderless.observability.seconds import total_seconds
+from leaderless.observability.clock import total_seconds
 from made import prepare, train
 from weight_travel_report import GENERATION_S, RESULTS, TRAINING_S, TRAVEL_S, WARM_UP, Results, Run, promised_s, table
 

@@ -40,7 +40,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.models import decoder
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
-from leaderless.models.products import _can_write_float32
+from leaderless.models.scoring import _can_write_float32
 from leaderless.models.shared_prompts import VarlenAttention
 from leaderless.models.value_model import load_value_model
 from leaderless.observability.metrics import Metrics

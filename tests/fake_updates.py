@@ -26,9 +26,9 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.data.under_way import MESSAGES_AHEAD
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
 from leaderless.models.context_parallel import ContextParallel
-from leaderless.models.products import _can_add_float32
 from leaderless.models.ring import RingParallel
 from leaderless.models.routers import UNKNOWN
+from leaderless.models.scoring import _can_add_float32
 from leaderless.models.tensor_parallel import TensorParallel
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.training.micro_batches import MicroBatch

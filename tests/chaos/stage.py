@@ -24,8 +24,8 @@ import torch
 
 import leaderless
 from leaderless.checkpoint.writer import CheckpointWriter
+from leaderless.observability.clock import Tracer
 from leaderless.observability.run_directory import write_atomically
-from leaderless.observability.trace import Tracer
 from leaderless.worker import keeper
 
 VARIABLE = "CHAOS"

@@ -43,7 +43,7 @@ from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.models.vision import VisionLM
 from leaderless.planner import Layout
 from leaderless.planner.engines import RolloutEngineSpec, engine_of
-from leaderless.rollout import native, prefill_attention
+from leaderless.rollout import native, segment_attention
 from leaderless.rollout.child_server import ChildServer
 from leaderless.rollout.engine import Completion, Delta, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.external import Driver, ExternalEngine
@@ -52,8 +52,7 @@ from leaderless.rollout.make import make_engine as engine_by_name
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.paged_attention import attend_with_torch
 from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
-from leaderless.rollout.prefill_attention import PrefillAttention
-from leaderless.rollout.segment_attention import DecodeAttention
+from leaderless.rollout.segment_attention import DecodeAttention, PrefillAttention
 from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.shard import ALONE
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
@@ -585,7 +584,7 @@ def test_keys_and_values_are_computed_again_in_several_passes(monkeypatch: pytes
     path, wanted = tiny_model(), [Request([*range(1, 20)], [0, 1, 2]), Request([*range(2, 9)], [3])]
     trainer = make_trainer(path)
     monkeypatch.setattr(native, "PREFILL_TOKENS", 8)
-    monkeypatch.setattr(prefill_attention, "QUERY_BLOCK", 3)
+    monkeypatch.setattr(segment_attention, "QUERY_BLOCK", 3)
     engine, found = EMBEDDED[name](path, 4), [request.begin() for request in wanted]
     models = {0: frozen(trainer)}
     numbers = {engine.submit(request, params(max_tokens=30)): index for index, request in enumerate(wanted)}

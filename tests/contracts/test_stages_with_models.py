@@ -17,7 +17,7 @@ from tests.unit.recipes import only_problem, plan_of
 
 from leaderless import Batch, StageContext, Workflow, stage
 from leaderless.config import Recipe, RecipeError
-from leaderless.stages.limits import limited
+from leaderless.stages.context import limited
 from leaderless.training.engine import Trainable
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.workflow import Node, read_workflow, spec_of, write_workflow

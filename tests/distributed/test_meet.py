@@ -12,8 +12,8 @@ from tests.unit.recipes import plan_of
 
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.transport import Transport
+from leaderless.observability.clock import Tracer
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.observability.trace import Tracer
 from leaderless.worker.asynchronous.channels import Channels, add_process_groups
 from leaderless.worker.parts import Parts, Progress
 

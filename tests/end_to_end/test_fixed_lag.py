@@ -31,8 +31,8 @@ from leaderless.checkpoint.manifest import Manifest
 from leaderless.checkpoint.writer import CheckpointWriter
 from leaderless.data.batch import Batch
 from leaderless.data.transport import ProcessGroup
+from leaderless.observability.clock import total_seconds
 from leaderless.observability.console import Display
-from leaderless.observability.seconds import total_seconds
 from leaderless.planner import Channel, Cluster, make_plan
 from leaderless.stages.context import StageContext
 from leaderless.worker.agreement import StepEnd

@@ -23,15 +23,16 @@ from leaderless.device import can_pin, setup_device
 from leaderless.models import uploads
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.flash_attention import activate_flash_attention_3, restore_flash_attention
-from leaderless.models.products import (
+from leaderless.models.repeats import Repeats
+from leaderless.models.scoring import (
+    Scoring,
     _can_add_float32,
     _can_write_float32,
     add_product,
     bmm_in_float32,
     linear_in_float32,
+    score_tokens,
 )
-from leaderless.models.repeats import Repeats
-from leaderless.models.scoring import Scoring, score_tokens
 from leaderless.models.shared_prompts import Family, VarlenAttention, attention_over
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.models.uploads import one_copy, placed

@@ -16,7 +16,7 @@ from torch import Tensor
 from leaderless.data.activity import Activity
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.transport import ProcessGroup
-from leaderless.observability.trace import Tracer
+from leaderless.observability.clock import Tracer
 from leaderless.planner import Channel, Layout, SyncWeights
 from leaderless.worker.asynchronous.channels import Channels, Inbox, Note, Outbox
 from leaderless.worker.parts import Parts, Progress

@@ -17,11 +17,11 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.environments.pump import EnginePump
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import load_tokenizer
-from leaderless.rollout import kv_cache, native, prefill_attention
+from leaderless.rollout import kv_cache, native, segment_attention
 from leaderless.rollout.engine import Completion, Request, SamplingParams
 from leaderless.rollout.kv_cache import Segment, Slots
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.prefill_attention import PrefillAttention, PromptPart
+from leaderless.rollout.segment_attention import PrefillAttention, PromptPart
 from leaderless.weights.stream import WeightStream
 
 PARAMS = SamplingParams(SamplingConfig(temperature=1.2), max_tokens=6)
@@ -139,8 +139,8 @@ def test_conversations_that_are_kept_say_the_same(
         monkeypatch.setattr(kv_cache, "SMALLEST_SLOT", 2)
     else:
         monkeypatch.setattr(native, "PREFILL_TOKENS", 24)
-        monkeypatch.setattr(prefill_attention, "QUERY_BLOCK", 7)
-        monkeypatch.setattr(prefill_attention, "KEY_BLOCK", 64)
+        monkeypatch.setattr(segment_attention, "QUERY_BLOCK", 7)
+        monkeypatch.setattr(segment_attention, "KEY_BLOCK", 64)
     reads.clear()
     engine, add = engine_of(max_sequences), Slots.add
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.rows import mixed_recipe, open_sets, recipe_of, shards_of, take, write_jsonl
 
 from leaderless.config import Json, RecipeError
-from leaderless.data.order import Interleaving, RowOrder
+from leaderless.data.dataset import Interleaving, RowOrder
 
 weights = st.one_of(
     st.integers(1, 40).map(float),

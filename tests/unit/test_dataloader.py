@@ -39,10 +39,9 @@ from leaderless.data import jsonl
 from leaderless.data.batch import Batch
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import Dataloader
-from leaderless.data.dataset import Dataset, open_dataset
+from leaderless.data.dataset import Dataset, RowOrder, open_dataset
 from leaderless.data.encode import RowEncoder
 from leaderless.data.hub import _unreachable
-from leaderless.data.order import RowOrder
 from leaderless.data.parquet import ParquetSource
 from leaderless.data.rows import Row, RowSource
 from leaderless.data.sources import open_source

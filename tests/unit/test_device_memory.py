@@ -21,7 +21,7 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
-from leaderless.models import attention, decoder, products, uploads
+from leaderless.models import attention, decoder, scoring, uploads
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.recomputing import recompute_layers
@@ -104,7 +104,7 @@ def attends(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(decoder, "attention_over", attention_over)
     monkeypatch.setattr(attention, "scaled_dot_product_attention", lambda q, k, v, *_, **__: Kernel.apply(q, k, v))
-    monkeypatch.setattr(products, "_can_add_float32", lambda _: True)
+    monkeypatch.setattr(scoring, "_can_add_float32", lambda _: True)
     monkeypatch.setattr(native, "_with_memory", lambda model: dict(model.model.named_parameters()))
 
 

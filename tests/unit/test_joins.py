@@ -9,7 +9,7 @@ from tests.unit.test_schedule import Case, Tables, layouts, planned, rows_of
 
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, make_sample_ids
-from leaderless.data.table import Table
+from leaderless.data.databuffer import Table
 from leaderless.planner import Reshard
 from leaderless.planner.flow import Flow
 from leaderless.workflow import StageSpec, Workflow, read_workflow, stage, write_workflow

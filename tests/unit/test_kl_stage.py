@@ -19,7 +19,7 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.advantage import advantage
 from leaderless.stages.context import Grader, StageContext
-from leaderless.stages.losses import KL_STATE
+from leaderless.stages.mini_batches import KL_STATE
 from leaderless.workflow import resolve_workflow
 
 LENGTHS = [(2, 3), (1, 4), (3, 0), (2, 2)]

@@ -17,7 +17,7 @@ from leaderless.models.attention import ATTENTION_NAME, PackedAttention
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.support import check_supported
 from leaderless.models.tokenizer import load_tokenizer
-from leaderless.rollout import kv_cache, lean_forward, native, prefill_attention
+from leaderless.rollout import kv_cache, lean_forward, native, segment_attention
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.rollout.kv_cache import SegmentStore
 from leaderless.rollout.lean_forward import LeanForward, forward_of
@@ -127,17 +127,17 @@ def test_an_unknown_family_goes_through_its_own_modules(monkeypatch: pytest.Monk
 def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = sample(tiny_engine())
     sizes: list[int] = []
-    plan = prefill_attention.PrefillAttention.__init__
+    plan = segment_attention.PrefillAttention.__init__
 
     def watched(
-        self: prefill_attention.PrefillAttention, parts: list[prefill_attention.PromptPart], device: torch.device
+        self: segment_attention.PrefillAttention, parts: list[segment_attention.PromptPart], device: torch.device
     ) -> None:
         sizes.append(sum(part.count for part in parts))
         plan(self, parts, device)
 
-    monkeypatch.setattr(prefill_attention.PrefillAttention, "__init__", watched)
+    monkeypatch.setattr(segment_attention.PrefillAttention, "__init__", watched)
     monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
-    monkeypatch.setattr(prefill_attention, "QUERY_BLOCK", 7)
+    monkeypatch.setattr(segment_attention, "QUERY_BLOCK", 7)
     assert_same(sample(tiny_engine()), expected)
     assert max(sizes) == 16
     assert sum(sizes) == sum(LENGTHS)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from leaderless.observability.clock import Tracer
 from leaderless.observability.console import Display
 from leaderless.observability.report.run_files import read_run
 from leaderless.observability.run_directory import (
@@ -23,7 +24,6 @@ from leaderless.observability.run_directory import (
     write_atomically,
 )
 from leaderless.observability.step_log import StepLog
-from leaderless.observability.trace import Tracer
 from leaderless.worker.place import Place
 
 NUMBERS = {"reward/mean": 0.5, "policy/loss": 1.25, "evaluation/mean@4": 0.75, "time/step": 3.0}

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from leaderless.models import products
-from leaderless.models.products import (
+from leaderless.models import scoring
+from leaderless.models.scoring import (
     BLOCK,
     FEW,
     LARGE,
@@ -38,7 +38,7 @@ def test_only_products_and_large_matrices_are_cut(monkeypatch: pytest.MonkeyPatc
         whole.append((len(rows), len(weight)))
         return linear(rows, weight, bias)
 
-    monkeypatch.setattr(products, "linear", watched)
+    monkeypatch.setattr(scoring, "linear", watched)
 
     def multiply(num_rows: int, outputs: int, inputs: int = 256, dtype: torch.dtype = torch.float32) -> None:
         linear_for_few(torch.ones(num_rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype))
@@ -57,7 +57,7 @@ def test_only_products_and_large_matrices_are_cut(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_products_of_bfloat16_are_not_rounded_to_it(monkeypatch: pytest.MonkeyPatch, has_bias: bool) -> None:
     """Logits of 16 to 32 would be multiples of 0.125, and their log-probabilities off by some hundredths."""
-    monkeypatch.setattr(products, "WIDENED", 5 * 64)
+    monkeypatch.setattr(scoring, "WIDENED", 5 * 64)
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(n, 64, generator=generator).mul(3).to(torch.bfloat16) for n in (7, 23))
     bias = torch.randn(23, generator=generator).to(torch.bfloat16) if has_bias else None
@@ -101,8 +101,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
-    monkeypatch.setattr(products, "_can_write_float32", lambda _: request.param != "rounded")
-    monkeypatch.setattr(products, "_can_add_float32", lambda _: request.param == "in one kernel")
+    monkeypatch.setattr(scoring, "_can_write_float32", lambda _: request.param != "rounded")
+    monkeypatch.setattr(scoring, "_can_add_float32", lambda _: request.param == "in one kernel")
     return str(request.param)
 
 
@@ -129,8 +129,8 @@ def test_a_product_is_added_to_a_total_of_its_own_type() -> None:
 
 def test_the_trial_of_a_kernel_ends_with_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, the operation is missing; a kernel that rounds the total to bfloat16 is not used."""
-    monkeypatch.setattr(products, "_can_write_float32", lambda _: True)
-    trial = products._can_add_float32.__wrapped__
+    monkeypatch.setattr(scoring, "_can_write_float32", lambda _: True)
+    trial = scoring._can_add_float32.__wrapped__
     assert not trial("cpu")
 
     def answering(digits: torch.dtype) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.repeats import Repeats, take_rows
+from leaderless.models.repeats import Repeats
 from leaderless.training import fsdp
 from leaderless.training.fsdp import FsdpEngine
 
@@ -21,7 +21,7 @@ SIBLINGS = 8
 def gradient(dtype: torch.dtype, slope: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows that are taken, and the gradient of the tensor that they are taken from."""
     values = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-    taken = take_rows(values, Repeats(rows, len(values), CPU))
+    taken = Repeats(rows, len(values), CPU).take(values)
     assert torch.equal(taken, values[rows])
     return taken, torch.autograd.grad(taken, values, slope.to(dtype))[0]
 
@@ -40,14 +40,6 @@ def test_siblings_add_up_the_gradient_of_a_common_token_in_float32() -> None:
         one_by_one[row] += part
     assert not torch.equal(one_by_one, first), "what the plain backward pass may give"
     assert not first[[1, 2, 6, 19]].any()
-
-
-def test_rows_without_repeats_are_taken_by_their_indices() -> None:
-    values = torch.arange(12.0).view(4, 3).requires_grad_()
-    taken = take_rows(values, torch.tensor([2, 0]))
-    taken.sum().backward()
-    assert values.grad is not None
-    assert values.grad.sum(1).tolist() == [3, 0, 3, 0]
 
 
 def test_an_update_selects_tokens_again_with_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from leaderless.rollout.engine import Completion
 from leaderless.stages import rollout
 from leaderless.stages.advantage import advantage, remax
 from leaderless.stages.context import Grader, ModelRole, StageContext
-from leaderless.stages.losses import KL_STATE
+from leaderless.stages.mini_batches import KL_STATE
 from leaderless.stages.reward import reward
 from leaderless.stages.update import update, update_critic
 from leaderless.training.engine import TrainEngine

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leaderless.models import compiled_layers, fused_scores, products, scoring
+from leaderless.models import compiled_layers, fused_scores, scoring
 from leaderless.models.fused_scores import PLAIN, compile_scores, scores_failure, slope
 from leaderless.models.scoring import Entropy, Scoring, score_tokens
 from leaderless.models.vocabulary import VocabularyPart
@@ -129,8 +129,8 @@ class HeadTraffic(TorchDispatchMode):
 def test_large_chunks_move_the_gradient_of_the_head_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen2.5 at 1.5B, with 12,288 scored tokens in a pass; nothing is computed."""
     rows, hidden_size, vocabulary = 12_288, 1536, 151_936
-    monkeypatch.setattr(products, "_can_write_float32", lambda _: True)
-    monkeypatch.setattr(products, "_can_add_float32", lambda _: True)
+    monkeypatch.setattr(scoring, "_can_write_float32", lambda _: True)
+    monkeypatch.setattr(scoring, "_can_add_float32", lambda _: True)
     addmm = torch.addmm
 
     def in_place(total: Tensor, *factors: Tensor, out_dtype: torch.dtype, out: Tensor) -> Tensor:

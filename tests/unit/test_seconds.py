@@ -8,11 +8,10 @@ import pytest
 from tests.tiny import tiny_recipe
 from tests.unit.test_metrics import Alone
 
-from leaderless.observability.clock import Clock
+from leaderless.observability.clock import Clock, by_pool, in_short, total_seconds
 from leaderless.observability.metrics import Metrics
-from leaderless.observability.seconds import by_pool, in_short, total_seconds
 from leaderless.planner import Cluster, Plan, make_plan
-from leaderless.worker.seconds import SecondsReport, pools_of, state_of, without_idle
+from leaderless.worker.agreement import SecondsReport, pools_of, state_of, without_idle
 from leaderless.workflow import resolve_workflow
 
 

@@ -8,7 +8,7 @@ import weakref
 import torch
 
 from leaderless.data.batch import Batch
-from leaderless.data.table import Table
+from leaderless.data.databuffer import Table
 
 WRITER = "rollout"
 

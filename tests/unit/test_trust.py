@@ -20,7 +20,7 @@ from leaderless.data.cache import DataCache
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.secrets import without_secrets
-from leaderless.rewards.grading import describe
+from leaderless.rewards.protocol import describe
 from leaderless.supervision.failure import Failure
 from leaderless.workflow import Workflow, read_workflow, resolve_workflow
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from leaderless.algorithms.algorithm import Algorithm, check_declared
-from leaderless.algorithms.groups import count_groups
 from leaderless.algorithms.lazy import torch
 from leaderless.algorithms.returns import Moments, token_level_rewards, whiten
-from leaderless.algorithms.segments import repeat_per_token
+from leaderless.algorithms.segments import count_groups, repeat_per_token
 from leaderless.config.errors import RecipeError
 
 if TYPE_CHECKING:

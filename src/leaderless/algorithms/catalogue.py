@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from leaderless.algorithms import (
-    aggregation,
     correction,
     covariance,
     kl,
     proximal,
     returns,
     reward_model,
+    segments,
     value_loss,
 )
 from leaderless.algorithms.advantages import ADVANTAGES
@@ -35,7 +35,7 @@ FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
     "reward model": (reward_model.bradley_terry,),
     "covariance": (covariance.covariances,),
     "KL": (kl.kl_penalty, kl.adapted_coefficient),
-    "aggregation": (aggregation.token_weights,),
+    "aggregation": (segments.token_weights,),
     "correction": (
         correction.importance_ratios,
         correction.truncated_weights,

@@ -15,6 +15,8 @@ else:
         """Stands in for the module; importing torch takes seconds."""
 
         def __getattr__(self, name: str) -> object:
-            return getattr(import_module("torch"), name)
+            found = getattr(import_module("torch"), name)
+            setattr(self, name, found)  # the next use finds it without this
+            return found
 
     torch = _Torch()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leaderless.data.batch import Batch, Column, Jagged, with_rows
 from leaderless.data.column_store import HeldRows, ragged_key
-from leaderless.data.table import sort_rows
+from leaderless.data.databuffer import sort_rows
 from leaderless.data.wire import DTYPES, Schema, schema_from_json, schema_of, schema_to_json
 from leaderless.workflow import COLUMNS
 

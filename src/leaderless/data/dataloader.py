@@ -12,10 +12,9 @@ from leaderless.config.data import DATASET_COLUMN, MixedSetConfig, TrainingSetCo
 from leaderless.data.background import ReadAhead
 from leaderless.data.batch import Batch
 from leaderless.data.cache import DataCache
-from leaderless.data.dataset import Feed, Progress, Prompt, TrainingSet, make_batch, open_dataset
+from leaderless.data.dataset import Feed, Interleaving, Progress, Prompt, TrainingSet, make_batch, open_dataset
 from leaderless.data.encode import Tokenizer
 from leaderless.data.images import ImageReader
-from leaderless.data.order import Interleaving
 from leaderless.data.parquet import unpack
 from leaderless.data.preferences import make_encoder
 from leaderless.data.requests import RequestSet

@@ -9,9 +9,8 @@ from typing_extensions import override
 
 from leaderless.config import RecipeError
 from leaderless.config.data import DataConfig, TrainingSetConfig
-from leaderless.data.dataset import Feed, Prompt, TrainingSet
+from leaderless.data.dataset import Feed, Prompt, TrainingSet, generator
 from leaderless.data.encode import Encoded, RowEncoder, all_overlong, fits
-from leaderless.data.order import generator
 from leaderless.data.rows import Row, RowStream
 
 UNSHUFFLED_WINDOW = 64

@@ -115,13 +115,14 @@ class ProcessGroup:
         return self._all_reduce(values, dist.ReduceOp.MAX, what, most_ahead)
 
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType, what: str, most_ahead: int) -> Tensor:
+        if self.size == 1:
+            return values.clone()
         if is_in_blocks(self.size) and values.device.type == "cpu" and values.nbytes <= IN_BLOCKS_BYTES:
             return self._all_reduce_in_blocks(values, operation, what)
         result = values.clone()
-        if self.size > 1:
-            with self._waiting(what):
-                dist.all_reduce(result, operation, group=self.handle)
-            self.backlog.add(self, what, result.device, most_ahead)
+        with self._waiting(what):
+            dist.all_reduce(result, operation, group=self.handle)
+        self.backlog.add(self, what, result.device, most_ahead)
         return result
 
     def _all_reduce_in_blocks(self, values: Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> Tensor:

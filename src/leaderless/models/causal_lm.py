@@ -14,9 +14,8 @@ from leaderless.data.images import PromptImage
 from leaderless.models.attention import Attention
 from leaderless.models.decoder import Decoder, check_freezing, empty_decoder, load_decoder
 from leaderless.models.fused_scores import FusedScores
-from leaderless.models.products import linear_in_float32
 from leaderless.models.repeats import Repeats
-from leaderless.models.scoring import Entropy, Scoring, score_tokens
+from leaderless.models.scoring import Entropy, Scoring, linear_in_float32, score_tokens
 from leaderless.models.sums import copied
 from leaderless.models.support import sees_images
 

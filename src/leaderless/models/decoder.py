@@ -29,7 +29,7 @@ from leaderless.models.classifiers import register_classifiers
 from leaderless.models.lora import add_adapters, give_adapters_values, trained_weights
 from leaderless.models.prefix_attention import PrefixAttention
 from leaderless.models.recomputing import recompute_layers
-from leaderless.models.repeats import Repeats, take_rows
+from leaderless.models.repeats import Repeats
 from leaderless.models.shared_prompts import Family, attention_over
 from leaderless.models.support import (
     attention_names,
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         )
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         if self.has_head:
-            return take_rows(hidden, select)
+            return select.take(hidden) if isinstance(select, Repeats) else hidden.index_select(0, select)
         return hidden.clone()  # a back end may hook onto what is returned, and a view could lose the hook
 
     @property

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leaderless.models.cpu_attention import flash_backward_on_cpu, flash_on_cpu
+from leaderless.models.attention import flash_backward_on_cpu, flash_on_cpu
 
 BLOCK_SCORES = 1 << 24
 """Most scores of a block of queries in all heads."""

@@ -62,8 +62,3 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.repeats.add_up(grad), None
-
-
-def take_rows(values: Tensor, rows: Tensor | Repeats) -> Tensor:
-    """Take rows of [T, ...], of which none is taken twice if they are a tensor of their indices, [n] int64."""
-    return rows.take(values) if isinstance(rows, Repeats) else values.index_select(0, rows)

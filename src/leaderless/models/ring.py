@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from leaderless.data.under_way import Passing
-from leaderless.models.attention import Attention, LengthBuckets
+from leaderless.models.attention import Attention, LengthBuckets, heads_first, tokens_first
 from leaderless.models.context_parallel import ContextParallel
-from leaderless.models.cpu_attention import heads_first, tokens_first
 from leaderless.models.partial_attention import Form, attend_some, gradients_of_some
 from leaderless.models.shared_prompts import Family, blocks_of
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from leaderless.models.attention import Attention, LengthBuckets, PackedAttention
-from leaderless.models.cpu_attention import attend_on_cpu
+from leaderless.models.attention import Attention, LengthBuckets, PackedAttention, attend_on_cpu
 from leaderless.models.npu_attention import MAX_SEQUENCES, FusionAttention, attend_packed, fusion_attention
 from leaderless.models.repeats import Repeats
 from leaderless.models.uploads import placed

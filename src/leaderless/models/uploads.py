@@ -74,8 +74,11 @@ def one_copy(device: torch.device) -> Iterator[None]:
 
     What an outer block has collected is copied as well.
     """
+    if device.type == "cpu":
+        yield
+        return
     device, upload = indexed(device), _UNDER_WAY.get()
-    if device.type == "cpu" or (upload is not None and upload.device != device):
+    if upload is not None and upload.device != device:
         yield
         return
     upload = upload or _Upload(device)

@@ -24,7 +24,7 @@ from leaderless.models.causal_lm import CausalLM
 from leaderless.models.decoder import Decoder
 from leaderless.models.image_readers import Pixels, Reader
 from leaderless.models.patches import patches_of
-from leaderless.models.repeats import Repeats, take_rows
+from leaderless.models.repeats import Repeats
 from leaderless.models.seen import Seen, grid_positions
 from leaderless.models.shared_prompts import Family
 from leaderless.models.support import reads_both_ways
@@ -139,7 +139,9 @@ class VisionDecoder(Decoder):
             **options,
         )
         hidden: Tensor = output.last_hidden_state.squeeze(0)
-        return take_rows(hidden, select) if self.has_head else hidden.clone()
+        if not self.has_head:
+            return hidden.clone()
+        return select.take(hidden) if isinstance(select, Repeats) else hidden.index_select(0, select)
 
     @override
     def is_frozen(self, name: str) -> bool:

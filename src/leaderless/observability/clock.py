@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
-from threading import get_ident
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from threading import Lock, get_ident
+from typing import Literal, TextIO, get_args
 
 State = Literal[
     "generate",
@@ -87,3 +91,105 @@ class _Doing:
     def __exit__(self, *error: object) -> None:
         if self._before is not None:
             self._clock.switch(self._before)
+
+
+PREFIX = "seconds/"
+"""Beginning of the names of these metrics: `seconds/0-3/generate` is about ranks 0 to 3."""
+
+
+def seconds_name(pool: str, state: str) -> str:
+    """Name of the metric of a state of a pool."""
+    return f"{PREFIX}{pool}/{state}"
+
+
+def by_pool(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The names of such metrics by pool and state; states in their usual order."""
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        pool, _, state = name.removeprefix(PREFIX).partition("/")
+        if name.startswith(PREFIX) and state in STATES:
+            found.setdefault(pool, {})[state] = name
+    return {pool: {state: states[state] for state in STATES if state in states} for pool, states in found.items()}
+
+
+def total_seconds(rows: Iterable[Mapping[str, object]]) -> dict[str, dict[str, float]]:
+    """Seconds of a whole run by pool and state, from the lines of its logs."""
+    totals: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith(PREFIX) and isinstance(value, int | float):
+                totals[name] = totals.get(name, 0.0) + value
+    return {pool: {state: totals[name] for state, name in states.items()} for pool, states in by_pool(totals).items()}
+
+
+def in_short(seconds: Mapping[str, float]) -> str:
+    """Shares of the time of a pool as a short line, the largest first; those below one percent are left out."""
+    whole = sum(seconds.values()) or 1.0
+    largest = sorted(seconds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{state} {value / whole:.0%}" for state, value in largest if value >= 0.01 * whole)
+
+
+MayFail = Callable[[Path], AbstractContextManager[object]]
+
+
+class Tracer:
+    """Times spans and, if it has a path, writes them to a file until it is closed.
+
+    What an earlier start of the run wrote to the file is kept. All writing happens in the context `may_fail`.
+    """
+
+    def __init__(self, path: Path | None, rank: int, may_fail: MayFail = nullcontext) -> None:
+        self.rank = rank
+        self.seconds: dict[str, float] = {}
+        self._lock = Lock()
+        self._file: TextIO | None = None
+        if path is not None:
+            self._may_fail = partial(may_fail, path)
+            with self._may_fail():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+                # The format allows the closing bracket to be missing, so a trace is readable however the run ends.
+                self._file = path.open("w", encoding="utf-8")
+                self._file.write("[\n" + "".join(f"{line}\n" for line in before if line.endswith("},")))
+
+    @contextmanager
+    def span(self, name: str, step: int, lane: int = 0) -> Iterator[dict[str, object]]:
+        """Time a node or another part of a step; facts that are put into what it yields go into the trace.
+
+        Several threads may do so at once, each in its own lane, a row of the picture; the main thread has lane 0.
+        """
+        facts: dict[str, object] = {"step": step}
+        wall_us = time.time_ns() / 1000
+        begin = time.perf_counter()
+        try:
+            yield facts
+        finally:
+            seconds = time.perf_counter() - begin
+            event = {"name": name, "ph": "X", "ts": wall_us, "dur": seconds * 1e6, "pid": self.rank, "tid": lane}
+            with self._lock:
+                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+                if self._file is not None:
+                    with self._may_fail():
+                        self._file.write(json.dumps({**event, "args": facts}) + ",\n")
+
+    def take(self, name: str) -> float:
+        """Seconds of one name since the last call."""
+        with self._lock:
+            return self.seconds.pop(name, 0.0)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by name since the last call."""
+        with self._lock:
+            seconds, self.seconds = self.seconds, {}
+            if self._file is not None:
+                with self._may_fail():
+                    self._file.flush()  # a process that is killed in a later step leaves this one behind
+        return seconds
+
+    def close(self) -> None:
+        """End the trace; spans are still timed, but not written."""
+        if self._file is not None:
+            name = {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": f"rank {self.rank}"}}
+            file, self._file = self._file, None
+            with self._may_fail(), file:
+                file.write(json.dumps(name) + "\n]\n")

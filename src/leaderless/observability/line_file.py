@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from leaderless.config import Json
+from leaderless.observability.clock import MayFail
 from leaderless.observability.run_directory import read_lines, write_atomically
-from leaderless.observability.trace import MayFail
 
 
 class LineFile:

@@ -21,8 +21,8 @@ from leaderless.workflow import (
     Workflow,
     scored_agent,
 )
-from leaderless.workflow.ages import may_be_stale
 from leaderless.workflow.metrics import check_best_metric
+from leaderless.workflow.stage import may_be_stale
 
 HINTS = {
     "values": "a critic does: use the workflow ppo, add a node that runs the stage 'values', or set an "

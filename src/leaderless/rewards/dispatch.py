@@ -14,9 +14,8 @@ from multiprocessing.connection import Connection, wait
 
 from leaderless.config.rewards import RewardsConfig
 from leaderless.exits import exit_in_words
-from leaderless.rewards.grading import Outcome, describe, timed_out
 from leaderless.rewards.process import SHARE_S, RewardProcess, serve
-from leaderless.rewards.protocol import RewardInput
+from leaderless.rewards.protocol import Outcome, RewardInput, describe, timed_out
 
 START_TIMEOUT_S = 300.0
 """Seconds a reward process may take to start and to import the user's modules."""

@@ -13,10 +13,9 @@ from typing import Self
 from leaderless.config import Json
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.dispatch import Dispatcher
-from leaderless.rewards.grading import Outcome, grade
 from leaderless.rewards.judges.asking import Asker
 from leaderless.rewards.judges.judge import AnswerFile, Asked, Judge, Judged, make_cache, make_judges
-from leaderless.rewards.protocol import Reward, RewardInput
+from leaderless.rewards.protocol import Outcome, Reward, RewardInput, grade
 from leaderless.rewards.registry import make_rewards
 
 Askers = Mapping[str, Asker]
@@ -121,9 +120,10 @@ class RewardPool:
         judged = {name: work.pop(name) for name in self._judges}
         elsewhere = {name: places for name, places in judged.items() if self._judges[name].options.role is None}
         here = {name: places for name, places in judged.items() if name not in elsewhere}
-        with self._lock, _Asking(partial(self._judge, samples, elsewhere, {})) as asking:
+        with self._lock:
+            asking = _Asking(partial(self._judge, samples, elsewhere, {})) if elsewhere else None
             outcomes = self._dispatcher.run(samples, work) if self._dispatcher else self._grade_here(samples, work)
-            said = {**self._judge(samples, here, askers), **asking.result()}
+            said = {**(self._judge(samples, here, askers) if here else {}), **(asking.result() if asking else {})}
         outcomes = {**outcomes, **{place: one.outcome for place, one in said.items()}}
         return [
             self._sum(
@@ -200,20 +200,17 @@ class RewardPool:
 
 
 class _Asking:
-    """A result computed in a thread, while other rewards are computed."""
+    """A result computed in a thread, while other rewards are computed.
+
+    After an error elsewhere the thread is abandoned: it ends when its questions are answered, or late.
+    """
 
     def __init__(self, find: Callable[[], Mapping[tuple[str, int], Judged]]) -> None:
         self._find = find
         self._found: Mapping[tuple[str, int], Judged] = {}
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="judges", daemon=True)
-
-    def __enter__(self) -> Self:
         self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Abandon the thread after an error: it ends when its questions are answered, or late."""
 
     def result(self) -> Mapping[tuple[str, int], Judged]:
         """The result; raises the thread's error."""

@@ -16,8 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
 from leaderless.config.rewards import RewardsConfig
-from leaderless.rewards.grading import describe, grade
-from leaderless.rewards.protocol import RewardInput
+from leaderless.rewards.protocol import RewardInput, describe, grade
 from leaderless.rewards.registry import make_rewards
 
 SHARE_S = 0.25

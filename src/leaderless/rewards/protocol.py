@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from numbers import Real
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from leaderless.config import Json
+from leaderless.observability.secrets import without_secrets
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,87 @@ class Reward(Protocol):
 
     def __call__(self, sample: RewardInput, /) -> float | RewardResult:
         """Grade a response. If it raises an error, the sample counts as failed, never as 0."""
+
+
+MAX_ERROR_LENGTH = 500
+"""Characters of an error's text that are kept."""
+
+
+class Outcome(NamedTuple):
+    """The outcome of one reward for one response, as plain JSON values.
+
+    Attributes:
+        value: Finite number; 0 where there is an error.
+        answer: Final answer found in the response.
+        error: Reason why there is no value; None where there is one.
+        seconds: Seconds that it took; 0 where the process that graded it has ended.
+    """
+
+    value: float = 0.0
+    answer: str | None = None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+def grade(
+    reward: Reward,
+    sample: RewardInput,
+    timeout_s: float = math.inf,
+    caught: tuple[type[BaseException], ...] = (BaseException,),
+) -> Outcome:
+    """Grade a response. If that takes too long, it has failed, even if it has a value."""
+    begin = time.monotonic()
+    try:
+        outcome = compute(reward, sample)
+    except caught as error:
+        outcome = Outcome(error=describe(error))
+    else:
+        outcome = outcome if time.monotonic() - begin <= timeout_s else timed_out(timeout_s)
+    return outcome._replace(seconds=round(time.monotonic() - begin, 6))
+
+
+def compute(reward: Reward, sample: RewardInput) -> Outcome:
+    """Call a reward; besides what it raises, a TypeError or ValueError if it does not return a finite number."""
+    result: object = reward(sample)
+    value, answer = (result.value, result.answer) if isinstance(result, RewardResult) else (result, None)
+    if not isinstance(value, Real):
+        raise TypeError(f"returned a {type(value).__name__}, but must return a number or a RewardResult")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"returned {number}, but must return a finite number")
+    if answer is None:
+        return Outcome(number)
+    if not isinstance(answer, str):
+        raise TypeError(f"returned an answer that is a {type(answer).__name__}, but it must be text or None")
+    return Outcome(number, _writable(str(answer)))
+
+
+def timed_out(timeout_s: float) -> Outcome:
+    """The outcome of a response that took longer than the limit."""
+    return Outcome(error=f"TimeoutError: took longer than {timeout_s:g} s")
+
+
+def describe(error: BaseException) -> str:
+    """An error in one short text: its type, message, and where in the code it was raised."""
+    try:
+        message = str(error)
+    except Exception as failure:  # noqa: BLE001 - a user's error may fail to describe itself
+        message = f"its message cannot be shown ({type(failure).__name__})"
+    text = without_secrets(f"{type(error).__name__}: {message}" if message else type(error).__name__)
+    if len(text) > MAX_ERROR_LENGTH:
+        text = f"{text[:MAX_ERROR_LENGTH]}..."
+    return _writable(text + _place(error))
+
+
+def _place(error: BaseException) -> str:
+    """The line of a user's code that raised an error; messages of this package need no such help."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    path = Path(frame.tb_frame.f_code.co_filename) if frame is not None else None
+    return f" ({path.name}:{frame.tb_lineno})" if frame and path and path.parent != Path(__file__).parent else ""
+
+
+def _writable(text: str) -> str:
+    """Text that UTF-8 can encode, as it is written to files."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

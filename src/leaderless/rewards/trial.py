@@ -16,9 +16,8 @@ from leaderless.config.data import COMPRESSED, DATASET_COLUMN, DatasetConfig
 from leaderless.data.files import find_files
 from leaderless.data.rows import Row, parse_line, plain_row
 from leaderless.observability.secrets import without_secrets
-from leaderless.rewards.grading import compute, describe, timed_out
 from leaderless.rewards.judges.judge import Judge, Judged
-from leaderless.rewards.protocol import Reward, RewardInput
+from leaderless.rewards.protocol import Reward, RewardInput, compute, describe, timed_out
 from leaderless.rewards.registry import make_rewards
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from leaderless.models.products import linear_for_few
+from leaderless.models.scoring import linear_for_few
 
 
 class Joined(NamedTuple):

@@ -19,7 +19,7 @@ from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.compiled_layers import compiled
 from leaderless.models.lora import LoraLinear
-from leaderless.models.products import linear_for_few
+from leaderless.models.scoring import linear_for_few
 from leaderless.rollout.joined_weights import Joined, JoinedWeights, LeanLayer
 from leaderless.rollout.paged_attention import PagedAttention
 from leaderless.rollout.rotary import Rotation, rotate

@@ -16,15 +16,23 @@ from leaderless.models.routers import Routers
 from leaderless.models.seen import Seen
 from leaderless.models.uploads import one_copy, placed
 from leaderless.planner.limits import PREFILL_TOKENS
-from leaderless.rollout.conversations import Conversations
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
 from leaderless.rollout.kv_cache import LayerKeysValues, Segment, SegmentStore, Store
 from leaderless.rollout.lean_forward import forward_of
-from leaderless.rollout.native_prompts import Draws, Key, Part, Prompt, Response, Rows, draws_of, passes_of
-from leaderless.rollout.prefill_attention import PrefillAttention, PromptPart
+from leaderless.rollout.native_prompts import (
+    Conversations,
+    Draws,
+    Key,
+    Part,
+    Prompt,
+    Response,
+    Rows,
+    draws_of,
+    passes_of,
+)
 from leaderless.rollout.probe import PROBE_TOLERANCE, check_probe
 from leaderless.rollout.sampling import sample_tokens, uniform_noise
-from leaderless.rollout.segment_attention import DecodeAttention, SharedPrompts
+from leaderless.rollout.segment_attention import DecodeAttention, PrefillAttention, PromptPart, SharedPrompts
 from leaderless.weights.stream import Probe, WeightStream
 
 REMEDY = "give models.ROLE.path the revision that the trainer has loaded, and report this if it has"

@@ -34,10 +34,8 @@ def make_probe(num_tokens: int, max_tokens: int, reserved: Container[int] = ()) 
     return [next(one for one in (*range(token, num_tokens), *range(token)) if one not in reserved) for token in drawn]
 
 
-def probe_of(trainer: TrainEngine, tokens: Sequence[int]) -> Probe | None:
-    """The probe with a trainer's log-probabilities; None without a text. All ranks of the trainer call it together."""
-    if not tokens:
-        return None
+def probe_of(trainer: TrainEngine, tokens: Sequence[int]) -> Probe:
+    """The probe with a trainer's log-probabilities. All ranks of the trainer call it together."""
     prompt, scored = (
         Jagged.from_lists([list(part)], torch.int64, axis)
         for part, axis in ((tokens[:1], "prompt_tokens"), (tokens[1:], "tokens"))

@@ -107,8 +107,11 @@ class Colocated:
         self.engine.wake(self._reload)
         self._bring(is_needed=self.engine.policy_version != version)
         try:
-            with compared(self.engine, self._shard) as engine:
-                yield engine
+            if self._shard.size == 1:
+                yield self.engine
+            else:
+                with compared(self.engine, self._shard) as engine:
+                    yield engine
         except BaseException:
             with suppress(EngineError):  # the error that is being raised says more
                 self.engine.sleep(keep_weights=True)
@@ -139,7 +142,7 @@ class Colocated:
         """Gather weights on all ranks, and load them if this rank needs them; returns whether its engine has them."""
         trainer, group = self._trainer, self._trainer.process_group
         stream = receive_weights(self._route, group, group, held_by(trainer, is_merged=self._is_merged))
-        stream.probe = probe_of(trainer, self._probe)
+        stream.probe = probe_of(trainer, self._probe) if self._probe else None
         if is_mine:
             self.engine.load_weights(stream)
         stream.drain(group.activity.beat)  # all ranks gather each weight, wherever it is used

@@ -13,9 +13,9 @@ from typing import Literal, Self
 
 from leaderless.config import Json
 from leaderless.config.source import RecipeSource
+from leaderless.observability.clock import in_short, total_seconds
 from leaderless.observability.console import Display, console, errors
 from leaderless.observability.run_directory import RunDirectory, write_atomically
-from leaderless.observability.seconds import in_short, total_seconds
 from leaderless.run.planned import Planned, located, plan_evaluation, plan_training
 from leaderless.supervision.failure import STOPPED, leave_mark, reported_failures
 from leaderless.supervision.stop import follow_launcher

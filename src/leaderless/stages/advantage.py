@@ -12,8 +12,7 @@ from leaderless.config import Json
 from leaderless.data.batch import Batch, Column, Jagged
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Episodes
-from leaderless.stages.losses import adapt_kl_coefficient, kl_coefficient
-from leaderless.stages.mini_batches import counted_samples
+from leaderless.stages.mini_batches import adapt_kl_coefficient, counted_samples, kl_coefficient
 from leaderless.stages.reward import is_sampled
 from leaderless.workflow.reward_stage import ENVIRONMENT
 

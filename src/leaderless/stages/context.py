@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Mutable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -28,9 +28,8 @@ from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.serving import Serving
-from leaderless.stages.limits import limited
 from leaderless.training.engine import TrainEngine, ValueEngine
-from leaderless.workflow.stage import AnyUse
+from leaderless.workflow.stage import AnyUse, RoleUse
 
 Grader = Callable[[Sequence[RewardInput], Sequence[str | None]], list[Graded]]
 """Function that computes rewards, given the responses and the source of each."""
@@ -205,3 +204,48 @@ class StageContext:
         layout = self.node.layout
         counted = rows if layout.represents(self.process_group.rank) else rows[:0]
         return torch.cat(self.process_group.gather(counted, f"rows in node '{self.node.name}'"))
+
+
+Engine = TypeVar("Engine")
+
+NEEDS: dict[str, RoleUse] = {
+    "log_probs": "score",
+    "values": "score",
+    "forward": "train",
+    "passes": "train",
+    "optimizer_step": "train",
+    "discard_gradient": "train",
+    "state": "train",
+    "state_loaded": "train",
+    "phase": "generate",
+    "submit": "generate",
+    "step": "generate",
+}
+"""Use that a stage has to declare for a method of an engine. Training includes scoring."""
+
+
+def limited(engine: Engine, use: AnyUse, what: str) -> Engine:
+    """An engine whose methods for other uses raise a RuntimeError.
+
+    Args:
+        engine: Engine of any kind.
+        use: Use that the stage declares.
+        what: Role and node, for the error.
+    """
+    return cast(Engine, _Limited(engine, use, what))
+
+
+class _Limited:
+    """Hands on everything to an engine, except what needs another use."""
+
+    def __init__(self, engine: object, use: AnyUse, what: str) -> None:
+        self._engine, self._use, self._what = engine, use, what
+
+    def __getattr__(self, name: str) -> object:
+        needed = NEEDS.get(name)
+        if needed is not None and needed != self._use and (needed, self._use) != ("score", "train"):
+            raise RuntimeError(
+                f"{self._what} is declared to be used to {self._use}, and `{name}` needs '{needed}': declare it with "
+                f'@stage(roles={{NAME: "{needed}"}})'
+            )
+        return getattr(self._engine, name)

@@ -171,14 +171,12 @@ def _report(context: StageContext, graded: Sequence[Graded], rewards: Tensor, is
     for name in reward_names(context.recipe):
         values = [value for detail in details if (value := reward_value(detail, name)) is not None]
         context.metrics.mean(f"reward/{name}", sum(values), len(values))
-    _report_judges(context, graded)
+    if context.recipe.reward.judges():
+        _report_judges(context, graded)
 
 
 def _report_judges(context: StageContext, graded: Sequence[Graded]) -> None:
     """Report what it took to ask judges. Questions without an answer count, but for their seconds."""
-    names = judge_metrics(context.recipe.reward)
-    if not names:
-        return
     asked = [one for g in graded for one in g.asked.values()]
     failed = sum(bool(reward_error(g.details, name)) for g in graded for name in g.asked)
     questions, cached = sum(one.questions for one in asked), sum(one.cached for one in asked)
@@ -190,7 +188,7 @@ def _report_judges(context: StageContext, graded: Sequence[Graded]) -> None:
         "latency_s": (sum(one.seconds for one in asked), questions - cached),
         "contradictions": (sum(one.contradictions for one in asked), pairs),
     }
-    for name in names:
+    for name in judge_metrics(context.recipe.reward):
         context.metrics.mean(f"judge/{name}", *found[name])
 
 

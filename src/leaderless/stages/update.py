@@ -26,24 +26,26 @@ from leaderless.models.scoring import Entropy
 from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Largest, Mean, Share, Weights
 from leaderless.rollout.sampling import uniform_noise
-from leaderless.stages import losses
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Counted
 from leaderless.stages.mini_batches import (
     Loss,
     MiniBatch,
     OptimizerUpdate,
+    adapt_kl_coefficient,
     add_states,
+    correction_weights,
     counted_samples,
+    kl_coefficient,
     metric_name,
     mini_batches,
     only,
     take,
+    token_columns,
 )
 from leaderless.training.engine import BodyCritic
 from leaderless.training.micro_batches import TEMPERATURES, MicroBatch, response_lengths
-from leaderless.workflow.ages import AGES, may_be_stale
-from leaderless.workflow.stage import has_turn
+from leaderless.workflow.stage import AGES, has_turn, may_be_stale
 
 
 def log_probs(batch: Batch, context: StageContext) -> Batch:
@@ -80,7 +82,7 @@ def update(batch: Batch, context: StageContext) -> Batch:
         return batch
     counted = Counted.of(batch, counted_samples(batch, context), context)
     for mini_batch in mini_batches(with_temperatures(batch, context), counted, algorithm.aggregation, context):
-        own = losses.token_columns(mini_batch.rows, algorithm.policy_loss.reads)
+        own = token_columns(mini_batch.rows, algorithm.policy_loss.reads)
         columns = _Columns(mini_batch, own, _choose(mini_batch, context), before)
         now = OptimizerUpdate(engine, mini_batch, context)
         for micro_batch in now:
@@ -92,7 +94,7 @@ def update(batch: Batch, context: StageContext) -> Batch:
         sampled = batch.jagged("rollout_log_probs")
         divergence = kl_penalty(sampled.values, batch.jagged("ref_log_probs").values, algorithm.kl.estimator)
         divergence = divergence[repeat_per_token(counted.is_counted, sampled.lengths)]
-        losses.adapt_kl_coefficient(context, divergence.sum(), len(divergence), counted.num_episodes)
+        adapt_kl_coefficient(context, divergence.sum(), len(divergence), counted.num_episodes)
     return batch
 
 
@@ -163,7 +165,7 @@ def _choose(mini_batch: MiniBatch, context: StageContext) -> Tensor:
 
 
 class _Columns(NamedTuple):
-    """What is known of the response tokens of a mini-batch.
+    """Columns of the response tokens of a mini-batch.
 
     Attributes:
         mini_batch: Samples, and the weight of each token.
@@ -192,13 +194,13 @@ def _policy_gradient_loss(micro_batch: MicroBatch, columns: _Columns, context: S
     mean = partial(_mean_of, is_counted=inputs.is_counted)
 
     output = compute(config.policy_loss, inputs)
-    correction = losses.correction_weights(config.correction, inputs.old_log_probs, tokens.rollout, inputs.lengths)
+    correction = correction_weights(config.correction, inputs.old_log_probs, tokens.rollout, inputs.lengths)
     loss = policy = correction * output.loss
     if config.is_penalized_in_loss:
         assert tokens.reference is not None
         is_unbiased = config.kl.unbiased_gradient
         kl = kl_penalty(inputs.log_probs, tokens.reference, config.kl.estimator, unbiased_gradient=is_unbiased)
-        loss = policy + losses.kl_coefficient(context) * kl
+        loss = policy + kl_coefficient(context) * kl
         metrics[name("kl")] = mean(kl.detach())
     if config.entropy_coefficient:
         bonus = torch.where(inputs.is_counted, outputs.entropies, 0.0)
@@ -218,7 +220,7 @@ class _Tokens(NamedTuple):
     """The response tokens of a micro-batch, on the device; numbers of those that do not count are 0.
 
     Attributes:
-        inputs: What the policy loss is given.
+        inputs: Arguments of the policy loss.
         weights: [total] weight of each in the loss.
         rollout: [total] log-probabilities of the engine that sampled them.
         reference: [total] log-probabilities of the reference, if there is one.

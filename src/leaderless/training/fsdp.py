@@ -69,7 +69,8 @@ class FsdpEngine(ShardedModel[CausalLM]):
                 temperature = placed(part.of(temperature), self.device)
             inputs, images = part.inputs()
         outputs: TokenOutputs = self.model(*inputs, targets, temperature, entropy, *images)
-        self.routed.end()
+        if self.routed.is_used:
+            self.routed.end()
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
         found = TokenOutputs(part.gather(outputs.log_probs), entropies)
         if self.line is not None:
@@ -113,7 +114,8 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
         part = _Part(self, micro_batch)
         inputs, images = part.inputs()
         values: Tensor = self.model(*inputs, *images)
-        self.routed.end()
+        if self.routed.is_used:
+            self.routed.end()
         values = part.gather(values)
         if self.line is not None:
             self.line.publish([values])
@@ -150,7 +152,8 @@ class _Part:
         device, pass_, select = self._engine.device, self._micro_batch, self.of(self._micro_batch.select)
         tokens, families = pass_.tokens, pass_.families
         positions = self._engine.model.positions(pass_.positions, families, pass_.images)
-        self._engine.routed.begin(pass_, self._peers.part if self._peers else lambda values: values)
+        if self._engine.routed.is_used or pass_.experts is not None:
+            self._engine.routed.begin(pass_, self._peers.part if self._peers else lambda values: values)
         if self._peers is None:
             attention = self._engine.model.attention(families, device, self._engine.compute_dtype)
         else:

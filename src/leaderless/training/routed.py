@@ -40,7 +40,11 @@ class RoutedEngine(Protocol):
 
 
 class RoutedPasses:
-    """The experts of a model in the passes of its engine."""
+    """The experts of a model in the passes of its engine.
+
+    Attributes:
+        is_used: Whether the model has any that are known; passes of others need nothing of this.
+    """
 
     def __init__(
         self, routers: Routers | None, process_group: ProcessGroup, device: torch.device, num_alike: int
@@ -48,6 +52,7 @@ class RoutedPasses:
         """Know the routers of a model, if it has any; `num_alike` ranks have the same tokens in the same layers."""
         self._routers, self._process_group, self._device = routers, process_group, device
         self._num_alike = num_alike
+        self.is_used = routers is not None
         self._loads: Tensor | None = None
         self._pull: Tensor | None = None
         self._is_counting = False

@@ -243,7 +243,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         has_gradient = any(parameter.grad is not None for parameter in self._module.parameters())
         self._optimizer.zero_grad()
         self._release_converted()
-        self.routed.discard()
+        if self.routed.is_used:
+            self.routed.discard()
         if has_gradient:
             self._trim_memory()
 
@@ -253,7 +254,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         assert self._optimizer_config is not None
         grad_norm = self._clip(self._optimizer_config.max_grad_norm)
         learning_rate = learning_rate_at(self._optimizer_config, self.policy_version, self._num_updates)
-        self.routed.stop_pulling()
+        if self.routed.is_used:
+            self.routed.stop_pulling()
         if allow is not None and not allow(grad_norm):
             self.discard_gradient()
             return UpdateInfo(grad_norm, learning_rate, is_made=False)
@@ -277,7 +279,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
     def expert_loads(self) -> Tensor | None:
         """See `RoutedEngine`."""
-        return self.routed.loads()
+        return self.routed.loads() if self.routed.is_used else None
 
     def _clip(self, max_norm: float) -> float:
         """Scale the gradient down to a norm if it is longer; returns its norm before."""

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from leaderless.observability.clock import PREFIX
 from leaderless.observability.report.catalogue import CATALOGUE, MAX_OWN_CHARTS, Chart, Topic, charts_of
 from leaderless.observability.report.curves import Series
 from leaderless.observability.report.run_files import Logged, RunFiles, flatten_recipe, read_run
 from leaderless.observability.report.samples import Judge, Samples
 from leaderless.observability.report.view import Card, curve_card, rounded, shown_values
-from leaderless.observability.seconds import PREFIX
 from leaderless.ui.table import AllSeries, StepTable
 
 SAMPLE_BUDGETS = 1_500_000, 400_000

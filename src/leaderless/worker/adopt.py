@@ -12,7 +12,7 @@ from leaderless.data.batch import Batch
 from leaderless.data.surplus import Surplus
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import trim_host_memory
-from leaderless.observability.trace import Tracer
+from leaderless.observability.clock import Tracer
 from leaderless.planner import Plan
 from leaderless.planner.replan import MANY, check_adoptable
 from leaderless.worker.asynchronous.async_state import Division, RemainingPrompts, remaining_after

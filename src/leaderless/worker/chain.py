@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from leaderless.config import Recipe
 from leaderless.config.functions import load_own
-from leaderless.data.batch import Batch
+from leaderless.data.batch import Batch, Jagged
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.dataloader import Dataloader
-from leaderless.observability.clock import State
+from leaderless.observability.clock import State, Tracer
 from leaderless.observability.console import FAILED
 from leaderless.observability.events import GuardEvent
-from leaderless.observability.trace import Tracer
+from leaderless.observability.metrics import Metrics
 from leaderless.planner import (
     Action,
     Load,
     Plan,
-    PlannedNode,
     Pull,
     Push,
     Repeat,
@@ -34,16 +35,14 @@ from leaderless.planner import (
 )
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
-from leaderless.stages.context import ModelRole, StageContext
+from leaderless.stages.context import Grader, ModelRole, StageContext, limited
 from leaderless.stages.episodes import count_failures
-from leaderless.stages.limits import limited
 from leaderless.training.engine import ValueEngine
-from leaderless.worker.agreement import StepMetrics
+from leaderless.training.micro_batches import response_lengths
+from leaderless.worker.agreement import SecondsReport, StepMetrics, state_of
 from leaderless.worker.asynchronous.channels import Channels, Note
 from leaderless.worker.asynchronous.generation import Generation
 from leaderless.worker.parts import Parts, Progress
-from leaderless.worker.seconds import SecondsReport, state_of
-from leaderless.worker.sizes import sizes_of
 from leaderless.workflow.metrics import tagged
 from leaderless.workflow.stage import AnyUse
 
@@ -72,6 +71,7 @@ class Chain:
         self._parts, self._progress, self._tracer = parts, progress, tracer
         self._rank = parts.transport.rank
         self._entries = parts.plan.chain(self._rank)
+        self._flat = tuple(flat(self._entries))
         # Weights are taken between two iterations, where a run is also evaluated, saved and stopped.
         self._arrivals = [
             action
@@ -91,13 +91,14 @@ class Chain:
                 action.portions,
                 in_turns=action.in_turns,
             )
-            for action in flat(self._entries)
+            for action in self._flat
             if isinstance(action, Load)
         }
         self.metrics = StepMetrics(parts.plan, parts.transport)
         self.events: list[GuardEvent] = []
         self.num_roll_backs = 0
         self.spent: Mapping[str, float] = {}
+        self._contexts: dict[str, StageContext] = {}
         self._seconds = SecondsReport(parts.plan, self._rank, parts.clock)
         self.generation: Generation | None = None
 
@@ -118,6 +119,8 @@ class Chain:
             (load,) = self.loaders
             self.buffer.load(load, prompts)
             actions.remove(load)
+        if self.generation is None and self._parts.plan.channels:
+            self.channels.make_room()
         self._walk(actions)
         self.buffer.clear()
 
@@ -149,7 +152,7 @@ class Chain:
     def report(self) -> None:
         """Add the times of the entries and the numbers of the dataloaders to the metrics."""
         self.spent = spent = self._tracer.take_seconds()
-        for action in flat(self._entries):
+        for action in self._flat:
             if isinstance(action, Windowed):
                 self.metrics.of(action.ranks).max("time/waiting", spent.get(WAITING, 0.0))
             elif not isinstance(action, Repeat):
@@ -252,6 +255,26 @@ class Chain:
         )
 
     def _context(self, name: str) -> StageContext:
+        """The context of a node in this step."""
+        if name not in self._contexts:
+            self._contexts[name] = self._make_context(name)
+        context, metrics = self._contexts[name], self.metrics.of_node(self._contexts[name].node)
+        if context.node.node.tag:
+            metrics = metrics.named(partial(tagged, node=context.node.node))
+        return replace(
+            context,
+            step=self._progress.step,
+            metrics=metrics,
+            state=self._progress.nodes[name],
+            # Each event is reported once, by one of the ranks that know it.
+            events=self.events if self._rank == context.node.layout.ranks[0] else [],
+            num_roll_backs=self.num_roll_backs,
+            generated=self.generation,
+            facts={},
+        )
+
+    def _make_context(self, name: str) -> StageContext:
+        """The part of a node's context that is the same in all steps."""
         parts, node = self._parts, self._parts.plan[name]
         models = {
             parameter: _limited(parts.roles.of(role, node.layout), node.spec.roles[parameter], f"'{role}' of {name}")
@@ -261,31 +284,26 @@ class Chain:
         return StageContext(
             recipe=node.settings_of(parts.recipe),
             node=node,
-            step=self._progress.step,
+            step=0,
             process_group=parts.transport.process_group(node.layout.ranks),
-            metrics=self.metrics.of_node(node).named(partial(tagged, node=node.node)),
+            metrics=Metrics(),
             run_directory=parts.directory,
             episodes=parts.episodes,
             tokenizer=parts.tokenizer,
             model=models.get(main) if main else None,
             models=models,
-            grade=partial(self._grade, node),
-            state=self._progress.nodes[name],
-            # Each event is reported once, by one of the ranks that know it.
-            events=self.events if self._rank == node.layout.ranks[0] else [],
-            num_roll_backs=self.num_roll_backs,
+            grade=partial(self._grade, parts.judging.grader(node)),
             agents=parts.plan.agents,
             desk=parts.desk,
             clock=parts.clock,
-            generated=self.generation,
             progress=lambda fraction: parts.progress(name, fraction),
             doing=parts.progress,
         )
 
-    def _grade(self, node: PlannedNode, inputs: Sequence[RewardInput], sources: Sequence[str | None]) -> list[Graded]:
+    def _grade(self, grade: Grader, inputs: Sequence[RewardInput], sources: Sequence[str | None]) -> list[Graded]:
         ahead = None if self.generation is None else self.generation.grading
         with self._parts.clock.doing("grade"):
-            return (ahead.grade if ahead is not None else self._parts.judging.grader(node))(inputs, sources)
+            return (grade if ahead is None else ahead.grade)(inputs, sources)
 
     @contextmanager
     def _timed(self, action: Action, step: int) -> Iterator[dict[str, object]]:
@@ -328,3 +346,31 @@ def _with_failures(stage: StageFunction, batch: Batch, context: StageContext) ->
     num_failed, num_episodes = count_failures(made, context)
     context.metrics.mean(FAILED, num_failed, num_episodes)
     return made
+
+
+AXIS = "response_tokens"
+
+
+def sizes_of(*batches: Batch, are_lengths_shown: bool) -> Mapping[str, int | list[int]]:
+    """Rows, sampled tokens and the most of a row, of the first batch that has tokens; else rows alone.
+
+    Args:
+        batches: Output and input of a node, in this order.
+        are_lengths_shown: Whether to add the tokens of each row.
+    """
+    for batch in batches:
+        found = _sampled_tokens(batch)
+        if found is not None:
+            lengths: list[int] = found.tolist()
+            sizes: dict[str, int | list[int]] = {"rows": len(lengths), "tokens": sum(lengths)}
+            sizes["longest"] = max(lengths, default=0)
+            return {**sizes, "lengths": lengths} if are_lengths_shown else sizes
+    return {"rows": max(len(batch) for batch in batches)}
+
+
+def _sampled_tokens(batch: Batch) -> Tensor | None:
+    """[n] sampled tokens of each row, if the batch has a column that shows them."""
+    if "response_mask" in batch:
+        return response_lengths(batch.jagged("response_mask"))
+    columns = batch.columns.values()
+    return next((x.lengths for x in columns if isinstance(x, Jagged) and x.axis == AXIS), None)

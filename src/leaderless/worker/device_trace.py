@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from leaderless.observability.trace import MayFail
+from leaderless.observability.clock import MayFail
 
 
 @contextmanager

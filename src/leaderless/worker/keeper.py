@@ -23,8 +23,8 @@ from leaderless.checkpoint.rows import load_rows, save_rows
 from leaderless.checkpoint.writer import CheckpointError, CheckpointWriter, Content
 from leaderless.config import RecipeError, dump_recipe
 from leaderless.data.surplus import Surplus
+from leaderless.observability.clock import Tracer
 from leaderless.observability.run_directory import read_lines, step_of
-from leaderless.observability.trace import Tracer
 from leaderless.planner import Loop
 from leaderless.supervision.guards import RollBack
 from leaderless.worker.agreement import StepEnd

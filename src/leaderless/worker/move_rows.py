@@ -7,7 +7,7 @@ from torch import Tensor
 
 from leaderless.checkpoint.rows import rows_from_bytes, rows_to_bytes, share_of
 from leaderless.data.batch import Batch, with_rows
-from leaderless.data.table import sort_rows
+from leaderless.data.databuffer import sort_rows
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout
 

@@ -16,9 +16,8 @@ import leaderless
 from leaderless.config import Json, Recipe, RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.cache import Arrays, DataCache
-from leaderless.data.dataset import Dataset, Progress, make_batch
+from leaderless.data.dataset import Dataset, Float, Progress, make_batch
 from leaderless.data.encode import tokenizer_fingerprint
-from leaderless.data.order import Float
 from leaderless.data.transport import Transport
 from leaderless.device import release_memory
 from leaderless.planner import Layout, Plan, trained_instance

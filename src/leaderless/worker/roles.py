@@ -471,8 +471,7 @@ class Roles:
         if source is None or not self._is_probed(action.role) or not self._is_engine_only(action):
             return None
         text = self._probe_text(self._recipe.as_seen_by(action.role), action.role)
-        probe = probe_of(cast("TrainEngine", source), text)
-        return None if probe is None else probe.log_probs
+        return probe_of(cast("TrainEngine", source), text).log_probs
 
     def _probe_text(self, recipe: Recipe, role: str) -> list[int]:
         config = recipe.model_of(role)

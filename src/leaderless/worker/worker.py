@@ -14,9 +14,9 @@ import torch
 from rich.markup import escape
 
 from leaderless.config import RecipeError
+from leaderless.observability.clock import Tracer
 from leaderless.observability.console import FAILED
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.observability.trace import Tracer
 from leaderless.planner import Plan, PlannedNode, RoleInstance, answering
 from leaderless.supervision.guards import Guards
 from leaderless.supervision.stop import StopRequest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
@@ -13,6 +14,7 @@ from leaderless.workflow.columns import IMAGES, LATER_IMAGES, SEEN_COLUMNS
 if TYPE_CHECKING:
     from leaderless.config import Recipe
     from leaderless.workflow.workflow import Node, Workflow
+
 
 Rows = Literal["same", "expand", "filter", "regroup"]
 """Effect of a stage on rows: it keeps them, makes samples from prompts, drops some, or forms new groups."""
@@ -290,3 +292,16 @@ def _check_names(argument: str, names: Sequence[str]) -> Sequence[str]:
     if twice is not None:
         raise ValueError(f"{written}: names {twice!r} twice; keep one")
     return names
+
+
+AGES: Mapping[str, tuple[float, float]] = {
+    **{str(age): (age, age) for age in range(5)},
+    "5-8": (5, 8),
+    "9+": (9, math.inf),
+}
+"""First and last age of each range, in optimizer updates, by its name."""
+
+
+def may_be_stale(recipe: Recipe) -> bool:
+    """Whether samples of a recipe may be trained with later weights than those that sampled them."""
+    return bool(recipe.open_channels) or recipe.online is not None

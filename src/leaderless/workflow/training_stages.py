@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import RecipeError
-from leaderless.workflow.ages import AGES, may_be_stale
 from leaderless.workflow.columns import COLUMNS, EPISODE_IDS, EXPERTS, SEEN_COLUMNS, TAKEN_COLUMNS
-from leaderless.workflow.stage import StageSpec
+from leaderless.workflow.stage import AGES, StageSpec, may_be_stale
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe

@@ -13,7 +13,7 @@ from leaderless.algorithms.losses.kl_cov import KlCovLoss
 from leaderless.algorithms.policy_loss import compute
 from leaderless.config import RecipeError
 from leaderless.config.algorithm import AlgorithmConfig, CorrectionConfig, refusals
-from leaderless.stages.losses import correction_weights
+from leaderless.stages.mini_batches import correction_weights
 from leaderless.workflow import builtin_workflows, load_recipe, resolve_workflow
 
 LENGTHS = torch.tensor([40, 0, 1, 50, 30, 30, 40])

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from leaderless.algorithms.advantage import AdvantageInputs
 from leaderless.algorithms.advantages.body_gae import BodyGaeAdvantage
-from leaderless.algorithms.aggregation import Aggregation, Denominators, token_weights
 from leaderless.algorithms.decisions import Decisions, RewardGrain
+from leaderless.algorithms.segments import Aggregation, Denominators, token_weights
 from leaderless.config.body import Grain
 from leaderless.training.units import Units, grained
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from leaderless.config import Json
 from leaderless.config.rewards import RewardsConfig
-from leaderless.rewards.grading import Outcome
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.process import RewardProcess
-from leaderless.rewards.protocol import RewardInput
+from leaderless.rewards.protocol import Outcome, RewardInput
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 1.0

@@ -8,8 +8,7 @@ import pytest
 
 from leaderless.config import RecipeError
 from leaderless.config.rewards import RewardsConfig
-from leaderless.rewards.grading import Outcome, grade
-from leaderless.rewards.protocol import RewardInput
+from leaderless.rewards.protocol import Outcome, RewardInput, grade
 from leaderless.rewards.registry import check_rewards, make_rewards
 
 HERE = "tests.unit.rewards.test_others"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.groups import Groups
 from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.segments import Groups
 from leaderless.config.errors import RecipeError
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.groups import Groups
-from leaderless.algorithms.segments import decayed_sum
+from leaderless.algorithms.segments import Groups, decayed_sum
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from leaderless.observability.clock import PREFIX
 from leaderless.observability.report.curves import Series
 from leaderless.observability.report.run_files import RunFiles
-from leaderless.observability.seconds import PREFIX
 
 MAX_OWN_CHARTS = 60
 """Largest number of charts of metrics that are not in the catalogue."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from leaderless.config import Json
+from leaderless.observability.clock import MayFail
 from leaderless.observability.run_directory import write_atomically
-from leaderless.observability.trace import MayFail
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ from typing import cast
 
 from leaderless.config import Json, RecipeError
 from leaderless.config.judges import JudgeOptions
-from leaderless.observability.trace import MayFail
-from leaderless.rewards.grading import Outcome, describe
+from leaderless.observability.clock import MayFail
 from leaderless.rewards.judges.asking import Asker, Question, Reply, ServerAsker
 from leaderless.rewards.judges.cache import AnswerCache
 from leaderless.rewards.judges.pairwise import Pair, outcome_of, pairs_of, win_rates
 from leaderless.rewards.judges.prompts import messages_for, rubric_of, scale_of
 from leaderless.rewards.judges.verdicts import Choice, choice_reader, rubric_reader, score_reader
-from leaderless.rewards.protocol import RewardInput
+from leaderless.rewards.protocol import Outcome, RewardInput, describe
 
 MAX_SAID = 2000
 """Characters of a judge's words about a response that are kept."""

@@ -25,11 +25,10 @@ from leaderless.config import Json
 from leaderless.data.background import Outbox
 from leaderless.data.batch import Batch
 from leaderless.environments.journal import text_of
-from leaderless.observability.clock import State
+from leaderless.observability.clock import State, Tracer
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.observability.trace import Tracer
 from leaderless.planner import Plan, PlannedNode, RunNode
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import ModelRole

@@ -22,9 +22,8 @@ from leaderless.data.databuffer import Databuffer
 from leaderless.data.reshard import reshard
 from leaderless.data.selection import Span, span_of
 from leaderless.data.transport import ProcessGroup, Transport
-from leaderless.observability.clock import State
+from leaderless.observability.clock import State, Tracer
 from leaderless.observability.line_file import LineFile
-from leaderless.observability.trace import Tracer
 from leaderless.planner import Channel, Plan, Reshard, format_ranks
 from leaderless.planner.process_groups import metric_pools
 from leaderless.worker.agreement import LOG, StepEnd
