@@ -1,6 +1,6 @@
 """Generation and training at once against lockstep, on four ranks.
 
-    python benchmarks/asynchrony.py  # the table goes into docs/performance.md
+    python benchmarks/asynchrony.py  # the table goes into docs/performance/asynchrony.md
 
 An engine that takes the time of its tokens, and a training back end that takes the time of its own (see
 `asynchrony_parts`), stand for a larger model; all else is the real command, `leaderless train`, and every worker is a

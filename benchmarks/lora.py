@@ -1,6 +1,6 @@
 """What adapters learn: curves of the quickstart with all weights and with adapters, for several seeds.
 
-    python benchmarks/lora.py  # the table goes into docs/guides/lora.md
+    python benchmarks/lora.py  # the table goes into docs/performance/adapters.md
 
 All runs begin with the same model after supervised fine-tuning, and differ in what is trained and how fast. Those of a
 seed take turns; each is saved as soon as it is done, and an interrupted benchmark continues where it stopped.

@@ -1,6 +1,6 @@
 """Bytes on the wire and seconds until an engine on another host has new weights: all of them, or adapters alone.
 
-    python benchmarks/lora_sync.py  # the table goes into docs/guides/lora.md
+    python benchmarks/lora_sync.py  # the table goes into docs/performance/adapters.md
 
 Each of two ranks is on its own host, a network namespace with an interface of limited rate; this needs Linux and root.
 One holds a model of the size of a real one in float32, and sends what an update changes in bfloat16. The ways take

@@ -1,6 +1,6 @@
 """Seconds until a vLLM next to the trainer has new weights: all of them, or adapters alone.
 
-    python benchmarks/lora_vllm.py --python PYTHON  # the table goes into docs/guides/lora.md
+    python benchmarks/lora_vllm.py --python PYTHON  # the table goes into docs/performance/adapters.md
 
 PYTHON is the interpreter of an environment with vLLM, which runs in another process of this machine, on the CPU and in
 bfloat16. The model has the size of a real one and random weights; the trainer's are in float32. Each version changes

@@ -1,7 +1,7 @@
 """The operations that training must do, and the two shares that say how well it uses a GPU.
 
 *MFU* is the share of the peak that the maker names; the *share of a large product* is that of what one product of large
-matrices reaches on the very device. `docs/performance.md` says which operations count, for both of them.
+matrices reaches on the very device. `docs/performance/gpu.md` says which operations count, for both of them.
 """
 
 from __future__ import annotations

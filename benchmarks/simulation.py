@@ -1,4 +1,4 @@
-"""The simulated pictures of docs/scaling.md.
+"""The simulated pictures of docs/scaling/.
 
     pip install --editable .[benchmarks]
     python benchmarks/simulation.py

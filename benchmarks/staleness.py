@@ -1,6 +1,6 @@
 """What old rows cost: learning curves of the quickstart under several bounds of staleness, for several seeds.
 
-    python benchmarks/staleness.py  # the table goes into docs/performance.md
+    python benchmarks/staleness.py  # the table goes into docs/performance/asynchrony.md
 
 One rank generates continuously and one trains; with a bound of 0 they go in lockstep. All runs begin with the same
 model after supervised fine-tuning. The runs of a seed take turns; each is saved as soon as it is done, and an

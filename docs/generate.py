@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
 import typer
 from generate_algorithms import formulas_page, results_page, with_combinations
@@ -25,7 +24,7 @@ from generate_generation import with_generation
 from generate_gpu import with_decode_counts, with_gpu, with_published
 from generate_hosts import with_hosts
 from generate_live_page import with_live_page
-from generate_markup import cell, sections_of, table_of
+from generate_markup import cell, table_of
 from generate_performance import (
     with_episodes,
     with_fixed_lag,
@@ -37,21 +36,14 @@ from generate_performance import (
     with_training_step,
 )
 from generate_search import with_search
+from generate_settings import cluster_page, configuration_pages, section_of
 from generate_simulators import simulator_pages
 from generate_submit import submit_page
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from leaderless.algorithms.advantages import ADVANTAGES
-from leaderless.algorithms.registry import CUSTOM
 from leaderless.cli.main import app
 from leaderless.config import Recipe
-from leaderless.config.base import ShorthandSection
-from leaderless.config.reward_options import RewardOptions
-from leaderless.config.roles import RoleConfig
 from leaderless.planner import Cluster, make_plan
-from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.picture import draw_plan
 from leaderless.workflow import (
     BUILTIN_STAGES,
@@ -104,6 +96,30 @@ PICTURES = {
 """Pictures by file name. Their models are only named, and need not exist."""
 
 
+FILLED: Mapping[str, Callable[[str], str]] = {
+    "algorithms/gdpo.md": with_gdpo,
+    "algorithms/index.md": with_combinations,
+    "algorithms/srpo.md": with_srpo,
+    "gallery.md": with_gallery,
+    "guides/images.md": with_counting,
+    "guides/robots.md": with_rlpd,
+    "guides/search.md": with_search,
+    "performance/adapters.md": with_lora,
+    "performance/asynchrony.md": with_fixed_lag,
+    "performance/episodes.md": with_episodes,
+    "performance/generation.md": lambda page: with_generation(with_decode_counts(page)),
+    "performance/gpu.md": with_gpu,
+    "performance/memory.md": lambda page: with_loading(with_real_size(page)),
+    "performance/placement.md": with_placement,
+    "performance/published.md": with_published,
+    "performance/slow-host.md": with_slow_host,
+    "performance/training.md": with_training_step,
+    "scaling/hosts.md": with_hosts,
+    "why-no-controller.md": with_evidence,
+}
+"""Pages with generated parts between marks, and what fills them."""
+
+
 def main() -> None:
     """Write all pages and pictures."""
     sys.path.insert(0, str(ROOT))  # for the stages of examples, and for benchmarks
@@ -115,9 +131,9 @@ def main() -> None:
 def render() -> dict[Path, str]:
     """Every generated file and its content."""
     pages = {
-        "configuration": configuration_page(),
+        **configuration_pages(),
         "cluster": cluster_page(),
-        "submit": submit_page(_section),
+        "submit": submit_page(section_of),
         "cli": cli_page(),
         "stages": stages_page(),
         "columns": columns_page(),
@@ -129,39 +145,14 @@ def render() -> dict[Path, str]:
     }
     files = {DOCS / "reference" / f"{name}.md": f"{NOTE}\n\n{text.rstrip()}\n" for name, text in pages.items()}
     files[DOCS / "algorithms/results.md"] = f"{NOTE}\n\n{results_page()}\n"
-    index = DOCS / "algorithms/index.md"
-    files[index] = with_combinations(index.read_text(encoding="utf-8"))
+    for name, fill in FILLED.items():
+        files[DOCS / name] = fill((DOCS / name).read_text(encoding="utf-8"))
     for framework in FRAMEWORKS:
-        guide = DOCS / f"guides/from-{framework}.md"
-        files[guide] = with_settings(guide.read_text(encoding="utf-8"), framework)
-    gallery = DOCS / "gallery.md"
-    files[gallery] = with_gallery(gallery.read_text(encoding="utf-8"))
-    images = DOCS / "guides/images.md"
-    files[images] = with_counting(images.read_text(encoding="utf-8"))
-    reasons = DOCS / "why-no-controller.md"
-    files[reasons] = with_evidence(reasons.read_text(encoding="utf-8"))
-    gdpo = DOCS / "algorithms/gdpo.md"
-    files[gdpo] = with_gdpo(gdpo.read_text(encoding="utf-8"))
-    srpo = DOCS / "algorithms/srpo.md"
-    files[srpo] = with_srpo(srpo.read_text(encoding="utf-8"))
-    robots = DOCS / "guides/robots.md"
-    files[robots] = with_rlpd(robots.read_text(encoding="utf-8"))
-    scaling = DOCS / "scaling.md"
-    files[scaling] = with_hosts(scaling.read_text(encoding="utf-8"))
+        settings = DOCS / f"reference/from-{framework}.md"
+        files[settings] = with_settings(settings.read_text(encoding="utf-8"), framework)
     for language, name in (("en", "ui.md"), ("zh", "ui.zh.md")):
         live = DOCS / "guides" / name
         files[live] = with_live_page(live.read_text(encoding="utf-8"), language)
-    search = DOCS / "guides/search.md"
-    files[search] = with_search(search.read_text(encoding="utf-8"))
-    lora = DOCS / "guides/lora.md"
-    files[lora] = with_lora(lora.read_text(encoding="utf-8"))
-    placement = DOCS / "guides/placement.md"
-    files[placement] = with_placement(placement.read_text(encoding="utf-8"))
-    performance = DOCS / "performance.md"
-    page = with_published(with_decode_counts(with_slow_host(performance.read_text(encoding="utf-8"))))
-    files[performance] = with_gpu(
-        with_episodes(with_loading(with_real_size(with_fixed_lag(with_generation(with_training_step(page))))))
-    )
     pictures = {name: draw(picture) for name, picture in PICTURES.items()} | gallery_pictures() | gdpo_pictures()
     return files | {DOCS / "images" / f"{name}.svg": text for name, text in pictures.items()}
 
@@ -174,173 +165,6 @@ def draw(picture: Picture) -> str:
     return draw_plan(
         make_plan(recipe, resolve_workflow(str(local) if local.exists() else workflow), Cluster(picture.world_size))
     )
-
-
-# --- configuration -----------------------------------------------------------------------------------------------
-
-
-def configuration_page() -> str:
-    """Every setting of a recipe."""
-    parts = [
-        "# Recipe settings",
-        (
-            "All keys of a recipe. On the command line, each can be set as `section.key=value`. "
-            "[Recipes and overrides](../concepts/recipe.md) explains how recipes are read and checked."
-        ),
-        "Keys without a default are required. Names of times in seconds end in `_s`.",
-    ]
-    own = {name: field for name, field in Recipe.model_fields.items() if not sections_of(field.annotation)}
-    parts += ["## Top level", _settings_table(own, "")]
-    for name, field in Recipe.model_fields.items():
-        for section in sections_of(field.annotation):
-            key = f"{name}.<name>" if get_origin(field.annotation) is Mapping else name
-            parts += list(_section(section, key, field.description or ""))
-    return "\n\n".join(parts)
-
-
-def cluster_page() -> str:
-    """Every constant of a cluster file."""
-    parts = [
-        "# Cluster constants",
-        (
-            "The constants of machines, libraries and workload that `leaderless simulate` reads from a cluster file. "
-            "[Scaling](../scaling.md) explains how they are used; `recipes/clusters/` has files with values and their "
-            "sources."
-        ),
-        "Names of times end in `_us` (microseconds), of memory in `_gib`, of bandwidth in `_gb_per_s` (10⁹ bytes/s).",
-    ]
-    for name, field in ClusterConfig.model_fields.items():
-        for section in sections_of(field.annotation):
-            key = f"{name}.<name>" if get_origin(field.annotation) is Mapping else name
-            parts += list(_section(section, key, field.description or ""))
-    return "\n\n".join(parts)
-
-
-def _section(section: type[BaseModel], key: str, description: str) -> Iterator[str]:
-    heading = key.replace(
-        "<name>",
-        {"models": "<role>", "roles": "<role>", "layout": "<node>", "channels": "<node>"}.get(
-            key.partition(".")[0], "<name>"
-        ),
-    )
-    yield f"## `{heading}`" if "." not in heading or "<" in heading else f"### `{heading}`"
-    yield cell(description, keep_lines=True)
-    if issubclass(section, ShorthandSection):
-        yield f"A single value in place of this section sets `{section.shorthand}`."
-    fields = section.model_fields
-    plain = {name: field for name, field in fields.items() if not sections_of(field.annotation)}
-    if plain:
-        yield _settings_table(plain, f"{heading}.")
-    if section.__name__ == "RewardsConfig":
-        yield "Every reward, built-in or custom, also has these settings:"
-        yield _settings_table(RewardOptions.model_fields, "reward.<name>.")
-        yield "A custom reward is named `package.module:function`; see [Rewards](../concepts/rewards.md)."
-    for name, field in fields.items():
-        inner_sections = sections_of(field.annotation)
-        if len(inner_sections) > 1 and "type" not in inner_sections[0].model_fields:
-            yield from _one_or_several(inner_sections, f"{heading}.{name}", field)
-            continue
-        if len(inner_sections) > 1:
-            yield from _typed_sections(inner_sections, f"{heading}.{name}", field)
-            continue
-        for inner in inner_sections:
-            if issubclass(inner, RewardOptions):
-                yield from _reward(inner, f"{heading}.{name}", field.description or "")
-            elif section is RoleConfig:
-                yield f"### `{heading}.{name}`"
-                yield f"{cell(field.description or '')} It has the settings of [`{name}`](#{name})."
-            else:
-                yield from _section(inner, f"{heading}.{name}", field.description or "")
-
-
-def _reward(options: type[RewardOptions], heading: str, description: str) -> Iterator[str]:
-    """The settings of a reward that not all rewards have, or that mean something else in it."""
-    yield f"### `{heading}`"
-    yield cell(description, keep_lines=True)
-    common = {name: field.description for name, field in RewardOptions.model_fields.items()}
-    own = {name: one for name, one in options.model_fields.items() if one.description != common.get(name)}
-    if plain := {name: one for name, one in own.items() if not sections_of(one.annotation)}:
-        yield _settings_table(plain, f"{heading}.")
-    for name, one in own.items():
-        for inner in sections_of(one.annotation):
-            several = ".<name>" if get_origin(one.annotation) is Mapping else ""
-            yield from _section(inner, f"{heading}.{name}{several}", one.description or "")
-
-
-def _one_or_several(sections: Sequence[type[BaseModel]], heading: str, field: FieldInfo) -> Iterator[str]:
-    """A section that may also be given several times, by names that the user chooses."""
-    one, of_several = sections
-    yield from _section(one, heading, field.description or "")
-    more = {name: inner for name, inner in of_several.model_fields.items() if name not in one.model_fields}
-    yield f"### `{heading}.<name>`"
-    yield f"One of several, by name. It has the settings of [`{heading}`](#{heading.replace('.', '')}), and also:"
-    yield _settings_table(more, f"{heading}.<name>.")
-
-
-def _typed_sections(sections: Sequence[type[BaseModel]], heading: str, field: FieldInfo) -> Iterator[str]:
-    """Sections from which `type` selects one."""
-    yield f"### `{heading}`"
-    yield f"{cell(field.description or '')} `{heading}.type` selects it; the default is `{field.default.type}`."
-    rows: list[tuple[str, ...]] = []
-    for section in sections:
-        kind = section.model_fields["type"].default
-        if kind is PydanticUndefined:
-            text = (
-                "A custom class with settings of its own; see [A custom class](../algorithms/index.md#a-custom-class)."
-            )
-            rows.append((f"**`{CUSTOM}`**", "", "", text))
-            continue
-        rows.append((f"**`{kind}`**", "", "", cell(inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0])))
-        for name, inner in section.model_fields.items():
-            if name != "type":
-                rows.append((f"`{heading}.{name}`", _type_name(inner), _default(inner), cell(inner.description or "")))
-    yield table_of(("type and its settings", "type", "default", "meaning"), rows)
-
-
-def _settings_table(fields: Mapping[str, FieldInfo], prefix: str) -> str:
-    rows = [
-        (f"`{prefix}{name}`", f"{_type_name(field)}", _default(field), cell(field.description or ""))
-        for name, field in fields.items()
-    ]
-    return table_of(("setting", "type", "default", "meaning"), rows)
-
-
-def _type_name(field: FieldInfo) -> str:
-    """The type of a setting in YAML terms, with its bounds."""
-    bounds = []
-    for bound in field.metadata:
-        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
-            value = getattr(bound, name, None)
-            if value is not None:
-                bounds.append(f"{sign} {value}")
-    return " ".join([_annotation_name(field.annotation), ", ".join(bounds)]).strip()
-
-
-def _annotation_name(annotation: object) -> str:
-    names = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`", type(None): ""}
-    if annotation in names:
-        return names[annotation]  # type: ignore[index]
-    if get_origin(annotation) is Literal:
-        return " or ".join(f"`{value}`" for value in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        return f"list of {_annotation_name(get_args(annotation)[0])}s"
-    inner = [name for argument in get_args(annotation) if (name := _annotation_name(argument))]
-    return " or ".join(inner)
-
-
-def _default(field: FieldInfo) -> str:
-    value = field.default
-    if field.default_factory is not None:
-        return "see meaning"
-    if value is PydanticUndefined:
-        return "required"
-    if value is None:
-        return "none"
-    if isinstance(value, tuple) and not value:
-        return "none"
-    if isinstance(value, float) and 0 < abs(value) < 1e-3:
-        return f"`{value:.0e}`".replace("e-0", "e-")
-    return f"`{json.dumps(value)}`"
 
 
 # --- command line ------------------------------------------------------------------------------------------------

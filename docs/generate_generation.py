@@ -26,7 +26,7 @@ def measured() -> str:
             f"repeats: up to {repeats}. All runs are in `docs/performance/{RESULTS.name}`."
         )
         parts += [
-            f"![Speed of each engine relative to ours, by workload and model](images/{PICTURE.name})",
+            f"![Speed of each engine relative to ours, by workload and model](../images/{PICTURE.name})",
             read,
             table(results),
         ]

@@ -43,5 +43,5 @@ def measured() -> str:
         TIMELINE: "What the device and the host do in three steps of decoding and in a pass of training",
     }
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    shown = [f"![{text}](images/{path.name})" for path, text in pictures.items() if path.exists()]
+    shown = [f"![{text}](../images/{path.name})" for path, text in pictures.items() if path.exists()]
     return "\n\n".join([goals(results["parts"]), *shown, table(results)])

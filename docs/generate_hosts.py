@@ -24,7 +24,7 @@ def measured() -> str:
     results = load()
     if results is None:
         return "There are no results yet: the script below has not been run for this version."
-    pictures = [f"![{ALTS[axis.name]}](images/scaling-{axis.name}.png)" for axis in AXES]
+    pictures = [f"![{ALTS[axis.name]}](../images/scaling-{axis.name}.png)" for axis in AXES]
     read = (
         f"The upper charts are of *{KIND_NAMES['balance']}*, the lower of *{KIND_NAMES['pools']}*. Lines are medians, "
         "bands go from the smallest to the largest value. In the tables, ours is in seconds and megabytes, and the "

@@ -144,4 +144,4 @@ def measured() -> str:
         f"{libraries}; repeats: {' or '.join(map(str, repeats))}."
     )
     at_work = "Operations that our passes must do, divided by the seconds they took:"
-    return "\n\n".join([f"![{ALT}](images/{PICTURE.name})", on, table(results), at_work, operations(results)])
+    return "\n\n".join([f"![{ALT}](../images/{PICTURE.name})", on, table(results), at_work, operations(results)])

@@ -72,7 +72,7 @@ def _page(name: str, simulator: Simulator) -> str:
         "\n".join(f"- {trap}" for trap in simulator.traps),
         "## In a recipe",
         f"```yaml\n{simulator.recipe.strip()}\n```",
-        "All settings are listed under [`body`](../configuration.md); [Bodies](../../guides/bodies.md) explains them.",
+        "[`body`](../configuration/body.md) lists all settings; [Bodies](../../guides/bodies.md) explains them.",
     ]
     return "\n\n".join(parts)
 

@@ -106,7 +106,7 @@ GIVEN: Mapping[str, Given] = {
         files={"other.yaml": "reward: {format: {pattern: '4'}}\n"},
         replaced={"--step 12 --episode 786435": "--step 1 --episode 0", "exact_match.weight": "format.weight"},
     ),
-    "docs/guides/asynchrony.md": Given(
+    "docs/reference/asynchrony.md": Given(
         before=("leaderless train recipe.yaml name=first --workers 2",),
         files={
             "recipe.yaml": (ROOT / "recipes/quickstart/grpo.yaml").read_text(encoding="utf-8")

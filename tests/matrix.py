@@ -2,8 +2,9 @@
 
     python -m tests.matrix
 
-prints a table for `docs/concepts/training.md`. Each cell trains a tiny model twice, in float32, and names the largest
-relative difference of log-probabilities or values, norms of gradients, and updated weights. Names of rows may be given.
+prints a table for `docs/reference/combinations.md`. Each cell trains a tiny model twice, in float32, and names the
+largest relative difference of log-probabilities or values, norms of gradients, and updated weights. Names of rows may
+be given.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import ROOT
 from tests.matrix import LAYOUTS, rows
 
-PAGES = [ROOT / "docs/concepts" / name for name in ("training.md", "training.zh.md")]
+PAGES = [ROOT / "docs/reference" / name for name in ("combinations.md", "combinations.zh.md")]
 
 
 def table_of(page: Path) -> list[list[str]]:

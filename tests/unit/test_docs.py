@@ -32,6 +32,7 @@ from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.workflow import read_workflow
 
 MAX_IMAGE_BYTES = 300_000
+MAX_WORDS = 2_000
 NAMED_BY = {"models": "role", "layout": "node", "channels": "node"}
 ATTRIBUTES = {"batch.episode_ids", "batch.group_ids", "batch.ids", "batch.prompts"}
 """Attributes of a `Batch`, which only look like settings."""
@@ -155,19 +156,21 @@ def numbers_in(rows: list[str]) -> list[str]:
 
 
 IN_BOTH = sorted(page for pattern in ("*.md", "concepts/*.md", "guides/*.md") for page in (ROOT / "docs").glob(pattern))
-ENGLISH_ONLY = {"performance.md", "scaling.md"}
-"""Pages of measurements, whose tables are their content."""
 
 
 def test_pages_to_begin_with_concepts_and_guides_are_in_both_languages() -> None:
     missing = [
         page.name
         for page in IN_BOTH
-        if not page.name.endswith(".zh.md")
-        and page.name not in ENGLISH_ONLY
-        and not page.with_name(f"{page.stem}.zh.md").exists()
+        if not page.name.endswith(".zh.md") and not page.with_name(f"{page.stem}.zh.md").exists()
     ]
     assert not missing
+
+
+def test_guides_and_concepts_are_short() -> None:
+    """What is only looked up belongs to the reference, and what was measured to the pages about performance."""
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in IN_BOTH}
+    assert {page.name: number for page, number in words.items() if number > MAX_WORDS} == {}
 
 
 CHINESE = sorted((ROOT / "docs").rglob("*.zh.md"))
@@ -386,8 +389,8 @@ def test_each_advantage_and_each_loss_is_in_the_table_to_choose_from() -> None:
 
 
 def test_pages_name_settings_that_exist() -> None:
-    reference = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
-    known = set(re.findall(r"`([^`]+)`", reference))
+    pages = (ROOT / "docs/reference/configuration").glob("*.md")
+    known = {name for page in pages for name in re.findall(r"`([^`]+)`", page.read_text(encoding="utf-8"))}
     setting = re.compile(r"`((?:" + "|".join(Recipe.model_fields) + r")(?:\.[a-z_]+)+)`")
     for page in PAGES:
         theirs = r"<!-- settings, written by.*<!-- end of settings -->"  # of other frameworks; test_convert checks ours
@@ -395,6 +398,16 @@ def test_pages_name_settings_that_exist() -> None:
             own = re.sub(r"^roles\.[a-z_]+\.", "", name)  # a role has the general settings
             general = re.sub(rf"^({'|'.join(NAMED_BY)})\.[a-z_]+", lambda m: f"{m[1]}.<{NAMED_BY[m[1]]}>", own)
             assert {name, general} & known or name in ATTRIBUTES, f"{page.relative_to(ROOT)}: {name}"
+
+
+def test_each_section_of_a_recipe_has_a_page_with_its_settings() -> None:
+    folder = ROOT / "docs/reference/configuration"
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in folder.glob("*.md")}
+    assert pages.keys() == Recipe.model_fields.keys() - {"name", "workflow", "steps", "seed"}
+    for name, page in pages.items():
+        assert re.search(rf"^# `{name}", page, re.M), "its title, by which the search of the site ranks"
+    for setting, page in {"rollout.temperature": "rollout", "rollout.external.python": "rollout"}.items():
+        assert [name for name, text in pages.items() if f"| `{setting}` |" in text] == [page]
 
 
 def test_messages_in_troubleshooting_are_those_of_the_code() -> None:

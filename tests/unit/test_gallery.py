@@ -71,7 +71,7 @@ def test_figures_about_controllers_are_medians_of_what_was_measured() -> None:
 
 def test_figures_of_simulations_are_those_of_their_page() -> None:
     """A row of the page about controllers is one of the page about scaling, without its shares."""
-    scaling = (DOCS / "scaling.md").read_text(encoding="utf-8")
+    scaling = (DOCS / "scaling/simulation.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\d,]+) \| (.+) \|$", (DOCS / "why-no-controller.md").read_text(encoding="utf-8"), re.M)
     simulated = [(ranks, cells.split(" | ")) for ranks, cells in rows if " s" in cells]
     assert len(simulated) == 3

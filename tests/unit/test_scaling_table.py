@@ -1,4 +1,4 @@
-"""The figures of docs/scaling.md next to plans of the recipes that it names."""
+"""The figures of docs/scaling/simulation.md next to plans of the recipes that it names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = [("30b-a3b", 8, []), ("235b-a22b", 64, []), ("235b-a22b", 128, []), ("
 
 def table() -> dict[str, list[str]]:
     """The rows of the table by their first cell."""
-    text = (ROOT / "docs/scaling.md").read_text(encoding="utf-8").partition("### Mixtures of experts")[2]
+    text = (ROOT / "docs/scaling/simulation.md").read_text(encoding="utf-8").partition("## Mixtures of experts")[2]
     lines = [line for line in text.partition("\n\nWith `ep`")[0].splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {name: rest for name, *rest in cells}
