@@ -10,13 +10,14 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import typer
 from generate_algorithms import formulas_page, results_page, with_combinations
 from generate_bodies import bodies_page
 from generate_convert import FRAMEWORKS, with_settings
 from generate_embodied import with_rlpd, with_srpo
+from generate_evidence import evidence_page, with_status
 from generate_families import families_page
 from generate_gallery import gallery_pictures, with_counting, with_evidence, with_gallery
 from generate_gdpo import gdpo_pictures, with_gdpo
@@ -150,9 +151,13 @@ def render() -> dict[Path, str]:
     for framework in FRAMEWORKS:
         settings = DOCS / f"reference/from-{framework}.md"
         files[settings] = with_settings(settings.read_text(encoding="utf-8"), framework)
-    for language, name in (("en", "ui.md"), ("zh", "ui.zh.md")):
-        live = DOCS / "guides" / name
+    languages: tuple[tuple[Literal["en", "zh"], str], ...] = (("en", ".md"), ("zh", ".zh.md"))
+    for language, ending in languages:
+        live = DOCS / f"guides/ui{ending}"
         files[live] = with_live_page(live.read_text(encoding="utf-8"), language)
+        files[DOCS / f"evidence{ending}"] = evidence_page(language)
+        readme = ROOT / f"README{ending}"
+        files[readme] = with_status(readme.read_text(encoding="utf-8"), language)
     pictures = {name: draw(picture) for name, picture in PICTURES.items()} | gallery_pictures() | gdpo_pictures()
     return files | {DOCS / "images" / f"{name}.svg": text for name, text in pictures.items()}
 

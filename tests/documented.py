@@ -117,6 +117,7 @@ GIVEN: Mapping[str, Given] = {
         },
         replaced={"run.follow=first": "run.follow=first --workers 2"},
     ),
+    "docs/guides/eight-gpus.md": Given(more=("rollout.engine=native", "rollout.external.python=null")),
     "docs/guides/from-trl.md": Given(
         files={
             "grpo.yaml": TRL,

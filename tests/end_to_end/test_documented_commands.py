@@ -49,7 +49,8 @@ def quick_commands() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize(("place", "words"), quick_commands(), ids=str)
 def test_quick_commands_run(ranks: RankPool, tmp_path: Path, place: str, words: list[str]) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "recipes"):
+        (tmp_path / name).symlink_to(ROOT / name)
     words = words[: words.index(">")] if ">" in words else words
     outcome = run(ranks, tmp_path, *words)
     assert outcome.code == 0, f"{place}: {outcome.errors}"

@@ -32,7 +32,7 @@ from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.workflow import read_workflow
 
 MAX_IMAGE_BYTES = 300_000
-MAX_WORDS = 2_000
+MAX_WORDS, MAX_PATH = 2_000, 12
 NAMED_BY = {"models": "role", "layout": "node", "channels": "node"}
 ATTRIBUTES = {"batch.episode_ids", "batch.group_ids", "batch.ids", "batch.prompts"}
 """Attributes of a `Batch`, which only look like settings."""
@@ -140,6 +140,16 @@ def test_every_page_is_on_the_site() -> None:
     listed = re.findall(r"([\w/-]+\.md)$", text, re.M)
     there = [str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")]
     assert sorted(listed) == sorted(name for name in there if not name.endswith(".zh.md"))
+
+
+def test_the_path_to_ones_own_task_is_short_and_the_same_on_the_site_and_on_its_first_page() -> None:
+    title = "From the first run to your own task"
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition(f"\n  - {title}:\n")[2]
+    pages = re.findall(r"^      - .*: (\S+)$", re.split(r"^  - ", site, maxsplit=1, flags=re.M)[0], re.M)
+    for name, heading in (("index.md", f"## {title}\n"), ("index.zh.md", f"{{#{title.lower().replace(' ', '-')}}}\n")):
+        section = (ROOT / "docs" / name).read_text(encoding="utf-8").partition(heading)[2].partition("\n## ")[0]
+        assert re.findall(r"^\| \d+ \| \[.*\]\((\S+)\)", section, re.M) == pages
+    assert 1 < len(pages) <= MAX_PATH
 
 
 def test_each_title_of_the_site_has_one_translation() -> None:
