@@ -42,20 +42,12 @@ CLIENTS = {
 
 
 def submission(target: str, file: Path) -> list[str]:
-    """The command that submits a job's file.
-
-    Args:
-        target: Name of the scheduler.
-        file: The job's file.
-    """
+    """The command that submits a job's file."""
     return ["bash", str(file)] if target == "ray" else CLIENTS[target].command(file)
 
 
 def check_client(target: str) -> None:
     """Refuse to submit without the scheduler's client.
-
-    Args:
-        target: Name of the scheduler.
 
     Raises:
         RecipeError: It is not installed.
@@ -68,10 +60,5 @@ def check_client(target: str) -> None:
 
 
 def submit(target: str, file: Path) -> int:
-    """Submit a job, with the output of the client on the terminal; return the client's exit code.
-
-    Args:
-        target: Name of the scheduler.
-        file: The job's file.
-    """
+    """Submit a job, with the output of the client on the terminal; return the client's exit code."""
     return subprocess.run(submission(target, file), check=False).returncode  # noqa: S603 - what the user asked for

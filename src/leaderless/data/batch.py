@@ -185,20 +185,11 @@ class Batch:
         return self.dense(EPISODE_IDS) if EPISODE_IDS in self else self.ids
 
     def with_columns(self, columns: Mapping[str, Column] | None = None, /, **more: Column) -> Batch:
-        """The same rows with some columns added or replaced.
-
-        Args:
-            columns: New columns by name.
-            **more: Further columns, as keywords.
-        """
+        """The same rows with some columns added or replaced."""
         return Batch(self.ids, {**self.columns, **(columns or {}), **more}, self.prompts, self.prompt_index)
 
     def only(self, names: Iterable[str]) -> Batch:
-        """The same rows with only these columns, of rows and of prompts.
-
-        Args:
-            names: Columns that exist.
-        """
+        """The same rows with only these columns, of rows and of prompts."""
         names = set(names)
         missing = names - set(self.names())
         if missing:

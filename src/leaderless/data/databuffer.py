@@ -126,11 +126,6 @@ class Databuffer:
         """Check that columns to be sent have one type on all ranks of a node, and each shard one set of rows.
 
         Where ranks generate continuously, they meet when the columns are sent.
-
-        Args:
-            name: Node.
-            batch: Rows that this rank sends.
-            process_group: Ranks of the node.
         """
         if process_group.size == 1:
             return

@@ -51,10 +51,6 @@ def with_places(messages: Sequence[Mapping[str, Json]], num_images: int) -> list
 
     Without any mark or part for an image, images come before the text of the first message of the user.
 
-    Args:
-        messages: Messages of a chat.
-        num_images: Number of images of the row.
-
     Raises:
         ValueError: There are more or fewer places than images, or a part gives an image itself.
     """

@@ -62,12 +62,7 @@ class Findings:
 
 
 def run_checks(place: str, checks: Iterable[Callable[[Findings], None]]) -> list[Finding]:
-    """What all checks find; one that fails itself is a finding, too.
-
-    Args:
-        place: Machine or rank.
-        checks: Functions that note what they find.
-    """
+    """What all checks find; one that fails itself is a finding, too."""
     findings = Findings(place)
     for check in checks:
         try:
@@ -89,13 +84,7 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def differences(name: str, values: Mapping[str, str], remedy: str) -> Iterator[Finding]:
-    """An error for each value, the rarest first, or one finding if all places agree.
-
-    Args:
-        name: Name of the values.
-        values: Values by place.
-        remedy: Way to mend a difference.
-    """
+    """An error for each value, the rarest first, or one finding if all places agree."""
     by_value: dict[str, list[str]] = {}
     for place, value in values.items():
         by_value.setdefault(value, []).append(place)

@@ -116,11 +116,7 @@ def check_sandbox(findings: Findings) -> None:
 
 
 def port_check(port: int) -> Callable[[Findings], None]:
-    """The check whether a port is free on this machine.
-
-    Args:
-        port: Port of the rendezvous.
-    """
+    """The check whether a port is free on this machine."""
 
     def check_port(findings: Findings) -> None:
         try:

@@ -59,12 +59,7 @@ def compare_versions(facts: dict[str, str], place: str, world: ProcessGroup) -> 
 
 
 def check_network(world: ProcessGroup, places: list[str]) -> list[Finding]:
-    """Latency, bandwidth and clocks between machines, or between two ranks of a single one. All ranks call it together.
-
-    Args:
-        world: All ranks.
-        places: Machine of each rank.
-    """
+    """Latency, bandwidth and clocks between machines, or two ranks of a single one. All ranks call it together."""
     firsts = list({place: rank for rank, place in reversed(list(enumerate(places)))}.values())[::-1]
     is_one = len(firsts) == 1
     if world.size == 1:

@@ -22,12 +22,7 @@ TIMEOUT_S = 120.0
 
 
 def check_together(place: Place, folder: Path) -> list[Finding]:
-    """Check all machines of a job; all ranks call it together, and each gets what all have found.
-
-    Args:
-        place: Place of this rank.
-        folder: Folder of all runs.
-    """
+    """Check all machines of a job; all ranks call it together, and each gets what all have found."""
     import torch
     import torch.distributed as dist
 

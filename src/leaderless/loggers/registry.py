@@ -36,10 +36,6 @@ def names_of(configs: Sequence[LoggerConfig]) -> list[str]:
 def find_logger(config: LoggerConfig, key: str) -> Callable[..., Logger]:
     """The class of a logger that a recipe names.
 
-    Args:
-        config: Entry of the recipe.
-        key: Setting that holds it, for errors.
-
     Raises:
         RecipeError: There is no such logger, its package is missing, or its constructor refuses the options.
     """

@@ -106,9 +106,6 @@ class Reader(ImageReader):
     def pixels(self, images: Sequence[PromptImage]) -> Pixels:
         """The images of a pass.
 
-        Args:
-            images: Images in the order of their tokens.
-
         Raises:
             RuntimeError: An image has another number of tokens than in its prompt.
         """

@@ -24,10 +24,6 @@ def recompute_layers(model: PreTrainedModel, key: str) -> None:
 
     The way of `transformers` needs layers in training mode, in which some of them draw random numbers.
 
-    Args:
-        model: Model whose layers are changed.
-        key: Key of its setting, for errors.
-
     Raises:
         RecipeError: The model has no such layers.
     """

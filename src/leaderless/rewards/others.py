@@ -19,10 +19,6 @@ _ANY = (inspect.Parameter.VAR_KEYWORD,)
 def adapt(function: AnyFunction, key: str) -> Reward | None:
     """The reward for a function of TRL or verl; None if it is neither.
 
-    Args:
-        function: Function of the user.
-        key: Setting that names it, for errors.
-
     Raises:
         RecipeError: It is one, but takes an argument that is not available.
     """
@@ -101,12 +97,7 @@ def _taken(given: Mapping[str, object], names: frozenset[str] | None) -> dict[st
 
 
 def math_of_verl(solution_str: str, ground_truth: object) -> RewardResult:
-    """The reward `math` for rows as verl prepares them.
-
-    Args:
-        solution_str: Response.
-        ground_truth: Expected answer.
-    """
+    """The reward `math` for rows as verl prepares them."""
     from leaderless.rewards.math import MathReward
 
     sample = RewardInput("", solution_str, str(ground_truth), {}, is_truncated=False)

@@ -51,11 +51,7 @@ class Board:
     """Charts of some runs, as one reader has them; `news` says what to add."""
 
     def __init__(self, tables: Mapping[str, StepTable]) -> None:
-        """Choose charts for what the tables hold.
-
-        Args:
-            tables: Numbers of each run, by its name.
-        """
+        """Choose charts for what the tables hold."""
         self._names, self._tables = list(tables), list(tables.values())
         self._begin()
 

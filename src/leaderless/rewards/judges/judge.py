@@ -285,10 +285,6 @@ def make_cache(judges: Mapping[str, JudgeOptions], answers: AnswerFile) -> Answe
 def make_judges(judges: Mapping[str, JudgeOptions], kept: AnswerCache) -> dict[str, Judge]:
     """The judges of a recipe.
 
-    Args:
-        judges: Settings by name.
-        kept: Answers that are kept.
-
     Raises:
         RecipeError: A function that finds verdicts cannot be loaded.
         ValueError: The environment does not have the key of a server.

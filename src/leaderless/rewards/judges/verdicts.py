@@ -31,12 +31,7 @@ class VerdictError(ValueError):
 
 
 def score_reader(options: JudgeOptions, key: str) -> Callable[[str], float]:
-    """The function that reads a score, as a number from 0 to 1.
-
-    Args:
-        options: Settings of the judge.
-        key: Setting that has them, for errors.
-    """
+    """The function that reads a score, as a number from 0 to 1."""
     find = _finder(options.parsing, f"{key}.parse.function")
     is_text = bool(options.parsing.pattern)
     return lambda text: _number(find(text), options.scale, "the score", is_text=is_text)
