@@ -10,25 +10,19 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from leaderless.sandbox.builtin import (
-    PACKAGES,
-    interpreter,
-    libraries,
-    refused_layers,
-    refused_system,
-    setting_of,
-    system_paths,
-)
-from leaderless.sandbox.kernel import ask_layers
-from leaderless.sandbox.messages import Setting
+from typing_extensions import override
+
+from leaderless.sandbox.builtin import PACKAGES, interpreter, libraries, system_paths
+from leaderless.sandbox.kernel import Layers
+from leaderless.sandbox.protocol import Sandbox
 
 _PROBE_TIMEOUT_S = 30.0
 _BARE = ("--unshare-all", "--new-session", "--clearenv", "--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev")
 """Namespaces of its own for processes, network, files and the rest, without rights."""
 
 
-class BubblewrapSandbox:
-    """See `Sandbox`. The supervisor runs in namespaces, where only the interpreter and its scratch folder exist.
+class BubblewrapSandbox(Sandbox):
+    """The supervisor runs in namespaces, where only the interpreter and its scratch folder exist.
 
     All layers of the built-in sandbox that the kernel has are there as well. Landlock may be missing: what it keeps out
     of reach does not exist here.
@@ -36,22 +30,18 @@ class BubblewrapSandbox:
 
     name: ClassVar[str] = "bubblewrap"
 
-    def refusal(self, *, allow_weaker: bool) -> str | None:
-        """See `Sandbox`."""
-        if problem := refused_system():
-            return problem
-        if problem := bubblewrap_refusal():
-            return f"{problem}, or choose sandbox=builtin"
-        missing = ask_layers()._replace(landlock=1).missing()
-        return None if allow_weaker or not missing else refused_layers(missing)
+    @override
+    def lacks(self) -> str | None:
+        problem = bubblewrap_refusal()
+        return problem and f"{problem}, or choose sandbox=builtin"
 
-    def setting(self, scratch: str) -> Setting:
-        """See `Sandbox`."""
-        return setting_of(scratch)
+    @override
+    def layers(self) -> Layers:
+        return super().layers()._replace(landlock=1)
 
-    def command(self, supervisor: Sequence[str], setting: Setting) -> Sequence[str]:
-        """See `Sandbox`."""
-        return [*_enclosure(), *_around(setting.scratch), *supervisor]
+    @override
+    def command(self, supervisor: Sequence[str], scratch: str) -> Sequence[str]:
+        return [*_enclosure(), *_around(scratch), *supervisor]
 
 
 def find_bubblewrap() -> str | None:

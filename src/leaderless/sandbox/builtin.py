@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -10,48 +9,26 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from leaderless.sandbox.kernel import ask_layers, is_supported
+from typing_extensions import override
+
+from leaderless.sandbox.kernel import ask_layers
 from leaderless.sandbox.messages import Setting
+from leaderless.sandbox.protocol import Sandbox
 
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 """Files that the interpreter reads besides its own library, wherever it is installed."""
 PACKAGES = ("site-packages", "dist-packages")
 """Folders of packages that were installed into the library; no part of what a program has."""
-_WEAKER = "use a newer kernel, or run with less and set allow_weaker=true, at your own risk"
 
 
-class BuiltinSandbox:
-    """See `Sandbox`. Landlock keeps files out of reach, and a filter of system calls everything else."""
+class BuiltinSandbox(Sandbox):
+    """Landlock keeps files out of reach, and a filter of system calls everything else."""
 
     name: ClassVar[str] = "builtin"
 
-    def refusal(self, *, allow_weaker: bool) -> str | None:
-        """See `Sandbox`."""
-        if problem := refused_system():
-            return problem
-        missing = ask_layers().missing()
-        return None if allow_weaker or not missing else refused_layers(missing)
-
-    def setting(self, scratch: str) -> Setting:
-        """See `Sandbox`."""
-        return setting_of(scratch)
-
-    def command(self, supervisor: Sequence[str], setting: Setting) -> Sequence[str]:  # noqa: ARG002
-        """See `Sandbox`. The supervisor itself may do what this process may."""
-        return supervisor
-
-
-def refused_system() -> str | None:
-    """Why programs cannot be confined on this system at all; None if they can."""
-    if is_supported():
-        return None
-    system = os.uname()
-    return f"runs programs on Linux on x86-64 and 64-bit ARM only, and this is {system.sysname} on {system.machine}"
-
-
-def refused_layers(missing: Sequence[str]) -> str:
-    """Why layers that the kernel lacks are a reason not to run programs."""
-    return f"cannot run programs safely: no {'; no '.join(missing)}; {_WEAKER}"
+    @override
+    def command(self, supervisor: Sequence[str], scratch: str) -> Sequence[str]:
+        return supervisor  # which may itself do what this process may
 
 
 def setting_of(scratch: str) -> Setting:

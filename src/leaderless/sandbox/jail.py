@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from leaderless.config import Json
-from leaderless.sandbox.builtin import interpreter
+from leaderless.sandbox.builtin import interpreter, setting_of
 from leaderless.sandbox.messages import CallRequest, Ended, Limits, Order, ScriptRequest, TestRequest
 from leaderless.sandbox.protocol import Sandbox
 
@@ -33,12 +33,11 @@ class Jail:
         self, sandbox: Sandbox, program: str, limits: Limits, kind: Literal["script", "trial", "interpreter"]
     ) -> None:
         self._scratch = tempfile.mkdtemp(prefix="leaderless-program-")
-        setting = sandbox.setting(self._scratch)
         # Sets have the same order in every process. The interpreter may need the path of libraries to start.
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         supervisor = [interpreter(), *_FLAGS, "-c", _START, str(Path(__file__).parents[1])]
         self._supervisor = subprocess.Popen(  # noqa: S603 - this interpreter, with the package's own code
-            sandbox.command(supervisor, setting),
+            sandbox.command(supervisor, self._scratch),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={"PYTHONHASHSEED": "0"} | kept,
@@ -48,7 +47,7 @@ class Jail:
         assert self._supervisor.stdin is not None
         assert self._supervisor.stdout is not None
         self._requests, self._replies = self._supervisor.stdin, self._supervisor.stdout
-        order = Order(setting=list(setting), limits=list(limits), program=program, kind=kind)  # type: ignore[arg-type]
+        order = Order(setting=list(setting_of(self._scratch)), limits=list(limits), program=program, kind=kind)  # type: ignore[arg-type]
         self._send(order)
 
     def __enter__(self) -> Self:

@@ -20,7 +20,7 @@ from tests.unit.sandbox.boxes import boxes
 from leaderless.config import Json
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.registry import check_rewards, make_rewards
-from leaderless.sandbox import bubblewrap, builtin, seccomp
+from leaderless.sandbox import bubblewrap, builtin, protocol, seccomp
 from leaderless.sandbox.bubblewrap import BubblewrapSandbox
 from leaderless.sandbox.builtin import BuiltinSandbox
 from leaderless.sandbox.choose import choose_sandbox
@@ -148,7 +148,8 @@ def test_programs_reach_no_file_process_or_network(box: Sandbox, tmp_path: Path)
 
 @needs_bubblewrap
 def test_bubblewrap_needs_no_landlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin, "ask_layers", lambda: ask_layers()._replace(landlock=0))
+    for module in (builtin, protocol):
+        monkeypatch.setattr(module, "ask_layers", lambda: ask_layers()._replace(landlock=0))
     assert choose_sandbox("auto").name == "bubblewrap"
     programs = Programs(tmp_path)
     with Script(choose_sandbox("auto"), PROGRAM, LIMITS) as running:
@@ -364,7 +365,7 @@ with start({"import time; print(1); time.sleep(1000)"!r}) as running:
 def test_without_a_layer_programs_are_refused_unless_allowed(
     layers: Layers, missing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builtin, "ask_layers", lambda: layers)
+    monkeypatch.setattr(protocol, "ask_layers", lambda: layers)
     monkeypatch.setattr(bubblewrap, "find_bubblewrap", lambda: None)
     bubblewrap.bubblewrap_refusal.cache_clear()
     config = RewardsConfig.model_validate({"code": {}})
@@ -383,7 +384,7 @@ def test_without_a_layer_programs_are_refused_unless_allowed(
 
 
 def test_other_systems_are_refused_whatever_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin, "is_supported", lambda: False)
+    monkeypatch.setattr(protocol, "is_supported", lambda: False)
     for sandbox in (BuiltinSandbox(), BubblewrapSandbox()):
         assert "Linux on x86-64 and 64-bit ARM only" in str(sandbox.refusal(allow_weaker=True))
 
