@@ -6,14 +6,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from leaderless.serve.port import TOKEN_VARIABLE
+from leaderless.cli.servers import HostOption, PortOption, TokenOption
 
 robot = typer.Typer(help="Serve an arm within its limits, try it, and stop it.", no_args_is_help=True)
 
 AddressArgument = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address of the arm's server.")]
-TokenOption = Annotated[
-    str | None, typer.Option(envvar=TOKEN_VARIABLE, show_envvar=False, help=f"Token of the server; ${TOKEN_VARIABLE}.")
-]
 
 
 @robot.command("serve")
@@ -25,10 +22,8 @@ def serve_robot(
     option: Annotated[
         list[str] | None, typer.Option(help="Option of the robot as key=value. May be given several times.")
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Interface to listen on; a token is needed if other machines can reach it.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8765,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8765,
     token: TokenOption = None,
 ) -> None:
     """Let clients move an arm within its limits, until Ctrl-C.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Annotated, Literal
 
 import typer
 
+from leaderless.cli.servers import HostOption, PortOption, TokenOption, check_serving
 from leaderless.cli.signals import ended_by_signals
 from leaderless.config import RecipeError
-from leaderless.config.packaged import how_to_install
 from leaderless.observability.console import print_line
-from leaderless.serve.port import TOKEN_VARIABLE
 from leaderless.worker.place import Place
 
 
@@ -20,14 +18,9 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
         str, typer.Argument(metavar="MODEL|CHECKPOINT|RUN", help="A folder, or the name of a model on the hub.")
     ],
     *,
-    host: Annotated[
-        str, typer.Option(help="Interface to listen on; a token is needed if other machines can reach it.")
-    ] = ("127.0.0.1"),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8000,
-    token: Annotated[
-        str | None,
-        typer.Option(envvar=TOKEN_VARIABLE, show_envvar=False, help=f"API key that clients send; ${TOKEN_VARIABLE}."),
-    ] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    token: TokenOption = None,
     engine: Annotated[
         Literal["auto", "native", "vllm", "sglang"], typer.Option(help="Engine that generates; auto as in a recipe.")
     ] = "auto",
@@ -51,28 +44,18 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
     ] = None,
 ) -> None:
     """Answer requests in OpenAI's API, for completions and chats, until Ctrl-C."""
-    _check(token)
+    check_serving("serve", token)
+    if Place.is_given() and Place.from_environment().world_size > 1:
+        raise RecipeError.at("", "`leaderless serve` is one process: start it without torchrun")
     import asyncio
 
     from leaderless.serve.load import find_model, open_model
-    from leaderless.serve.port import take_port
+    from leaderless.serve.port import address_of, take_port
     from leaderless.serve.server import ModelServer
 
     with ended_by_signals(), take_port(host, port, token) as listener:
-        address, number_of_port = listener.getsockname()[:2]
-        shown = f"[{address}]" if ":" in address else address
         source = find_model(target, role, print_line).changed(name, compute_dtype, max_sequences, engine_python)
         print_line(f"loading {source.checkpoint or source.config.path}")
         with open_model(source, None if engine == "auto" else engine, max_context, print_line) as served:
-            text = f"{served.name} answers at http://{shown}:{number_of_port}/v1; Ctrl-C ends it"
+            text = f"{served.name} answers at http://{address_of(listener)}/v1; Ctrl-C ends it"
             asyncio.run(ModelServer(served, token).answer(listener, lambda: print_line(text)))
-
-
-def _check(token: str | None) -> None:
-    """Refuse what is wrong before anything is loaded."""
-    if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise RecipeError.at("", f"`leaderless serve` needs more packages: {how_to_install('serve')}")
-    if Place.is_given() and Place.from_environment().world_size > 1:
-        raise RecipeError.at("", "`leaderless serve` is one process: start it without torchrun")
-    if token is not None and (not token.isascii() or not token.isprintable() or not token.strip() or " " in token):
-        raise RecipeError.at("--token", "must consist of printable ASCII characters, without blanks")

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -32,8 +31,9 @@ from leaderless.rollout.engine import SamplingParams
 from leaderless.serve.asking import HANDLERS, Asked, Asking, QuietServer
 from leaderless.serve.errors import ApiError
 from leaderless.serve.guard import Guard
+from leaderless.serve.port import address_of
 from leaderless.serve.uvicorn_config import uvicorn_config
-from leaderless.serve.wire import read_body
+from leaderless.serve.wire import parse_body, read_body
 
 LEAVING_S = 2
 """Longest time that clients have to read their last replies when the run ends."""
@@ -95,8 +95,7 @@ class Desk(Asking):
     @property
     def address(self) -> str:
         """Where clients ask."""
-        host, port = self._listener.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        return f"http://{address_of(self._listener)}/v1"
 
     def find(self, request: Request) -> _Visit:
         """See `Asking`."""
@@ -118,10 +117,7 @@ class Desk(Asking):
         return JSONResponse({"status": "ok"})
 
     async def _feedback(self, request: Request) -> Response:
-        try:
-            posted = from_json(await read_body(request), allow_inf_nan=True)  # which is refused by its name
-        except ValueError as error:
-            raise ApiError(400, f"the body of the request is not JSON: {error}") from error
+        posted = parse_body(await read_body(request), allow_inf_nan=True)  # which is refused by its name
         if not isinstance(posted, Mapping):
             raise ApiError(400, 'the body of the request must be an object: {"id": "…", "feedback": "accepted"}')
         reward = self.ledger.judge(posted)

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,9 +18,9 @@ from leaderless.environments.programs.chat import Chat
 from leaderless.rollout.engine import SamplingParams
 from leaderless.serve.asking import HANDLERS, Asked, Asking, QuietServer
 from leaderless.serve.errors import ApiError
-from leaderless.serve.port import take_port
+from leaderless.serve.port import address_of, take_port
 from leaderless.serve.uvicorn_config import uvicorn_config
-from leaderless.serve.wire import read_body
+from leaderless.serve.wire import parse_body, read_body
 
 HOST = "127.0.0.1"
 
@@ -50,7 +49,7 @@ class Door(Asking):
         """See `Doorway`."""
         name, key = secrets.token_hex(8), secrets.token_urlsafe(16)
         self._chats[name] = (chat, key)
-        return f"http://{HOST}:{self._listener.getsockname()[1]}/episodes/{name}/v1", key
+        return f"http://{address_of(self._listener)}/episodes/{name}/v1", key
 
     def dismiss(self, chat: Chat) -> None:
         """See `Doorway`."""
@@ -64,10 +63,7 @@ class Door(Asking):
 
     async def _reward(self, request: Request) -> Response:
         chat = self.find(request).chat
-        try:
-            posted = from_json(await read_body(request), allow_inf_nan=False)
-        except ValueError as error:
-            raise ApiError(400, f"the body of the request is not JSON: {error}") from error
+        posted = parse_body(await read_body(request))
         reward = posted.get("reward") if isinstance(posted, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             raise ApiError(400, f'reward={reward!r:.80} must be a number: post {{"reward": 1.0}}', "reward")

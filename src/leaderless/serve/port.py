@@ -10,6 +10,12 @@ from leaderless.config import RecipeError
 TOKEN_VARIABLE = "LEADERLESS_TOKEN"  # noqa: S105 - its name, not its value
 
 
+def address_of(listener: socket.socket) -> str:
+    """Host and port of a listener, as they stand in an address."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def take_port(host: str, port: int, token: str | None, key: str = "") -> socket.socket:
     """Reserve a port, 0 for any, without accepting connections yet. Without a token no other machine may reach it.
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
 from pydantic import ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails
 
 from leaderless.config import Json, nearest
 from leaderless.config.base import Section
 from leaderless.config.rollout import SamplingConfig
 from leaderless.serve.errors import ApiError
+from leaderless.serve.wire import parse_body
 
 MAX_CHOICES = 128
 """Most responses to one prompt, as in OpenAI's API."""
@@ -232,10 +233,7 @@ def read_question(body: bytes, kind: type[AnyQuestion]) -> AnyQuestion:
     Raises:
         ApiError: The body is not a JSON object, or a field is unknown, wrong or not supported.
     """
-    try:
-        fields = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"the body of the request is not JSON: {error}") from error
+    fields = parse_body(body)
     if not isinstance(fields, dict):
         raise ApiError(400, "the body of the request must be a JSON object")
     # A JSON schema of a tool may hold null as a value.

@@ -18,8 +18,10 @@ from starlette.routing import Route
 from leaderless.config import Json
 from leaderless.environments.search.remote import answer_of
 from leaderless.environments.search.retriever import Retriever
+from leaderless.serve.errors import ApiError
 from leaderless.serve.guard import Guard
 from leaderless.serve.uvicorn_config import uvicorn_config
+from leaderless.serve.wire import read_body
 
 DEFAULT_TOPK = 3
 """Pages for each query if a request does not say how many."""
@@ -35,7 +37,7 @@ def make_retriever_app(retriever: Retriever) -> Starlette:
 
     async def retrieve(request: Request) -> Response:
         try:
-            queries, topk, with_scores = _question(await _body(request))
+            queries, topk, with_scores = _question(await read_body(request, MAX_BODY_BYTES))
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         found = await asyncio.to_thread(lambda: [retriever.search(query, topk) for query in queries])
@@ -45,7 +47,7 @@ def make_retriever_app(retriever: Retriever) -> Starlette:
     return Starlette(
         routes=routes,
         middleware=[Middleware(Guard, token=None)],
-        exception_handlers={HTTPException: _refuse},
+        exception_handlers={HTTPException: _refuse, ApiError: _refuse},
     )
 
 
@@ -73,16 +75,8 @@ def _question(body: bytes) -> tuple[list[str], int, bool]:
     return texts, topk, question.get("return_scores") is True
 
 
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the request has more than {MAX_BODY_BYTES:,} bytes: send fewer queries at once")
-    return bytes(body)
-
-
 async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse({"detail": text}, error.status_code)
+    status, said = (error.status, error.message) if isinstance(error, ApiError) else (500, str(error))
+    if isinstance(error, HTTPException):
+        status, said = error.status_code, error.detail
+    return JSONResponse({"detail": f"{request.method} {request.url.path}: {said}"}, status)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,14 +25,23 @@ def serialized(reply: Json) -> bytes:
     return to_json(reply, inf_nan_mode="null")  # JSON has no other name for the log-probability of a broken model
 
 
-async def read_body(request: Request) -> bytes:
-    """Read the body of a request up to the size limit."""
+async def read_body(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
+    """Read the body of a request up to a size limit."""
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the request has more than {MAX_BODY_BYTES:,} bytes: send less at once")
+        if len(body) > most:
+            raise ApiError(413, f"the request has more than {most:,} bytes: send less at once")
     return bytes(body)
+
+
+def parse_body(body: bytes, *, allow_inf_nan: bool = False) -> Json:
+    """The JSON in the body of a request."""
+    try:
+        found: Json = from_json(body, allow_inf_nan=allow_inf_nan)
+    except ValueError as error:
+        raise ApiError(400, f"the body of the request is not JSON: {error}") from error
+    return found
 
 
 async def refuse(request: Request, error: Exception) -> Response:  # noqa: ARG001

@@ -1,0 +1,29 @@
+"""What the commands with a server share."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from leaderless.config import RecipeError
+from leaderless.config.packaged import how_to_install
+from leaderless.serve.port import TOKEN_VARIABLE
+
+HostOption = Annotated[
+    str, typer.Option(help="Interface to listen on; a token is needed if other machines can reach it.")
+]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")]
+TokenOption = Annotated[
+    str | None,
+    typer.Option(envvar=TOKEN_VARIABLE, show_envvar=False, help=f"Key that clients send; ${TOKEN_VARIABLE}."),
+]
+
+
+def check_serving(command: str, token: str | None = None, *extras: str) -> None:
+    """Refuse to serve without the packages, of `serve` and further extras, or with a token that no client can send."""
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise RecipeError.at("", f"`leaderless {command}` needs more packages: {how_to_install('serve', *extras)}")
+    if token is not None and (not token.isascii() or not token.isprintable() or not token.strip() or " " in token):
+        raise RecipeError.at("--token", "must consist of printable ASCII characters, without blanks")
