@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 from tests.tiny import scatter_vectors
+from tests.tiny_vision import write_vision_model
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -35,7 +36,6 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.images import PromptImage, expanded, pack_images, placed
 from leaderless.models.classifiers import register_classifiers
 from leaderless.models.image_readers import Reader, open_reader
-from leaderless.models.tiny import write_vision_model
 from leaderless.models.tokenizer import load_tokenizer
 
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "paligemma"]
