@@ -57,7 +57,7 @@ def export(
 
 def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
     """Write `report.html` of a run: curves, timing, graph and samples in one file."""
-    from leaderless.observability.report import write_report
+    from leaderless.observability.report.page import write_report
 
     if not (run / "config.yaml").exists():
         raise typer.BadParameter(f"{run} is not the folder of a run: it holds no config.yaml")

@@ -162,7 +162,7 @@ class Planned:
 
     def _report(self) -> None:
         if self.directory.config.exists() and self.directory.metrics.exists():
-            from leaderless.observability.report import write_report
+            from leaderless.observability.report.page import write_report
 
             print_path("report", write_report(self.directory.path))
 

@@ -231,7 +231,7 @@ class Run:
         Returns:
             The file.
         """
-        from leaderless.observability.report import write_report
+        from leaderless.observability.report.page import write_report
 
         return write_report(self.directory.path)
 

@@ -18,7 +18,7 @@ from tests.unit.report.runs import (
     write_lines,
 )
 
-from leaderless.observability.report import write_report
+from leaderless.observability.report.page import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open the page with")

@@ -13,8 +13,8 @@ from tests.unit.environments.test_tool_episodes import call, played
 from tests.unit.report.runs import EVIL, Page, sample_rows, write_lines
 from tests.unit.report.test_browser import browse, needs_browser
 
-from leaderless.observability.report import render_report, write_report
 from leaderless.observability.report.episodes import conversation
+from leaderless.observability.report.page import render_report, write_report
 from leaderless.observability.report.run_files import read_run
 
 

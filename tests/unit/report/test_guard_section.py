@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.unit.report.runs import Page
 
 from leaderless.observability.events import GuardEvent
-from leaderless.observability.report import render_report
+from leaderless.observability.report.page import render_report
 from leaderless.observability.report.run_files import read_run
 from leaderless.observability.report.view import MAX_EVENTS
 from leaderless.observability.run_directory import RunDirectory

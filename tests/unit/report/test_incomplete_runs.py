@@ -17,8 +17,8 @@ from tests.unit.report.runs import (
 )
 
 from leaderless.config import load_recipe
-from leaderless.observability.report import render_report, write_report
 from leaderless.observability.report.curves import Series
+from leaderless.observability.report.page import render_report, write_report
 from leaderless.observability.report.run_files import flatten_recipe, read_run
 from leaderless.observability.report.samples import Judge, read_samples
 

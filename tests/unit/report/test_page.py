@@ -18,8 +18,8 @@ from tests.unit.report.runs import (
     write_lines,
 )
 
-from leaderless.observability.report import render_report, write_report
 from leaderless.observability.report.catalogue import MAX_OWN_CHARTS, charts_of
+from leaderless.observability.report.page import render_report, write_report
 from leaderless.observability.report.picture import clean_svg
 from leaderless.observability.report.run_files import read_run
 

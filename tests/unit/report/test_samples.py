@@ -6,8 +6,8 @@ import random
 
 from tests.unit.report.runs import EVIL, Page, sample_rows, token_view, write_lines
 
-from leaderless.observability.report import render_report
 from leaderless.observability.report import samples as report_samples
+from leaderless.observability.report.page import render_report
 from leaderless.observability.report.run_files import read_run
 from leaderless.observability.report.samples import Judge, read_samples, read_step
 

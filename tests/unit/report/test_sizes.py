@@ -16,8 +16,8 @@ from tests.unit.report.runs import (
     write_lines,
 )
 
-from leaderless.observability.report import render_report
 from leaderless.observability.report.curves import MAX_POINTS, Series, mean_per_run, thin
+from leaderless.observability.report.page import render_report
 from leaderless.observability.report.run_files import read_run
 from leaderless.observability.report.samples import (
     BUDGET_BYTES,

@@ -13,8 +13,8 @@ from tests.unit.report.runs import (
     write_lines,
 )
 
-from leaderless.observability.report import render_report
 from leaderless.observability.report.checks import review
+from leaderless.observability.report.page import render_report
 from leaderless.observability.report.run_files import read_run
 
 WARNINGS = {

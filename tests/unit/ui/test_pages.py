@@ -16,8 +16,7 @@ import pytest
 from tests.live_page import ask, events, served, write_status
 from tests.unit.report.runs import EVIL, Page, metrics_row, sample_rows, spoil_with, write_lines, write_run
 
-from leaderless.observability.report import render_report
-from leaderless.observability.report.page import report_values
+from leaderless.observability.report.page import render_report, report_values
 from leaderless.ui.app import cookie_name
 from leaderless.ui.board import Board, differences
 from leaderless.ui.desk import Desk
