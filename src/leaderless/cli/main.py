@@ -65,27 +65,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(quickstart)
-app.command()(new)
-app.command()(train)
-app.command()(submit)
-app.command()(doctor)
-app.command()(convert)
-app.command()(plan)
-app.command()(profile)
-app.command()(simulate)
-app.command("eval")(evaluate)
-app.command()(export)
-app.command()(serve)
-app.command()(retriever)
-app.command()(stop)
-app.command()(report)
-app.command()(ui)
-app.command()(log)
-app.command()(reward)
-app.command()(template)
-app.command()(schema)
-app.command()(demonstrate)
+for command in (
+    *(quickstart, new, train, submit, doctor, convert, plan, profile, simulate, evaluate, export, serve, retriever),
+    *(stop, report, ui, log, reward, template, schema, demonstrate),
+):
+    app.command("eval" if command is evaluate else None)(command)
 app.add_typer(env, name="env")
 app.add_typer(robot, name="robot")
 

@@ -100,15 +100,6 @@ def _steps(value: Setting, values: Values) -> Made:
     return {} if updates < 0 else {"steps": max(1, updates // sizes(values)[1])}
 
 
-def _in_steps(theirs: str, ours: str, default: Setting = None) -> Row:
-    """A row for a number of updates that becomes one of steps."""
-
-    def convert(value: Setting, values: Values) -> Made:
-        return {} if value is None else {ours: max(1, whole(value, theirs) // sizes(values)[1])}
-
-    return Row(theirs, ours, default, "updates become steps", convert)
-
-
 def _saving(value: Setting, values: Values) -> Made:
     if values.get("save_strategy", "steps") != "steps":
         return {}
