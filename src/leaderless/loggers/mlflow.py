@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from leaderless.loggers.protocol import LoggedRun, Numbers, Table
+from leaderless.loggers.protocol import LoggedRun, Logger, Numbers, Table
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -20,7 +20,7 @@ MAX_VALUE = 500
 PARAMETERS_PER_REQUEST = 100
 
 
-class MlflowLogger:
+class MlflowLogger(Logger):
     """Sends a run to an MLflow server, or to the files or the database of `uri`."""
 
     def __init__(self, uri: str | None = None, experiment: str = "leaderless") -> None:
@@ -50,10 +50,6 @@ class MlflowLogger:
         self._identity = started.info.run_id
         self._send_recipe(run)
         return self._identity
-
-    def rewind(self, log: str, step: int) -> bool:  # noqa: ARG002 - see `Logger`
-        """See `Logger`. MLflow keeps every value of a step."""
-        return False
 
     def write(self, numbers: Sequence[Numbers]) -> None:
         """See `Logger`. Values that the server has from an attempt whose reply was lost are not sent again."""

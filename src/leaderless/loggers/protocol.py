@@ -76,11 +76,12 @@ class Logger(Protocol):
             Identity of the tracker's run, kept for the next start.
         """
 
-    def rewind(self, log: str, step: int) -> bool:
+    def rewind(self, log: str, step: int) -> bool:  # noqa: ARG002
         """Forget the numbers of a log from a repeated step on; return whether the tracker can.
 
-        If it cannot, its existing steps are not sent again.
+        If it cannot, as most trackers, its existing steps are not sent again.
         """
+        return False
 
     def write(self, numbers: Sequence[Numbers]) -> None:
         """Send the numbers of some steps, at most once each, in the order of their log."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from leaderless.loggers.protocol import LoggedRun, Numbers, Table
+from leaderless.loggers.protocol import LoggedRun, Logger, Numbers, Table
 
 if TYPE_CHECKING:
     import trackio
 
 
-class TrackioLogger:
+class TrackioLogger(Logger):
     """Writes a run to Trackio's store on this machine, where `trackio show` reads it, or to a server or a Space."""
 
     def __init__(self, project: str = "leaderless", space: str | None = None, server: str | None = None) -> None:
@@ -44,10 +44,6 @@ class TrackioLogger:
             auto_log_cpu=False,
         )
         return name
-
-    def rewind(self, log: str, step: int) -> bool:  # noqa: ARG002 - see `Logger`
-        """See `Logger`. What was written stays."""
-        return False
 
     def write(self, numbers: Sequence[Numbers]) -> None:
         """See `Logger`."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from leaderless.loggers.protocol import LoggedRun, Numbers, Table
+from leaderless.loggers.protocol import LoggedRun, Logger, Numbers, Table
 
 if TYPE_CHECKING:
     import wandb
@@ -16,7 +16,7 @@ STEP = "step"
 """Name of the horizontal axis."""
 
 
-class WandbLogger:
+class WandbLogger(Logger):
     """Sends a run to Weights & Biases, under an identity that stays the same when it continues."""
 
     def __init__(
@@ -64,10 +64,6 @@ class WandbLogger:
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
         return str(self._run.id)
-
-    def rewind(self, log: str, step: int) -> bool:  # noqa: ARG002 - see `Logger`
-        """See `Logger`. What was sent stays."""
-        return False
 
     def write(self, numbers: Sequence[Numbers]) -> None:
         """See `Logger`."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,15 @@ class Reducer(Protocol):
 
 
 @dataclass(frozen=True)
-class Mean:
+class _Share:
+    def detach(self) -> Self:
+        """The same without a graph for the backward pass."""
+        values = (getattr(self, one.name) for one in fields(self))
+        return type(self)(*(value.detach() if isinstance(value, Tensor) else value for value in values))
+
+
+@dataclass(frozen=True)
+class Mean(_Share):
     """A share of a mean over all ranks.
 
     Attributes:
@@ -33,13 +41,9 @@ class Mean:
     total: float | Tensor
     count: float | Tensor
 
-    def detach(self) -> Mean:
-        """The same without a graph for the backward pass."""
-        return Mean(_detached(self.total), _detached(self.count))
-
 
 @dataclass(frozen=True)
-class Largest:
+class Largest(_Share):
     """A value whose maximum over all ranks is reported.
 
     Attributes:
@@ -48,13 +52,9 @@ class Largest:
 
     value: float | Tensor
 
-    def detach(self) -> Largest:
-        """The same without a graph for the backward pass."""
-        return Largest(_detached(self.value))
-
 
 @dataclass(frozen=True)
-class Weights:
+class Weights(_Share):
     """A share of an effective sample size: the equivalent number of equal weights, as a share of the number of weights.
 
     Attributes:
@@ -73,17 +73,9 @@ class Weights:
         counted = torch.where(is_counted, values.detach(), 0)
         return cls(counted.sum(), counted.square().sum(), is_counted.sum())
 
-    def detach(self) -> Weights:
-        """The same without a graph for the backward pass."""
-        return Weights(_detached(self.total), _detached(self.square), _detached(self.count))
-
 
 Share = Mean | Largest | Weights
 """A rank's contribution to a metric."""
-
-
-def _detached(value: float | Tensor) -> float | Tensor:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 @dataclass
