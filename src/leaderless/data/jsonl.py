@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import mmap
-import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from leaderless.config import RecipeError
 from leaderless.data.cache import Arrays, DataCache
 from leaderless.data.rows import FileSource, Row, parse_line
 
@@ -74,22 +71,6 @@ class JsonlSource(FileSource):
     @override
     def describe(self, index: int) -> str:
         return f"{self.path}:{int(self._lines[index]) + 1}"
-
-
-def read_lines(path: Path, columns: Collection[str] | None) -> Iterator[tuple[str, Row]]:
-    """Rows of a JSON-lines file, perhaps compressed, one after the other, each with its place."""
-    line = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for text in file:
-                line += 1
-                if text.strip():
-                    place = f"{path}:{line}"
-                    yield place, parse_line(text, place, columns)
-    except (EOFError, OSError, zlib.error) as error:
-        raise RecipeError.at(
-            "data", f"{path} cannot be read beyond line {line}: {error}: it is damaged, copy it again"
-        ) from error
 
 
 def _find_lines(data: mmap.mmap | bytes, share: range) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

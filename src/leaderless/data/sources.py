@@ -13,9 +13,9 @@ from leaderless.config.data import COMPRESSED, DatasetConfig
 from leaderless.data.cache import DataCache
 from leaderless.data.files import find_files
 from leaderless.data.hub import HubSource, HubStream
-from leaderless.data.jsonl import JsonlSource, read_lines
+from leaderless.data.jsonl import JsonlSource
 from leaderless.data.parquet import ParquetSource
-from leaderless.data.rows import ConcatenatedSource, Row, RowSource, RowStream, file_fingerprint
+from leaderless.data.rows import ConcatenatedSource, Row, RowSource, RowStream, file_fingerprint, read_lines
 from leaderless.planner import format_ranks
 
 

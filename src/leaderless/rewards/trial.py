@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
 import traceback
@@ -12,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.data import COMPRESSED, DATASET_COLUMN, DatasetConfig
+from leaderless.config.data import DATASET_COLUMN, DatasetConfig
 from leaderless.data.files import find_files
-from leaderless.data.rows import Row, parse_line, plain_row
+from leaderless.data.rows import Row, plain_row, read_lines
 from leaderless.observability.secrets import without_secrets
 from leaderless.rewards.judges.judge import Judge, Judged
 from leaderless.rewards.protocol import Reward, RewardInput, compute, describe, timed_out
@@ -172,7 +171,4 @@ def _rows(config: DatasetConfig, key: str) -> Iterator[Row]:
                     kept = {name: value for name, value in values.items() if columns is None or name in columns}
                     yield plain_row(kept, str(file))
         else:
-            with gzip.open(file) if file.name.endswith(COMPRESSED) else file.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        yield parse_line(line, f"{file}:{number}", columns)
+            yield from (row for _, row in read_lines(file, columns))
