@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from leaderless.observability.clock import PREFIX
-from leaderless.observability.report.catalogue import CATALOGUE, MAX_OWN_CHARTS, Chart, Topic, charts_of
+from leaderless.observability.report.catalogue import MAX_OWN_CHARTS, Chart, Topic, charts_of, matched
 from leaderless.observability.report.curves import Series
 from leaderless.observability.report.run_files import Logged, RunFiles, flatten_recipe, read_run
 from leaderless.observability.report.samples import Judge, Samples
@@ -178,24 +178,16 @@ def _charts(logged: Sequence[Mapping[str, Series]]) -> list[tuple[str, list[tupl
         found, _ = charts_of(_only(series))
         return [(title, [(chart, _plot(chart)) for chart in charts]) for title, charts in found]
     names = dict.fromkeys(name for series in logged for name in series)
-    groups: list[tuple[str, list[tuple[Chart, _Plot]]]] = []
+    groups: dict[str, list[tuple[Chart, _Plot]]] = {}
     drawn: set[str] = set()
-    # A pattern such as `reward/*` takes the metrics that no other topic names.
-    named = {name for topics in CATALOGUE.values() for topic in topics for name in (*topic.metrics, topic.band)}
-    everything = _only(dict.fromkeys(names, _NOTHING))
-    for title, topics in CATALOGUE.items():
-        charts = []
-        for topic in topics:
-            for name in everything.matching(*topic.metrics):
-                if name not in drawn and (name in topic.metrics or name not in named):
-                    drawn.add(name)
-                    charts.append(_overlay(logged, name, topic))
-        if charts:
-            groups.append((title, charts))
+    for title, topic, metrics in matched(_only(dict.fromkeys(names, _NOTHING))):
+        for name in (one for one in metrics if one not in drawn):
+            drawn.add(name)
+            groups.setdefault(title, []).append(_overlay(logged, name, topic))
     rest = [name for name in names if name not in drawn and not name.startswith(PREFIX)][:MAX_OWN_CHARTS]
     if rest:
-        groups.append(("More metrics", [_overlay(logged, name, Topic(name, "", (name,))) for name in rest]))
-    return groups
+        groups["More metrics"] = [_overlay(logged, name, Topic(name, "", (name,))) for name in rest]
+    return list(groups.items())
 
 
 def _plot(chart: Chart) -> _Plot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -281,26 +281,29 @@ TIME_PATTERN = "time/*"
 """Seconds by node, which share one chart."""
 
 
+def matched(run: RunFiles) -> Iterator[tuple[str, Topic, Mapping[str, Series]]]:
+    """Topics of the catalogue of which something was logged, each with its heading and its metrics."""
+    # A pattern such as `reward/*` takes the metrics that no other topic names.
+    named = {name for topics in CATALOGUE.values() for topic in topics for name in (*topic.metrics, topic.band)}
+    for title, topics in CATALOGUE.items():
+        for topic in topics:
+            logged = run.matching(*topic.metrics)
+            found = {name: one for name, one in logged.items() if name in topic.metrics or name not in named}
+            if found:
+                yield title, topic, found
+
+
 def charts_of(run: RunFiles) -> tuple[Charts, int]:
     """The charts that have something to show, those of custom metrics last, and the number of metrics left out."""
-    # A pattern such as `reward/*` takes the metrics that no other topic names.
-    taken = {name for topics in CATALOGUE.values() for topic in topics for name in (*topic.metrics, topic.band)}
-    found: Charts = []
+    found: dict[str, list[Chart]] = {}
     drawn: set[str | None] = set()
-    for title, topics in CATALOGUE.items():
-        charts = []
-        for topic in topics:
-            matching = run.matching(*topic.metrics)
-            series = {name: one for name, one in matching.items() if name in topic.metrics or name not in taken}
-            if series:
-                charts.append(Chart(topic, series, run.series.get(topic.band) if topic.band else None))
-                drawn |= {*series, topic.band}
-        if charts:
-            found.append((title, charts))
+    for title, topic, series in matched(run):
+        band = run.series.get(topic.band) if topic.band else None
+        found.setdefault(title, []).append(Chart(topic, series, band))
+        drawn |= {*series, topic.band}
     own = sorted(name for name in run.series if name not in drawn and not name.startswith(("time/", PREFIX)))
-    by_prefix: dict[str, list[Chart]] = {}
     for name in own[:MAX_OWN_CHARTS]:
         prefix, _, rest = name.rpartition("/")
         chart = Chart(Topic(rest or name, "", (name,)), {name: run.series[name]})
-        by_prefix.setdefault(f"More metrics: {prefix}" if prefix else "More metrics", []).append(chart)
-    return found + list(by_prefix.items()), max(0, len(own) - MAX_OWN_CHARTS)
+        found.setdefault(f"More metrics: {prefix}" if prefix else "More metrics", []).append(chart)
+    return list(found.items()), max(0, len(own) - MAX_OWN_CHARTS)
