@@ -27,14 +27,18 @@ CHARACTERS = "0123456789+=-*()# \nabcdefghijklmnopqrstuvwxyz<>|_ABCDEFGHIJKLMNOP
 
 
 def tiny_model(
-    family: Literal["qwen2", "qwen3"] = "qwen2", chat_template: str | None = None, *, head_dim: int = 8
+    family: Literal["qwen2", "qwen3"] = "qwen2",
+    chat_template: str | None = None,
+    *,
+    head_dim: int = 8,
+    num_layers: int = 2,
 ) -> str:
-    """The folder of a model, the same for all tests of a process."""
-    return _write_once(family, chat_template, head_dim)
+    """The folder of a model, the same for all tests of a process; one layer is enough where a whole run is tested."""
+    return _write_once(family, chat_template, head_dim, num_layers)
 
 
 @functools.cache
-def _write_once(family: Literal["qwen2", "qwen3"], chat_template: str | None, head_dim: int) -> str:
+def _write_once(family: Literal["qwen2", "qwen3"], chat_template: str | None, head_dim: int, num_layers: int) -> str:
     """Write a model; arguments are by place, since a cache tells a default from the same value that is given."""
     folder = tempfile.TemporaryDirectory(prefix="tiny-model-")
     _KEPT.append(folder)
@@ -43,6 +47,7 @@ def _write_once(family: Literal["qwen2", "qwen3"], chat_template: str | None, he
         CHARACTERS,
         family=family,
         hidden_size=4 * head_dim,
+        num_layers=num_layers,
         num_heads=4,
         chat_template=chat_template,
     )
