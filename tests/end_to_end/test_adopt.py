@@ -31,7 +31,8 @@ from leaderless.worker.process import open_worker
 from leaderless.worker.replanner import NUM_LOOKED_AT
 from leaderless.workflow import load_recipe, resolve_workflow
 
-SWITCH, NUM_STEPS = 2, 4
+SWITCH, NUM_STEPS = 2, 3
+MODEL = tiny_model(num_layers=1)
 UNSTEADY = ("time", "seconds/", "throughput", "memory/", "balance/", "data/wait", "transfer/", "rollout/tokens_per_s")
 """Prefixes of the names of numbers that differ from run to run, or from layout to layout."""
 Ranks = Mapping[str, str]
@@ -148,7 +149,7 @@ class Runs:
     ) -> None:
         """Train so; with `chosen`, the run itself takes on the layout of this name."""
         self._ranks, self._folder, self._chosen = ranks, folder, chosen
-        models = {"critic": tiny_model(), "adapters": {"path": tiny_model(), "lora": {"rank": 3}}}
+        models = {"critic": MODEL, "adapters": {"path": MODEL, "lora": {"rank": 3}}}
         changes = {key: models.get(str(value), value) for key, value in changes.items()}
         self._changes = {"steps": NUM_STEPS, **changes}
 
@@ -162,7 +163,7 @@ class Runs:
         is_killed: bool = False,
     ) -> list[Seen]:
         layouts = {node: {"ranks": text} for node, text in layout.items()}
-        recipe = write_recipe(self._folder, tiny_model(), {**self._changes, "layout": layouts})
+        recipe = write_recipe(self._folder, MODEL, {**self._changes, "layout": layouts})
         evaluation = [f"data.evaluation.{key}={value}" for key, value in self._held_out().items()]
         overrides = [f"name={name}", *evaluation]
         arguments = str(recipe), overrides, steps, switches or {}, is_killed
@@ -225,9 +226,10 @@ def test_a_switch_is_like_stopping_and_resuming_with_the_other_layout(
     assert_same(switched, resumed, range(SWITCH + 1, NUM_STEPS + 1))
     if case == "the reference moves":
         assert "policy" in switched[1].kept, "models that stay are not built again"
-    undisturbed = runs("undisturbed", before)
-    for step in range(1, NUM_STEPS + 1):
-        assert samples_of(switched, step) == samples_of(undisturbed, step), f"step {step}"
+    if case.startswith("surplus"):
+        undisturbed = runs("undisturbed", before)
+        for step in range(1, NUM_STEPS + 1):
+            assert samples_of(switched, step) == samples_of(undisturbed, step), f"step {step}"
 
 
 def beside(generating: str, training: str) -> Ranks:
@@ -251,7 +253,7 @@ def test_a_switch_takes_rows_in_flight_along(
     ranks: RankPool, tmp_path: Path, before: Ranks, after: Ranks, lag: int, name: str
 ) -> None:
     switch = NUM_LOOKED_AT + 1
-    steps = switch + lag + 2
+    steps = switch + lag + 1
     named = {name: {node: {"ranks": at} for node, at in after.items()}} if name == "named" else "auto"
     schedule = {"replan_every_steps": switch, "layouts": named}
     changes = {**SETTINGS, "channels": {"rollout": {"capacity": lag}}, "checkpoint.every_steps": 0}
@@ -279,8 +281,9 @@ def test_a_switch_takes_rows_in_flight_along(
 
 def test_a_checkpoint_is_resumed_under_the_plan_that_it_was_made_under(ranks: RankPool, tmp_path: Path) -> None:
     runs = Runs(ranks, tmp_path, {**SETTINGS, "checkpoint.every_steps": 1, "checkpoint.keep": 5})
-    whole = runs("whole", TOGETHER, switches={SWITCH: APART})
-    runs("parts", TOGETHER, SWITCH + 1, switches={SWITCH: APART})
+    switch = NUM_STEPS - 2
+    whole = runs("whole", TOGETHER, switches={switch: APART})
+    runs("parts", TOGETHER, switch + 1, switches={switch: APART})
     folder = tmp_path / "runs/parts"
     shutil.copytree(folder, tmp_path / "runs/older")
     shutil.copytree(folder, tmp_path / "runs/wider")
@@ -288,8 +291,8 @@ def test_a_checkpoint_is_resumed_under_the_plan_that_it_was_made_under(ranks: Ra
     last = range(NUM_STEPS, NUM_STEPS + 1)
     assert_same(runs("parts", TOGETHER), whole, last)
     # An older checkpoint is of the plan before.
-    (tmp_path / f"runs/older/checkpoints/step-{SWITCH + 1:06d}/state.json").write_text("damaged")
-    assert_same(runs("older", TOGETHER), runs("undisturbed", TOGETHER), range(SWITCH + 1, NUM_STEPS + 1))
+    (tmp_path / f"runs/older/checkpoints/step-{switch + 1:06d}/state.json").write_text("damaged")
+    assert_same(runs("older", TOGETHER), runs("undisturbed", TOGETHER), range(switch + 1, NUM_STEPS + 1))
     # With other ranks, or another layout in the recipe, the recipe's layout is in force.
     wider = runs("wider", TOGETHER, size=3)
     assert samples_of(wider, NUM_STEPS) == samples_of(whole, NUM_STEPS)
@@ -325,11 +328,11 @@ def refusal(recipe_file: str, layout: Ranks, size: int) -> str:
 
 def test_what_cannot_change_while_the_run_goes_on_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     apart = {node: {"ranks": text} for node, text in APART.items()}
-    recipe = str(write_recipe(tmp_path, tiny_model(), {"layout": apart, "channels": {"rollout": {"capacity": 1}}}))
+    recipe = str(write_recipe(tmp_path, MODEL, {"layout": apart, "channels": {"rollout": {"capacity": 1}}}))
     for problem in ranks.run(2, refusal, recipe, TOGETHER, 2, init_group=False):
         assert "sends other columns through channels" in problem
         assert "stop the run" in problem
-    recipe = str(write_recipe(tmp_path, tiny_model()))
+    recipe = str(write_recipe(tmp_path, MODEL))
     for problem in ranks.run(2, refusal, recipe, TOGETHER, 3, init_group=False):
         assert "a plan for 3 workers cannot replace one for 2" in problem
         assert "continue it with 3 workers" in problem
