@@ -74,7 +74,7 @@ def train(path: str, sizes: dict[str, int], micro_batch_tokens: int, changes: di
         ({"dp": 1, "cp": 4}, 31, {}),  # more ranks than heads of keys
         ({"dp": 2, "cp": 2}, 31, {}),
         ({"dp": 1, "cp": 3}, 31, {"gradient_checkpointing": True}),  # no divisor of the heads: around a ring
-        ({"dp": 1, "cp": 3}, 4096, {}),
+        pytest.param({"dp": 1, "cp": 3}, 4096, {}, marks=pytest.mark.thorough),
         ({"dp": 1, "cp": 2}, 31, {"is_critic": True}),
     ],
     ids=str,

@@ -114,7 +114,10 @@ def test_values_and_gradients_are_those_of_one_sample_after_the_other(ranks: Ran
         torch.testing.assert_close(result[f"gradients.{name}"].double(), parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize(("world_size", "micro_batch_tokens"), [(1, 31), (2, 31), (2, 4096), (4, 64)])
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_tokens"),
+    [(2, 31), (4, 64), *(pytest.param(*one, marks=pytest.mark.thorough) for one in ((1, 31), (2, 4096)))],
+)
 def test_values_gradients_and_weights_depend_on_neither_ranks_nor_micro_batches(
     ranks: RankPool, critic: str, world_size: int, micro_batch_tokens: int
 ) -> None:

@@ -126,12 +126,14 @@ def loss_of(outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "sizes", "changes"),
     [
-        ("qwen3_moe", {"dp": 2, "ep": 2}, {}),
+        pytest.param("qwen3_moe", {"dp": 2, "ep": 2}, {}, marks=pytest.mark.thorough),  # four ranks divide more
         ("mixtral", {"dp": 4, "ep": 4}, {"gradient_checkpointing": True}),  # one rank has no samples
-        ("qwen3_moe", {"dp": 1, "cp": 2, "ep": 2}, {}),
+        pytest.param("qwen3_moe", {"dp": 1, "cp": 2, "ep": 2}, {}, marks=pytest.mark.thorough),  # also with tp
         ("mixtral", {"dp": 4, "ep": 2}, {"gradient_checkpointing": True}),  # two ranks have one expert each of two
         ("qwen3_moe", {"dp": 4, "ep": 2}, {}),  # two ranks have a half of three experts each
-        ("qwen3_moe", {"dp": 1, "tp": 2, "ep": 2}, {"gradient_checkpointing": True}),
+        pytest.param(
+            "qwen3_moe", {"dp": 1, "tp": 2, "ep": 2}, {"gradient_checkpointing": True}, marks=pytest.mark.thorough
+        ),
         ("qwen2_moe", {"dp": 1, "tp": 4, "ep": 2}, {}),  # with an expert for all tokens
         ("qwen3_moe", {"dp": 1, "cp": 2, "tp": 2, "ep": 2}, {}),
     ],
@@ -226,9 +228,9 @@ def test_weights_of_choices_keep_their_type_where_ranks_have_the_same_experts(ra
     ("sizes", "changes", "num_replayed", "balance"),
     [
         ({"dp": 2, "ep": 2}, {"gradient_checkpointing": True}, 6, 0.0),
-        ({"dp": 2, "ep": 2}, {"gradient_checkpointing": True}, 0, 0.5),
+        pytest.param({"dp": 2, "ep": 2}, {"gradient_checkpointing": True}, 0, 0.5, marks=pytest.mark.thorough),
         ({"dp": 1, "cp": 2}, {}, 6, 0.5),
-        ({"dp": 4}, {}, 6, 0.5),
+        pytest.param({"dp": 4}, {}, 6, 0.5, marks=pytest.mark.thorough),
         ({"dp": 2, "tp": 2, "ep": 2}, {}, 6, 0.5),
         # Earlier stages begin with other passes before they compute one again.
         ({"dp": 1, "pp": 2}, {"gradient_checkpointing": True}, 6, 0.5),
@@ -377,7 +379,11 @@ def test_a_plan_counts_the_experts_that_are_not_gathered(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("family", "world_size", "changes"),
-    [("qwen3_moe", 2, {}), ("qwen3_moe", 4, {"gradient_checkpointing": True}), ("mixtral", 2, {})],
+    [
+        pytest.param("qwen3_moe", 2, {}, marks=pytest.mark.thorough),
+        ("qwen3_moe", 4, {"gradient_checkpointing": True}),
+        ("mixtral", 2, {}),
+    ],
 )
 def test_ranks_that_divide_experts_learn_like_one(
     ranks: RankPool, tmp_path: Path, family: str, world_size: int, changes: dict[str, object]

@@ -83,11 +83,11 @@ def train(path: str, sizes: dict[str, int], changes: Mapping[str, object], num_u
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
-        ({"dp": 2}, {}),
+        pytest.param({"dp": 2}, {}, marks=pytest.mark.thorough),
         ({"dp": 4}, {"gradient_checkpointing": True}),
         ({"dp": 1, "cp": 2}, {}),
-        ({"dp": 1, "tp": 2}, {}),
-        ({"dp": 2, "tp": 2}, {"gradient_checkpointing": True}),
+        pytest.param({"dp": 1, "tp": 2}, {}, marks=pytest.mark.thorough),  # also in stages, and with dropout
+        pytest.param({"dp": 2, "tp": 2}, {"gradient_checkpointing": True}, marks=pytest.mark.thorough),
         ({"dp": 2, "pp": 2}, {}),
         ({"dp": 1, "pp": 2, "tp": 2}, {"gradient_checkpointing": True}),
         ({"dp": 4}, DROPPING),
@@ -184,11 +184,11 @@ def test_ranks_along_tp_learn_an_adapter_of_a_layer_that_they_do_not_divide(rank
 @pytest.mark.parametrize(
     ("family", "sizes", "changes"),
     [
-        ("qwen3_moe", {"dp": 2}, {}),
+        pytest.param("qwen3_moe", {"dp": 2}, {}, marks=pytest.mark.thorough),
         ("qwen3_moe", {"dp": 2, "ep": 2}, {"gradient_checkpointing": True}),
         ("mixtral", {"dp": 4, "ep": 2}, {}),  # two ranks have one expert each of two
         ("qwen3_moe", {"dp": 4, "ep": 2}, {}),  # two ranks have a half of three experts each, and of their matrices
-        ("qwen3_moe", {"dp": 1, "tp": 2, "ep": 2}, {}),
+        pytest.param("qwen3_moe", {"dp": 1, "tp": 2, "ep": 2}, {}, marks=pytest.mark.thorough),  # also with cp
         ("qwen2_moe", {"dp": 1, "tp": 4, "ep": 2}, {}),
         ("qwen3_moe", {"dp": 2, "pp": 2, "ep": 2}, {"gradient_checkpointing": True}),
         ("qwen3_moe", {"dp": 1, "cp": 2, "tp": 2, "ep": 2}, {}),
