@@ -232,7 +232,7 @@ class Runs:
         channels = {"rollout": {"capacity": channel} if isinstance(channel, int) else dict(channel)}
         changes = {"layout": beside(generating, training), "channels": channels, "data.evaluation": data, **more}
         write_additions(self.folder / "train.jsonl", 64)
-        return write_recipe(self.folder, tiny_model(), {**SETTINGS, **changes})
+        return write_recipe(self.folder, tiny_model(num_layers=1), {**SETTINGS, **changes})
 
     def directory(self, name: str) -> RunDirectory:
         return RunDirectory(self.folder / "runs" / name)

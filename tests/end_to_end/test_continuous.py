@@ -14,6 +14,7 @@ from tests.loops import NUM_STEPS, PROMPTS, RESPONSES, UPDATES, Runs, Seen, Stop
 from leaderless.environments.protocol import Environment, EpisodeFailed, Observation, Task, Turn
 
 CHANNEL = {"capacity": 1, "mode": "continuous"}
+FEW_STEPS = 4
 EPISODES: dict[str, object] = {
     "environment": {"type": f"{__name__}:Echo", "max_turns": 4, "max_episode_tokens": 30, "concurrency": 6},
     "reward": {},
@@ -92,14 +93,13 @@ def test_what_is_delayed_at_random_can_be_followed(runs: Runs, generating: int, 
 
 def test_episodes_are_played_across_updates_and_can_be_followed(runs: Runs) -> None:
     channel = {**CHANNEL, "stragglers": "defer", "max_staleness": 2 * UPDATES}
-    played = runs(2, 1, channel, "played", **EPISODES)
+    played = runs(2, 1, channel, "played", steps=FEW_STEPS, **EPISODES)
     groups = {sample >> 16 for rows in played.trained.values() for sample in rows}
-    assert groups == set(range(NUM_STEPS * PROMPTS))
+    assert groups == set(range(FEW_STEPS * PROMPTS))
     kinds = {event[1] for line in lines(runs, "played") for event in line["events"]}  # type: ignore[attr-defined]
     assert {"ask", "end", "weights"} <= kinds
-    again = runs(
-        2, 1, channel, "played-again", **EPISODES, **{"environment.options": {"is_gone": True}, "run.follow": "played"}
-    )
+    followed = {"environment.options": {"is_gone": True}, "run.follow": "played"}
+    again = runs(2, 1, channel, "played-again", steps=FEW_STEPS, **EPISODES, **followed)
     assert_same(again, played)
     assert lines(runs, "played-again") == lines(runs, "played")
     one, other = (
@@ -120,7 +120,7 @@ def test_episodes_are_played_across_updates_and_can_be_followed(runs: Runs) -> N
 @pytest.mark.parametrize(
     ("name", "stragglers", "stop", "ranks_after"),
     [
-        ("stopped", "wait", ("rollout", 3), (2, 1)),
+        pytest.param("stopped", "wait", ("rollout", 3), (2, 1), marks=pytest.mark.thorough),  # the other three do both
         ("stopped-by-training", "defer", ("reward", 3), (2, 1)),
         ("skewed", "wait", ("reward", 2), (2, 1)),
         ("moved", "cancel", ("rollout", 4), (1, 2)),
@@ -149,23 +149,23 @@ def test_a_run_that_was_stopped_can_be_followed_and_grades_meanwhile(runs: Runs)
         "policy": {"ranks": "2"},
     }
     graded = {"layout": layout, "reward": {"tests.unit.reward_functions:slowly": 1.0}, "run.reward_processes": 1}
-    before = runs(2, 1, channel, "graded", ("policy", 3), **graded)
-    after = runs(2, 1, channel, "graded", **graded)
+    before = runs(2, 1, channel, "graded", ("policy", 2), FEW_STEPS, **graded)
+    after = runs(2, 1, channel, "graded", None, FEW_STEPS, **graded)
     events = [event for line in lines(runs, "graded") for event in line["events"]]  # type: ignore[attr-defined]
-    assert len([event for event in events if event[1] == "graded"]) >= NUM_STEPS * PROMPTS
-    again = runs(2, 1, channel, "graded-again", **graded, **{"run.follow": "graded"})
+    assert len([event for event in events if event[1] == "graded"]) >= FEW_STEPS * PROMPTS
+    again = runs(2, 1, channel, "graded-again", None, FEW_STEPS, **graded, **{"run.follow": "graded"})
     assert_same(again, Seen(before.trained | after.trained, after.weights))
 
 
 def test_a_run_in_which_a_rank_helps_can_be_stopped_and_followed(runs: Runs) -> None:
     shared = {"portions": [3, 1], "helpers": {1: 2}}
     channel = {"capacity": 2, "mode": "continuous", "cache": "recompute", **shared}
-    before = runs(2, 1, channel, "interrupted", ("reward", 3))
-    after = runs(2, 1, channel, "interrupted")
-    again = runs(2, 1, channel, "not-interrupted", **{"run.follow": "interrupted"})
+    before = runs(2, 1, channel, "interrupted", ("reward", 2), FEW_STEPS)
+    after = runs(2, 1, channel, "interrupted", None, FEW_STEPS)
+    again = runs(2, 1, channel, "not-interrupted", None, FEW_STEPS, **{"run.follow": "interrupted"})
     assert_same(again, Seen(before.trained | after.trained, after.weights))
     groups = [len(line["groups"]) for line in lines(runs, "not-interrupted")]  # type: ignore[arg-type]
-    assert groups == [3] * NUM_STEPS + [1] * NUM_STEPS
+    assert groups == [3] * FEW_STEPS + [1] * FEW_STEPS
 
 
 def test_the_only_rank_that_generates_may_share_the_device_of_the_one_that_trains(runs: Runs) -> None:

@@ -159,7 +159,7 @@ def runner(ranks: RankPool, folder: Path):
         layout = changes.pop("layout", {})
         recipe = write_recipe(
             folder,
-            tiny_model(),
+            tiny_model(num_layers=1),
             {
                 **SETTINGS,
                 "batch.prompts_per_step": PROMPTS,

@@ -161,8 +161,9 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     @functools.cache
     def walk(layout: str) -> list[list[Step]]:
         world_size, changes = LAYOUTS[layout]
+        num_layers = 2 if "stages" in layout or "pipeline" in layout else 1
         if "adapters" in layout:
-            changes = changes | {"models": {"policy": {"path": tiny_model(), "lora": {"rank": 4}}}}
+            changes = changes | {"models": {"policy": {"path": tiny_model(num_layers=num_layers), "lora": {"rank": 4}}}}
         folder = tmp_path_factory.mktemp("walk")
         if "images" in layout:
             rows = str(write_rows(folder / "rows.jsonl"))
@@ -174,7 +175,7 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
             changes = changes | {"algorithm.replay_experts": True}
         # Biases of keys have no gradient but rounding: the other family has none.
         make = untied_model if "stages" in layout else mixture_model if "experts" in layout else None
-        model = make(tiny_model("qwen3")) if make else tiny_model()
+        model = make(tiny_model("qwen3", num_layers=num_layers)) if make else tiny_model(num_layers=num_layers)
         recipe = write_recipe(folder, model, SETTINGS | changes)
         return ranks.run(world_size, walk_steps, str(recipe), "walk", NUM_STEPS, init_group=False)
 
@@ -189,6 +190,7 @@ IN_LONG_FORM = (
     "every node elsewhere, adapters",
     "2 ranks, images",
     "rollout on 0-1, update on 2-3, in windows, images",  # also with adapters
+    "every node elsewhere, images",  # tests/distributed/test_vision.py trains all weights on several ranks
     "2 ranks in a pipeline, adapters",  # tests/distributed/test_lora.py trains them on stages
     "4 ranks, all for each pass of experts",
 )
@@ -245,7 +247,7 @@ def traced(recipe_file: str) -> dict[str, list[tuple[int, float, float]]]:
 def test_windows_travel_while_the_next_is_sampled(ranks: RankPool, tmp_path: Path) -> None:
     pools = {"layout": {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}, "reference": {"ranks": "1"}}}
     settings = SETTINGS | pools | {"batch.windows_per_step": 4, "run.trace_steps": 2}
-    recipe = write_recipe(tmp_path, tiny_model(), settings)
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), settings)
     first, second = ranks.run(2, traced, str(recipe), init_group=False)
     assert len(first["rollout"]) == len(second["old"]) == 2 * 4, "each of two steps has four windows"
     sent = first["reshard(rollout->1)"]
@@ -261,7 +263,7 @@ def test_windows_travel_while_the_next_is_sampled(ranks: RankPool, tmp_path: Pat
 
 def test_the_log_reaches_the_first_rank_whoever_computes(ranks: RankPool, tmp_path: Path) -> None:
     layout = {"layout": {"rollout": {"ranks": "1-2"}, "policy": {"ranks": "2"}, "reward": {"ranks": "0"}}}
-    recipe = write_recipe(tmp_path, tiny_model(), layout)
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), layout)
     numbers = ranks.run(3, walk_steps, str(recipe), "log", 1, init_group=False)[0][0]["numbers"]
     for name in ("rollout/response_tokens", "reward/mean", "policy/loss", "time/policy", "time/rollout"):
         assert name in numbers  # type: ignore[operator]
@@ -269,7 +271,7 @@ def test_the_log_reaches_the_first_rank_whoever_computes(ranks: RankPool, tmp_pa
 
 def test_the_diamond_gives_every_rank_every_input(walked: Callable[[str], list[list[Step]]], tmp_path: Path) -> None:
     """rollout -> {old, reference} -> update: both branches arrive complete on all four ranks."""
-    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS)
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), SETTINGS)
     plan = make_plan(load_recipe(recipe).recipe, resolve_workflow("grpo"), Cluster(4))
     sources = dict(plan["policy"].reads)
     assert (sources["old_log_probs"], sources["ref_log_probs"]) == ("old", "reference")

@@ -32,12 +32,13 @@ MAX_SHARE = 1.2
 NUM_STEPS = 2
 TOLD_BYTES = 4096
 """Most bytes per step for the types of an edge's columns, and for the log that rank 0 writes."""
-NUM_WORKERS, REWARD_PROCESSES = 2, 2
+NUM_WORKERS, REWARD_PROCESSES = 2, 1
 START_S = 300.0
 POOLS: dict[str, list[tuple[int, ...]]] = {"colocated": [(0, 1, 2, 3)], "disjoint": [(0, 1), (2, 3)]}
 SETTINGS: dict[str, object] = {
     "batch.prompts_per_step": 16,
     "batch.responses_per_prompt": 8,
+    "batch.micro_batch_tokens": 256,
     "algorithm.kl.coefficient": 0.1,
 }
 
