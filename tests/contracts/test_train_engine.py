@@ -331,9 +331,9 @@ def walk(ranks: RankPool, folder: Path, backend: str, workflow: str) -> list[lis
         "batch.updates_per_step": 2,
         "reward": {"tests.end_to_end.own_reward:own_reward": 1.0},
         "rollout.max_response_tokens": 8,
-        **({"models.critic": tiny_model()} if workflow == "ppo" else {}),
+        **({"models.critic": tiny_model(num_layers=1)} if workflow == "ppo" else {}),
     }
-    recipe = write_recipe(folder, tiny_model(), changes)
+    recipe = write_recipe(folder, tiny_model(num_layers=1), changes)
     return ranks.run(2, walk_steps, str(recipe), "walk", 2, init_group=False)
 
 

@@ -41,7 +41,7 @@ def trace_of(path: Path) -> list[dict[str, Any]]:
 def test_a_run_leaves_all_that_it_promises(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
     changes = SIGNAL | held_out(tmp_path) | {"loggers": ["tensorboard"], "steps": 3, "run.trace_steps": 2}
     changes |= {"run.profiled_step": 3}
-    recipe = write_recipe(tmp_path, tiny_model(), changes | {"checkpoint": {"every_steps": 1, "keep": 2}})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), changes | {"checkpoint": {"every_steps": 1, "keep": 2}})
     succeed(ranks, tmp_path, "train", recipe, num_ranks=num_ranks)
     folder = tmp_path / "runs/tiny"
     names = {path.name for path in folder.iterdir()}
@@ -81,7 +81,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_very_same_curve(ranks: RankPool, 
     changes: dict[str, object] = {"batch.updates_per_step": 2, "algorithm.kl.coefficient": 0.1}
     if workflow == "sft":
         changes = {"workflow": "sft", "data.train.response": "answer", "data.max_response_tokens": 8}
-    recipe = write_recipe(tmp_path, tiny_model(), SIGNAL | held_out(tmp_path) | changes)
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), SIGNAL | held_out(tmp_path) | changes)
     moved = {1: 4, 3: 2, 6: 1} if workflow == "grpo" else {2: 2, 6: 1}
     moves = {"whole": {6: 1}, "parts": {2: 1, 4: 1, 6: 1}, "moved": moved}
     for name, stops in moves.items():
@@ -104,7 +104,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_very_same_curve(ranks: RankPool, 
 
 
 def test_a_step_that_was_lost_is_logged_once(ranks: RankPool, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, tiny_model(), SIGNAL | {"steps": 2})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), SIGNAL | {"steps": 2})
     succeed(ranks, tmp_path, "train", recipe)
     folder = tmp_path / "runs/tiny"
     (folder / "checkpoints/step-000002").rename(folder / "checkpoints/.step-000002.partial")
@@ -122,7 +122,7 @@ def test_a_step_that_was_lost_is_logged_once(ranks: RankPool, tmp_path: Path) ->
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_finished_run_says_so_and_changes_nothing(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
-    recipe = write_recipe(tmp_path, tiny_model(), SIGNAL | {"steps": 1})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), SIGNAL | {"steps": 1})
     succeed(ranks, tmp_path, "train", recipe, num_ranks=num_ranks)
     before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "runs").rglob("*"))}
     output = succeed(ranks, tmp_path, "train", recipe, num_ranks=num_ranks)
@@ -132,7 +132,7 @@ def test_a_finished_run_says_so_and_changes_nothing(ranks: RankPool, tmp_path: P
 
 
 def test_a_run_refuses_other_settings_than_it_was_begun_with(ranks: RankPool, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, tiny_model(), SIGNAL | {"steps": 1})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), SIGNAL | {"steps": 1})
     succeed(ranks, tmp_path, "train", recipe)
     before = (tmp_path / "runs/tiny/metrics.jsonl").read_text()
     outcome = run(ranks, tmp_path, "train", recipe, "optimizer.learning_rate=0.5", "steps=2")
@@ -145,7 +145,7 @@ def test_a_run_refuses_other_settings_than_it_was_begun_with(ranks: RankPool, tm
 
 
 def test_fresh_sets_the_earlier_run_aside(ranks: RankPool, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, tiny_model(), SIGNAL | {"steps": 1})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), SIGNAL | {"steps": 1})
     succeed(ranks, tmp_path, "train", recipe)
     for rate, num_ranks in ((0.5, 1), (0.25, 2)):
         arguments = ("train", tmp_path / "runs/tiny", f"optimizer.learning_rate={rate}", "--fresh")
@@ -156,7 +156,7 @@ def test_fresh_sets_the_earlier_run_aside(ranks: RankPool, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("arguments", [[], ["--fresh"]])
 def test_a_run_without_a_step_is_not_kept(ranks: RankPool, tmp_path: Path, arguments: list[str]) -> None:
-    recipe = write_recipe(tmp_path, tiny_model(), SIGNAL | held_out(tmp_path) | {"steps": 1})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), SIGNAL | held_out(tmp_path) | {"steps": 1})
     assert run(ranks, tmp_path, "train", recipe, "workflow=dapo", "reward.format.pattern=never").code == 1
     assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == [0]
     (tmp_path / "runs/tiny/events.jsonl").write_text('{"event": "restart"}')
@@ -185,7 +185,7 @@ def test_a_run_without_a_step_is_not_kept(ranks: RankPool, tmp_path: Path, argum
 def test_what_the_user_has_to_correct_is_said_and_nothing_is_written(
     ranks: RankPool, tmp_path: Path, change: str, words: str
 ) -> None:
-    recipe = write_recipe(tmp_path, tiny_model())
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1))
     outcome = run(ranks, tmp_path, "train", recipe, change)
     assert outcome.code == 2, outcome.errors
     assert words in " ".join(outcome.errors.split())

@@ -55,7 +55,7 @@ def small(tmp_path: Path, *more: str) -> list[str]:
     """Overrides that make an example fast."""
     rows = write_additions(tmp_path / "train.jsonl")
     return [
-        f"models.policy={tiny_model()}",
+        f"models.policy={tiny_model(num_layers=1)}",
         f"run.directory={tmp_path / 'runs'}",
         "loggers=[]",
         "run.timeout_s=60",
