@@ -129,20 +129,20 @@ def test_a_team_learns_the_same_on_two_ranks_and_on_two_pools(walk: Walk, case: 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_planner_and_solver_agree_on_a_language(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
-    """Of four digits, chance is 1 of 4; benchmarks/signal_game.py has eight, and eight seeds."""
+    """Of three digits, the solver would guess one in three; benchmarks/signal_game.py has eight, and eight seeds."""
     prepare(tmp_path)
-    (tmp_path / "digits.jsonl").write_text("".join(f'{{"digit": "{digit}"}}\n' for digit in "0123" * 4))
+    (tmp_path / "digits.jsonl").write_text("".join(f'{{"digit": "{digit}"}}\n' for digit in "012" * 4))
     changes = {
-        "batch": {"prompts_per_step": 16, "responses_per_prompt": 8, "micro_batch_tokens": 4096},
+        "batch": {"prompts_per_step": 12, "responses_per_prompt": 8, "micro_batch_tokens": 4096},
         "optimizer": {"learning_rate": 0.03, "epsilon": 0.1},
         "algorithm": {"entropy_coefficient": 0.2},
         "rollout": {"max_response_tokens": 1, "max_sequences": 128},
-        "steps": 45,
+        "steps": 20,
     }
     pools = {name: {"ranks": own} for name, own in POOLS.items() if name not in {"values", "critic"}}
     pools |= {"planner_old": {"ranks": "0"}, "solver_old": {"ranks": "1"}}
     recipe = write_game(tmp_path, "dr_mas", pools if world_size > 1 else {}, **changes)
-    steps, *_ = ranks.run(world_size, walk_steps, str(recipe), "learn", 45, init_group=False)
+    steps, *_ = ranks.run(world_size, walk_steps, str(recipe), "learn", 20, init_group=False)
     won = [2 * step["numbers"]["reward/mean"] for step in steps]  # of two agents, one is rewarded
     assert sum(won[:3]) / 3 < 0.3
     assert sum(won[-5:]) / 5 > 0.8, won
