@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -64,12 +65,17 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `thorough`, unless the option is given."""
+    """Skip tests marked `thorough`, unless the option is given; begin with files of many tests on several ranks.
+
+    Those take the longest: at the end, one of them would keep a single process busy while others have nothing left.
+    """
     if not config.getoption("thorough"):
-        long_forms = [item for item in items if item.get_closest_marker("thorough")]
+        long_forms = {item for item in items if item.get_closest_marker("thorough")}
         if long_forms:
-            config.hook.pytest_deselected(items=long_forms)
-            items[:] = [item for item in items if item not in set(long_forms)]
+            config.hook.pytest_deselected(items=[*long_forms])
+            items[:] = [item for item in items if item not in long_forms]
+    on_ranks = Counter(item.path for item in items if "ranks" in getattr(item, "fixturenames", ()))
+    items.sort(key=lambda item: -on_ranks[item.path])
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ class Block:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
+@functools.cache
 def blocks_of(page: Path) -> list[Block]:
     """The code blocks of a page, from top to bottom."""
     text = page.read_text(encoding="utf-8")

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from tests import fake_accelerator as fake
-from tests import fake_updates
 from tests.gpu.test_paged import DEVICE, NUM_GPUS, PARAMS, REQUESTS, engine_in_pages
 from tests.tiny import mixture_model, tiny_model
 
@@ -45,6 +44,8 @@ def no_waits() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pass_of_an_update_waits_for_nothing_on_cuda(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests import fake_updates  # it writes models when it is imported
+
     monkeypatch.setattr(fake, "DEVICE", torch.device("cuda", 0))
     monkeypatch.setattr(fake_updates, "DTYPE", KINDS[kind])
     (make, batch), *_ = [(make, batch) for name, make, batch in fake_updates.kinds() if name == kind]

@@ -46,7 +46,6 @@ from leaderless.stages.played import Play, Played
 from leaderless.worker.asynchronous.in_flight import EngineRequests, Events, PendingRequest
 from leaderless.workflow.columns import IMAGES, LATER_IMAGES
 
-SEEING = ModelConfig(path=vision_model())
 FAMILIES = [family for family in get_args(Family) if family != "paligemma"]
 """Those that read in one direction, and thus take several turns."""
 TEMPLATE = (
@@ -354,7 +353,7 @@ def test_text_cannot_stand_for_a_picture(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_parts_of_messages_are_written_or_refused() -> None:
-    tokenizer = load_tokenizer(SEEING, "policy")
+    tokenizer = load_tokenizer(ModelConfig(path=vision_model()), "policy")
     writer = ChatWriter(tokenizer, is_chat=False, reader=reader_of())
     parts = [{"type": "text", "text": "how many "}, "squares? "]
     assert writer.begin([{"role": "user", "content": parts}])[1] == tokenizer.encode("how many squares? ")  # type: ignore[dict-item]
@@ -392,7 +391,7 @@ async def said_to_nobody() -> list[int]:
             asked.append([*prompt])
             return Completion(tokens=[5], log_probs=[-1.0], finish_reason="stop")
 
-    tokenizer = load_tokenizer(SEEING, "policy")
+    tokenizer = load_tokenizer(ModelConfig(path=vision_model()), "policy")
     writer = ChatWriter(tokenizer, is_chat=False, reader=reader_of())
     trier = ModelTrier(cast("Pump", Asked()), writer, None, SamplingParams(SamplingConfig(), 3), 50)
     await trier.say("one", [])
@@ -495,7 +494,10 @@ def test_models_that_cannot_play_are_refused_before_they_are_loaded(
     path = write_model(tmp_path / "text") if family == "text" else vision_model(cast("Family", family))
     with pytest.raises(RecipeError, match=rf"models.policy: .*{problem}"):
         plan_of("grpo", models={"policy": path}, **changes)
-    recipe, tokenizer = make_recipe(models={"policy": path}, **changes), load_tokenizer(SEEING, "policy")
+    recipe, tokenizer = (
+        make_recipe(models={"policy": path}, **changes),
+        load_tokenizer(ModelConfig(path=vision_model()), "policy"),
+    )
     with pytest.raises(RecipeError, match=rf"models.policy: .*{problem}"):
         check_policy(recipe, tokenizer, "policy")
     plan_of("grpo", models={"policy": path})
@@ -508,6 +510,6 @@ def test_models_that_see_may_play_and_judges_need_not() -> None:
     short = {"train": {"path": "rows.jsonl"}, "max_prompt_tokens": 64}
     environment = {"type": f"{__name__}:Album", "images": True, "max_episode_tokens": 200}
     plan_of("grpo", models={"policy": vision_model()}, environment=environment, data=short)
-    tokenizer = load_tokenizer(SEEING, "policy")
+    tokenizer = load_tokenizer(ModelConfig(path=vision_model()), "policy")
     check_policy(recipe, tokenizer, "policy")
     assert reader_of_role(recipe, tokenizer) is not None, "the role that plays, and not the first"
