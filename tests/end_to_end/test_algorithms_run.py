@@ -68,11 +68,11 @@ SETTINGS: dict[str, object] = {
 
 OVER_RANKS = (
     *("cpgd", "reinforce_pp", "remax", "distillation", "rejection", "custom"),
-    *("clip_cov loss", "kl_cov loss", "dppo loss", "gdpo advantage", "gpg advantage", "baseline"),
+    *("clip_cov loss", "kl_cov loss", "dppo loss", "gpg advantage", "baseline"),
     *("adaptive kl", "token mean with entropy", "masked correction"),
 )
 """Algorithms that need numbers of all samples of a step, or columns of their own; the others add up what each sample
-or each group gives, and groups are whole on a rank."""
+or each group gives, and groups are whole on a rank. GDPO is in test_features_on_ranks.py, with several rewards."""
 OVER_STEPS = ("adaptive kl", "distillation", "masked correction")
 """Algorithms of which the second step depends on numbers of the first one; all others see both of its updates."""
 

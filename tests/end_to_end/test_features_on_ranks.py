@@ -39,7 +39,7 @@ FEATURES: dict[str, dict[str, object]] = {
     },
     "dropped inputs of adapters": {
         "workflow": "sft",
-        "models.policy": {"path": tiny_model("qwen3"), "lora": {"rank": 3, "dropout": 0.2}},
+        "models.policy": {"path": tiny_model("qwen3", num_layers=1), "lora": {"rank": 3, "dropout": 0.2}},
         "seed": 7,
         "data.train.response": "answer",
         "data.max_response_tokens": 4,
@@ -50,7 +50,7 @@ FEATURES: dict[str, dict[str, object]] = {
     "critic": {
         "workflow": "ppo",
         "algorithm.kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"},
-        "models.critic": tiny_model(),
+        "models.critic": tiny_model(num_layers=1),
     },
     "reference": {"algorithm.kl.coefficient": 0.1},
     "own workflow": {"workflow": "own.yaml", "batch.updates_per_step": 1},
@@ -58,8 +58,8 @@ FEATURES: dict[str, dict[str, object]] = {
     "windows": {"batch.windows_per_step": 3},
     "cool sampling": {"rollout.temperature": 0.7},
     "stop texts": {"rollout.stop": ["1", "a"]},
-    "recomputed activations": {"models.policy": {"path": tiny_model(), "gradient_checkpointing": True}},
-    "another family": {"models.policy": tiny_model("qwen3")},
+    "recomputed activations": {"models.policy": {"path": tiny_model(num_layers=1), "gradient_checkpointing": True}},
+    "another family": {"models.policy": tiny_model("qwen3", num_layers=1)},
     "replayed experts": {"algorithm.replay_experts": True, "algorithm.kl.coefficient": 0.1},
     "adapters of experts": {"algorithm.replay_experts": True, "algorithm.kl.coefficient": 0.1},
     "falling rate": {"optimizer": {"schedule": "cosine", "warmup_updates": 1, "weight_decay": 0.1}},
@@ -95,6 +95,17 @@ FEATURES: dict[str, dict[str, object]] = {
     },
 }
 """Settings besides the algorithms that change how a step is computed."""
+ELSEWHERE = {
+    "windows": "test_many_ranks.py",
+    "reference": "test_many_ranks.py",
+    "another family": "test_many_ranks.py",
+    "supervised": "here, with adapters whose inputs are dropped",
+    "cool sampling": "test_two_policies.py, whose second policy samples so",
+    "stop texts": "../contracts/test_rollout_engine.py, for each response alone",
+    "recomputed activations": "../distributed/test_training.py, on two ranks",
+    "falling rate": "../distributed/test_training.py, with warm-up and decay; test_adopt.py, with a schedule",
+}
+"""Features that `make test` tries on several ranks in other files, and where."""
 ONLY_TRAIN = {"supervised", "dropped inputs of adapters"}
 CLOCKS = ("time", "seconds/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/", "judge/")
 
@@ -105,17 +116,17 @@ def first_half(text: str) -> bool:
 
 
 def cases() -> Iterator[pytest.param]:
-    """All features on all ranks; `make test` has each on two ranks, in one pool or in two, and some on four."""
+    """All features on all ranks; `make test` has most on two ranks, in one pool or in two, and some on four."""
     for feature in FEATURES:
         short = "2 ranks" if first_half(feature) else "pools of 1 and 1"
-        if feature in ONLY_TRAIN:
+        if feature in ELSEWHERE:
+            short = ""
+        elif feature in ONLY_TRAIN:
             short = "2 ranks"
         elif feature in {"replayed experts", "adapters of experts", "a judge of the plan"}:
             short = "pools of 1 and 1"
         elif feature == "dynamic sampling":
             short = "pools of 2 and 2"
-        elif feature in {"windows", "reference", "another family"}:
-            short = ""  # tests/end_to_end/test_many_ranks.py has all three
         for place in PLACES:
             if feature not in ONLY_TRAIN or place in IN_ONE_POOL:
                 yield pytest.param(feature, place, marks=[] if place == short else pytest.mark.thorough)
@@ -140,7 +151,7 @@ def walk(
             if feature == "a judge of the plan":
                 changes["layout"]["reward"] = {"ranks": trainers}
         if feature == "distillation":
-            changes["models.reference"] = tiny_model("qwen3")
+            changes["models.reference"] = tiny_model("qwen3", num_layers=1)
         if feature == "replayed experts":
             changes["models.policy"] = experts_model(folder, "qwen3_moe")
         if feature == "adapters of experts":
@@ -156,7 +167,7 @@ def walk(
             texts = [json.dumps(row | {"from": ("first", "second")[n % 2]}) for n, row in enumerate(rows)]
             (folder / "rows.jsonl").write_text("\n".join(texts))
             changes |= {"data.train.path": str(folder / "rows.jsonl"), "data.train.source": "from"}
-        recipe = write_recipe(folder, tiny_model(), changes)
+        recipe = write_recipe(folder, tiny_model(num_layers=1), changes)
         return ranks.run(world_size, walk_steps, str(recipe), "walk", NUM_STEPS, init_group=False)
 
     return walk
