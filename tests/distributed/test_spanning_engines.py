@@ -54,7 +54,7 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
             "optimizer.learning_rate": 3e-3,
             "layout": layout,
         }
-        recipe = write_recipe(folder, tiny_model(), settings)
+        recipe = write_recipe(folder, tiny_model(num_layers=1), settings)
         return ranks.run(world_size, walk_steps, str(recipe), "walk", NUM_STEPS, init_group=False)
 
     return walk
@@ -85,7 +85,7 @@ def test_an_engine_of_two_ranks_is_ahead_of_training_like_one_of_one_rank(ranks:
         layout = {"rollout": {"ranks": f"0-{num_ranks - 1}", "tp": num_ranks}, "reward": trained, "policy": trained}
         changes = {"rollout.engine": SPANNING, "channels": {"rollout": {"capacity": 1}}, "layout": layout, "steps": 4}
         settings = {**LAG_SETTINGS, **changes, "data.evaluation": held_out}
-        recipe = write_recipe(tmp_path, tiny_model(), settings)
+        recipe = write_recipe(tmp_path, tiny_model(num_layers=1), settings)
         return ranks.run(num_ranks + 1, train, str(recipe), [f"name=span-{num_ranks}"], init_group=False)[-1]
 
     one, two = run(1), run(2)
@@ -155,7 +155,7 @@ def test_a_part_that_breaks_ends_the_attempt_on_all_ranks_in_time(ranks: RankPoo
         "layout": {"rollout": {"tp": 2}},
         "run.timeout_s": 6,
     }
-    recipe = write_recipe(tmp_path, tiny_model(), settings)
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), settings)
     waiting, broken = ranks.run(2, walk_until_it_breaks, str(recipe), init_group=False)
     assert broken == "EngineError: this part is broken"
     assert waiting.startswith("CollectiveError: rank 0 waited for logits of other tokens with ranks [1]")
@@ -169,7 +169,7 @@ def test_a_run_whose_engine_samples_differently_on_its_ranks_is_stopped(
 ) -> None:
     world_size, layout = PLACES[place]
     engine = {"rollout.engine": "tests.contracts.spanning_engine:make_differing"}
-    recipe = write_recipe(tmp_path, tiny_model(), {**engine, "layout": layout, "run.timeout_s": 6})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), {**engine, "layout": layout, "run.timeout_s": 6})
     errors = ranks.run(world_size, walk_until_it_breaks, str(recipe), init_group=False)
     for rank, error in enumerate(errors[:2]):
         assert error.startswith(f"RuntimeError: rank {rank}: ranks 0-1 make one engine, but those of rank 1")
