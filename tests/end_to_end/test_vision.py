@@ -45,23 +45,30 @@ ALONE = ("loggers=[]", "run.reward_processes=0")
 """Settings without processes next to the ranks; the first test has them as the recipes say."""
 
 
-def test_counting_is_imitated_exported_and_reinforced(ranks: RankPool, tmp_path: Path) -> None:
-    prepare(tmp_path, num_pictures=64)
-    texts = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("test", "shuffled")]
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model and the data of the example."""
+    folder = tmp_path_factory.mktemp("counting")
+    prepare(folder, num_pictures=64)
+    return folder
+
+
+def test_counting_is_imitated_exported_and_reinforced(ranks: RankPool, tmp_path: Path, counting: Path) -> None:
+    texts = [(counting / f"{name}.jsonl").read_text().splitlines() for name in ("test", "shuffled")]
     asked, shuffled = ([json.loads(line) for line in lines] for lines in texts)
     assert [row["answer"] for row in asked] == [row["answer"] for row in shuffled]
     assert sum(one["image"] != other["image"] for one, other in zip(asked, shuffled, strict=True)) > 480
     common = (
-        f"data.train.path={tmp_path}/train.jsonl",
-        f"data.evaluation.path={tmp_path}/test.jsonl",
+        f"data.train.path={counting}/train.jsonl",
+        f"data.evaluation.path={counting}/test.jsonl",
         f"run.directory={tmp_path}/runs",
         *("evaluation.max_prompts=8", "steps=2", "batch.prompts_per_step=8"),
     )
     recipes, out = ROOT / "recipes/vision/counting", tmp_path / "base"
-    succeed(ranks, tmp_path, "train", recipes / "sft.yaml", f"models.policy={tmp_path}/model", *common)
+    succeed(ranks, tmp_path, "train", recipes / "sft.yaml", f"models.policy={counting}/model", *common)
     succeed(ranks, tmp_path, "export", f"{tmp_path}/runs/counting-sft", str(out))
     model, _ = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
-    before = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    before = AutoModelForImageTextToText.from_pretrained(counting / "model")
     assert any(bool((a != b).any()) for a, b in zip(model.parameters(), before.parameters(), strict=True))
     assert open_reader(ModelConfig(path=str(out)), "policy").grid(32, 32) == (4, 4)
     succeed(ranks, tmp_path, "train", recipes / "grpo.yaml", f"models.policy={out}", *common, num_ranks=2)
@@ -79,19 +86,18 @@ def test_counting_is_imitated_exported_and_reinforced(ranks: RankPool, tmp_path:
     assert page.count("data:image/png;base64,iVBOR") >= 2, "the report shows pictures of training and of evaluation"
 
 
-def test_a_critic_that_sees_is_resumed_and_exported(ranks: RankPool, tmp_path: Path) -> None:
-    prepare(tmp_path, num_pictures=64)
+def test_a_critic_that_sees_is_resumed_and_exported(ranks: RankPool, tmp_path: Path, counting: Path) -> None:
     common = (
-        f"models.policy={tmp_path}/model",
-        f"data.train.path={tmp_path}/train.jsonl",
-        f"data.evaluation.path={tmp_path}/test.jsonl",
+        f"models.policy={counting}/model",
+        f"data.train.path={counting}/train.jsonl",
+        f"data.evaluation.path={counting}/test.jsonl",
         f"run.directory={tmp_path}/runs",
         *("evaluation.every_steps=0", "batch.prompts_per_step=6", "checkpoint.every_steps=1"),
         *ALONE,
         *("algorithm.critic.warmup_steps=0", "optimizer.learning_rate=1e-2", "reward={format: {pattern: '.*[0-2].*'}}"),
     )
     recipe = ROOT / "recipes/vision/counting/ppo.yaml"
-    for name, steps in (("whole", [3]), ("parts", [2, 3])):
+    for name, steps in (("whole", [2]), ("parts", [1, 2])):
         for count in steps:
             succeed(ranks, tmp_path, "train", recipe, *common, f"name={name}", f"steps={count}", num_ranks=2)
     whole, parts = (
@@ -103,7 +109,7 @@ def test_a_critic_that_sees_is_resumed_and_exported(ranks: RankPool, tmp_path: P
     )
     assert whole == parts
     assert whole[0]["critic/value_mean"] == 0
-    assert whole[2]["critic/value_mean"] != 0
+    assert whole[1]["critic/value_mean"] != 0
     out = tmp_path / "critic"
     succeed(ranks, tmp_path, "export", f"{tmp_path}/runs/whole", str(out), "--role", "critic")
     register_classifiers(AutoConfig.from_pretrained(out))
@@ -112,15 +118,16 @@ def test_a_critic_that_sees_is_resumed_and_exported(ranks: RankPool, tmp_path: P
     assert bool(model.score.weight.any())
 
 
-def test_a_reward_model_that_sees_learns_from_pairs_and_rewards_a_policy(ranks: RankPool, tmp_path: Path) -> None:
-    prepare(tmp_path, num_pictures=64)
+def test_a_reward_model_that_sees_learns_from_pairs_and_rewards_a_policy(
+    ranks: RankPool, tmp_path: Path, counting: Path
+) -> None:
     common = (
-        *(f"data.{name}.path={tmp_path}/{file}.jsonl" for name, file in (("train", "train"), ("evaluation", "test"))),
+        *(f"data.{name}.path={counting}/{file}.jsonl" for name, file in (("train", "train"), ("evaluation", "test"))),
         *(f"run.directory={tmp_path}/runs", "batch.prompts_per_step=6", "optimizer.learning_rate=1e-2"),
         *("optimizer.warmup_updates=0", "evaluation.max_prompts=5"),
         *ALONE,
     )
-    recipes, out, model = ROOT / "recipes/vision/counting", tmp_path / "judge", f"={tmp_path}/model"
+    recipes, out, model = ROOT / "recipes/vision/counting", tmp_path / "judge", f"={counting}/model"
     learned = ("steps=2", "evaluation.every_steps=2", f"models.reward_model{model}")
     succeed(ranks, tmp_path, "train", recipes / "reward_model.yaml", *common, *learned, num_ranks=2)
     found = metrics(tmp_path / "runs/counting-reward-model")[-1]
@@ -131,10 +138,10 @@ def test_a_reward_model_that_sees_learns_from_pairs_and_rewards_a_policy(ranks: 
     tokenizer = load_tokenizer(described, "judge")
     reader = open_reader(described, "judge", tokenizer)
     columns = {"prompt": "question", "images": "image", "chosen": "answer", "rejected": "wrong", "template": "plain"}
-    data = DatasetConfig.model_validate({"path": f"{tmp_path}/test.jsonl", **columns})
+    data = DatasetConfig.model_validate({"path": f"{counting}/test.jsonl", **columns})
     encoder = make_encoder(tokenizer, data, "data.evaluation", reader=lambda: reader)
     margins = []
-    for line in (tmp_path / "test.jsonl").read_text().splitlines()[:5]:
+    for line in (counting / "test.jsonl").read_text().splitlines()[:5]:
         row = encoder.encode(json.loads(line), "a row")
         pixels = reader.pixels(row.images)
         scores = []
@@ -148,7 +155,7 @@ def test_a_reward_model_that_sees_learns_from_pairs_and_rewards_a_policy(ranks: 
     assert abs(mean(margins)) > 1e-3, "it has learned something"
     assert found["evaluation/margin"] == pytest.approx(mean(margins), abs=1e-4)
     assert found["evaluation/accuracy"] == mean(margin > 0 for margin in margins)
-    taught = ("steps=1", "evaluation.every_steps=0", f"models={{policy: {tmp_path}/model, reward_model: {out}}}")
+    taught = ("steps=1", "evaluation.every_steps=0", f"models={{policy: {counting}/model, reward_model: {out}}}")
     succeed(ranks, tmp_path, "train", recipes / "rlhf.yaml", *common, *taught, num_ranks=2)
     (line,) = metrics(tmp_path / "runs/counting-rlhf")
     assert line["reward/failed"] == 0
@@ -205,15 +212,14 @@ def test_geometry3k_is_read_as_published(ranks: RankPool, tmp_path: Path, axis: 
 
 
 @pytest.mark.parametrize("mode", ["lockstep", "continuous"])
-def test_an_album_is_leafed_through_turn_by_turn(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    prepare(tmp_path, num_pictures=64)
+def test_an_album_is_leafed_through_turn_by_turn(ranks: RankPool, tmp_path: Path, counting: Path, mode: str) -> None:
     channel: tuple[str, ...] = ()
     if mode == "continuous":
         pools = '{rollout: {ranks: "0"}, reward: {ranks: "0"}, advantage: {ranks: "1"}, policy: {ranks: "1"}}'
         channel = ("channels.rollout={capacity: 1, mode: continuous}", f"layout={pools}")
     overrides = (
-        f"models.policy={tmp_path}/model",
-        *(f"data.train.path={tmp_path}/train.jsonl", f"data.evaluation.path={tmp_path}/test.jsonl"),
+        f"models.policy={counting}/model",
+        *(f"data.train.path={counting}/train.jsonl", f"data.evaluation.path={counting}/test.jsonl"),
         *(f"run.directory={tmp_path}/runs", "batch.prompts_per_step=8", "batch.responses_per_prompt=4", "steps=2"),
         *("evaluation.every_steps=2", "evaluation.max_prompts=4", "batch.micro_batch_tokens=256"),
         *ALONE,
