@@ -29,7 +29,7 @@ from leaderless.workflow import Workflow, load_recipe, resolve_workflow, write_w
 NUM_STEPS = 2
 CLOCKS = ("time", "seconds/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
 SETTINGS: Mapping[str, object] = {
-    "models": {"first": tiny_model(), "second": tiny_model("qwen3")},
+    "models": {"first": tiny_model(num_layers=1), "second": tiny_model("qwen3", num_layers=1)},
     "batch.updates_per_step": 2,
     "reward": {"tests.end_to_end.own_reward:own_reward": 1.0},
     "roles": {
@@ -96,7 +96,7 @@ def next_to_another() -> Workflow:
 WORKFLOWS = {"joined": joined, "apart": apart, "alone": alone, "next to another": next_to_another}
 WORKFLOWS |= {"two back ends": joined, "no engine": joined}
 CHANGES: Mapping[str, dict[str, object]] = {
-    "alone": {"models": {"first": tiny_model()}, "roles": {}},
+    "alone": {"models": {"first": tiny_model(num_layers=1)}, "roles": {}},
     "two back ends": {
         "roles": {
             "second": {
@@ -131,7 +131,7 @@ def walk(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Walk:
         world_size, nodes = PLACES.get(place, (1, {}))
         layout = {name: {"ranks": own} for name, own in nodes.items()}
         own = {"workflow": str(folder / "two.yaml"), "layout": layout}
-        recipe = write_recipe(folder, tiny_model(), {**SETTINGS, **CHANGES.get(workflow, {}), **own})
+        recipe = write_recipe(folder, tiny_model(num_layers=1), {**SETTINGS, **CHANGES.get(workflow, {}), **own})
         return ranks.run(world_size, walk_steps, str(recipe), "walk", NUM_STEPS, init_group=False)
 
     return walk
@@ -220,7 +220,7 @@ def test_recorded_samples_name_the_role_that_sampled_them(ranks: RankPool, tmp_p
         nodes = nodes.node("kept", run="record", after="gain")
     (tmp_path / "two.yaml").write_text(write_workflow(nodes))
     own = {"workflow": str(tmp_path / "two.yaml"), "run.recorded_prompts": 2}
-    recipe = write_recipe(tmp_path, tiny_model(), {**SETTINGS, **CHANGES.get(workflow, {}), **own})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), {**SETTINGS, **CHANGES.get(workflow, {}), **own})
     (samples,) = ranks.run(1, recorded, str(recipe), init_group=False)
     by_role = Counter(sample["role"] for sample in samples)
     assert by_role == ({"first": 8, "second": 8} if workflow == "joined" else {"first": 8})
@@ -236,7 +236,7 @@ def test_the_policy_that_the_recipe_names_is_evaluated(ranks: RankPool, tmp_path
     layout = {"first": {"ranks": "0"}, "second": {"ranks": "1"}, "second_rollout": {"ranks": "1"}}
     held_out = {"path": str(tmp_path / "train.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
     own = {"workflow": str(tmp_path / "two.yaml"), "layout": layout, "data.evaluation": held_out}
-    recipe = write_recipe(tmp_path, tiny_model(), {**SETTINGS, **own})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), {**SETTINGS, **own})
     overrides = ["evaluation.every_steps=1", "evaluation.role=second"]
     first, second = ranks.run(2, evaluated, str(recipe), overrides, init_group=False)
     assert "evaluation/mean@1" in first[0]
@@ -273,7 +273,7 @@ def test_two_policies_that_generate_ahead_get_the_same_weights_in_any_order(rank
     layout = {name: {"ranks": "0" if name.endswith("_rollout") else "1"} for name in nodes}
     ahead = {"layout": layout, "channels": {"first_rollout": {"capacity": 1}}, "steps": 3}
     own = {"workflow": str(tmp_path / "two.yaml"), **ahead}
-    recipe = write_recipe(tmp_path, tiny_model(), {**SETTINGS, **own})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), {**SETTINGS, **own})
     undisturbed, delayed = (
         ranks.run(2, train_ahead, str(recipe), f"ahead-{seed}", seed, init_group=False, timeout_s=60.0)[1]
         for seed in (None, 0)
