@@ -66,7 +66,7 @@ def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "guards": {"reward_failures_limit": None},
         "steps": NUM_STEPS,
     }
-    write_recipe(folder, tiny_model(), changes)
+    write_recipe(folder, tiny_model(num_layers=1), changes)
     succeed(ranks, folder, "train", "recipe.yaml", num_ranks=2)
     return folder
 

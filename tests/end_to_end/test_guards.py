@@ -124,7 +124,7 @@ def start(ranks: RankPool, tmp_path: Path):
             "steps": 4,
             **{key.replace("__", "."): value for key, value in changes.items()},
         }
-        recipe = write_recipe(tmp_path, tiny_model(), settings)
+        recipe = write_recipe(tmp_path, tiny_model(num_layers=1), settings)
         return ranks.run(world_size, train, str(recipe), [f"name={name}"], bad, *args, init_group=False)
 
     return run
@@ -174,28 +174,26 @@ def test_a_skipped_update_is_as_if_it_had_never_been_asked_for(start, folder, wo
 def test_a_run_goes_back_to_the_checkpoint_and_past_what_went_wrong(start, folder) -> None:
     guards = {"non_finite_loss": "roll_back", "non_finite_gradient": "roll_back"}
     changes = {"guards": guards, "checkpoint": {"every_steps": 2, "keep": 9}}
-    for world_size, layout in ((1, {}), (2, POOLS)):
-        name = f"back-{world_size}"
-        placed = changes | ({"layout": layout} if layout else {})
-        results = start(name, BAD, world_size=world_size, **placed)
-        wanted = start(f"wanted-{world_size}", NONE_BAD, 0, {3: 3 * PROMPTS}, world_size=world_size, **placed)
-        result, expected = results[-1], wanted[-1]
-        assert result.steps == [1, 2, 3, 3, 4]
-        assert same(result.weights[1], result.weights[2]), "the bad step changed nothing"
-        assert [v["policy"] for v in result.versions] == [1, 2, 2, 3, 4]
-        assert all(same(result.weights[i], expected.weights[i - 1]) for i in (3, 4))
-        asked = [sorted(set().union(*(r.asked[i] for r in results))) for i in range(5)]
-        assert asked == [list(range(PROMPTS * i, PROMPTS * (i + 1))) for i in range(5)], "each prompt once"
-        directory = folder(name)
-        assert [event[1:3] for event in events(directory)] == [(guard, "roll_back") for guard in guards]
-        lines = metrics(directory.path)
-        assert [line["step"] for line in lines] == [1, 2, 3, 4]
-        assert [line.get("guard/roll_backs") for line in lines] == [None, None, 1, 1]
-        times = [line["time_s"] for line in metrics(directory.path, with_times=True)]
-        assert times == sorted(times)
+    placed = changes | {"layout": POOLS}
+    results = start("back", BAD, world_size=2, **placed)
+    wanted = start("wanted", NONE_BAD, 0, {3: 3 * PROMPTS}, world_size=2, **placed)
+    result, expected = results[-1], wanted[-1]
+    assert result.steps == [1, 2, 3, 3, 4]
+    assert same(result.weights[1], result.weights[2]), "the bad step changed nothing"
+    assert [v["policy"] for v in result.versions] == [1, 2, 2, 3, 4]
+    assert all(same(result.weights[i], expected.weights[i - 1]) for i in (3, 4))
+    asked = [sorted(set().union(*(r.asked[i] for r in results))) for i in range(5)]
+    assert asked == [list(range(PROMPTS * i, PROMPTS * (i + 1))) for i in range(5)], "each prompt once"
+    directory = folder("back")
+    assert [event[1:3] for event in events(directory)] == [(guard, "roll_back") for guard in guards]
+    lines = metrics(directory.path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line.get("guard/roll_backs") for line in lines] == [None, None, 1, 1]
+    times = [line["time_s"] for line in metrics(directory.path, with_times=True)]
+    assert times == sorted(times)
     # A run that was killed before its next checkpoint skips the same prompts, and counts the same.
     shutil.rmtree(directory.checkpoints / "step-000004")
-    again = start(name, BAD, world_size=2, **placed)[-1]
+    again = start("back", BAD, world_size=2, **placed)[-1]
     assert again.steps == [3, 4]
     assert same(again.weights[-1], result.weights[-1])
     assert len(events(directory)) == 2
@@ -260,7 +258,7 @@ def test_a_run_that_a_guard_stops_says_why_keeps_its_checkpoint_and_goes_on_when
     monkeypatch.setenv("BAD_PROMPTS", BAD)
     (tmp_path / "bad.yaml").write_text(GRPO.replace("BASE", "grpo"))
     settings = {"workflow": "bad.yaml", "guards.non_finite_gradient": "stop", "checkpoint.every_steps": 1, "steps": 3}
-    recipe = write_recipe(tmp_path, tiny_model(), settings)
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), settings)
     outcome = run_alone(tmp_path, "train", recipe)
     assert outcome.code == 1
     said = "step 3, node 'policy' of role 'policy': guards.non_finite_gradient: the value is nan; the run stops"
@@ -286,7 +284,7 @@ def test_failed_rewards_above_a_share_are_acted_on(
 ) -> None:
     guards = {"reward_failures_action": action, "reward_failures_limit": limit}
     reward = {"tests.end_to_end.own_code:always_fail": 1.0}
-    recipe = write_recipe(tmp_path, tiny_model(), {"reward": reward, "guards": guards})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), {"reward": reward, "guards": guards})
     outcome = run_alone(tmp_path, "train", recipe)
     assert outcome.code == code, outcome
     found = events(RunDirectory(tmp_path / "runs/tiny"))
