@@ -178,11 +178,14 @@ def walk(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         names = ("rollout", "expect" if has_critic else "prefer", "learn")
         changes: dict[str, object] = {
             "workflow": str(folder / "own.yaml"),
-            "models": {"policy": tiny_model(), "critic" if has_critic else "judge": tiny_model("qwen3")},
+            "models": {
+                "policy": tiny_model(num_layers=1),
+                "critic" if has_critic else "judge": tiny_model("qwen3", num_layers=1),
+            },
             "reward": {"tests.end_to_end.own_reward:own_reward": 1.0},
             "layout": {name: {"ranks": own} for name, own in zip(names, pools, strict=False)},
         }
-        recipe = write_recipe(folder, tiny_model(), changes)
+        recipe = write_recipe(folder, tiny_model(num_layers=1), changes)
         return ranks.run(world_size, walk_steps, str(recipe), "walk", 2, init_group=False)
 
     return walk
