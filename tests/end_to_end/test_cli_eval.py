@@ -35,7 +35,7 @@ def recipe(tmp_path: Path) -> Path:
         "optimizer.learning_rate": 3e-3,
         "checkpoint": {"every_steps": 1},
     }
-    return write_recipe(tmp_path, tiny_model(), changes)
+    return write_recipe(tmp_path, tiny_model(num_layers=1), changes)
 
 
 def scores(output: str) -> dict[str, float]:

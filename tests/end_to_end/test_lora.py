@@ -43,13 +43,13 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 def recipe_of(folder: Path, lora: dict[str, object]) -> str:
     folder.mkdir(exist_ok=True)
     changes = {
-        "models": {"policy": {"path": tiny_model(), "lora": lora}},
+        "models": {"policy": {"path": tiny_model(num_layers=1), "lora": lora}},
         "optimizer.learning_rate": 0.01,
         "reward": {"format": {"pattern": r".*\d.*"}},
         "checkpoint": {"every_steps": 2},
         "steps": 4,
     }
-    return str(write_recipe(folder, tiny_model(), changes))
+    return str(write_recipe(folder, tiny_model(num_layers=1), changes))
 
 
 def logits_of(model: PreTrainedModel | PeftModel) -> Tensor:
@@ -68,7 +68,7 @@ def test_adapters_are_resumed_exported_and_begun_with(ranks: RankPool, tmp_path:
     assert {name.rpartition(".")[2] for name in whole} == {"lora_A", "lora_B", "version"}
 
     checkpoint = tmp_path / "runs/whole/checkpoints/step-000004"
-    base = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model(num_layers=1), dtype=torch.float32)
     plain = logits_of(base)
     adapters = export_model(checkpoint, "policy", tmp_path / "adapters")
     merged = AutoModelForCausalLM.from_pretrained(

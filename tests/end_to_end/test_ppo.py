@@ -50,8 +50,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 def ppo_recipe(folder: Path, changes: dict[str, object] | None = None) -> str:
-    critic = {"models.critic": tiny_model(), "roles.critic": CRITIC}
-    return str(write_recipe(folder, tiny_model(), SETTINGS | critic | (changes or {})))
+    critic = {"models.critic": tiny_model(num_layers=1), "roles.critic": CRITIC}
+    return str(write_recipe(folder, tiny_model(num_layers=1), SETTINGS | critic | (changes or {})))
 
 
 def numbers_of(step: Step) -> dict[str, float]:
@@ -68,7 +68,12 @@ def single(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[li
     return ranks.run(1, walk_steps, ppo_recipe(tmp_path_factory.mktemp("single")), "single", 3, init_group=False)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [  # a critic and a policy on the same two ranks are in tests/end_to_end/test_features_on_ranks.py, too
+        pytest.param(layout, marks=pytest.mark.thorough if layout == "2 ranks" else ()) for layout in LAYOUTS
+    ],
+)
 def test_policy_and_critic_are_those_of_one_rank(
     ranks: RankPool, tmp_path: Path, single: list[list[Step]], layout: str
 ) -> None:
@@ -93,7 +98,7 @@ def test_the_policy_waits_for_the_critic_and_then_learns(ranks: RankPool, tmp_pa
         "steps": 4,
     }
     (steps,) = ranks.run(1, walk_steps, ppo_recipe(tmp_path, changes), "waits", 4, init_group=False)
-    begin = AutoModelForCausalLM.from_pretrained(tiny_model()).state_dict()
+    begin = AutoModelForCausalLM.from_pretrained(tiny_model(num_layers=1)).state_dict()
     for number, step in enumerate(steps, start=1):
         policy = weights_of(step, "policy")
         is_same = all(torch.equal(w, begin[name.removeprefix("policy.")]) for name, w in policy.items())
