@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data.max_prompt_tokens": 8,
         "batch.micro_batch_tokens": 128,
     }
-    write_recipe(folder, tiny_model(), changes)
+    write_recipe(folder, tiny_model(num_layers=1), changes)
     return folder
 
 
