@@ -11,7 +11,7 @@ from tests.loops import PROMPTS, RESPONSES, SLOW, Kill, Runs, Seen, assert_same,
 CHANNEL = {"capacity": 2, "mode": "continuous"}
 KILLS: list[Kill] = [("before", 0), ("during", 2), ("after", 1)]
 EVERY_STEP = {"checkpoint.every_steps": 1, "checkpoint.asynchronous": False}
-STEPS = 7
+STEPS, FEW_STEPS = 7, 5
 SWITCHES = {2: "other", 3: "other", 4: "layout", 5: "layout"}
 """Names of layouts, by step: a run that is killed in a switch continues behind it, and switches in the next step."""
 
@@ -72,7 +72,7 @@ def test_layouts_are_found_by_the_seconds_of_ranks_that_generate_continuously(ru
 @pytest.fixture(scope="module")
 def undisturbed(runs: Runs) -> Seen:
     """A run with a fixed lag that keeps its layout."""
-    return runs(2, 1, 1, "undisturbed", steps=STEPS)
+    return runs(2, 1, 1, "undisturbed", steps=FEW_STEPS)
 
 
 @pytest.mark.parametrize("kill", in_short_form(0))
@@ -84,14 +84,14 @@ def test_a_run_with_a_fixed_lag_that_is_killed_around_a_switch_is_resumed_exactl
     scheduled = {"schedule": schedule, **EVERY_STEP}
     name = f"lag-{kill[0]}"
     with pytest.raises(RankError):
-        runs(2, 1, 1, name, None, STEPS, {2: "other"}, kill, **scheduled)
-    after = runs(2, 1, 1, name, None, STEPS, {2: "other"}, **scheduled)
+        runs(2, 1, 1, name, None, FEW_STEPS, {2: "other"}, kill, **scheduled)
+    after = runs(2, 1, 1, name, None, FEW_STEPS, {2: "other"}, **scheduled)
     first = min(after.trained)
     assert first == (4 if kill[0] == "after" else 2), "it continues from the checkpoint of the step before"
     rest = {step: rows for step, rows in undisturbed.trained.items() if step >= first}
     assert_same(after, Seen(rest, undisturbed.weights))
     lines = iterations(runs.directory(name), "rollout-to-reward.jsonl")
-    assert [line["iteration"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["iteration"] for line in lines] == list(range(1, FEW_STEPS + 1))
 
 
 @pytest.mark.parametrize("kill", in_short_form(1))
