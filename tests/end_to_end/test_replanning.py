@@ -43,10 +43,10 @@ def test_after_two_steps_with_a_slow_stage_its_ranks_are_others(ranks: RankPool,
         "checkpoint.every_steps": 0,
         "steps": NUM_STEPS,
     }
-    fixed = str(write_recipe(tmp_path, tiny_model(), changes))
+    fixed = str(write_recipe(tmp_path, tiny_model(num_layers=1), changes))
     quick = ranks.run(3, train, fixed, ["name=quick"], init_group=False)[0]
     schedule = {"replan_every_steps": 1, "layouts": {"odd": ODD}}
-    planning = str(write_recipe(tmp_path, tiny_model(), changes | {"schedule": schedule}))
+    planning = str(write_recipe(tmp_path, tiny_model(num_layers=1), changes | {"schedule": schedule}))
     steps = ranks.run(3, train, planning, ["name=planned"], init_group=False)[0]
     slow = pytest.approx(2 * SECONDS * NUM_SAMPLES, rel=0.01)
     assert [one["time/first"] for one in steps[SLOW_FROM - 1 : SLOW_FROM + 1]] == [slow, slow]

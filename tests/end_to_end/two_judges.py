@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from leaderless import Batch, StageContext, Workflow, stage
 
-SECONDS = 0.02
-"""Seconds that a judge takes for a sample, unless the run is called `quick`."""
+SECONDS = 20.0
+"""Seconds by `CLOCK` that a judge takes for a sample, unless the run is called `quick`.
+
+A switch must save more than models have taken to load, which is measured by a real clock: on a busy machine, long.
+"""
 SLOW_FROM = 5
 """Step from which the first judge takes twice as long."""
 
