@@ -25,7 +25,7 @@ def write_recipe(folder: Path, **sections: object) -> Path:
     settings: dict[str, object] = {
         "name": "online",
         "workflow": "grpo",
-        "models": {"policy": tiny_model()},
+        "models": {"policy": tiny_model(num_layers=1)},
         "online": {"port": 0, "feedback": {"yes": 1.0, "no": 0.0}, "feedback_timeout_s": 60.0},
         "data": {"max_prompt_tokens": 8},
         "batch": {"prompts_per_step": GROUPS, "responses_per_prompt": RESPONSES, "micro_batch_tokens": 128},

@@ -39,7 +39,7 @@ def define(function: Callable[[RewardInput], float], monkeypatch: pytest.MonkeyP
 def test_a_run_in_python_is_that_of_the_command_line(ranks: RankPool, tmp_path: Path) -> None:
     rows = write_additions(tmp_path / "test.jsonl", 12)
     data = {"data.evaluation": {"path": str(rows), "prompt": "question", "answer": "answer", "template": "plain"}}
-    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS | data | {"steps": 3})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), SETTINGS | data | {"steps": 3})
     run = Run(recipe, name="python")
     assert run.plan(2).world_size == 2
     table = run.train()
@@ -56,7 +56,7 @@ def test_a_run_in_python_is_that_of_the_command_line(ranks: RankPool, tmp_path: 
     assert responses[0] != responses[1], "each has noise of its own"
     assert run.generate(["1+1="]) == run.generate([{"question": "1+1="}]), "a text, or a row"
     weights = AutoModelForCausalLM.from_pretrained(run.export(tmp_path / "model")).state_dict()
-    before = AutoModelForCausalLM.from_pretrained(tiny_model()).state_dict()
+    before = AutoModelForCausalLM.from_pretrained(tiny_model(num_layers=1)).state_dict()
     assert any(not weights[name].equal(before[name]) for name in before)
     assert not dist.is_initialized()
 
@@ -68,7 +68,7 @@ def test_a_notebook_may_have_an_event_loop_and_another_thread(tmp_path: Path, mo
         seen.append(threading.current_thread())
         return float(any(map(str.isdigit, sample.response)))
 
-    recipe = write_recipe(tmp_path, tiny_model(), {"reward": {}, "steps": 1})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), {"reward": {}, "steps": 1})
     rewards = {"reward": {define(has_digit, monkeypatch): 1.0}}
 
     async def cell() -> None:
@@ -93,7 +93,7 @@ def test_a_program_has_its_generators_back(tmp_path: Path, monkeypatch: pytest.M
 
     rows = write_additions(tmp_path / "test.jsonl", 2)
     data = {"data.evaluation": {"path": str(rows), "prompt": "question", "answer": "answer", "template": "plain"}}
-    recipe = write_recipe(tmp_path, tiny_model(), data | {"reward": {}, "steps": 1})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), data | {"reward": {}, "steps": 1})
     rewards = {"reward": {define(draw, monkeypatch): 1.0}}
     run = Run(recipe, **rewards)
     before = generators()
@@ -117,7 +117,7 @@ def test_ctrl_c_ends_the_run_and_not_the_program(tmp_path: Path, monkeypatch: py
         return 1.0
 
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    recipe = write_recipe(tmp_path, tiny_model(), {"reward": {}, "steps": 2})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), {"reward": {}, "steps": 2})
     run = Run(recipe, reward={define(pressed, monkeypatch): 1})
     with pytest.raises(Interrupted):
         run.train()
@@ -129,7 +129,7 @@ def test_ctrl_c_ends_the_run_and_not_the_program(tmp_path: Path, monkeypatch: py
 def test_a_failure_is_the_programs_own_exception_and_it_can_train_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS)
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), SETTINGS)
     with monkeypatch.context() as context:
         context.setattr("leaderless.stages.reward.reward_inputs", lambda *_: {}["no such thing"])
         with pytest.raises(KeyError, match="no such thing") as caught:
@@ -144,7 +144,7 @@ def test_the_traceback_of_a_worker_comes_with_the_error(tmp_path: Path, monkeypa
     def fail(*_: object) -> None:
         raise WorkersFailed(failure)
 
-    run = Run(write_recipe(tmp_path, tiny_model(), SETTINGS))
+    run = Run(write_recipe(tmp_path, tiny_model(num_layers=1), SETTINGS))
     monkeypatch.setattr("leaderless.launch.agent.Agent.run", fail)
     with pytest.raises(WorkersFailed, match="rank 1 failed") as caught:
         run.train(workers=2)
@@ -159,7 +159,7 @@ def test_the_example_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(tiny_model(), tmp_path / "runs/quickstart-base")
+    shutil.copytree(tiny_model(num_layers=1), tmp_path / "runs/quickstart-base")
     runpy.run_path(str(ROOT / "examples/python_run/train.py"), run_name="__main__")
     assert "[20 rows x" in capsys.readouterr().out
     assert len(metrics(tmp_path / "runs/python-run")) == 20
