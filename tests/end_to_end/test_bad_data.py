@@ -43,7 +43,7 @@ DATA = {
 def test_a_file_that_cannot_be_used_is_named_with_its_line(tmp_path: Path, case: str) -> None:
     content, message = DATA[case]
     (tmp_path / "rows.jsonl").write_bytes(content)
-    recipe = write_recipe(tmp_path, tiny_model())
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1))
     errors = refused(tmp_path, "train", recipe, "data.train.path=rows.jsonl")
     assert message in errors
     assert "data" in errors
@@ -66,7 +66,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path, damage: Callable[[bytes
     file = tmp_path / "rows.parquet"
     parquet.write_table(pa.table({"question": ["1+1="] * 500, "answer": ["2"] * 500}), file)
     file.write_bytes(damage(file.read_bytes()))
-    recipe = write_recipe(tmp_path, tiny_model())
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1))
     assert "rows.parquet is not a readable Parquet file" in refused(
         tmp_path, "train", recipe, "data.train.path=rows.parquet"
     )
@@ -77,14 +77,14 @@ def test_a_parquet_file_damaged_inside_is_named_when_the_row_is_read(tmp_path: P
     parquet.write_table(pa.table({"question": [f"{i}=" for i in range(500)], "answer": ["2"] * 500}), file)
     content = file.read_bytes()
     file.write_bytes(content[:4] + b"\xff" * 64 + content[68:])
-    recipe = write_recipe(tmp_path, tiny_model())
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1))
     errors = refused(tmp_path, "train", recipe, "data.train.path=rows.parquet")
     assert "rows.parquet is damaged in row group 0" in errors
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(GOOD * 5 + b'{"question": "1234567890", "answer": "2"}\n')
-    recipe = write_recipe(tmp_path, tiny_model())
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1))
     outcome = run_alone(tmp_path, "train", recipe, "data.train.path=rows.jsonl", "steps=1")
     assert outcome.code == 0, outcome.errors
     assert "5 rows of rows.jsonl, 1 overlong left out" in outcome.output
@@ -127,7 +127,7 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("case", MODELS)
 def test_a_model_that_cannot_be_used_is_named(tmp_path: Path, case: str) -> None:
     spoil, message = MODELS[case]
-    shutil.copytree(tiny_model(), tmp_path / "model")
+    shutil.copytree(tiny_model(num_layers=1), tmp_path / "model")
     spoil(tmp_path / "model")
     recipe = write_recipe(tmp_path, "model", {"data.train.template": "auto"})
     assert message in refused(tmp_path, "train", recipe)
@@ -143,14 +143,14 @@ def test_a_chat_prompt_that_holds_no_messages_is_named(tmp_path: Path, prompt: o
 
 
 def test_a_chat_needs_a_template(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, tiny_model())
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1))
     assert "the tokenizer has no chat template: use 'plain'" in refused(
         tmp_path, "train", recipe, "data.train.template=chat"
     )
 
 
 def test_gradient_checkpointing_and_export_warn_of_nothing(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, tiny_model(), {"steps": 1})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), {"steps": 1})
     outcome = run_alone(tmp_path, "train", recipe, "models.policy.gradient_checkpointing=true")
     assert (outcome.code, outcome.errors) == (0, "")
     outcome = run_alone(tmp_path, "export", "runs/tiny", "out")

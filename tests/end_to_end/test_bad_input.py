@@ -47,7 +47,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken_module.py").write_text("import nothing_of_that_name\n")
     for module in ("own_rewards", "own_parts"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    return write_recipe(tmp_path, tiny_model())
+    return write_recipe(tmp_path, tiny_model(num_layers=1))
 
 
 OVERRIDES = {

@@ -65,7 +65,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     held_out = {"path": "some/additions", "subset": "small", "split": "held-out", "prompt": "question"}
     grpo = write_recipe(
         tmp_path,
-        tiny_model(),
+        tiny_model(num_layers=1),
         {
             "data.evaluation": held_out | {"answer": "answer", "template": "plain"},
             "algorithm.kl": {"coefficient": 0.1, "target": 0.1},
@@ -97,7 +97,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     }
     sft = ["guards.grad_norm_limit=1e-9", "workflow=sft", "data.max_response_tokens=2", "evaluation.every_steps=0"]
     sft.append(f"data.train={json.dumps(stream | {'response': 'answer'})}")
-    sft.append(f"models.policy={json.dumps({'path': tiny_model(), 'lora': {'rank': 2}})}")
+    sft.append(f"models.policy={json.dumps({'path': tiny_model(num_layers=1), 'lora': {'rank': 2}})}")
     pairs = {"path": str(tmp_path / "pairs.jsonl"), "chosen": "answer", "rejected": "question", "prompt": "question"}
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row | {"gap": 1}) + "\n" for row in rows))
     singles = {"path": str(tmp_path / "singles.jsonl"), "response": "answer", "desirable": "good", "prompt": "question"}

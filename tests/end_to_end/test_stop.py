@@ -11,7 +11,7 @@ from tests.tiny import tiny_model, write_recipe
 
 
 def test_a_run_that_is_asked_to_stop_ends_with_a_checkpoint_and_continues(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, tiny_model(), {"steps": 100_000, "run.status_every_s": 0.05})
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), {"steps": 100_000, "run.status_every_s": 0.05})
     folder, ended = tmp_path / "runs/tiny", threading.Event()
 
     def ask() -> None:
