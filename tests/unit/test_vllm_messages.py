@@ -27,16 +27,9 @@ from leaderless.rollout.apart.http import NUMBER, bind
 from leaderless.rollout.apart.messages import Gain, from_columns, joined, to_columns
 from leaderless.rollout.apart.vllm_worker import VllmWorker
 from leaderless.rollout.child_server import ChildServer
-from leaderless.rollout.engine import (
-    TOKENS_AT_ONCE,
-    Completion,
-    Request,
-    RolloutEngine,
-    SamplingParams,
-    _Witness,
-    generate,
-)
+from leaderless.rollout.engine import TOKENS_AT_ONCE, Completion, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.external import ExternalEngine
+from leaderless.rollout.shard import _Witness
 from leaderless.rollout.vllm import VllmServer
 from leaderless.worker.asynchronous.in_flight import at_once
 
