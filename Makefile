@@ -50,13 +50,13 @@ test-vllm: .venv-vllm/.installed
 # The environments of other simulators, in an environment of its own; some minutes. Without a display, rendering needs
 # apt-get install libosmesa6.
 test-bodies: .venv-bodies/.installed
-	MUJOCO_GL=$${MUJOCO_GL-osmesa} .venv-bodies/bin/python -m pytest tests/contracts/test_bodies.py tests/unit/bodies
+	MUJOCO_GL=$${MUJOCO_GL-osmesa} .venv-bodies/bin/python -m pytest tests/contracts/test_bodies.py tests/unit/embodied
 
 # Written jobs in a real Slurm (Debian: apt-get install slurmctld slurmd slurm-client munge; as root) and a real Ray of
 # several nodes on this machine, and against SkyPilot's schema; some minutes. CRDS=FOLDER holds the definitions of JobSet
 # and PyTorchJob (jobset.x-k8s.io_jobsets.yaml, kubeflow.org_pytorchjobs.yaml), to check manifests against them.
 test-clusters: .venv-clusters/.installed
-	LEADERLESS_CLUSTERS=1 LEADERLESS_CRDS=$(CRDS) .venv-clusters/bin/python -m pytest --timeout 900 tests/clusters tests/unit/test_submit.py
+	LEADERLESS_CLUSTERS=1 LEADERLESS_CRDS=$(CRDS) .venv-clusters/bin/python -m pytest --timeout 900 tests/clusters tests/unit/run/test_submit.py
 
 .venv-clusters/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-clusters
@@ -71,7 +71,7 @@ test-clusters: .venv-clusters/.installed
 # Each logger with its tracker, in an environment of its own: TensorBoard, Weights & Biases offline, an MLflow server on
 # this machine, and Trackio's store; some minutes.
 test-loggers: .venv-loggers/.installed
-	.venv-loggers/bin/python -m pytest tests/contracts/test_loggers.py tests/unit/loggers
+	.venv-loggers/bin/python -m pytest tests/contracts/test_loggers.py tests/unit/observability/loggers
 
 .venv-loggers/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-loggers
@@ -80,7 +80,7 @@ test-loggers: .venv-loggers/.installed
 
 # Triton's kernels without a GPU: in its interpreter, against a loop, and compiled for two generations of GPUs; minutes.
 test-kernels: .venv-kernels/.installed
-	.venv-kernels/bin/python -m pytest tests/unit/test_paged_engine.py -k kernels --thorough
+	.venv-kernels/bin/python -m pytest tests/unit/rollout/test_paged_engine.py -k kernels --thorough
 
 # A torch for CUDA wants an older Triton, whose interpreter does not work with the newest NumPy: this one comes after it.
 .venv-kernels/.installed: pyproject.toml

@@ -12,13 +12,13 @@ from random import Random
 
 from leaderless import EngineSetup, Environment, RolloutSetup, Turn, rollout_engine, train_backend
 from leaderless.data.batch import Batch, Jagged
+from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
 from leaderless.training.engine import UpdateInfo
+from leaderless.training.forward_passes import Passes
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.passes import Passes
-from leaderless.training.sharded import Division
-from leaderless.weights.stream import WeightStream
+from leaderless.training.sharded import WeightSharding
 
 STEP_S, SEQUENCE_S = float(os.environ.get("STEP_S", "0.005")), float(os.environ.get("SEQUENCE_S", "0.00002"))
 """Seconds of a token of all sequences, and more for each of them."""
@@ -113,7 +113,7 @@ class TokenTrainer(FsdpEngine):
             setup.micro_batch_tokens,
             optimizer=setup.optimizer,
             num_updates=setup.num_updates,
-            division=Division(setup.mesh() if setup.process_group.size > 1 else None),
+            division=WeightSharding(setup.mesh() if setup.process_group.size > 1 else None),
         )
         self._begin, self._due_s = 0.0, 0.0
 

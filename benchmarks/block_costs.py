@@ -13,14 +13,14 @@ from math import log2
 from pathlib import Path
 
 import numpy as np
-from tests.unit.test_block_routes import Edge, Heard, even_edge
+from tests.unit.data.test_block_routes import Edge, Heard, even_edge
 
 from leaderless.config import load_section
 from leaderless.planner.assign.blocks import LATE_LEGS, NUM_LEGS, ROUNDS_PER_LEG, SELECTION_LEGS, num_messages
-from leaderless.planner.costs.cluster import ClusterConfig
-from leaderless.planner.costs.moves import agreement_in_blocks, selection_cost
-from leaderless.planner.costs.network import Network
-from leaderless.planner.costs.rows import Routes, Rows, owners_of
+from leaderless.planner.simulate.cluster import ClusterConfig
+from leaderless.planner.simulate.network import Network
+from leaderless.planner.simulate.rows import SimulatedRoutes, SimulatedRows, owners_of
+from leaderless.planner.simulate.transfers import agreement_in_blocks, selection_cost
 
 CLUSTER = Path(__file__).parents[1] / "recipes/clusters/h100.yaml"
 SIBLINGS, NUM_UPDATES, NUMBER_BYTES = 8, 4, 8
@@ -40,9 +40,9 @@ def at_most(edge: Edge, network: Network) -> list[tuple[int, int]]:
     Messages that it sends, and bytes that it sends or is told.
     """
     action, ranks = edge.action, np.array(edge.action.ranks)
-    rows = Rows(edge.groups, np.zeros_like(edge.costs), edge.costs, are_samples=True)
+    rows = SimulatedRows(edge.groups, np.zeros_like(edge.costs), edge.costs, are_samples=True)
     owners = owners_of(action, rows, edge.holders, {})
-    new = Routes(rows, edge.holders, owners, action.source_layout, action.target_layout, is_agreed=False)
+    new = SimulatedRoutes(rows, edge.holders, owners, action.source_layout, action.target_layout, is_agreed=False)
     moves = [replace(new, num_updates=NUM_UPDATES), replace(new, is_agreed=True)]
     costs = [agreement_in_blocks(routes, ranks, network)[0] for routes in moves]
     targets = np.array(action.target_layout.ranks)

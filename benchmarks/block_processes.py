@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from leaderless.data import reshard as ways
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import ProcessGroup
+from leaderless.data.buffer import reshard as ways
+from leaderless.distributed.transport import ProcessGroup
 from leaderless.planner import Layout, Reshard
 from leaderless.planner.assign.balance import Int, sequence_cost
 from leaderless.planner.entries import QUADRATIC_TOKENS

@@ -11,7 +11,16 @@ import time
 import numpy as np
 
 from leaderless.planner.assign.balance import Int, assign
-from leaderless.planner.assign.blocks import Mesh, Shards, Units, assign_in_blocks, divide, first_blocks, flows, leaving
+from leaderless.planner.assign.blocks import (
+    BlockUnits,
+    Mesh,
+    Shards,
+    assign_in_blocks,
+    divide,
+    first_blocks,
+    flows,
+    leaving,
+)
 
 ROWS_PER_RANK = 8
 
@@ -27,7 +36,7 @@ def measure(num_ranks: int) -> str:
     mesh, dp = Mesh(num_ranks), num_ranks - num_ranks // 2
     shards = Shards.of(mesh, np.arange(num_ranks // 2, num_ranks))
     lengths = np.clip(np.rint(1800 * np.exp(0.8 * generator.standard_normal(count))), 1, 7168).astype(np.int64)
-    units = Units(np.arange(count), lengths, np.full(count, -1, dtype=np.int64))
+    units = BlockUnits(np.arange(count), lengths, np.full(count, -1, dtype=np.int64))
     begin = time.process_time()
     at_once = assign(units.costs, units.names, units.holders, dp)
     at_once_s = time.process_time() - begin

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from leaderless.config.body import BodyConfig
-from leaderless.environments.bodies.conformance import report
-from leaderless.environments.bodies.protocol import Continuous, VectorEnvironment
-from leaderless.environments.bodies.registry import find_body
+from leaderless.embodied.simulators.conformance import report
+from leaderless.embodied.simulators.protocol import Continuous, VectorEnvironment
+from leaderless.embodied.simulators.registry import find_body
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs/performance/bodies.json"
 FETCH = "gymnasium_robotics:FetchReach-v4"

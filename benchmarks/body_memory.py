@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.real_size import Watch
 
 from leaderless.planner import Cluster, make_plan
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/performance/body_memory.json"

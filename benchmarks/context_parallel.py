@@ -32,8 +32,8 @@ def measure(rank: int, method: str, size: int, model: str, num_tokens: int, fold
 
     from leaderless.config.models import ModelConfig, OptimizerConfig
     from leaderless.data.batch import Batch, Jagged
-    from leaderless.data.transport import Transport
-    from leaderless.models.ring import RingParallel
+    from leaderless.distributed.transport import Transport
+    from leaderless.models.attention.ring import RingParallel
     from leaderless.planner import Layout
     from leaderless.training.engine import EngineSetup
     from leaderless.training.fsdp import make_engine
@@ -85,7 +85,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from tests.tiny import CHARACTERS
 
-    from leaderless.models.tiny import write_tiny_model
+    from leaderless.models.loading.tiny import write_tiny_model
 
     with tempfile.TemporaryDirectory() as folder:
         shape = {"hidden_size": 64, "num_heads": 4, "max_positions": arguments.tokens + 1}

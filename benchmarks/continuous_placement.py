@@ -32,7 +32,7 @@ from benchmarks.made import prepare  # noqa: E402
 from benchmarks.placement import inside, leaderless  # noqa: E402
 
 if TYPE_CHECKING:
-    from leaderless.planner.auto.candidates import Candidate
+    from leaderless.planner.placement.candidates import Candidate
 
 PROFILE_WORKERS, NUM_STEPS, FIRST = 4, 16, 4
 """Workers that are profiled; steps of a run, and those that are left out, in which nothing is in flight yet."""
@@ -134,7 +134,7 @@ class Way(NamedTuple):
 def helped_layouts(folder: Path, num_devices: int) -> tuple[str, dict[str, Way]]:
     """The fastest layouts with and without helpers, and the faster one, by what is predicted."""
     from leaderless import Run
-    from leaderless.run.planned import plan_training
+    from leaderless.run.planned_run import plan_training
 
     helpers = num_devices // 2
     with inside(folder):
@@ -152,10 +152,10 @@ def layouts(folder: Path, num_workers: int) -> tuple[str, dict[str, Way]]:
     """The chosen layout, and the fastest of each kind by name."""
     from leaderless import Run
     from leaderless.config import RecipeError
-    from leaderless.planner.auto.candidates import Allowed, candidates_of
-    from leaderless.planner.auto.choose import predict_step
-    from leaderless.planner.auto.profile import read_profile
-    from leaderless.run.planned import plan_training
+    from leaderless.planner.placement.candidates import Allowed, candidates_of
+    from leaderless.planner.placement.search import predict_step
+    from leaderless.planner.placement.stage_seconds import read_profile
+    from leaderless.run.planned_run import plan_training
 
     best: dict[tuple[bool, bool, int], Way] = {}
     with inside(folder):

@@ -4,8 +4,8 @@
     python benchmarks/data_coordinator.py && python docs/generate.py
 
 Needs Linux and root: the hosts are network namespaces. Every transition is made in four ways, which take turns with the
-same rows: by `leaderless.data.reshard`, by a controller over Ray, by one over gloo, and by one over gloo that does not
-pad. An interrupted benchmark continues where it stopped if it is started with the same options.
+same rows: by `leaderless.data.buffer.reshard`, by a controller over Ray, by one over gloo, and by one over gloo that
+does not pad. An interrupted benchmark continues where it stopped if it is started with the same options.
 """
 
 from __future__ import annotations

@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.counts import counting_bytes_read
 
 from leaderless.config import Recipe
-from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import Dataloader, open_training_set
-from leaderless.data.transport import Transport
-from leaderless.models.tiny import write_tiny_model
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.data.sources.disk_cache import DataCache
+from leaderless.distributed.transport import Transport
+from leaderless.models.loading.tiny import write_tiny_model
+from leaderless.models.loading.tokenizer import load_tokenizer
 
 CHARACTERS = "0123456789+-=?. abcdefghijklmnopqrstuvwxyz"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{% endfor %}assistant:"

@@ -132,7 +132,7 @@ def measure(ways: Sequence[str]) -> dict[str, dict[str, Counts]]:
 
 
 def with_slots(model: Any, device: torch.device, counting: Counting, routers: Any) -> Any:
-    from leaderless.rollout.native import NativeEngine
+    from leaderless.rollout.native.engine import NativeEngine
 
     engine: Any = NativeEngine(model, None, frozenset(), 512, device, routers=routers)  # type: ignore[arg-type]
     run = engine._pass
@@ -146,8 +146,8 @@ def with_slots(model: Any, device: torch.device, counting: Counting, routers: An
 
 
 def with_pages(model: Any, device: torch.device, counting: Counting, routers: Any) -> Any:
-    from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
-    from leaderless.weights.stream import WeightStream
+    from leaderless.distributed.weights.stream import WeightStream
+    from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
 
     def attend(query: Tensor, *_: object) -> Tensor:
         counting.add(KERNELS)

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # where the documentation reads 
 from made import CHARACTERS
 
 if TYPE_CHECKING:
-    from leaderless.environments.chat import ChatWriter
-    from leaderless.environments.episode import Place
+    from leaderless.environments.chat_writer import ChatWriter
+    from leaderless.environments.episode import EpisodePosition
     from leaderless.environments.protocol import Environment
     from leaderless.rollout.engine import Delta, Request, RolloutEngine, SamplingParams
 
@@ -138,28 +138,28 @@ def make_tool(delay_s: float, num_turns: int) -> Environment:
     return SlowTool()
 
 
-def make_places(num_episodes: int, writer: ChatWriter) -> list[Place]:
+def make_places(num_episodes: int, writer: ChatWriter) -> list[EpisodePosition]:
     """The same episodes for all ways."""
     from leaderless.config.rollout import SamplingConfig
-    from leaderless.environments.episode import Place
+    from leaderless.environments.episode import EpisodePosition
     from leaderless.rollout.engine import SamplingParams
 
     generator, params = Random(0), SamplingParams(SamplingConfig(), SAID_TOKENS)
     texts = ["".join(generator.choices(CHARACTERS, k=PROMPT_TOKENS)) for _ in range(num_episodes)]
-    return [Place(1000 + n, f"0/{n}", {"text": text}, writer, params) for n, text in enumerate(texts)]
+    return [EpisodePosition(1000 + n, f"0/{n}", {"text": text}, writer, params) for n, text in enumerate(texts)]
 
 
-def play(engine: WatchedEngine, places: Sequence[Place], delay_s: float, num_turns: int) -> None:
+def play(engine: WatchedEngine, places: Sequence[EpisodePosition], delay_s: float, num_turns: int) -> None:
     """Play episodes as the package does: each goes on when its own tool has answered."""
     from leaderless.config.environment import EnvironmentConfig
+    from leaderless.environments.guarded_environment import ThreadEnvironment
     from leaderless.environments.player import play_all
-    from leaderless.environments.world import ThreadWorld
 
     config = EnvironmentConfig(type="benchmarks.episodes:SlowTool", max_turns=num_turns + 1, concurrency=AT_ONCE)
     episodes, _ = play_all(
         engine,
         config,
-        lambda: ThreadWorld(lambda: make_tool(delay_s, num_turns), 600.0),
+        lambda: ThreadEnvironment(lambda: make_tool(delay_s, num_turns), 600.0),
         places,
         PROMPT_TOKENS + num_turns * (SAID_TOKENS + TOLD_TOKENS),
         lambda _: None,
@@ -167,15 +167,15 @@ def play(engine: WatchedEngine, places: Sequence[Place], delay_s: float, num_tur
     assert not any(episode.cause for episode in episodes), episodes[0].error
 
 
-def wait(engine: WatchedEngine, places: Sequence[Place], delay_s: float, num_turns: int) -> None:
+def wait(engine: WatchedEngine, places: Sequence[EpisodePosition], delay_s: float, num_turns: int) -> None:
     """Play episodes in a loop that waits for all tools in each turn."""
     for begin in range(0, len(places), AT_ONCE):
         _wait(engine, places[begin : begin + AT_ONCE], delay_s, num_turns)
 
 
-def _wait(engine: WatchedEngine, places: Sequence[Place], delay_s: float, num_turns: int) -> None:
-    from leaderless.environments.attempt import noise_id
-    from leaderless.environments.world import messages_of
+def _wait(engine: WatchedEngine, places: Sequence[EpisodePosition], delay_s: float, num_turns: int) -> None:
+    from leaderless.environments.episode_runner import noise_id
+    from leaderless.environments.guarded_environment import messages_of
     from leaderless.rollout.engine import Request, generate
 
     tools = [make_tool(delay_s, num_turns) for _ in places]
@@ -201,11 +201,11 @@ class Bench:
         import torch
 
         from leaderless.config.models import ModelConfig
-        from leaderless.environments.chat import ChatWriter
+        from leaderless.environments.chat_writer import ChatWriter
         from leaderless.models.causal_lm import load_causal_lm
-        from leaderless.models.tiny import write_tiny_model
-        from leaderless.models.tokenizer import load_tokenizer
-        from leaderless.rollout.native import NativeEngine
+        from leaderless.models.loading.tiny import write_tiny_model
+        from leaderless.models.loading.tokenizer import load_tokenizer
+        from leaderless.rollout.native.engine import NativeEngine
 
         write_tiny_model(folder, CHARACTERS, hidden_size=hidden_size, num_layers=2, num_heads=4, max_positions=2048)
         config = ModelConfig(path=str(folder))

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from leaderless import EngineSetup, RolloutSetup, rollout_engine, train_backend
 from leaderless.data.batch import Batch, Jagged
+from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.training.engine import UpdateInfo
+from leaderless.training.forward_passes import Passes
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.passes import Passes
-from leaderless.training.sharded import Division
-from leaderless.weights.stream import WeightStream
+from leaderless.training.sharded import WeightSharding
 
 
 class Pace:
@@ -108,7 +108,7 @@ class PacedTrainer(FsdpEngine):
             setup.micro_batch_tokens,
             optimizer=setup.optimizer,
             num_updates=setup.num_updates,
-            division=Division(setup.mesh() if setup.process_group.size > 1 else None),
+            division=WeightSharding(setup.mesh() if setup.process_group.size > 1 else None),
         )
         self._pace = Pace("training", setup.process_group.rank)
 

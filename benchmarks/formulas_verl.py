@@ -33,8 +33,8 @@ from leaderless.algorithms import (
     token_weights,
 )
 from leaderless.algorithms.advantage import compute
-from leaderless.algorithms.segments import repeat_per_token
-from leaderless.config.algorithm import AlgorithmConfig
+from leaderless.algorithms.packed import repeat_per_token
+from leaderless.algorithms.settings import AlgorithmConfig
 
 STORED = Path(__file__).parents[1] / "docs/performance/verl.json"
 NUM_GROUPS, GROUP_SIZE, LONGEST = 6, 4, 12

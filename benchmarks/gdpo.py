@@ -58,7 +58,7 @@ def main() -> None:
 
 def train(folder: Path, way: str, seed: int, num_steps: int) -> dict[str, Sequence[float]]:
     """The mean of each reward by step, as a share of its largest value; a run that is there is not repeated."""
-    from leaderless.quickstart.project import write_project
+    from leaderless.cli.quickstart_project.project import write_project
 
     if not folder.exists():
         write_project(folder, seed=seed)

@@ -43,7 +43,7 @@ def leaderless(folder: str) -> Way:
     from leaderless.config.rollout import SamplingConfig
     from leaderless.models.causal_lm import load_causal_lm
     from leaderless.rollout.engine import Request, SamplingParams
-    from leaderless.rollout.native import NativeEngine
+    from leaderless.rollout.native.engine import NativeEngine
 
     device = torch.device("cpu")
     model = load_causal_lm(ModelConfig(path=folder), "policy").eval().float()

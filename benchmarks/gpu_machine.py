@@ -25,19 +25,19 @@ from transformers import AutoModelForCausalLM
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import ProcessGroup
+from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
-from leaderless.planner.cache_pool import pool_tokens
-from leaderless.planner.limits import MAX_LOGITS
-from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
+from leaderless.planner.memory.cache_pool import pool_tokens
+from leaderless.planner.memory.limits import MAX_LOGITS
+from leaderless.planner.memory.parts import LARGE_MAX_LOGITS
 from leaderless.rollout.engine import Request
-from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.paged_attention import attend_with_torch
-from leaderless.rollout.paged_check import paged_attention
-from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
-from leaderless.rollout.recording import record
+from leaderless.rollout.native.cuda_graph import record
+from leaderless.rollout.native.engine import NativeEngine
+from leaderless.rollout.native.paged_attention import attend_with_torch
+from leaderless.rollout.native.paged_check import paged_attention
+from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.sharded import Division
+from leaderless.training.sharded import WeightSharding
 
 sys.path.insert(0, str(Path(__file__).parent))  # where tests import it, too
 from made import Size
@@ -189,7 +189,7 @@ class Machine:
             self.preset.pass_tokens,
             optimizer=OptimizerConfig(),
             num_updates=100,
-            division=Division(keeps="weights"),
+            division=WeightSharding(keeps="weights"),
         )
         engine.model.max_logits = self.preset.max_logits  # both as in a run with this much room
         return engine

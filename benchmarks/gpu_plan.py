@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from gpu_machine import SIBLINGS, Machine
 from leaderless.planner import Cluster, make_plan
-from leaderless.planner.memory import estimate_memory, plan_pool
-from leaderless.planner.memory_parts import Memory, Room
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.planner.memory.estimate import estimate_memory, plan_pool
+from leaderless.planner.memory.parts import DeviceMemory, Room
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 
 
 class Planned(NamedTuple):
     """The estimate of `plan`, and the tokens of the engine's pool."""
 
-    memory: Memory
+    memory: DeviceMemory
     pool_tokens: int
 
     @property

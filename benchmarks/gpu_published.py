@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from gpu_machine import PRESETS, Machine, Preset, Result
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import ProcessGroup
-from leaderless.models.attention import ATTENTION_NAME
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.models.attention.packed import ATTENTION_NAME
 from leaderless.models.causal_lm import CausalLM
-from leaderless.planner.cache_pool import PAGE_TOKENS
+from leaderless.planner.memory.cache_pool import PAGE_TOKENS
 from leaderless.rollout.engine import Request, SamplingParams
-from leaderless.rollout.paged_attention import attend_with_torch
-from leaderless.rollout.paged_check import paged_attention
-from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
+from leaderless.rollout.native.paged_attention import attend_with_torch
+from leaderless.rollout.native.paged_check import paged_attention
+from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
 
 if TYPE_CHECKING:
     from leaderless.training.fsdp import FsdpEngine

@@ -20,13 +20,13 @@ import torch
 
 from gpu_plan import Planned
 from leaderless import Run
+from leaderless.base.devices import first_device, setup_device
 from leaderless.config.source import Setting
-from leaderless.device import first_device, setup_device
 from leaderless.observability.run_directory import RunDirectory, write_atomically
-from leaderless.planner.fit import Fit, fit_plan
-from leaderless.planner.memory import estimate_memory
-from leaderless.supervision.stop import Interrupted
-from leaderless.worker.memory import available_memory
+from leaderless.planner.memory.estimate import estimate_memory
+from leaderless.planner.memory.fit import Fit, fit_plan
+from leaderless.worker.build.memory_bounds import available_memory
+from leaderless.worker.supervision.stop import Interrupted
 from real_size import NAMES, SPANS, _memory, _spans
 from until import Row, rows_of
 

@@ -15,12 +15,12 @@ from gpu_device import speeds
 from gpu_machine import DECODED_TOKENS, DECODING_STEPS, SIBLINGS, Machine, Result, num_weights
 from gpu_plan import planned_memory
 from leaderless.config.rollout import SamplingConfig
-from leaderless.planner.cache_pool import PAGE_TOKENS
+from leaderless.planner.memory.cache_pool import PAGE_TOKENS
 from leaderless.rollout.engine import Request, SamplingParams, generate
-from leaderless.rollout.paged_attention import attend_with_torch
-from leaderless.rollout.paged_plan import Arrangement
-from leaderless.rollout.paged_staging import Staging
-from leaderless.rollout.pages import Pages
+from leaderless.rollout.native.paged_attention import attend_with_torch
+from leaderless.rollout.native.paged_plan import Arrangement
+from leaderless.rollout.native.paged_staging import Staging
+from leaderless.rollout.native.pages import PagePool
 
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEventAvg
@@ -138,7 +138,7 @@ def attention(machine: Machine) -> Result:
     rows, width = preset.prompts * SIBLINGS, preset.hidden // preset.heads
     own = preset.response_tokens // 2
     needed = rows * -(-(own + 1) // PAGE_TOKENS) + preset.prompts * -(-preset.prompt_tokens // PAGE_TOKENS)
-    pages = Pages(needed)
+    pages = PagePool(needed)
     prompts = [one for _ in range(preset.prompts) for one in [pages.add(preset.prompt_tokens)] * SIBLINGS]
     arrangement = Arrangement.of([pages.add(own, 1) for _ in range(rows)], prompts)
     staging, lengths = Staging(rows, PAGE_TOKENS, own + preset.prompt_tokens, machine.device), np.full(rows, own)
@@ -154,7 +154,7 @@ def attention(machine: Machine) -> Result:
     cached = [random((needed + 1) * PAGE_TOKENS, preset.key_heads) for _ in range(2)]
     attend = attend_with_torch
     if machine.device.type == "cuda":
-        from leaderless.rollout.paged_kernels import attend_with_kernels
+        from leaderless.rollout.native.paged_kernels import attend_with_kernels
 
         attend = attend_with_kernels
 

@@ -11,17 +11,17 @@ from gpu_machine import SIBLINGS, Machine, Result, samples
 from gpu_plan import planned_memory
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
+from leaderless.distributed.weights.blocks import Pool, everything
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.models.compiled_layers import compile_layers, why_not_compiled
 from leaderless.models.fused_scores import compile_scores
 from leaderless.models.scoring import Scoring, score_tokens
 from leaderless.planner import Layout
-from leaderless.planner.limits import MAX_LOGITS
-from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
+from leaderless.planner.memory.limits import MAX_LOGITS
+from leaderless.planner.memory.parts import LARGE_MAX_LOGITS
 from leaderless.rollout.engine import Request, SamplingParams, generate
-from leaderless.rollout.serving import Colocated
+from leaderless.rollout.weight_sources import Colocated
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.weights.blocks import Pool, everything
 from model_flops import training_flops
 
 MOST_LAYERS = 8

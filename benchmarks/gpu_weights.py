@@ -15,25 +15,26 @@ import torch
 import torch.distributed as dist
 
 from gpu_machine import Machine, Result, num_weights
-from leaderless.data.transport import Transport
-from leaderless.device import DeviceSetup, setup_device
+from leaderless.base.devices import DeviceSetup, setup_device
+from leaderless.distributed.remote import child_server
+from leaderless.distributed.remote.child_server import IMPORT, ChildServer
+from leaderless.distributed.remote.messages import Settings
+from leaderless.distributed.transport import Transport
+from leaderless.distributed.weights.blocks import Pool, shard_rows
+from leaderless.distributed.weights.copies import begin_copy
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.planner import Layout
-from leaderless.rollout import child_server, vllm
-from leaderless.rollout.apart.messages import Settings
-from leaderless.rollout.child_server import IMPORT, ChildServer
-from leaderless.rollout.external import ExternalEngine
-from leaderless.rollout.serving import Colocated, held_by
+from leaderless.rollout.external import vllm_engine
+from leaderless.rollout.external.engine import ExternalEngine
+from leaderless.rollout.weight_sources import Colocated, held_by
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.weights.blocks import Pool, shard_rows
-from leaderless.weights.copies import begin_copy
-from leaderless.worker.join import join_nobody, meet
-from leaderless.worker.place import Place
+from leaderless.worker.build.join import join_nobody, meet
+from leaderless.worker.rank_info import RankInfo
 
 KEEPER = """
 import torch
-from leaderless.rollout.apart import server
-from leaderless.weights.packed import checksums
+from leaderless.rollout.external.vllm_process import server
+from leaderless.distributed.weights.packed import checksums
 
 class Keeper:
     def __init__(self, settings):
@@ -88,7 +89,7 @@ def weights_on_rank(rank: int, count: int, machine: Machine, folder: str, own: s
     device = setup_device(rank, count) if is_cuda else DeviceSetup(machine.device, "gloo")
     store, limit = Path(own) / "store", timedelta(seconds=60)
     if count > 1:
-        meet(Place(rank, count, rank, count, store), device, limit)
+        meet(RankInfo(rank, count, rank, count, store), device, limit)
     else:
         join_nobody(device, limit)
     try:
@@ -130,5 +131,5 @@ def keeper(machine: Machine, folder: str, rank: int) -> ExternalEngine:
     child_server.IMPORT = f"{IMPORT}{KEEPER}"
     settings = Settings("", None, False, machine.config_dtype, 1, 1, 0.5, None, enable_graphs=False)
     server = ChildServer("the keeper of weights", Path(folder) / f"keeper-{rank}.log", 60, 60, lambda: None)
-    driver = vllm.VllmServer(sys.executable, settings, machine.device, server)
+    driver = vllm_engine.VllmServer(sys.executable, settings, machine.device, server)
     return ExternalEngine("keeper", driver, None, frozenset(), 1.0, machine.device, None)  # type: ignore[arg-type]

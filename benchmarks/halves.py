@@ -23,13 +23,13 @@ import torch
 from numpy.typing import NDArray
 
 from leaderless.config.body import BodyConfig
-from leaderless.environments.bodies.protocol import Steps
-from leaderless.environments.bodies.table import Table
+from leaderless.embodied.policies.cnn import Cnn
+from leaderless.embodied.policies.protocol import BodyPolicy
+from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyTask
+from leaderless.embodied.rollout.vector_envs import ProcessVectorEnvs, VectorEnvs, open_worlds, spaces_of
+from leaderless.embodied.simulators.protocol import Steps
+from leaderless.embodied.simulators.tabletop import TableTask
 from leaderless.observability.clock import Clock
-from leaderless.policies.cnn import Cnn
-from leaderless.policies.protocol import BodyPolicy
-from leaderless.rollout.bodies import BodyEngine, BodyTask
-from leaderless.rollout.worlds import ProcessWorlds, Worlds, open_worlds, spaces_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs/performance/halves.json"
@@ -37,7 +37,7 @@ NUM, EPISODES = 32, 64
 sys.path.insert(0, str(ROOT))  # where processes of environments find this file
 
 
-class Slow(Table):
+class Slow(TableTask):
     """A table whose steps take longer, for all episodes that step together."""
 
     def __init__(self, num: int, *, work_ms: float = 0.0, wait_ms: float = 0.0) -> None:
@@ -55,11 +55,11 @@ class Slow(Table):
         return super().step(which, actions)
 
 
-class Lockstep(ProcessWorlds):
+class Lockstep(ProcessVectorEnvs):
     """Processes whose environments all step together."""
 
     def halves(self) -> Sequence[Sequence[int]]:
-        """See `Worlds`."""
+        """See `VectorEnvs`."""
         return [[slot for half in super().halves() for slot in half]]
 
 
@@ -85,10 +85,10 @@ def measure(slow: Mapping[str, float], rounds: int) -> dict[str, int]:
         )
 
     policy = Cnn(spaces_of(config(0)), chunk=2).eval().requires_grad_(False)
-    ways: dict[str, Callable[[], Worlds]] = {"in the rank": lambda: open_worlds(config(0), 2)}
+    ways: dict[str, Callable[[], VectorEnvs]] = {"in the rank": lambda: open_worlds(config(0), 2)}
     for count in (1, 2):
         ways[f"lockstep, {count}"] = lambda count=count: Lockstep(config(count), 2)  # type: ignore[misc]
-        ways[f"halves, {count}"] = lambda count=count: ProcessWorlds(config(count), 2)  # type: ignore[misc]
+        ways[f"halves, {count}"] = lambda count=count: ProcessVectorEnvs(config(count), 2)  # type: ignore[misc]
     engines = {name: BodyEngine(policy, open_one, torch.device("cpu")) for name, open_one in ways.items()}
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(rounds + 1):

@@ -78,7 +78,7 @@ def _engine(*, ends: bool) -> Any:
 
     from leaderless.config.models import ModelConfig
     from leaderless.models.causal_lm import load_causal_lm
-    from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
+    from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
 
     rows, cpu = GROUPS * SIBLINGS, torch.device("cpu")
     model: Any = load_causal_lm(ModelConfig(path=tiny_model()), "policy").eval()

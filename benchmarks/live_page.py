@@ -70,7 +70,7 @@ def main() -> None:
 
 def make_long(run: Path, num_steps: int) -> None:
     """Write a run as a healthy one leaves it."""
-    from tests.unit.report.runs import sample_rows, write_lines, write_run
+    from tests.unit.observability.report.runs import sample_rows, write_lines, write_run
 
     write_run(run, 1)
     rng = random.Random(0)
@@ -88,7 +88,7 @@ def make_long(run: Path, num_steps: int) -> None:
 
 def line_of(step: int, num_steps: int, rng: random.Random) -> str:
     """A line of metrics with as many as there are to be, but for those of held-out prompts."""
-    from tests.unit.report.runs import metrics_row
+    from tests.unit.observability.report.runs import metrics_row
 
     row = metrics_row(step, num_steps, rng)
     row |= {f"custom/number-{number}": rng.gauss(0, 1) for number in range(NUM_METRICS - len(row) + 2)}
@@ -97,7 +97,7 @@ def line_of(step: int, num_steps: int, rng: random.Random) -> str:
 
 def make_many(folder: Path, num_runs: int) -> None:
     """Write many short runs."""
-    from tests.unit.report.runs import write_run
+    from tests.unit.observability.report.runs import write_run
 
     template = write_run(folder / "run-0000", 20)
     for number in range(1, num_runs):
@@ -106,7 +106,7 @@ def make_many(folder: Path, num_runs: int) -> None:
 
 def last_step(run: Path) -> int:
     """The last step of a run."""
-    from leaderless.ui.folders import last_record
+    from leaderless.serving.live_page.run_list import last_record
 
     return int(str(last_record(run / "metrics.jsonl")["step"]))
 
@@ -159,11 +159,11 @@ def of_the_page(folder: Path) -> Mapping[str, object]:
 
 def of_updates(folder: Path) -> Mapping[str, float]:
     """Milliseconds of work for one more line, on one page that is open."""
-    from leaderless.ui.desk import Desk, Reader
+    from leaderless.serving.live_page.pages import RunReader, RunStore
 
     run, rng = folder / "long", random.Random(1)
     last = last_step(run)
-    reader = Reader(Desk([folder]), ["long"], "")
+    reader = RunReader(RunStore([folder]), ["long"], "")
     reader.news()
     took, sizes = [], []
     for number in range(1, NUM_UPDATES + 1):

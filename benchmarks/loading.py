@@ -59,13 +59,13 @@ def measure(rank: int, model: str, ways: Mapping[str, Sequence[Mapping[str, int]
     from tests.distributed.test_opened import add_only, opened_whole
     from tests.peak import measured
 
+    from leaderless.base.devices import trim_host_memory
     from leaderless.config.models import ModelConfig
-    from leaderless.data.transport import Transport
-    from leaderless.device import trim_host_memory
-    from leaderless.models.opened import open_model
+    from leaderless.distributed.transport import Transport
+    from leaderless.distributed.weights.blocks import LocalWeight
+    from leaderless.models.loading.sharded_loading import open_model
     from leaderless.planner import Layout
     from leaderless.training import fsdp
-    from leaderless.weights.blocks import LocalWeight
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
@@ -130,7 +130,7 @@ def planned(model: str, sizes: Mapping[str, int]) -> int:
     """Bytes that a plan expects on a rank while it reads its part."""
     from leaderless.config import Recipe
     from leaderless.planner import Cluster, make_plan
-    from leaderless.workflow import resolve_workflow
+    from leaderless.planner.workflow import resolve_workflow
 
     settings = {
         "name": "loading",

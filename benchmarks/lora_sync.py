@@ -79,11 +79,11 @@ def work(rank: int, model: str, repeats: int, results: Path) -> None:
     import torch
     from torch import distributed
 
-    from leaderless.data.transport import Transport
+    from leaderless.distributed.transport import Transport
+    from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Pool, everything
+    from leaderless.distributed.weights.route import WeightRoute
+    from leaderless.distributed.weights.stream import receive_weights, send_weights
     from leaderless.planner import Layout
-    from leaderless.weights.blocks import HeldWeights, LocalWeight, Pool, everything
-    from leaderless.weights.route import Route
-    from leaderless.weights.stream import receive_weights, send_weights
 
     address = f"tcp://{os.environ['MASTER_ADDR']}:{PORT}"
     distributed.init_process_group(
@@ -93,9 +93,9 @@ def work(rank: int, model: str, repeats: int, results: Path) -> None:
     for layout in layouts:
         transport.add_process_group(layout.ranks)
     pools = [Pool(layout, everything) for layout in layouts]
-    routes, held = dict[str, Route](), dict[str, HeldWeights]()
+    routes, held = dict[str, WeightRoute](), dict[str, HeldWeights]()
     for way, shapes in ways(model):
-        routes[way] = Route(
+        routes[way] = WeightRoute(
             "weights of role 'policy'", shapes, pools[0], pools[1], torch.bfloat16, rank, is_gathered=True
         )
         if rank == 0:
@@ -121,7 +121,7 @@ def ways(model: str) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
     """What is sent, with the shapes of the weights."""
     from leaderless.config.models import LoraConfig, ModelConfig
     from leaderless.models.causal_lm import empty_causal_lm
-    from leaderless.rollout.serving import shapes_of
+    from leaderless.rollout.weight_sources import shapes_of
 
     with tempfile.TemporaryDirectory() as folder:
         MODELS[model].config().save_pretrained(folder)

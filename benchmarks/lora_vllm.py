@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.models import LoraConfig, ModelConfig
+from leaderless.distributed.remote.child_server import ChildServer
+from leaderless.distributed.remote.messages import Settings
+from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.causal_lm import empty_causal_lm
-from leaderless.planner.adapters import describe
-from leaderless.rollout.apart.messages import Settings
-from leaderless.rollout.child_server import ChildServer
-from leaderless.rollout.vllm import VllmServer
-from leaderless.weights.stream import WeightStream
+from leaderless.planner.graph.adapters import describe
+from leaderless.rollout.external.vllm_engine import VllmServer
 from lora_report import FULL, LOADS, Load, load_table
 from lora_sync import MODELS, RANKS
 

@@ -58,7 +58,7 @@ def prepare(folder: Path, hidden_size: int, num_layers: int, prompt_tokens: int)
         num_layers: Number of layers.
         prompt_tokens: Length of each prompt; a token is a letter.
     """
-    from leaderless.models.tiny import write_tiny_model
+    from leaderless.models.loading.tiny import write_tiny_model
 
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_model(

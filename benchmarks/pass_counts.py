@@ -31,10 +31,10 @@ from transformers import AutoModelForCausalLM
 from decode_counts import FREE
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.training import Whole
-from leaderless.data.transport import ProcessGroup
+from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.sharded import Division
+from leaderless.training.sharded import WeightSharding
 from made import Size
 from published import table
 
@@ -43,7 +43,7 @@ WAYS: Mapping[str, Whole] = {
     "each layer is converted when it computes (`keep_whole: nothing`)": "nothing",
     "all are converted once an update (`keep_whole: weights`)": "weights",
 }
-MOVERS = ("torch/distributed/fsdp/", "leaderless/training/converted.py")
+MOVERS = ("torch/distributed/fsdp/", "leaderless/training/half_precision.py")
 """Sources of what converts weights and sums gradients."""
 COPIES = {"copy_", "_foreach_copy_"}
 IN_PLACE = {*COPIES, "add_"}
@@ -92,7 +92,7 @@ def trainers() -> Iterator[dict[str, FsdpEngine]]:
                 20_000,
                 optimizer=OptimizerConfig(),
                 num_updates=2,
-                division=Division(keeps=keeps),
+                division=WeightSharding(keeps=keeps),
             )
             for name, keeps in WAYS.items()
         }

@@ -151,7 +151,7 @@ def options_of(folder: Path) -> list[str]:
 def choose(folder: Path, num_workers: int) -> str:
     """The layout that is chosen."""
     from leaderless import Run
-    from leaderless.run.planned import plan_training
+    from leaderless.run.planned_run import plan_training
 
     with inside(folder):
         choice = plan_training(Run("recipe.yaml", *options_of(folder)).loaded, num_workers).choice
@@ -177,9 +177,9 @@ def layouts(folder: Path, num_workers: int) -> Iterator[tuple[str, dict[str, str
     """Every layout of the search space that can run: its name, ranks by node, lag, and predicted seconds of a step."""
     from leaderless import Run
     from leaderless.config import RecipeError
-    from leaderless.planner.auto.candidates import Allowed, candidates_of
-    from leaderless.planner.auto.choose import predict_step
-    from leaderless.planner.auto.profile import read_profile
+    from leaderless.planner.placement.candidates import Allowed, candidates_of
+    from leaderless.planner.placement.search import predict_step
+    from leaderless.planner.placement.stage_seconds import read_profile
 
     with inside(folder):
         max_lag, found = int((folder / "max_lag").read_text(encoding="utf-8")), []

@@ -16,13 +16,13 @@ from typing import TypedDict
 
 from leaderless import EngineSetup, RolloutSetup, rollout_engine, train_backend
 from leaderless.data.batch import Batch, Jagged
+from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.value_model import load_value_model
 from leaderless.rollout.engine import Delta, Request, SamplingParams
+from leaderless.training.forward_passes import BoundedPasses, Passes
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
-from leaderless.training.passes import BoundedPasses, Passes
-from leaderless.training.sharded import Division
-from leaderless.weights.stream import WeightStream
+from leaderless.training.sharded import WeightSharding
 
 SCORING = 0.3
 """Seconds of a pass that only scores, as a share of those of an update."""
@@ -178,9 +178,9 @@ def make_trainer(setup: EngineSetup) -> PacedTrainer | PacedCritic:
     if setup.is_critic:
         critic = load_value_model(setup.model, setup.role)
         return PacedCritic(
-            critic, *where, optimizer=setup.optimizer, num_updates=setup.num_updates, division=Division(mesh)
+            critic, *where, optimizer=setup.optimizer, num_updates=setup.num_updates, division=WeightSharding(mesh)
         )
     model = load_causal_lm(setup.model, setup.role)
     return PacedTrainer(
-        model, *where, optimizer=setup.optimizer, num_updates=setup.num_updates, division=Division(mesh)
+        model, *where, optimizer=setup.optimizer, num_updates=setup.num_updates, division=WeightSharding(mesh)
     )

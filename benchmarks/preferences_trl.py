@@ -67,7 +67,7 @@ def main() -> None:
     from tests.preferences import loss_and_gradient, reward_loss_and_gradient
     from tests.tiny import tiny_model
 
-    from leaderless.config.algorithm import AlgorithmConfig
+    from leaderless.algorithms.settings import AlgorithmConfig
 
     rows = {}
 

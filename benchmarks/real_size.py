@@ -132,7 +132,7 @@ def make_model(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from leaderless.models.tiny import write_tiny_model
+    from leaderless.models.loading.tiny import write_tiny_model
 
     write_tiny_model(folder, "0123456789+=-*()# \nabcdefghijklmnopqrstuvwxyz", hidden_size=32, max_positions=32768)
     torch.manual_seed(0)
@@ -250,8 +250,9 @@ def measure_pools(folder: Path, model: Path, changes: Mapping[str, object]) -> d
 
 def _planned_for(recipe: Path, rank: int) -> dict[str, int]:
     """The estimate for a rank that may not be the fullest, by phase."""
-    from leaderless.planner import Cluster, make_plan, memory
-    from leaderless.workflow import load_recipe, resolve_workflow
+    from leaderless.planner import Cluster, make_plan
+    from leaderless.planner.memory import estimate as memory
+    from leaderless.planner.workflow import load_recipe, resolve_workflow
 
     loaded = load_recipe(str(recipe)).recipe
     with patch.object(memory, "all_ranks", lambda *_: (rank,)):

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import Transport
-from leaderless.models.attention import ATTENTION_NAME
+from leaderless.distributed.transport import Transport
+from leaderless.models.attention.packed import ATTENTION_NAME
 from leaderless.models.causal_lm import CausalLM
+from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.models.routers import Routers
-from leaderless.models.tokenizer import load_tokenizer
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
-from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.native.engine import NativeEngine
 from leaderless.training.fsdp import FsdpEngine
 
 CPU = torch.device("cpu")

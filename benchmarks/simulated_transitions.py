@@ -2,7 +2,8 @@
 
     python benchmarks/simulated_transitions.py
 
-Prints, for each case and way, the median of what was measured, what `leaderless.planner.costs` predicts, and the error.
+Prints, for each case and way, the median of what was measured, what `leaderless.planner.simulate` predicts, and the
+error.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from benchmarks.transitions.case import RESPONSES, Case
 from benchmarks.transitions.report import RESULTS
 from benchmarks.transitions.transition import Results, Transition
 
-from leaderless.planner.costs.moves import Cost
-from leaderless.planner.costs.rows import Rows
-from leaderless.planner.memory_parts import format_bytes
+from leaderless.planner.memory.parts import format_bytes
+from leaderless.planner.simulate.rows import SimulatedRows
+from leaderless.planner.simulate.transfers import Cost
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -81,7 +82,7 @@ def median_of(runs: Sequence[Transition]) -> Cost:
 
 def prediction(case: Case, way: str, cluster: ComparedCluster) -> Cost:
     """The prediction of the model."""
-    rows = Rows(
+    rows = SimulatedRows(
         groups=np.repeat(np.arange(case.prompts), RESPONSES),
         prompt_tokens=case.prompt_lengths_of_rows.numpy(),
         response_tokens=case.response_lengths.numpy(),

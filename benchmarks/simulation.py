@@ -27,7 +27,7 @@ from benchmarks.simulated.sweep import Sweep, settings_of, simulate
 from leaderless import Run
 from leaderless.config import Recipe
 from leaderless.planner import Plan
-from leaderless.workflow import load_recipe
+from leaderless.planner.workflow import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes/scaling/grpo.yaml"

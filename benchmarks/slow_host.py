@@ -77,12 +77,12 @@ def be_rank(recipe_file: str, name: str, slow_from: int, folder: Path) -> None:
     from rich.console import Console
 
     from leaderless.observability.console import Display
-    from leaderless.run.planned import plan_training
-    from leaderless.worker.place import Place
-    from leaderless.worker.process import open_worker
-    from leaderless.workflow import load_recipe
+    from leaderless.planner.workflow import load_recipe
+    from leaderless.run.planned_run import plan_training
+    from leaderless.worker.build.process import open_worker
+    from leaderless.worker.rank_info import RankInfo
 
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     planned = plan_training(load_recipe(recipe_file, [f"name={name}"]), place.world_size)
     with open_worker(planned.recipe, planned.plan, place, Display(Console(), is_shown=False)) as worker:
         run_step = worker.run_step

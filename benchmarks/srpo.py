@@ -128,10 +128,10 @@ def rank_correlation(policy: Path, num_layouts: int, seed: int, *, is_by_task: b
     from leaderless.algorithms.advantages.srpo import self_referential_rewards
     from leaderless.config.body import BodyConfig
     from leaderless.config.models import ModelConfig
-    from leaderless.environments.bodies.table import Table
+    from leaderless.embodied.rollout.policy_rollout import BodyTask, make_body_rollout
+    from leaderless.embodied.simulators.tabletop import TableTask
+    from leaderless.embodied.stages.embeddings import encoder_of, film_of
     from leaderless.observability.clock import Clock
-    from leaderless.rollout.bodies import BodyTask, make_body_rollout
-    from leaderless.stages.embeddings import encoder_of, film_of
 
     options = {"num_layouts": num_layouts}
     config = BodyConfig(type="table", max_steps=32, num_environments=128, options=options)
@@ -151,7 +151,7 @@ def rank_correlation(policy: Path, num_layouts: int, seed: int, *, is_by_task: b
     numbers = torch.tensor([int(str(task.task["task"])) for task in tasks])
     ids = numbers if is_by_task and num_layouts else groups
     worth = self_referential_rewards(vectors, success, torch.ones_like(success), ids, scale=0.8, radius=1.0)
-    world, nearness = Table(1, num_layouts=num_layouts), []
+    world, nearness = TableTask(1, num_layouts=num_layouts), []
     for task, episode in zip(tasks, episodes, strict=True):
         world.reset([0], [task.task], [task.seed])
         goal = world._blocks[0, world._targets[0]]  # noqa: SLF001 - what no observation says

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fixed_lag_parts import PacedEngine
 from leaderless import RolloutSetup, rollout_engine
-from leaderless.data.transport import ProcessGroup, Round
+from leaderless.distributed.transport import ProcessGroup, Round
 
 exchanging = ProcessGroup.exchanging
 

@@ -45,8 +45,8 @@ from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.cli.main import app
 from leaderless.config import Recipe
 from leaderless.planner import Cluster, make_plan
-from leaderless.planner.picture import draw_plan
-from leaderless.workflow import (
+from leaderless.planner.show.picture import draw_plan
+from leaderless.planner.workflow import (
     BUILTIN_STAGES,
     COLUMNS,
     DATA_COLUMNS,
@@ -57,7 +57,7 @@ from leaderless.workflow import (
     load_recipe,
     resolve_workflow,
 )
-from leaderless.workflow.metrics import METRICS
+from leaderless.planner.workflow.metrics import METRICS
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent

@@ -12,7 +12,7 @@ from generate_markup import between, cell, table_of
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.catalogue import entries
 from leaderless.algorithms.losses import POLICY_LOSSES
-from leaderless.config.algorithm import AlgorithmConfig, KlConfig, refusals
+from leaderless.algorithms.settings import AlgorithmConfig, KlConfig, refusals
 
 
 def results_page() -> str:

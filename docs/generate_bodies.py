@@ -9,7 +9,7 @@ from statistics import median
 
 from generate_markup import table_of
 
-from leaderless.environments.bodies.registry import ADAPTERS
+from leaderless.embodied.simulators.registry import ADAPTERS
 
 RESULTS = Path(__file__).parent / "performance/bodies.json"
 MEMORY = Path(__file__).parent / "performance/body_memory.json"
@@ -71,7 +71,7 @@ Most that the only worker of a run on the table of blocks held, and what `leader
 HEAD = """# Simulators
 
 Each was tried with its package: the rules that every environment of bodies must keep
-(`python -m leaderless.environments.bodies.conformance TYPE '{options}'`), and steps per second of random actions in one
+(`python -m leaderless.embodied.simulators.conformance TYPE '{options}'`), and steps per second of random actions in one
 process, with resets: the middle, least and most of three measurements on two cores of a virtual machine that did
 nothing else. `make test-bodies` tries the rules again, and
 `.venv-bodies/bin/python benchmarks/bodies.py` writes this table.

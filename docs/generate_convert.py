@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from generate_markup import cell, table_of
 
-from leaderless.convert.convert import TABLES, Framework
-from leaderless.convert.table import Row
-from leaderless.convert.trl_preferences import TABLES as PREFERENCES
-from leaderless.convert.verl_names import OTHER_NAMES
+from leaderless.cli.convert_config.convert import TABLES, Framework
+from leaderless.cli.convert_config.table import Row
+from leaderless.cli.convert_config.trl_preferences import TABLES as PREFERENCES
+from leaderless.cli.convert_config.verl_names import OTHER_NAMES
 
 FRAMEWORKS: tuple[Framework, ...] = ("verl", "trl")
 """Frameworks with a guide."""

@@ -14,11 +14,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from leaderless.algorithms.registry import CUSTOM
+from leaderless.base.section import ShorthandSection
 from leaderless.config import Recipe
-from leaderless.config.base import ShorthandSection
 from leaderless.config.reward_options import RewardOptions
 from leaderless.config.roles import RoleConfig
-from leaderless.planner.costs.cluster import ClusterConfig
+from leaderless.planner.simulate.cluster import ClusterConfig
 
 
 def configuration_pages() -> dict[str, str]:

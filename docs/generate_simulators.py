@@ -19,8 +19,8 @@ import yaml
 from generate_markup import cell, table_of
 
 from leaderless.config.body import BodyConfig
-from leaderless.environments.bodies.protocol import Continuous, Spaces, VectorEnvironment
-from leaderless.environments.bodies.registry import ADAPTERS, find_body
+from leaderless.embodied.simulators.protocol import Continuous, Spaces, VectorEnvironment
+from leaderless.embodied.simulators.registry import ADAPTERS, find_body
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "performance/bodies.json"

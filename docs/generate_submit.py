@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from pydantic import BaseModel
 
-from leaderless.clusters.options import OPTIONS
+from leaderless.run.clusters.options import OPTIONS
 
 
 def submit_page(section: Callable[[type[BaseModel], str, str], Iterator[str]]) -> str:

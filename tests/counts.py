@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from leaderless.data import jsonl, parquet
 from leaderless.data.batch import Jagged
-from leaderless.data.databuffer import Databuffer
-from leaderless.data.transport import ProcessGroup, Round
+from leaderless.data.buffer.databuffer import Databuffer
+from leaderless.data.sources import jsonl, parquet
+from leaderless.distributed.transport import ProcessGroup, Round
 
 
 @dataclass

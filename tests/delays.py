@@ -12,12 +12,12 @@ from random import Random
 from typing import ParamSpec, TypeVar
 from unittest.mock import patch
 
-from leaderless.rollout.serving import Fed
-from leaderless.weights.copies import PendingCopy
-from leaderless.weights.stream import _Delivery
+from leaderless.distributed.weights.copies import PendingCopy
+from leaderless.distributed.weights.stream import _Delivery
+from leaderless.rollout.weight_sources import Fed
 from leaderless.worker.asynchronous.channels import Channels, Inbox, Note, Outbox
+from leaderless.worker.build.roles import Roles
 from leaderless.worker.chain import Chain
-from leaderless.worker.roles import Roles
 from leaderless.worker.worker import Worker
 
 LONGEST_S = 0.08

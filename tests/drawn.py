@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from leaderless.config.rollout import SamplingConfig
-from leaderless.rollout.sampling import Draw, sample_tokens
+from leaderless.rollout.native.sampling import Draw, sample_tokens
 
 Rows = Callable[[torch.Generator], Tensor]
 LAST = 1 - 2.0**-53
@@ -135,6 +135,6 @@ def check_numbers_that_are_none(draw: Draw, device: torch.device) -> None:
 
 
 if __name__ == "__main__":  # Triton has to know before it is imported that it is to interpret
-    from leaderless.rollout.sampling_kernels import draw_with_kernels
+    from leaderless.rollout.native.sampling_kernels import draw_with_kernels
 
     print(*check(draw_with_kernels, torch.device("cpu")))

@@ -15,22 +15,22 @@ from torch import Tensor
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.transport import ProcessGroup
+from leaderless.distributed.remote.child_server import ChildServer, EngineError
+from leaderless.distributed.remote.messages import Ask, Gain, Settings
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.distributed.weights.blocks import Pool, even_rows
+from leaderless.distributed.weights.buckets import LocalStaging, make_buckets
+from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.models.loading.tokenizer import end_tokens, load_tokenizer
 from leaderless.planner import Layout
-from leaderless.rollout.apart.messages import Ask, Gain, Settings
-from leaderless.rollout.child_server import ChildServer, EngineError
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
-from leaderless.rollout.external import Driver, ExternalEngine
-from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.external.engine import Driver, ExternalEngine
+from leaderless.rollout.native.engine import NativeEngine
+from leaderless.rollout.native.sampling import sample_tokens
 from leaderless.rollout.probe import make_probe
-from leaderless.rollout.sampling import sample_tokens
-from leaderless.rollout.serving import Colocated
-from leaderless.rollout.weights import LocalStaging, make_buckets
+from leaderless.rollout.weight_sources import Colocated
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.weights.blocks import Pool, even_rows
-from leaderless.weights.stream import WeightStream
 
 ALONE = ProcessGroup((0,), 0)
 BUCKET_BYTES = 20_000

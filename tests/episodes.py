@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from leaderless.data.batch import SIBLING_BITS, Batch, Column, Jagged, select_rows
+from leaderless.planner.workflow import stage
 from leaderless.stages.context import StageContext
-from leaderless.workflow import stage
 
 MAX_PARTS = 16
 EPISODES_WORKFLOW = """

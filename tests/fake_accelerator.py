@@ -32,30 +32,31 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from leaderless.algorithms import LossInputs, importance_ratios
 from leaderless.algorithms import losses as policy_losses
 from leaderless.algorithms.policy_loss import compute
-from leaderless.config.algorithm import AlgorithmConfig
+from leaderless.algorithms.settings import AlgorithmConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Jagged
-from leaderless.data.encode import Tokenizer
-from leaderless.data.transport import ProcessGroup
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.distributed.transport import ProcessGroup
 from leaderless.models import decoder
+from leaderless.models.attention.shared_prompts import VarlenAttention
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
 from leaderless.models.scoring import _can_write_float32
-from leaderless.models.shared_prompts import VarlenAttention
 from leaderless.models.value_model import load_value_model
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
-from leaderless.rollout import kv_cache, native
+from leaderless.planner.workflow import resolve_workflow
 from leaderless.rollout.engine import Request, SamplingParams, generate
-from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.sampling import sample_tokens
+from leaderless.rollout.native import engine as native
+from leaderless.rollout.native import kv_cache
+from leaderless.rollout.native.engine import NativeEngine
+from leaderless.rollout.native.sampling import sample_tokens
 from leaderless.stages.context import Grader, ModelRole, StageContext
 from leaderless.stages.preferences import loss_of_rows, side_by_side, totals_of
 from leaderless.stages.update import update
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.training.micro_batches import response_lengths
-from leaderless.workflow import resolve_workflow
 
 KIND = "npu"
 DEVICE = torch.device("cpu")  # until it is registered

@@ -11,17 +11,17 @@ import torch
 from tests import fake_accelerator as fake
 from tests.distributed.test_bodies import played
 from tests.small_worlds import Line
-from tests.unit.bodies.test_sac import SMALL, decisions, memory_of, policy_of
+from tests.unit.embodied.test_sac import SMALL, decisions, memory_of, policy_of
 
 from leaderless.config.body import PolicyConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.embodied.policies.mlp import Mlp, MlpValue
+from leaderless.embodied.policies.protocol import BodyPolicy, BodyValue
+from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyTask
+from leaderless.embodied.rollout.vector_envs import LocalVectorEnvs
+from leaderless.embodied.training.policy_engine import BodyPolicyEngine, BodyValueEngine, HeldBody
+from leaderless.embodied.training.sac_learner import SacLearner
 from leaderless.observability.clock import Clock
-from leaderless.policies.mlp import Mlp, MlpValue
-from leaderless.policies.protocol import BodyPolicy, BodyValue
-from leaderless.rollout.bodies import BodyEngine, BodyTask
-from leaderless.rollout.worlds import OwnWorlds
-from leaderless.training.bodies import BodyPolicyEngine, BodyValueEngine, HeldBody
-from leaderless.training.sac import SacLearner
 
 BATCH = played("token")
 """Episodes of which each decision has two steps."""
@@ -79,7 +79,7 @@ def bodies(accelerator: fake.Accelerator) -> Mapping[str, Mapping[str, float]]:
     engine = BodyEngine(
         cast("BodyPolicy", fake.moved(Mlp(spaces, chunk=2), torch.float32)), lambda: worlds, fake.DEVICE
     )
-    worlds, tasks = OwnWorlds(Line(4), 4), [BodyTask(number, {}, seed=number) for number in range(4)]
+    worlds, tasks = LocalVectorEnvs(Line(4), 4), [BodyTask(number, {}, seed=number) for number in range(4)]
     rounds = 0
     decide = engine.decide
 

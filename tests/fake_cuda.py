@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from leaderless.rollout import recording
+from leaderless.rollout.native import cuda_graph
 
 
 class FakeCuda:
@@ -70,7 +70,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "stream", on)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(recording, "_side_stream", lambda _: "side")
+        monkeypatch.setattr(cuda_graph, "_side_stream", lambda _: "side")
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", released)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (fake.free_bytes, 1 << 37))

@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load_file
 from tests.engines import CopyDriver
 
+from leaderless.distributed.remote.messages import Ask
 from leaderless.models.routers import Routers
-from leaderless.rollout.apart.messages import Ask
 
 LOG_VARIABLE = "FAKE_SGLANG_LOG"
 VALUES = {"model-path", "host", "port", "dtype", "context-length", "max-running-requests", "load-format"}

@@ -20,16 +20,16 @@ from tests.tiny import at_temperature, mixture_model, random_samples, tiny_model
 from torch import Tensor
 
 from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
-from leaderless.data import transport
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import ProcessGroup
-from leaderless.data.under_way import MESSAGES_AHEAD
+from leaderless.distributed import transport
+from leaderless.distributed.in_flight import MESSAGES_AHEAD
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.models.attention.ring import RingParallel
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
-from leaderless.models.context_parallel import ContextParallel
-from leaderless.models.ring import RingParallel
+from leaderless.models.parallel.context import ContextParallel
+from leaderless.models.parallel.tensor import TensorParallel
 from leaderless.models.routers import UNKNOWN
 from leaderless.models.scoring import _can_add_float32
-from leaderless.models.tensor_parallel import TensorParallel
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.training.micro_batches import MicroBatch
 

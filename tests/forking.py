@@ -37,10 +37,10 @@ from typing import NoReturn
 
 ROOT = Path(__file__).parents[1]
 MODULES = (
-    "leaderless.worker.process",
+    "leaderless.worker.build.process",
     "leaderless.cli.main",
     "leaderless.observability.report.page",
-    "leaderless.planner.picture",
+    "leaderless.planner.show.picture",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",

@@ -16,9 +16,9 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from leaderless.serve.port import take_port
-from leaderless.ui.desk import Desk
-from leaderless.ui.server import PageServer
+from leaderless.serving.listen import take_port
+from leaderless.serving.live_page.pages import RunStore
+from leaderless.serving.live_page.server import PageServer
 
 CHROMEDRIVER = shutil.which("chromedriver")
 
@@ -27,7 +27,7 @@ CHROMEDRIVER = shutil.which("chromedriver")
 def served(*roots: Path, token: str | None = None) -> Iterator[str]:
     """The address of the live page about some folders."""
     with take_port("127.0.0.1", 0, token) as listener:
-        server, has_started = PageServer(Desk(roots), token), threading.Event()
+        server, has_started = PageServer(RunStore(roots), token), threading.Event()
         thread = threading.Thread(target=lambda: asyncio.run(server.answer(listener, has_started.set)), daemon=True)
         thread.start()
         assert has_started.wait(30)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from leaderless.loggers.protocol import LoggedRun, Numbers, Table
+from leaderless.observability.loggers.protocol import LoggedRun, LoggedTable, Numbers
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.step_log import StepLog
 
@@ -46,7 +46,7 @@ class Notes:
         for log, step, values in numbers:
             self._note("write", log, step, values)
 
-    def write_table(self, table: Table) -> None:
+    def write_table(self, table: LoggedTable) -> None:
         self._note("table", table.name, table.step, list(table.columns), [list(row) for row in table.rows])
 
     def write_file(self, path: Path) -> None:

@@ -26,16 +26,16 @@ from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, Plan, make_plan
-from leaderless.planner.replan import Choice
+from leaderless.planner.placement.replanning import ReplanChoice
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.context import StageContext
 from leaderless.worker.asynchronous.in_flight import Advance, ResponsesInFlight
+from leaderless.worker.build.parts import Parts
+from leaderless.worker.build.process import open_worker
 from leaderless.worker.chain import Chain
-from leaderless.worker.parts import Parts
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.worker.replanner import Replanner
+from leaderless.worker.rank_info import RankInfo
+from leaderless.worker.replan.replanner import Replanner
 from leaderless.worker.worker import Worker
-from leaderless.workflow import load_recipe, resolve_workflow
 
 NUM_STEPS, UPDATES, PROMPTS, RESPONSES = 6, 2, 4, 4
 SETTINGS = {
@@ -84,7 +84,7 @@ def train(
     With a seed (`delays_of`), all that ranks exchange is delayed at random.
     """
     recipe = load_recipe(recipe_file, overrides).recipe
-    place, seen = Place.from_environment(), Seen()
+    place, seen = RankInfo.from_environment(), Seen()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     with ExitStack() as stack:
         if delays_of is not None:
@@ -150,9 +150,9 @@ def switching(worker: Worker, switches: Mapping[int, str], phase: str) -> Callab
         elif phase == "during":
             worker.parts.roles.sync_all = die  # type: ignore[method-assign]
         if name not in self.plans:
-            with patch("leaderless.worker.replanner.choose", partial(chosen, self, name)):
+            with patch("leaderless.worker.replan.replanner.choose", partial(chosen, self, name)):
                 return look(self, step)
-        self.choice = Choice(name, 2.0, 1.0, is_worth_it=True)
+        self.choice = ReplanChoice(name, 2.0, 1.0, is_worth_it=True)
         return self.plans[name]
 
     return look_and_switch
@@ -160,10 +160,10 @@ def switching(worker: Worker, switches: Mapping[int, str], phase: str) -> Callab
 
 def chosen(
     replanner: Replanner, name: str, expected: Mapping[str, float], current: str, switch_s: float, *_: object
-) -> Choice:
+) -> ReplanChoice:
     """Stands in for `choose`: a layout, with the seconds that are expected of it."""
     assert switch_s > replanner._switch_s, "what is generated again counts"
-    return Choice(name, expected[current], expected[name], is_worth_it=True)
+    return ReplanChoice(name, expected[current], expected[name], is_worth_it=True)
 
 
 def slow_step(field: ResponsesInFlight) -> list[Advance]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.planner import Layout
 from leaderless.training.fsdp import FsdpValueEngine, make_engine

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from leaderless.config.rollout import SamplingConfig
-from leaderless.planner.cache_pool import bucket_of
-from leaderless.rollout.kv_cache import Segment
-from leaderless.rollout.paged_attention import PagedAttend, attend_with_torch
-from leaderless.rollout.paged_plan import (
+from leaderless.planner.memory.cache_pool import bucket_of
+from leaderless.rollout.native.kv_cache import Segment
+from leaderless.rollout.native.paged_attention import PagedAttend, attend_with_torch
+from leaderless.rollout.native.paged_plan import (
     TILE_ROWS,
     Arrangement,
     PagedPlan,
@@ -27,8 +27,8 @@ from leaderless.rollout.paged_plan import (
     fields_of,
     num_bytes,
 )
-from leaderless.rollout.pages import Pages
-from leaderless.rollout.rotary import Rotation, rotate
+from leaderless.rollout.native.pages import PagePool
+from leaderless.rollout.native.rotary import Rotation, rotate
 
 
 class Rows:
@@ -39,7 +39,7 @@ class Rows:
         self.random, generator = Random(seed), torch.Generator().manual_seed(seed)
         self.generator = generator
         needed = sum(-(-(tokens + 1) // page_size) for tokens in owns) + sum(-(-n // page_size) for n, _ in groups)
-        self.pages = Pages(needed + 3, page_size)
+        self.pages = PagePool(needed + 3, page_size)
         self.random.shuffle(self.pages._free)
         shared = [segment for n, count in groups for segment in [self.pages.add(n)] * count]
         self.prompts: list[Segment | None] = [*shared, *[None] * (len(owns) - len(shared))]
@@ -143,7 +143,7 @@ def errors(function: PagedAttend, device: torch.device, dtype: torch.dtype) -> d
 
 def check_rounding() -> None:
     """Check that the kernel rounds a rotation step by step: in float16, which Triton's interpreter rounds as a GPU."""
-    from leaderless.rollout.paged_kernels import attend_with_kernels
+    from leaderless.rollout.native.paged_kernels import attend_with_kernels
 
     rows = Rows(0, [5, 40, 9], [], 16)
     for heads, kv_heads, width in ((4, 2, 8), (6, 2, 80)):
@@ -190,8 +190,8 @@ def launched_kernels() -> dict[str, dict[str, int]]:
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
 
-    from leaderless.rollout.paged_kernels import attend_with_kernels
-    from leaderless.rollout.sampling_kernels import draw_with_kernels
+    from leaderless.rollout.native.paged_kernels import attend_with_kernels
+    from leaderless.rollout.native.sampling_kernels import draw_with_kernels
 
     found = {}
     launched = []
@@ -248,7 +248,7 @@ def main() -> None:
         print(json.dumps(launched_kernels()))
         return
     assert os.environ["TRITON_INTERPRET"] == "1"
-    from leaderless.rollout.paged_kernels import attend_with_kernels
+    from leaderless.rollout.native.paged_kernels import attend_with_kernels
 
     check_rounding()
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}

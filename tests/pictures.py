@@ -33,10 +33,10 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from leaderless.base.image_files import open_image
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.images import PromptImage, expanded, pack_images, placed
-from leaderless.models.classifiers import register_classifiers
-from leaderless.models.image_readers import Reader, open_reader
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.data.prompts.images import PromptImage, expanded, pack_images, placed
+from leaderless.models.loading.tokenizer import load_tokenizer
+from leaderless.models.vision.classifiers import register_classifiers
+from leaderless.models.vision.image_readers import FamilyImageReader, open_reader
 
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "paligemma"]
 WORDS = [*"0123456789", "red", "blue", "how many ", " squares? ", " and "]
@@ -121,7 +121,7 @@ _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @functools.cache
-def reader_of(family: Family = "qwen3_vl") -> Reader:
+def reader_of(family: Family = "qwen3_vl") -> FamilyImageReader:
     """How it reads images."""
     config = ModelConfig(path=vision_model(family))
     return open_reader(config, "policy", load_tokenizer(config, "policy"))

@@ -19,8 +19,8 @@ from leaderless.config.data import DatasetConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch
 from leaderless.data.dataset import Prompt, make_batch
-from leaderless.data.preferences import make_encoder
-from leaderless.data.transport import ProcessGroup
+from leaderless.data.prompts.preferences import make_encoder
+from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.value_model import load_value_model
 from leaderless.stages.preferences import loss_of_rows, samples_for, score_sides, side_by_side, totals_of

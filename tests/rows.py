@@ -7,15 +7,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from leaderless.config import Json, Recipe
+from leaderless.base.values import Json
+from leaderless.config import Recipe
 from leaderless.config.data import DatasetConfig, TrainingSetConfig
 from leaderless.data.batch import Batch
-from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import Dataloader, open_training_set
 from leaderless.data.dataset import Dataset, TrainingSet, open_dataset
-from leaderless.data.encode import RowEncoder
-from leaderless.data.rows import Row, RowSource
-from leaderless.data.sources import open_source
+from leaderless.data.prompts.encode import RowEncoder
+from leaderless.data.sources.disk_cache import DataCache
+from leaderless.data.sources.open_source import open_source
+from leaderless.data.sources.row_sources import Row, RowSource
 
 BOS, EOS = 1, 2
 

@@ -11,11 +11,11 @@ from tests.small_worlds import Line
 from torch import Tensor, nn
 
 from leaderless.config import Recipe
-from leaderless.data.demonstrations import EPISODES_FILE, Recorder
-from leaderless.environments.bodies.expert import played
-from leaderless.environments.bodies.protocol import Spaces
-from leaderless.policies.protocol import Acted, BodyPolicy, BodyValue, Observed, Scores
-from leaderless.workflow import load_recipe
+from leaderless.embodied.data.lerobot import EPISODES_FILE, DemonstrationWriter
+from leaderless.embodied.policies.protocol import Acted, BodyPolicy, BodyValue, DecisionScores, Observed
+from leaderless.embodied.simulators.protocol import Spaces
+from leaderless.embodied.simulators.scripted_expert import played
+from leaderless.planner.workflow import load_recipe
 
 BINS = 5
 MODULE, WORLD = "tests.small_bodies", "tests.small_worlds"
@@ -48,10 +48,10 @@ class Bins(BodyPolicy):
         log_probs = logits.gather(-1, choices[..., None])
         return Acted(self.actions_of(choices.float()), choices.float(), log_probs)
 
-    def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> Scores:
+    def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> DecisionScores:
         logits = self._logits(observed, temperature)
         entropies = -(logits.exp() * logits).sum(-1, keepdim=True)
-        return Scores(logits.gather(-1, choices.long()[..., None]), entropies)
+        return DecisionScores(logits.gather(-1, choices.long()[..., None]), entropies)
 
     def actions_of(self, choices: Tensor) -> Tensor:
         return (choices / (BINS - 1) * 2 - 1)[..., None]
@@ -81,7 +81,7 @@ def settings_of(folder: Path, *, workflow: str = "grpo", **changes: object) -> d
     train, body = folder / "tasks.jsonl", {"type": f"{WORLD}:Line", "num_environments": 8, "max_steps": 6}
     if workflow == "imitation":
         train, body = folder / "demonstrations" / EPISODES_FILE, {**body, "demonstrations": f"{folder}/demonstrations"}
-        with Recorder(folder / "demonstrations") as recorder:
+        with DemonstrationWriter(folder / "demonstrations") as recorder:
             for (_, episode), _ in zip(played(Line(64), 0), range(16), strict=False):
                 recorder.add(episode)
     critic = {"critic": {"body": f"{MODULE}:Worth"}} if workflow == "ppo" else {}

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PI0Config, PI0ForConditionalGeneration, PreTrainedTokenizerFast
 
-from leaderless.policies.pi05_model import Pi05Config, Pi05Network
-from leaderless.policies.prismatic import Prismatic, VlaConfig
+from leaderless.embodied.policies.pi05_network import Pi05Config, Pi05Network
+from leaderless.embodied.policies.prismatic import Prismatic, VlaConfig
 
 NUM_WORDS, NUM_PADDED = 400, 16
 TEXT = {

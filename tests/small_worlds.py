@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.environments.bodies.protocol import Continuous, Observations, Spaces, Steps, VectorEnvironment
+from leaderless.embodied.simulators.protocol import Continuous, Observations, Spaces, Steps, VectorEnvironment
 from leaderless.environments.protocol import Task
 
 

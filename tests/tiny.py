@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from leaderless.config import LoadedRecipe
 from leaderless.data.batch import Batch, Jagged
-from leaderless.models.tiny import write_tiny_model
+from leaderless.models.loading.tiny import write_tiny_model
+from leaderless.planner.workflow import load_recipe
 from leaderless.training.micro_batches import response_lengths
-from leaderless.workflow import load_recipe
 
 if TYPE_CHECKING:
     from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine

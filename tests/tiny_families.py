@@ -24,12 +24,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
-from leaderless.data.activity import Activity
 from leaderless.data.batch import Batch
-from leaderless.data.transport import ProcessGroup
-from leaderless.data.under_way import Backlog
+from leaderless.distributed.activity import Activity
+from leaderless.distributed.in_flight import Backlog
+from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.opened import open_model
+from leaderless.models.loading.sharded_loading import open_model
 from leaderless.training.fsdp import FsdpEngine
 
 FILE = Path(__file__).parents[1] / "docs/reference/families.json"

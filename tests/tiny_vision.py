@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from leaderless.models.tiny import END_TOKEN, UNKNOWN_TOKEN
+from leaderless.models.loading.tiny import END_TOKEN, UNKNOWN_TOKEN
 
 
 def write_vision_model(

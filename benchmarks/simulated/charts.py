@@ -11,8 +11,8 @@ from benchmarks.simulated.controllers import OURS
 from benchmarks.simulated.sweep import AXES, Sweep
 
 from leaderless.observability.run_directory import write_atomically
-from leaderless.planner.costs.cluster import GIB
-from leaderless.planner.costs.step import Estimate
+from leaderless.planner.simulate.cluster import GIB
+from leaderless.planner.simulate.step import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

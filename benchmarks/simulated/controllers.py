@@ -10,15 +10,15 @@ import numpy as np
 import yaml
 from pydantic import Field, field_validator
 
+from leaderless.base.section import Section
 from leaderless.config import Recipe, load_section
-from leaderless.config.base import Section
 from leaderless.planner import Plan
-from leaderless.planner.costs.cluster import ClusterConfig
-from leaderless.planner.costs.moves import Cost
-from leaderless.planner.costs.network import MICRO, Network, seconds
-from leaderless.planner.costs.rows import Int, Routes, Rows, Workload
-from leaderless.planner.costs.step import Estimate, Event, Loaded, Synced, Walk, Worked, events_of, walk_peers
-from leaderless.workflow.columns import column_of
+from leaderless.planner.simulate.cluster import ClusterConfig
+from leaderless.planner.simulate.network import MICRO, Network, seconds
+from leaderless.planner.simulate.rows import Int, SimulatedRoutes, SimulatedRows, Workload
+from leaderless.planner.simulate.step import Estimate, Event, Loaded, Synced, Walk, Worked, events_of, walk_peers
+from leaderless.planner.simulate.transfers import Cost
+from leaderless.planner.workflow.columns import column_of
 
 FOLDER = Path(__file__).parent / "controllers"
 """Folder with the costs of controllers on such machines, for each cluster file in `recipes/clusters`."""
@@ -101,7 +101,7 @@ class Controller:
     config: ControllerConfig
     network: Network
 
-    def bytes_of(self, rows: Rows, columns: Sequence[str]) -> Int:
+    def bytes_of(self, rows: SimulatedRows, columns: Sequence[str]) -> Int:
         """[n] bytes of each row, padded if the controller pads.
 
         Args:
@@ -136,7 +136,7 @@ class Controller:
         return Cost(took, remote, copies * total)
 
 
-def separate_bytes(rows: Rows, columns: Sequence[str], *, is_padded: bool) -> Int:
+def separate_bytes(rows: SimulatedRows, columns: Sequence[str], *, is_padded: bool) -> Int:
     """[n] bytes of rows that each have their own prompt.
 
     Args:
@@ -151,7 +151,7 @@ def separate_bytes(rows: Rows, columns: Sequence[str], *, is_padded: bool) -> In
     return sizes
 
 
-def controller_cost(routes: Routes, columns: Sequence[str], controller: Controller) -> Cost:
+def controller_cost(routes: SimulatedRoutes, columns: Sequence[str], controller: Controller) -> Cost:
     """One transition through a controller that has none of its columns yet.
 
     Args:

@@ -8,9 +8,9 @@ import numpy as np
 from benchmarks.simulated.controllers import OURS, ComparedCluster, Controller, controller_cost
 
 from leaderless.planner import Reshard
-from leaderless.planner.costs.moves import Cost, peer_cost
-from leaderless.planner.costs.network import Network
-from leaderless.planner.costs.rows import Int, Routes, Rows, owners_of
+from leaderless.planner.simulate.network import Network
+from leaderless.planner.simulate.rows import Int, SimulatedRoutes, SimulatedRows, owners_of
+from leaderless.planner.simulate.transfers import Cost, peer_cost
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Errors:
     process_bytes: float
 
 
-def predict(action: Reshard, rows: Rows, holders: Int, cluster: ComparedCluster, way: str) -> Cost:
+def predict(action: Reshard, rows: SimulatedRows, holders: Int, cluster: ComparedCluster, way: str) -> Cost:
     """The cost of one transition.
 
     Args:
@@ -44,7 +44,7 @@ def predict(action: Reshard, rows: Rows, holders: Int, cluster: ComparedCluster,
     ranks = action.ranks
     network = Network(cluster, ranks[-1] + 1)
     owners = owners_of(action, rows, holders, {})
-    routes = Routes(rows, holders, owners, action.source_layout, action.target_layout, is_agreed=False)
+    routes = SimulatedRoutes(rows, holders, owners, action.source_layout, action.target_layout, is_agreed=False)
     if way == OURS:
         return peer_cost(routes, action.columns, np.array(ranks), network)
     if way not in cluster.controllers:

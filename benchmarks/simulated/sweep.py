@@ -9,11 +9,12 @@ from typing import Literal
 
 from benchmarks.simulated.controllers import OURS, ComparedCluster, estimate_ways
 
-from leaderless.config import Json, Recipe
+from leaderless.base.values import Json
+from leaderless.config import Recipe
 from leaderless.planner import Plan
-from leaderless.planner.costs.cluster import GIB
-from leaderless.planner.costs.rows import sample_workload
-from leaderless.planner.costs.step import Estimate
+from leaderless.planner.simulate.cluster import GIB
+from leaderless.planner.simulate.rows import sample_workload
+from leaderless.planner.simulate.step import Estimate
 
 AxisName = Literal["world_size", "prompts_per_step", "context_tokens"]
 

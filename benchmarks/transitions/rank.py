@@ -17,8 +17,8 @@ from benchmarks.transitions.padded import contents, pad, share_out
 from benchmarks.transitions.watch import Observation, Observations, Watch
 
 from leaderless.data.batch import SIBLING_BITS, Batch
-from leaderless.data.reshard import reshard
-from leaderless.data.transport import Transport
+from leaderless.data.buffer.reshard import reshard
+from leaderless.distributed.transport import Transport
 
 TIMEOUT_S = 300.0
 

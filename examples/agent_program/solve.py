@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from leaderless import Chat
-from leaderless.config import Json
+from leaderless.base.values import Json
 
 
 async def vote(task: Mapping[str, Json], chat: Chat, num_votes: int = 3) -> Mapping[str, Json]:

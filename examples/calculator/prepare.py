@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from leaderless.models.tiny import END_TOKEN, write_tiny_model
+from leaderless.models.loading.tiny import END_TOKEN, write_tiny_model
 
 CALL, CLOSE = '<tool_call>{"name": "calculate", "arguments": {"expression": "', '"}}</tool_call>'
 TEMPLATE = (

@@ -35,7 +35,7 @@ def prepare(folder: Path) -> None:
     Args:
         folder: Folder to write into.
     """
-    from leaderless.models.tiny import write_tiny_model
+    from leaderless.models.loading.tiny import write_tiny_model
 
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_model(folder / "model", "0123456789?!<>", hidden_size=64)

@@ -11,7 +11,7 @@ from random import Random
 
 from typing_extensions import override
 
-from leaderless.environments.adapters.textarena import TextArena, TextArenaSolo
+from leaderless.environments.adapters.textarena_games import TextArena, TextArenaSolo
 from leaderless.environments.protocol import Task, Turn
 
 GAME = "Nim-v0"

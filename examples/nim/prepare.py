@@ -14,7 +14,7 @@ from random import Random
 from examples.nim.game import Nim, random_move
 from transformers import AutoTokenizer
 
-from leaderless.models.tiny import END_TOKEN, write_tiny_model
+from leaderless.models.loading.tiny import END_TOKEN, write_tiny_model
 
 NUM_GAMES, NUM_TASKS, NUM_HELD_OUT = 4_000, 2_000, 256
 LARGEST = (3, 4, 5)

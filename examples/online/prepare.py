@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from leaderless import Run
-from leaderless.models.tiny import write_tiny_model
+from leaderless.models.loading.tiny import write_tiny_model
 
 NAMES, OPERATORS, DIGITS = "abcdxyz", "+-*", "123456789"
 STYLES = {"{}{}\n": 0.55, "{} {}\n": 0.15, " {}{}\n": 0.15, " {} {}\n": 0.15}

@@ -10,7 +10,7 @@ import torch
 from examples.signal_game.prepare import make_plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from leaderless.models.tiny import write_tiny_model
+from leaderless.models.loading.tiny import write_tiny_model
 
 NUM_EPOCHS, LEARNING_RATE, GOOD_LOSS = 400, 3e-3, 0.1
 Row = dict[str, str]

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from leaderless.loggers.protocol import LoggedRun, Numbers, Table
+from leaderless.observability.loggers.protocol import LoggedRun, LoggedTable, Numbers
 
 
 class CsvLogger:
@@ -31,7 +31,7 @@ class CsvLogger:
         """Append the numbers of some steps."""
         self._append([(self._name, log, step, *pair) for log, step, values in numbers for pair in values.items()])
 
-    def write_table(self, table: Table) -> None:
+    def write_table(self, table: LoggedTable) -> None:
         """Leave samples out."""
 
     def write_file(self, path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from random import Random
 
-from leaderless.models.tiny import write_tiny_model
+from leaderless.models.loading.tiny import write_tiny_model
 
 LETTERS = "abcd"
 NUM_PAIRS, NUM_HELD_OUT = 2000, 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leaderless.quickstart.additions import prepare
+from leaderless.cli.quickstart_project.additions import prepare
 
 if __name__ == "__main__":
     prepare(Path("runs/quickstart-data"))

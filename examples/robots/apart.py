@@ -20,15 +20,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from leaderless.algorithms.sac_settings import SacConfig
 from leaderless.config.models import OptimizerConfig
-from leaderless.config.sac import SacConfig
-from leaderless.data.replay import ReplayBuffer
-from leaderless.environments.bodies.protocol import Continuous, Spaces
-from leaderless.policies.squashed import Squashed
-from leaderless.robots.environment import RobotEnvironment
-from leaderless.robots.transitions import transitions_of
-from leaderless.training.memory import Drawn
-from leaderless.training.sac import SacLearner, observed_of
+from leaderless.embodied.data.replay_buffer import ReplayBuffer
+from leaderless.embodied.policies.squashed import Squashed
+from leaderless.embodied.robots.environment import RobotEnvironment
+from leaderless.embodied.robots.transitions import transitions_of
+from leaderless.embodied.simulators.protocol import Continuous, Spaces
+from leaderless.embodied.training.sac_learner import SacLearner, observed_of
+from leaderless.embodied.training.sharded_replay import Drawn
 
 CHUNK, EVERY, LEAST = 2, 5, 32
 """Steps of a decision, updates between two files of weights, and transitions before the first update."""

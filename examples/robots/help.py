@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 
-from leaderless.robots.environment import RobotEnvironment
-from leaderless.robots.transitions import Recorder, Transitions
+from leaderless.embodied.robots.environment import RobotEnvironment
+from leaderless.embodied.robots.transitions import TransitionRecorder, Transitions
 
 
 class Memory(list[Transitions]):
@@ -22,7 +22,7 @@ def play(address: str, num_episodes: int) -> tuple[Memory, Memory]:
         num_episodes: Number of episodes.
     """
     rng, online, demonstrations = np.random.default_rng(0), Memory(), Memory()
-    environment, recorder = RobotEnvironment(1, [address], allows_help=True), Recorder(online, demonstrations)
+    environment, recorder = RobotEnvironment(1, [address], allows_help=True), TransitionRecorder(online, demonstrations)
     for episode in range(num_episodes):
         seen, is_over = environment.reset([0], [{}], seeds=[episode]), False
         while not is_over:

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.data.demonstrations import Demonstration, Recorder
-from leaderless.environments.bodies.protocol import VectorEnvironment
-from leaderless.robots.environment import RobotEnvironment
+from leaderless.embodied.data.lerobot import Demonstration, DemonstrationWriter
+from leaderless.embodied.robots.environment import RobotEnvironment
+from leaderless.embodied.simulators.protocol import VectorEnvironment
 
 NUM_DEMONSTRATIONS, NUM_TASKS, NUM_HELD_OUT = 20, 1000, 50
 
@@ -47,7 +47,7 @@ def demonstrate(environment: VectorEnvironment, seed: int) -> tuple[bool, Demons
 
 def record(environment: VectorEnvironment, folder: Path, num: int) -> int:
     """Record successes of the expert, and write tasks; returns the number of demonstrations."""
-    with Recorder(folder / "demonstrations", robot="dummy") as recorder:
+    with DemonstrationWriter(folder / "demonstrations", robot="dummy") as recorder:
         for seed in range(10 * num):
             is_success, shown = demonstrate(environment, seed)
             if is_success:

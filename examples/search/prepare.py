@@ -18,7 +18,7 @@ from examples.search.world import NAME, SYLLABLES, Question, World
 from leaderless.environments.search.bm25 import Bm25Retriever
 from leaderless.environments.search.retriever import Page, Retriever
 from leaderless.environments.search.search_r1 import INVALID, show_pages
-from leaderless.models.tiny import write_word_model
+from leaderless.models.loading.tiny import write_word_model
 
 TOPK = 1
 NUM_DEMONSTRATIONS = 8000

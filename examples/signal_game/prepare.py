@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from leaderless.models.tiny import write_tiny_model
+from leaderless.models.loading.tiny import write_tiny_model
 
 DIGITS = "01234567"
 ROLES = ("planner", "solver", "critic")

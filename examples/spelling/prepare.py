@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
-from leaderless.config import Json
-from leaderless.environments.adapters.reasoning_gym import make_rows
-from leaderless.models.tiny import write_tiny_model
+from leaderless.base.values import Json
+from leaderless.environments.adapters.reasoning_gym_tasks import make_rows
+from leaderless.models.loading.tiny import write_tiny_model
 
 QUESTION = "Spell this word backward (example: sun -> nus): "
 NUM_SHOWN, NUM_TASKS, NUM_HELD_OUT = 20_000, 20_000, 256

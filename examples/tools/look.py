@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 from leaderless import Environment, Turn, tool
-from leaderless.environments.tools import Call, Calls
+from leaderless.environments.tools import Call, ToolCalls
 
 
 class Hidden(Environment):
@@ -34,9 +34,9 @@ class Hidden(Environment):
         return Turn(reward=float(is_right) - float(not self.has_looked), done=True)
 
 
-def read_short(text: str) -> Calls:
+def read_short(text: str) -> ToolCalls:
     """A format for a model that knows only a few characters: `L` looks, everything else is an answer."""
-    return Calls("", [Call("look")]) if text.startswith("L") else Calls(text)
+    return ToolCalls("", [Call("look")]) if text.startswith("L") else ToolCalls(text)
 
 
 def prepare(folder: Path) -> None:
@@ -45,7 +45,7 @@ def prepare(folder: Path) -> None:
     Args:
         folder: Folder to write into.
     """
-    from leaderless.models.tiny import write_tiny_model
+    from leaderless.models.loading.tiny import write_tiny_model
 
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_model(folder / "model", "0123456789?L", hidden_size=64)

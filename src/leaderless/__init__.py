@@ -6,8 +6,12 @@ command line start without importing torch.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from leaderless.base.moved_modules import MovedModules
+from leaderless.base.versions import VERSION
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe as Recipe
@@ -24,17 +28,17 @@ if TYPE_CHECKING:
     from leaderless.planner import make_plan as make_plan
     from leaderless.planner import rollout_engine as rollout_engine
     from leaderless.planner import train_backend as train_backend
+    from leaderless.planner.workflow import Workflow as Workflow
+    from leaderless.planner.workflow import load_recipe as load_recipe
+    from leaderless.planner.workflow import stage as stage
     from leaderless.rewards.protocol import RewardInput as RewardInput
     from leaderless.rewards.protocol import RewardResult as RewardResult
-    from leaderless.rollout.make import RolloutSetup as RolloutSetup
+    from leaderless.rollout.make_engine import RolloutSetup as RolloutSetup
     from leaderless.run.run import Run as Run
     from leaderless.stages.context import StageContext as StageContext
     from leaderless.training.engine import EngineSetup as EngineSetup
-    from leaderless.workflow import Workflow as Workflow
-    from leaderless.workflow import load_recipe as load_recipe
-    from leaderless.workflow import stage as stage
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOME = {
     "AskRefusedError": "leaderless.environments.programs",
@@ -48,16 +52,16 @@ _HOME = {
     "Recipe": "leaderless.config",
     "RewardInput": "leaderless.rewards.protocol",
     "RewardResult": "leaderless.rewards.protocol",
-    "RolloutSetup": "leaderless.rollout.make",
+    "RolloutSetup": "leaderless.rollout.make_engine",
     "Run": "leaderless.run.run",
     "StageContext": "leaderless.stages.context",
     "ToolError": "leaderless.environments.tools",
     "Turn": "leaderless.environments.protocol",
-    "Workflow": "leaderless.workflow",
-    "load_recipe": "leaderless.workflow",
+    "Workflow": "leaderless.planner.workflow",
+    "load_recipe": "leaderless.planner.workflow",
     "make_plan": "leaderless.planner",
     "rollout_engine": "leaderless.planner",
-    "stage": "leaderless.workflow",
+    "stage": "leaderless.planner.workflow",
     "tool": "leaderless.environments.tools",
     "train_backend": "leaderless.planner",
 }
@@ -87,6 +91,10 @@ __all__ = [
     "tool",
     "train_backend",
 ]
+
+
+if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+    sys.meta_path.append(MovedModules())
 
 
 def __getattr__(name: str) -> object:

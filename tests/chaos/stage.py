@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 import leaderless
-from leaderless.checkpoint.writer import CheckpointWriter
 from leaderless.observability.clock import Tracer
 from leaderless.observability.run_directory import write_atomically
-from leaderless.worker import keeper
+from leaderless.worker.checkpoint import checkpointer
+from leaderless.worker.checkpoint.writer import CheckpointWriter
 
 VARIABLE = "CHAOS"
 RESUME, WRITE, COMMIT = "resume", "write a checkpoint", "commit a checkpoint"
@@ -120,7 +120,7 @@ def _install(killer: Killer) -> None:
             yield facts
 
     Tracer.span = watched  # type: ignore[method-assign]
-    keeper.newest_good = _as_phase(killer, RESUME, keeper.newest_good)  # type: ignore[attr-defined]
+    checkpointer.newest_good = _as_phase(killer, RESUME, checkpointer.newest_good)  # type: ignore[attr-defined]
     writer = CheckpointWriter
     writer._write_files = _as_phase(killer, WRITE, writer._write_files)  # type: ignore[method-assign]
     writer._commit = _as_phase(killer, COMMIT, writer._commit)  # type: ignore[method-assign]

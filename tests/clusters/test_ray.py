@@ -16,7 +16,7 @@ from tests.tiny import tiny_model, write_recipe
 
 ray = pytest.importorskip("ray", reason="Ray is in an environment of its own: make test-clusters")
 
-from leaderless.clusters.ray_machines import Machine, Wish, place, run_machines  # noqa: E402
+from leaderless.run.clusters.ray_cluster import Machine, MachineRequest, place, run_machines  # noqa: E402
 
 REWARD = """
 import time
@@ -41,14 +41,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.shutdown()
 
 
-def wish(folder: Path, port: int, steps: int = 12, **changes: Any) -> Wish:
+def wish(folder: Path, port: int, steps: int = 12, **changes: Any) -> MachineRequest:
     (folder / "slow.py").write_text(REWARD)
     settings = {"reward": {"slow:grade": 1.0}, "steps": steps, "run.reward_processes": 1, "run.grace_s": 30}
     settings |= {"batch.prompts_per_step": 4, "checkpoint.every_steps": 4}
     recipe = write_recipe(folder, tiny_model(), settings)
     setup = (f"export PYTHONPATH={ROOT / 'src'}:{ROOT}:{folder}", f"cd {folder}")
     given = {"smallest": 1, "largest": 2, "workers": 1, "port": port, "setup": setup, "placement_timeout_s": 60}
-    return Wish((str(recipe),), **(given | changes))  # type: ignore[arg-type]
+    return MachineRequest((str(recipe),), **(given | changes))  # type: ignore[arg-type]
 
 
 def free_port() -> int:
@@ -63,7 +63,7 @@ def steps_of(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def started(wanted: Wish) -> tuple[threading.Thread, threading.Event, list[int]]:
+def started(wanted: MachineRequest) -> tuple[threading.Thread, threading.Event, list[int]]:
     stopped, codes = threading.Event(), []
     thread = threading.Thread(target=lambda: codes.append(run_machines(wanted, stopped)), daemon=True)
     thread.start()
@@ -85,7 +85,7 @@ def test_a_run_on_two_nodes_is_done(cluster: Any, tmp_path: Path) -> None:
 
 def test_a_recipe_that_is_wrong_ends_the_job_at_once(cluster: Any, tmp_path: Path) -> None:
     wanted = wish(tmp_path, free_port())
-    wrong = Wish((*wanted.recipe, "batch.prompts=3"), 1, 2, 1, setup=wanted.setup, port=wanted.port)
+    wrong = MachineRequest((*wanted.recipe, "batch.prompts=3"), 1, 2, 1, setup=wanted.setup, port=wanted.port)
     begin = time.monotonic()
     assert run_machines(wrong, threading.Event()) == 2
     assert time.monotonic() - begin < 120

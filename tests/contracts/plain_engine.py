@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leaderless import RolloutSetup, rollout_engine
+from leaderless.distributed.weights.stream import WeightStream
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
-from leaderless.rollout.sampling import sample_tokens, uniform_noise
-from leaderless.weights.stream import WeightStream
+from leaderless.rollout.native.sampling import sample_tokens, uniform_noise
 
 
 class PlainEngine:

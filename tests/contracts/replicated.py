@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from leaderless import EngineSetup, train_backend
 from leaderless.data.batch import Batch, Jagged
-from leaderless.models.attention import Attention
+from leaderless.distributed.weights.blocks import LocalWeight
+from leaderless.models.attention.packed import Attention
+from leaderless.models.attention.shared_prompts import attention_over
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
 from leaderless.models.decoder import Decoder
 from leaderless.models.scoring import Entropy
-from leaderless.models.shared_prompts import attention_over
 from leaderless.models.value_model import ValueModel, load_value_model
 from leaderless.training.engine import UpdateInfo
+from leaderless.training.forward_passes import BoundedPasses
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
-from leaderless.training.passes import BoundedPasses
-from leaderless.weights.blocks import LocalWeight
 
 
 class Replicated(BoundedPasses):

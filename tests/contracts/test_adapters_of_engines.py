@@ -17,22 +17,22 @@ from tests.tiny import tiny_model
 
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.config.rollout import ExternalConfig, RolloutConfig, SamplingConfig
+from leaderless.distributed.weights.blocks import Pool, everything
+from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.lora import adapted_layers
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.models.loading.tokenizer import load_tokenizer
+from leaderless.models.lora.linear import adapted_layers
 from leaderless.planner import Layout
-from leaderless.planner.engines import engine_for
-from leaderless.rollout.apart.adapters import AdapterFolder
+from leaderless.planner.rollout_engines import engine_for
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
-from leaderless.rollout.external import ExternalEngine
-from leaderless.rollout.make import RolloutSetup, make_engine
+from leaderless.rollout.external.engine import ExternalEngine
+from leaderless.rollout.external.lora_slots import Host, LoraSlot
+from leaderless.rollout.external.sglang_engine import SglangServer
+from leaderless.rollout.external.vllm_process.adapters import AdapterFolder
+from leaderless.rollout.make_engine import RolloutSetup, make_engine
 from leaderless.rollout.probe import make_probe, probe_of
-from leaderless.rollout.seats import Host, Seat
-from leaderless.rollout.serving import Colocated
-from leaderless.rollout.sglang import SglangServer
+from leaderless.rollout.weight_sources import Colocated
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.weights.blocks import Pool, everything
-from leaderless.weights.stream import WeightStream
 
 VLLM_PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")
 """Python of an environment with vLLM."""
@@ -139,7 +139,7 @@ def test_adapters_may_be_merged_for_an_engine(tmp_path: Path) -> None:
 def driver_of(engine: RolloutEngine) -> SglangServer:
     """The server of an engine, which may be shared."""
     driver = cast("ExternalEngine", engine)._driver
-    return cast("SglangServer", driver._host.driver if isinstance(driver, Seat) else driver)
+    return cast("SglangServer", driver._host.driver if isinstance(driver, LoraSlot) else driver)
 
 
 def check_samples(served: Served) -> None:

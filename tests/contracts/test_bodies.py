@@ -13,8 +13,8 @@ import pytest
 from benchmarks.bodies import CASES as MEASURED
 
 from leaderless.config.body import BodyConfig
-from leaderless.environments.bodies.conformance import CHECKS
-from leaderless.environments.bodies.registry import ADAPTERS, find_body
+from leaderless.embodied.simulators.conformance import CHECKS
+from leaderless.embodied.simulators.registry import ADAPTERS, find_body
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))  # as when it is run
 from generate_simulators import SPACES as DECLARED

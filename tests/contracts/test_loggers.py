@@ -24,12 +24,12 @@ import pytest
 import yaml
 from tests.loggers import SAMPLE, Notes, begin, notes, steps
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.loggers import LoggerConfig
-from leaderless.loggers.follower import Follower
-from leaderless.loggers.protocol import LoggedRun
-from leaderless.loggers.registry import find_logger
-from leaderless.loggers.sent import Sent
+from leaderless.observability.loggers.follower import Follower
+from leaderless.observability.loggers.protocol import LoggedRun
+from leaderless.observability.loggers.registry import find_logger
+from leaderless.observability.loggers.sent_journal import SentJournal
 from leaderless.observability.run_directory import RunDirectory
 
 Points = Sequence[tuple[int, float]]
@@ -193,7 +193,7 @@ class Mlflow(Tracker):
         return run
 
     def points(self, name: str) -> Points:
-        from leaderless.loggers.mlflow import key_of
+        from leaderless.observability.loggers.mlflow_logger import key_of
 
         return [
             (one.step, one.value) for one in self._client().get_metric_history(self._run().info.run_id, key_of(name))
@@ -298,7 +298,7 @@ def tracker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 def log(directory: RunDirectory, tracker: Tracker) -> None:
     """Log what is new in the folder of a run, as one start does."""
-    config, sent = tracker.config(), Sent(directory.loggers / "logger.jsonl")
+    config, sent = tracker.config(), SentJournal(directory.loggers / "logger.jsonl")
     logger = find_logger(config, "loggers.0")(**config.options)
     run = LoggedRun("trial", directory.path, yaml.safe_load(directory.config.read_text()))
     sent.begin(logger.open(run, sent.identity))

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import pytest
 from tests.judge_server import by_length, serving
 
-from leaderless.config import Json, RecipeError
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rewards.registry import check_rewards
-from leaderless.sandbox.builtin import BuiltinSandbox
+from leaderless.rewards.sandbox.builtin import BuiltinSandbox
 
 
 @dataclass(frozen=True)

@@ -36,28 +36,29 @@ from torch import Tensor
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import RolloutConfig, SamplingConfig
-from leaderless.models.attention import Attention, PackedAttention
+from leaderless.distributed.remote.child_server import ChildServer
+from leaderless.distributed.weights.stream import WeightStream
+from leaderless.models.attention.packed import Attention, PackedAttention
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
+from leaderless.models.loading.tokenizer import end_tokens, load_tokenizer
 from leaderless.models.routers import Routers
-from leaderless.models.tokenizer import end_tokens, load_tokenizer
-from leaderless.models.vision import VisionLM
+from leaderless.models.vision.vision_models import VisionLM
 from leaderless.planner import Layout
-from leaderless.planner.engines import RolloutEngineSpec, engine_of
-from leaderless.rollout import native, segment_attention
-from leaderless.rollout.child_server import ChildServer
+from leaderless.planner.rollout_engines import RolloutEngineSpec, engine_of
 from leaderless.rollout.engine import Completion, Delta, Request, RolloutEngine, SamplingParams, generate
-from leaderless.rollout.external import Driver, ExternalEngine
-from leaderless.rollout.make import RolloutSetup
-from leaderless.rollout.make import make_engine as engine_by_name
-from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.paged_attention import attend_with_torch
-from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
-from leaderless.rollout.segment_attention import DecodeAttention, PrefillAttention
-from leaderless.rollout.sglang import SglangServer
-from leaderless.rollout.shard import ALONE
-from leaderless.rollout.vllm import InProcessVllm, VllmServer
+from leaderless.rollout.external.engine import Driver, ExternalEngine
+from leaderless.rollout.external.sglang_engine import SglangServer
+from leaderless.rollout.external.vllm_engine import InProcessVllm, VllmServer
+from leaderless.rollout.make_engine import RolloutSetup
+from leaderless.rollout.make_engine import make_engine as engine_by_name
+from leaderless.rollout.native import engine as native
+from leaderless.rollout.native import segment_attention
+from leaderless.rollout.native.engine import NativeEngine
+from leaderless.rollout.native.paged_attention import attend_with_torch
+from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
+from leaderless.rollout.native.segment_attention import DecodeAttention, PrefillAttention
+from leaderless.rollout.spanning_engine import ALONE
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.weights.stream import WeightStream
 
 PROMPT_LENGTHS = (5, 9, 3, 17, 16, 1)
 

@@ -20,13 +20,13 @@ from leaderless.config import Recipe
 from leaderless.data.batch import Batch, Column, Jagged
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, PlannedNode, make_plan
+from leaderless.planner.workflow import resolve_workflow
+from leaderless.planner.workflow.builtin_stages import BUILTIN_STAGES
+from leaderless.planner.workflow.stage_spec import STAGES
 from leaderless.stages.context import StageContext
+from leaderless.worker.build.process import open_worker
 from leaderless.worker.chain import StageFunction
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import resolve_workflow
-from leaderless.workflow.stage import STAGES
-from leaderless.workflow.stages import BUILTIN_STAGES
+from leaderless.worker.rank_info import RankInfo
 
 OWN = ("tests.end_to_end.own_code:bonus_for_even_sums", "tests.end_to_end.failing:fail")
 WORKFLOWS: dict[str, dict[str, object]] = {
@@ -111,14 +111,14 @@ def watched(node: PlannedNode, stage: StageFunction, seen: list[str]) -> StageFu
 
 
 @pytest.fixture
-def alone() -> Iterator[Place]:
+def alone() -> Iterator[RankInfo]:
     """The only worker of a run, in this process."""
-    yield Place.alone()
+    yield RankInfo.alone()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def stages_of_a_step(recipe: Recipe, place: Place) -> list[str]:
+def stages_of_a_step(recipe: Recipe, place: RankInfo) -> list[str]:
     plan, seen = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(1)), []
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         chain = worker.chain
@@ -127,7 +127,7 @@ def stages_of_a_step(recipe: Recipe, place: Place) -> list[str]:
     return seen
 
 
-def test_stages_keep_their_promises_in_a_step_of_each_workflow(tmp_path: Path, alone: Place) -> None:
+def test_stages_keep_their_promises_in_a_step_of_each_workflow(tmp_path: Path, alone: RankInfo) -> None:
     seen = set()
     for number, (workflow, changes) in enumerate(WORKFLOWS.items()):
         folder = tmp_path / str(number)

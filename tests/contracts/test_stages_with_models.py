@@ -17,10 +17,10 @@ from tests.unit.recipes import only_problem, plan_of
 
 from leaderless import Batch, StageContext, Workflow, stage
 from leaderless.config import Recipe, RecipeError
+from leaderless.planner.workflow import Node, read_workflow, spec_of, write_workflow
 from leaderless.stages.context import limited
 from leaderless.training.engine import Trainable
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.workflow import Node, read_workflow, spec_of, write_workflow
 
 HERE = "tests.contracts.test_stages_with_models:"
 SEQUENCE = ["prompt_tokens", "tokens", "response_mask", "temperatures"]

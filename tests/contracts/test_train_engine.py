@@ -24,10 +24,10 @@ from leaderless import EngineSetup, train_backend
 from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.planner import Layout
-from leaderless.planner.backends import BUILTIN_BACKENDS
+from leaderless.planner.train_backends import BUILTIN_BACKENDS
 from leaderless.training.engine import Trainable, TrainEngine, ValueEngine
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch
@@ -446,12 +446,15 @@ def test_what_is_no_engine_is_refused_with_what_it_lacks(ranks: RankPool) -> Non
 
 def test_no_module_outside_of_training_knows_which_back_end_runs() -> None:
     sources = ROOT / "src/leaderless"
-    known = {sources / "planner/backends.py", sources / "config/training.py"}
-    """The table of built-in back ends, and the default of the setting; `convert` names settings of other programs."""
+    known = {sources / "planner/train_backends.py", sources / "config/training.py"}
+    known |= {sources / "planner/checks/capabilities.py"}
+    """The table of built-in back ends, the default of the setting, and refusals that name what would work."""
+    own = {sources / folder for folder in ("training", "embodied/training", "cli/convert_config")}
+    """Engines, and the settings of other programs."""
     naming = {
         path
         for path in sources.rglob("*.py")
-        if not {sources / "training", sources / "convert"} & {*path.parents}
+        if not own & {*path.parents}
         and re.search(r"fsdp|training\.sharded|fully_shard", path.read_text(encoding="utf-8"), re.IGNORECASE)
     }
     assert naming == known

@@ -13,17 +13,17 @@ from tests.distributed.test_training import Numbers, largest_difference
 from tests.tiny import add_gradients
 from torch import Tensor
 
-from leaderless.checkpoint.reader import RunState, load_checkpoint
-from leaderless.checkpoint.writer import CheckpointWriter, Content
 from leaderless.config.run import CheckpointConfig
 from leaderless.data.batch import Batch
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
 from leaderless.training.fsdp import make_engine
 from leaderless.training.micro_batches import MicroBatch
+from leaderless.worker.checkpoint.reader import RunState, load_checkpoint
+from leaderless.worker.checkpoint.writer import CheckpointWriter, Content
 
 Loss = Callable[[TokenOutputs, MicroBatch], Tensor]
 Sizes = dict[str, int]

@@ -23,18 +23,18 @@ from leaderless.config import RecipeError
 from leaderless.config.body import BodyConfig, Grain, PolicyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch
-from leaderless.data.transport import Transport
-from leaderless.environments.bodies.table import Table
+from leaderless.distributed.transport import Transport
+from leaderless.embodied.policies.observations import images_of, padded
+from leaderless.embodied.policies.protocol import Observed
+from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyTask, make_body_rollout
+from leaderless.embodied.rollout.vector_envs import LocalVectorEnvs
+from leaderless.embodied.simulators.tabletop import TableTask
+from leaderless.embodied.stages.rollout import BodyRows
+from leaderless.embodied.training.decision_units import grained
+from leaderless.embodied.training.policy_engine import BodyPolicyEngine, BodyValueEngine, make_body_engine
 from leaderless.observability.clock import Clock
 from leaderless.planner import Layout
-from leaderless.policies.protocol import Observed
-from leaderless.policies.seen import images_of, padded
-from leaderless.rollout.bodies import BodyEngine, BodyTask, make_body_rollout
-from leaderless.rollout.worlds import OwnWorlds
-from leaderless.stages.bodies import BodyRows
-from leaderless.training.bodies import BodyPolicyEngine, BodyValueEngine, make_body_engine
 from leaderless.training.engine import BodySetup
-from leaderless.training.units import grained
 
 SHARES = {1: [12], 2: [9, 3], 4: [5, 0, 1, 6]}
 MODULE = "tests.small_bodies"
@@ -44,7 +44,7 @@ def played(grain: Grain, num: int = 12, *, slots: int = 5) -> Batch:
     """Episodes of a policy with random weights, two of each task; one of them has failed."""
     torch.manual_seed(3)
     policy = Bins(Line(1).spaces)
-    engine = BodyEngine(policy, lambda: OwnWorlds(Line(slots), slots), torch.device("cpu"))
+    engine = BodyEngine(policy, lambda: LocalVectorEnvs(Line(slots), slots), torch.device("cpu"))
     tasks = [BodyTask(number, {}, seed=100 + number // 2, is_greedy=number % 5 == 4) for number in range(num)]
     episodes = engine.play(tasks, seed=7, temperature=0.8, progress=lambda _: None, clock=Clock())
     engine.close()
@@ -257,7 +257,7 @@ def engine_of_vla(name: str, path: str, **settings: object) -> tuple[BodyPolicyE
     engine = make_body_rollout(model, "models.policy", table, torch.device("cpu"))
     policy = engine.policy
     tasks = [BodyTask(number, {}, seed=100 + number // 2) for number in range(12)]
-    playing = BodyEngine(policy, lambda: OwnWorlds(Table(6, max_steps=4), 6), torch.device("cpu"))
+    playing = BodyEngine(policy, lambda: LocalVectorEnvs(TableTask(6, max_steps=4), 6), torch.device("cpu"))
     episodes = playing.play(tasks, seed=7, temperature=1.0, progress=lambda _: None, clock=Clock())
     prompts = Batch(torch.arange(6) << 16, {"rows": tuple({} for _ in range(6))})
     batch = share_of(BodyRows(policy, table, 1.0, 0).samples(prompts, torch.arange(12), episodes), transport)

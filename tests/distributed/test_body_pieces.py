@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from leaderless.config.body import PolicyConfig
 from leaderless.config.models import ModelConfig
-from leaderless.data.transport import Transport
-from leaderless.environments.bodies.protocol import Spaces
-from leaderless.training.bodies import BodyPolicyEngine, BodyValueEngine, make_body_engine
+from leaderless.distributed.transport import Transport
+from leaderless.embodied.simulators.protocol import Spaces
+from leaderless.embodied.training.policy_engine import BodyPolicyEngine, BodyValueEngine, make_body_engine
 
 
 class Layer(nn.Linear):

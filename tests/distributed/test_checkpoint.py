@@ -18,19 +18,19 @@ from tests.tiny import add_gradients, random_samples, tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from leaderless.checkpoint import writer as writing
-from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest
-from leaderless.checkpoint.reader import RunState, load_checkpoint, newest_good, read_state
-from leaderless.checkpoint.rows import load_rows
-from leaderless.checkpoint.writer import CheckpointError, CheckpointWriter, Content, superseded
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.run import CheckpointConfig
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.training.fsdp import FsdpEngine
+from leaderless.worker.checkpoint import writer as writing
+from leaderless.worker.checkpoint.channel_rows import load_rows
+from leaderless.worker.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest
+from leaderless.worker.checkpoint.reader import RunState, load_checkpoint, newest_good, read_state
+from leaderless.worker.checkpoint.writer import CheckpointError, CheckpointWriter, Content, superseded
 
 Whole = dict[str, Tensor]
 LENGTHS = [(3, 5), (2, 7), (4, 1), (1, 3)]

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.distributed.transport import ProcessGroup, Transport
+from leaderless.models.attention.ring import RingAttention, RingParallel
+from leaderless.models.attention.shared_prompts import Family
 from leaderless.models.causal_lm import TokenOutputs
-from leaderless.models.ring import RingAttention, RingParallel
-from leaderless.models.shared_prompts import Family
 from leaderless.planner import Layout, Plan
-from leaderless.planner.fit import Fit, fit_plan
+from leaderless.planner.memory.fit import Fit, fit_plan
 from leaderless.training.fsdp import FsdpValueEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
 

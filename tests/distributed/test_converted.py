@@ -16,15 +16,15 @@ from tests.tiny import mixture_model, random_samples, tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from leaderless.checkpoint.shards import Shard, shard_file, write_shards
 from leaderless.config.models import ModelConfig
 from leaderless.config.training import Whole
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.models import compiled_layers
 from leaderless.planner import Layout
 from leaderless.training.engine import EngineSetup
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.training.registry import make_train_engine, make_value_engine
+from leaderless.worker.checkpoint.shards import Shard, shard_file, write_shards
 
 Engine = FsdpEngine | FsdpValueEngine
 PASS_TOKENS = 31

@@ -17,7 +17,7 @@ from leaderless.algorithms import Denominators, clipped_value_loss, token_weight
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.models.value_model import load_value_model
 from leaderless.training.fsdp import FsdpValueEngine
 from leaderless.training.micro_batches import MicroBatch, response_lengths

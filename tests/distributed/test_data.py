@@ -15,10 +15,10 @@ from tests.counts import counting_bytes_read
 from tests.distributed.ranks import RankPool
 from tests.rows import mixed_recipe, open_sets, prompts_of, write_jsonl
 
-from leaderless.config import Json
-from leaderless.data.cache import DataCache
+from leaderless.base.values import Json
 from leaderless.data.dataloader import Dataloader
-from leaderless.data.transport import Transport
+from leaderless.data.sources.disk_cache import DataCache
+from leaderless.distributed.transport import Transport
 
 Taken = list[tuple[int, Json]]
 SIZE = 12

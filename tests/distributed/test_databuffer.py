@@ -13,9 +13,9 @@ from tests.distributed.ranks import RankPool
 from tests.distributed.user_stages import Loop, prompts_of, recipe_of, short_workflow, whole_workflow
 from tests.distributed.walks import Case, Step, Truth, cases, plan_of, walk
 
-from leaderless.config import Json
-from leaderless.data import transfer
+from leaderless.base.values import Json
 from leaderless.data.batch import SIBLING_BITS, Batch, Jagged, make_sample_ids
+from leaderless.data.buffer import transfer
 from leaderless.planner import Action, Cluster, Reshard, RunNode, make_plan
 
 SPLIT_GROUPS = Case(

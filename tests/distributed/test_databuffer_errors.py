@@ -14,10 +14,10 @@ import torch.distributed as dist
 from tests.distributed.ranks import RankPool
 from tests.distributed.user_stages import Loop, recipe_of, sample, short_workflow, whole_workflow
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.data.batch import Batch
-from leaderless.data.reshard import reshard
-from leaderless.data.transport import CollectiveError, Round
+from leaderless.data.buffer.reshard import reshard
+from leaderless.distributed.transport import CollectiveError, Round
 from leaderless.planner import Reshard
 
 SAMPLE = "node 'sample' (stage 'tests.distributed.user_stages:sample')"

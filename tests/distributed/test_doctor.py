@@ -9,21 +9,25 @@ import pytest
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import finish, start
 
-from leaderless.data.transport import ProcessGroup, Transport
-from leaderless.doctor import together
-from leaderless.doctor.finding import Finding
+from leaderless.distributed.transport import ProcessGroup, Transport
+from leaderless.run.doctor import collective_checks
+from leaderless.run.doctor.finding import DoctorFinding
 
 
-def findings(folder: str, places: list[str], is_lying: bool) -> list[Finding]:
+def findings(folder: str, places: list[str], is_lying: bool) -> list[DoctorFinding]:
     import torch
 
     world: ProcessGroup = Transport(torch.device("cpu"), 60.0).world
-    together.APPEARS_S = 0.5
+    collective_checks.APPEARS_S = 0.5
     own = Path(folder) / (str(world.rank) if is_lying else "all")
     versions = {"torch": "2.12" if is_lying and world.rank == 1 else "2.13"}
     place = places[world.rank]
-    found = together.compare_versions(versions, place, world) + together.check_shared(own, place, world)
-    found += together.check_network(world, places) + together.check_collective(world, torch.device("cpu"))
+    found = collective_checks.compare_versions(versions, place, world) + collective_checks.check_shared(
+        own, place, world
+    )
+    found += collective_checks.check_network(world, places) + collective_checks.check_collective(
+        world, torch.device("cpu")
+    )
     os.sync()
     return found
 

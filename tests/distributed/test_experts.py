@@ -31,10 +31,10 @@ from transformers import (
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.decoder import Decoder
-from leaderless.models.experts import ExpertParallel, num_experts
+from leaderless.models.parallel.expert import ExpertParallel, num_experts
 from leaderless.planner import Layout
 from leaderless.training.fsdp import FsdpEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch

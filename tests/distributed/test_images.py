@@ -17,17 +17,18 @@ from tests.distributed.user_stages import Context, Loop, recipe_of
 from tests.pictures import SIZES, picture, vision_model, write_rows
 from tests.rows import open_path
 
-from leaderless.config import Json, Recipe
+from leaderless.base.values import Json
+from leaderless.config import Recipe
 from leaderless.config.data import TrainingSetConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged, make_sample_ids
-from leaderless.data.cache import DataCache
 from leaderless.data.dataset import make_batch, open_dataset
-from leaderless.data.encode import RowEncoder
-from leaderless.data.images import unpack_images
-from leaderless.models.image_readers import open_reader
-from leaderless.models.tokenizer import load_tokenizer
-from leaderless.workflow import Workflow, stage
+from leaderless.data.prompts.encode import RowEncoder
+from leaderless.data.prompts.images import unpack_images
+from leaderless.data.sources.disk_cache import DataCache
+from leaderless.models.loading.tokenizer import load_tokenizer
+from leaderless.models.vision.image_readers import open_reader
+from leaderless.planner.workflow import Workflow, stage
 
 HERE = "tests.distributed.test_images"
 PATCH_VALUES = 1176

@@ -14,23 +14,23 @@ from tests.tiny import tiny_model, write_recipe
 from tests.unit.recipes import plan_of
 
 from leaderless.config import load_recipe
-from leaderless.data.activity import Activity
 from leaderless.data.batch import Batch
-from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.distributed.activity import Activity
+from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, Plan, make_plan
-from leaderless.planner.process_groups import communicators
+from leaderless.planner.graph.process_groups import communicators
+from leaderless.planner.workflow import resolve_workflow
 from leaderless.stages.context import StageContext
-from leaderless.worker import join
-from leaderless.worker.join import add_process_groups, join_workers
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import resolve_workflow
+from leaderless.worker.build import join
+from leaderless.worker.build.join import add_process_groups, join_workers
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.rank_info import RankInfo
 
 
 def join_with(recipe_file: str, overrides: dict[int, str]) -> str:
     """The error on this rank when some ranks have other settings."""
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     recipe = load_recipe(recipe_file, [overrides[place.rank]] if place.rank in overrides else []).recipe
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     try:
@@ -55,7 +55,7 @@ def test_ranks_with_different_plans_all_stop_and_name_who_differs(
 def train_with_stale_samples(recipe_file: str) -> tuple[str, bool]:
     """The error if samples claim to be of an earlier policy, and whether weights have changed."""
     recipe = load_recipe(recipe_file).recipe
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         rollout = worker.chain.stages["rollout"]

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from tests.counts import counting_traffic
 from tests.distributed.ranks import RankPool
-from tests.unit.test_judging import NativeServing, asker, questions, read_nothing, read_points
+from tests.unit.worker.test_judging import NativeServing, asker, questions, read_nothing, read_points
 
-from leaderless.data.crossing import exchange_unannounced
-from leaderless.data.transport import Transport
-from leaderless.rollout.shard import ALONE
-from leaderless.worker.judging import AskerOfOthers
+from leaderless.data.buffer.block_exchange import exchange_unannounced
+from leaderless.distributed.transport import Transport
+from leaderless.rollout.spanning_engine import ALONE
+from leaderless.worker.build.judging import AskerOfOthers
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.training import Whole
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.planner import Layout
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.registry import make_train_engine

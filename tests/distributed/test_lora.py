@@ -20,22 +20,22 @@ from tests.tiny import add_gradients, random_samples, tiny_model
 from tests.unit.recipes import plan_of, write_model
 from transformers import AutoModelForCausalLM
 
-from leaderless.checkpoint.export import export_model
 from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
+from leaderless.distributed.weights.blocks import LocalWeight, Pool, everything
+from leaderless.distributed.weights.route import WeightRoute
+from leaderless.distributed.weights.stream import receive_weights
+from leaderless.distributed.weights.tensor_parallel import tensor_rows
 from leaderless.models.causal_lm import TokenOutputs
-from leaderless.models.lora import is_adapter, without_adapters
+from leaderless.models.lora.linear import is_adapter, without_adapters
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
-from leaderless.planner.pipeline import check_adapted_stages
-from leaderless.rollout.serving import held_by
+from leaderless.planner.memory.pipeline_stages import check_adapted_stages
+from leaderless.rollout.weight_sources import held_by
 from leaderless.training.fsdp import FsdpEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.weights.blocks import LocalWeight, Pool, everything
-from leaderless.weights.route import Route
-from leaderless.weights.stream import receive_weights
-from leaderless.weights.tensor_parallel import tensor_rows
+from leaderless.worker.checkpoint.export import export_model
 
 SEED = 5
 DROPPING: dict[str, object] = {"lora": LoraConfig(rank=3, alpha=6, dropout=0.2)}
@@ -75,7 +75,9 @@ def train(path: str, sizes: dict[str, int], changes: Mapping[str, object], num_u
     held = held_by(engine, is_merged=True)
     placement = tensor_rows if engine.line is None else engine.line.stages.placement()
     pools = Pool(layout, placement), Pool(layout, everything)
-    route = Route("weights of role 'policy'", held.shapes, *pools, torch.float32, transport.rank, is_gathered=True)
+    route = WeightRoute(
+        "weights of role 'policy'", held.shapes, *pools, torch.float32, transport.rank, is_gathered=True
+    )
     merged = receive_weights(route, transport.world, transport.world, held)
     return numbers | weights | {f"merged.{name}": value.clone() for name, value in merged}
 

@@ -10,12 +10,12 @@ import torch
 from tests.distributed.ranks import RankPool
 from tests.unit.recipes import plan_of
 
-from leaderless.data.databuffer import Databuffer
-from leaderless.data.transport import Transport
+from leaderless.data.buffer.databuffer import Databuffer
+from leaderless.distributed.transport import Transport
 from leaderless.observability.clock import Tracer
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.worker.asynchronous.channels import Channels, add_process_groups
-from leaderless.worker.parts import Parts, Progress
+from leaderless.worker.build.parts import Parts, Progress
 
 TIMEOUT_S = 1.0
 LATE_S = 1.2

@@ -24,17 +24,17 @@ from tests.fakes.in_process import ENVIRONMENT
 from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
 from torch import Tensor
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.data.batch import Batch
-from leaderless.data.transport import Transport
+from leaderless.distributed.remote.child_server import ChildServer, EngineError
+from leaderless.distributed.remote.http_messages import NUMBER
+from leaderless.distributed.transport import Transport
+from leaderless.distributed.weights.blocks import LocalWeight
 from leaderless.planner import Layout
-from leaderless.rollout.apart.http import NUMBER
-from leaderless.rollout.child_server import ChildServer, EngineError
 from leaderless.training.engine import ApartSetup, EngineSetup, TrainEngine
-from leaderless.training.megatron.meeting import megatron_rank
+from leaderless.training.megatron.rendezvous import megatron_rank
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.registry import make_train_engine
-from leaderless.weights.blocks import LocalWeight
 
 Numbers = dict[str, Tensor]
 FSDP = BACKENDS[0]
@@ -110,7 +110,7 @@ def expected_of(transport: Transport, layout: Layout, path: str) -> Numbers:
 
 
 def alone_group(transport: Transport) -> object:
-    from leaderless.data.transport import ProcessGroup
+    from leaderless.distributed.transport import ProcessGroup
 
     return ProcessGroup((transport.rank,), transport.rank)
 

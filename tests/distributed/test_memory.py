@@ -13,9 +13,10 @@ import torch
 from tests.distributed.ranks import RankPool
 from tests.distributed.user_stages import Loop, recipe_of, short_workflow
 
-from leaderless.config import Json
-from leaderless.data import transfer, transport
+from leaderless.base.values import Json
 from leaderless.data.batch import Batch, Column, Jagged, make_sample_ids
+from leaderless.data.buffer import transfer
+from leaderless.distributed import transport
 from leaderless.planner import Reshard
 
 MAX_RATIO = 2.5

@@ -17,22 +17,22 @@ from tests.peak import Peak, measured
 from tests.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
-from leaderless.checkpoint.export import export_model
-from leaderless.checkpoint.reader import RunState, load_checkpoint
-from leaderless.checkpoint.shards import BLOCK_BYTES
-from leaderless.checkpoint.writer import Content
+from leaderless.base.devices import trim_host_memory
 from leaderless.config.models import ModelConfig, OptimizerConfig
-from leaderless.data.transport import Transport
-from leaderless.device import trim_host_memory
+from leaderless.distributed.transport import Transport
+from leaderless.distributed.weights.blocks import HeldWeights, Pool, even_rows, everything
+from leaderless.distributed.weights.route import BUCKET_BYTES, WeightRoute
+from leaderless.distributed.weights.stream import WeightStream, fill_weights, receive_weights, send_weights
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.tiny import write_tiny_model
+from leaderless.models.loading.tiny import write_tiny_model
 from leaderless.planner import Layout
 from leaderless.rollout.engine import RolloutEngine
-from leaderless.rollout.serving import Fed
+from leaderless.rollout.weight_sources import Fed
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.weights.blocks import HeldWeights, Pool, even_rows, everything
-from leaderless.weights.route import BUCKET_BYTES, Route
-from leaderless.weights.stream import WeightStream, fill_weights, receive_weights, send_weights
+from leaderless.worker.checkpoint.export import export_model
+from leaderless.worker.checkpoint.reader import RunState, load_checkpoint
+from leaderless.worker.checkpoint.shards import BLOCK_BYTES
+from leaderless.worker.checkpoint.writer import Content
 
 MIB = 1 << 20
 SLACK = 32 * MIB
@@ -141,7 +141,7 @@ def bring_weights(model: str, how: str) -> Peak:
     held = HeldWeights.of(engine.local_weights(), 0)
     holders, takers = (Layout((rank,), 1) for rank in (0, 1))
     pools = Pool(holders, even_rows), Pool(takers, even_rows if how == "blocks" else everything)
-    route = Route(
+    route = WeightRoute(
         "weights of role 'policy'", held.shapes, *pools, torch.float32, transport.rank, is_gathered=how != "blocks"
     )
     serving = Fed(cast("RolloutEngine", Keeping()), route, transport.process_group((transport.rank,)))

@@ -17,19 +17,19 @@ from tests.unit.recipes import plan_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from leaderless import EngineSetup, train_backend
-from leaderless.checkpoint.reader import RunState, load_checkpoint
-from leaderless.checkpoint.writer import CheckpointWriter, Content
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.config.run import CheckpointConfig
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
 from leaderless.training.engine import TrainEngine
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.sharded import Division
+from leaderless.training.sharded import WeightSharding
+from leaderless.worker.checkpoint.reader import RunState, load_checkpoint
+from leaderless.worker.checkpoint.writer import CheckpointWriter, Content
 
 REPEATING = "tests.distributed.test_mesh:repeats_over_pp"
 
@@ -45,7 +45,7 @@ def repeats_over_pp(setup: EngineSetup) -> TrainEngine:
         setup.micro_batch_tokens,
         optimizer=setup.optimizer,
         num_updates=setup.num_updates,
-        division=Division(setup.mesh()),
+        division=WeightSharding(setup.mesh()),
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from tests.distributed.ranks import RankPool
 from tests.tiny import random_samples
 
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.training.micro_batches import make_micro_batches
 
 SHARES = {2: [0, 7], 4: [1, 6, 0, 2]}

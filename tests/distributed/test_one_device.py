@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from leaderless.base.devices import DeviceSetup, setup_device
 from leaderless.config.models import ModelConfig, OptimizerConfig
-from leaderless.data.transport import ProcessGroup, Transport
-from leaderless.device import DeviceSetup, setup_device
+from leaderless.distributed.remote.http_messages import SharedMemory
+from leaderless.distributed.transport import ProcessGroup, Transport
+from leaderless.distributed.weights.buckets import CudaStaging, HostStaging, LocalStaging, make_buckets
+from leaderless.distributed.weights.packed import PackedWeight, checksum
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.rollout.apart.http import SharedMemory
-from leaderless.rollout.weights import CudaStaging, HostStaging, LocalStaging, make_buckets
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.weights.packed import PackedWeight, checksum
 
 Kind = Literal["cpu", "cuda"]
 TURNS = 40

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from leaderless.config.models import ModelConfig
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.opened import Opened, open_model
+from leaderless.models.loading.sharded_loading import ShardedModelFiles, open_model
 from leaderless.models.value_model import load_value_model
 from leaderless.planner import Layout
 from leaderless.training import fsdp
@@ -41,10 +41,10 @@ DENSE = (
 )
 
 
-def opened_whole(config: ModelConfig, role: str, *, is_critic: bool = False, num_ranks: int = 1) -> Opened:
+def opened_whole(config: ModelConfig, role: str, *, is_critic: bool = False, num_ranks: int = 1) -> ShardedModelFiles:
     """Open a model with all of its weights on every rank."""
     decoder = (load_value_model if is_critic else load_causal_lm)(config, role)
-    return Opened(decoder, decoder.model, None)
+    return ShardedModelFiles(decoder, decoder.model, None)
 
 
 def values_of(engine: object) -> dict[str, Tensor]:
@@ -61,14 +61,14 @@ def compare(cases: list[Case]) -> list[tuple[int, int]]:
     transport, found = Transport(torch.device("cpu"), timeout_s=60), list[tuple[int, int]]()
     for path, sizes, changes, is_critic in cases:
         num_ranks = prod(count for axis, count in sizes.items() if axis != "ep")
-        layout, opened = Layout(tuple(range(num_ranks)), **sizes), list[Opened]()
+        layout, opened = Layout(tuple(range(num_ranks)), **sizes), list[ShardedModelFiles]()
         setup = setup_of(transport, layout, path) if transport.rank in layout else add_only(transport, layout)
         if setup is None:
             continue
         settings = ModelConfig(path=path, **changes)  # type: ignore[arg-type]
         setup = replace(setup, model=settings, is_critic=is_critic)
 
-        def kept(*args: object, opened: list[Opened] = opened, **options: object) -> Opened:
+        def kept(*args: object, opened: list[ShardedModelFiles] = opened, **options: object) -> ShardedModelFiles:
             opened.append(open_model(*args, **options))  # type: ignore[arg-type]
             return opened[-1]
 

@@ -36,15 +36,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from leaderless.checkpoint.export import export_model
 from leaderless.config import RecipeError
-from leaderless.data.errors import CollectiveError
-from leaderless.data.transport import ProcessGroup, Transport
-from leaderless.models.pipeline import check_stages
+from leaderless.distributed.errors import CollectiveError
+from leaderless.distributed.transport import ProcessGroup, Transport
+from leaderless.models.parallel.pipeline import check_stages
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout, Plan
-from leaderless.planner.show import print_plan
+from leaderless.planner.show.text import print_plan
 from leaderless.training.fsdp import FsdpEngine, make_engine
+from leaderless.worker.checkpoint.export import export_model
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "tied": Qwen3Config}
 SIZES = {"vocab_size": 84, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4} | {

@@ -13,12 +13,12 @@ from tests.tiny import tiny_model, write_recipe
 from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.rewards.pool import Askers, Graded, RewardPool
 from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import StageContext
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.rank_info import RankInfo
 
 
 def fail_for_even_answers(
@@ -33,7 +33,7 @@ def numbers_of_a_pipeline(recipe_file: str) -> dict[str, float]:
     """Numbers of a step whose rewards come from two stages, of which each reports names of its own."""
     recipe, place = (
         load_recipe(recipe_file, ["layout.policy.dp=2", "layout.reward.pp=2"]).recipe,
-        Place.from_environment(),
+        RankInfo.from_environment(),
     )
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
@@ -48,7 +48,7 @@ def numbers_of_a_pipeline(recipe_file: str) -> dict[str, float]:
 
 
 def numbers_of_a_step(recipe_file: str, overrides: list[str]) -> dict[str, float]:
-    recipe, place = load_recipe(recipe_file, overrides).recipe, Place.from_environment()
+    recipe, place = load_recipe(recipe_file, overrides).recipe, RankInfo.from_environment()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     display = Display(Console(), is_shown=False)
     with patch.object(RewardPool, "grade", fail_for_even_answers), open_worker(recipe, plan, place, display) as worker:

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from leaderless.checkpoint import shards
-from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry
-from leaderless.checkpoint.shards import SHARDING, Shard, read_tensors, shard_file, write_shards
-from leaderless.weights import files
+from leaderless.distributed.weights import files
+from leaderless.worker.checkpoint import shards
+from leaderless.worker.checkpoint.manifest import DamagedCheckpointError, FileEntry
+from leaderless.worker.checkpoint.shards import SHARDING, Shard, read_tensors, shard_file, write_shards
 
 WHOLE = {
     "matrix": torch.arange(35.0).reshape(7, 5),

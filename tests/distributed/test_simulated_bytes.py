@@ -10,14 +10,14 @@ import pytest
 import torch
 from tests.counts import counting_traffic
 from tests.distributed.ranks import RankPool
-from tests.unit.costs.clusters import network
+from tests.unit.planner.simulate.clusters import network
 
 from leaderless.data.batch import Batch, Jagged, make_sample_ids
-from leaderless.data.reshard import reshard
-from leaderless.data.transport import Transport
+from leaderless.data.buffer.reshard import reshard
+from leaderless.distributed.transport import Transport
 from leaderless.planner import Layout, Reshard
-from leaderless.planner.costs.moves import parcels_of
-from leaderless.planner.costs.rows import Int, Routes, Rows, owners_of, sending_ranks
+from leaderless.planner.simulate.rows import Int, SimulatedRoutes, SimulatedRows, owners_of, sending_ranks
+from leaderless.planner.simulate.transfers import parcels_of
 
 SIBLINGS = 4
 NUM_PROMPTS = 60
@@ -107,14 +107,16 @@ def test_a_simulated_exchange_is_the_real_one(ranks: RankPool, kind: str, keep_g
     real = ranks.run(WORLD_SIZE, exchange, action)
     prompts, responses = (part.numpy() for part in lengths())
     groups = np.repeat(np.arange(NUM_PROMPTS), SIBLINGS)
-    rows = Rows(groups, prompts[groups], responses, are_samples=True)
+    rows = SimulatedRows(groups, prompts[groups], responses, are_samples=True)
     source, target, spare = action.source_layout, action.target_layout, action.spare_layout
     holders = sending_ranks(shards_of(source), source)
     known = () if spare is None else [rank for rank in spare.ranks if rank in target]
     spares = {rank: np.flatnonzero(spare_shards() == rank - LAST.ranks[0]) for rank in known}
     owners = owners_of(action, rows, holders, spares)
     links = network(WORLD_SIZE, host__devices=RANKS_PER_HOST)
-    moved = parcels_of(Routes(rows, holders, owners, source, target, is_agreed=False, spares=spares), COLUMNS, links)
+    moved = parcels_of(
+        SimulatedRoutes(rows, holders, owners, source, target, is_agreed=False, spares=spares), COLUMNS, links
+    )
     for rank, (arrived, sent, received) in enumerate(real):
         if rank in target:
             assert arrived == sample_ids()[owners == target.shard_of(rank)].tolist()

@@ -25,20 +25,20 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from leaderless.checkpoint.export import export_model
-from leaderless.checkpoint.reader import RunState, load_checkpoint
-from leaderless.checkpoint.writer import CheckpointWriter, Content
 from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.config.run import CheckpointConfig
-from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.models.decoder import Decoder
-from leaderless.models.tensor_parallel import TensorParallel
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.models.loading.tokenizer import load_tokenizer
+from leaderless.models.parallel.tensor import TensorParallel
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
 from leaderless.training.engine import EngineSetup
 from leaderless.training.fsdp import make_engine
+from leaderless.worker.checkpoint.export import export_model
+from leaderless.worker.checkpoint.reader import RunState, load_checkpoint
+from leaderless.worker.checkpoint.writer import CheckpointWriter, Content
 
 
 def write(family: str, folder: Path) -> str:

@@ -18,7 +18,7 @@ from leaderless.algorithms import Denominators, token_weights
 from leaderless.algorithms.losses.ppo import clipped_policy_loss
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch, response_lengths

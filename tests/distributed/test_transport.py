@@ -18,16 +18,16 @@ from tests.distributed.ranks import RankPool
 from tests.rows import Characters
 
 from leaderless.config import Recipe
-from leaderless.data import transport
-from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import Dataloader
 from leaderless.data.dataset import open_dataset
-from leaderless.data.encode import RowEncoder
-from leaderless.data.errors import CollectiveError
-from leaderless.data.roll_call import ROLL_CALL_S
-from leaderless.data.sources import open_source
-from leaderless.data.transport import ProcessGroup, Transport
-from leaderless.data.under_way import RoundUnderWay
+from leaderless.data.prompts.encode import RowEncoder
+from leaderless.data.sources.disk_cache import DataCache
+from leaderless.data.sources.open_source import open_source
+from leaderless.distributed import transport
+from leaderless.distributed.errors import CollectiveError
+from leaderless.distributed.in_flight import RoundUnderWay
+from leaderless.distributed.missing_ranks import ROLL_CALL_S
+from leaderless.distributed.transport import ProcessGroup, Transport
 
 
 def talk() -> None:

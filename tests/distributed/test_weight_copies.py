@@ -13,19 +13,27 @@ import torch
 from tests.distributed.ranks import RankPool
 from torch import Tensor
 
-from leaderless.data.activity import Activity
-from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.distributed.activity import Activity
+from leaderless.distributed.transport import ProcessGroup, Transport
+from leaderless.distributed.weights import copies
+from leaderless.distributed.weights import route as routes
+from leaderless.distributed.weights.blocks import (
+    HeldWeights,
+    LocalWeight,
+    Placement,
+    Pool,
+    even_rows,
+    everything,
+    whole_block,
+)
+from leaderless.distributed.weights.copies import begin_copy
+from leaderless.distributed.weights.pipeline_parallel import stage_rows
+from leaderless.distributed.weights.route import WeightRoute
+from leaderless.distributed.weights.stream import WeightStream, _Delivery, receive_weights, send_weights
+from leaderless.distributed.weights.tensor_parallel import tensor_rows
 from leaderless.planner import Layout
 from leaderless.rollout.engine import RolloutEngine
-from leaderless.rollout.serving import Fed
-from leaderless.weights import copies
-from leaderless.weights import route as routes
-from leaderless.weights.blocks import HeldWeights, LocalWeight, Placement, Pool, even_rows, everything, whole_block
-from leaderless.weights.copies import begin_copy
-from leaderless.weights.pipeline import stage_rows
-from leaderless.weights.route import Route
-from leaderless.weights.stream import WeightStream, _Delivery, receive_weights, send_weights
-from leaderless.weights.tensor_parallel import tensor_rows
+from leaderless.rollout.weight_sources import Fed
 from leaderless.worker.asynchronous.channels import Inbox, Note
 
 VERSION = 7
@@ -67,7 +75,7 @@ def bring(case: str, dtype: torch.dtype) -> dict[str, Tensor]:
     holders = Pool(*HOLDERS[case])
     free = tuple(rank for rank in (2, 3) if rank not in holders.layout)
     takers = Pool(Layout(free, len(free)), everything)
-    route = Route("weights of role 'policy'", SHAPES, holders, takers, dtype, transport.rank, is_gathered=True)
+    route = WeightRoute("weights of role 'policy'", SHAPES, holders, takers, dtype, transport.rank, is_gathered=True)
     for ranks in (route.ranks, takers.layout.ranks):
         transport.add_lane("weights", ranks)
     if transport.rank not in route.ranks:
@@ -100,7 +108,9 @@ def receive_from_a_rank_that_stops() -> str:
     """The error of this rank when rank 1 stops after one of several buckets; rank 2 receives in a thread."""
     transport = Transport(torch.device("cpu"), 1.0)
     holders, takers = Pool(Layout((0, 1), 2), even_rows), Pool(Layout((2,), 1), everything)
-    route = Route("weights of role 'policy'", SHAPES, holders, takers, torch.float32, transport.rank, is_gathered=True)
+    route = WeightRoute(
+        "weights of role 'policy'", SHAPES, holders, takers, torch.float32, transport.rank, is_gathered=True
+    )
     transport.add_lane("weights", (0, 1, 2))
     transport.add_lane("weights", (2,))
     lane = transport.lane("weights", (0, 1, 2))
@@ -201,14 +211,14 @@ def test_weights_that_come_are_in_few_blocks_of_pinned_memory_where_an_accelerat
 
     weights = {name: whole(name).bfloat16() for name in SHAPES}
     pools = Pool(Layout((0,), 1), everything), Pool(Layout((1,), 1), everything)
-    route = Route("weights of role 'policy'", SHAPES, *pools, torch.bfloat16, 1, is_gathered=True)
+    route = WeightRoute("weights of role 'policy'", SHAPES, *pools, torch.bfloat16, 1, is_gathered=True)
     engine, lane = Taking(), ProcessGroup((0, 1), 1)
     serving = Fed(cast("RolloutEngine", engine), route, ProcessGroup((1,), 1, payload_device=torch.device(device)))
     monkeypatch.setattr(copies, "can_pin", lambda _: is_pinned)
     monkeypatch.setattr(copies.torch, "empty", recorded)
     monkeypatch.setattr(copies, "PINNED_BYTES", 50)
     stream = WeightStream(iter(weights.items()), VERSION)
-    with patch("leaderless.rollout.serving.receive_weights", return_value=stream):
+    with patch("leaderless.rollout.weight_sources.receive_weights", return_value=stream):
         load = serving.fetch(lane, lane, None)
     load()
     assert [name for name, _ in engine.taken] == list(weights)

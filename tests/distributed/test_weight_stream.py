@@ -19,19 +19,15 @@ from tests.distributed.ranks import RankPool
 from tests.distributed.test_mesh import setup_of
 from tests.engines import CopyDriver, make_external
 from tests.tiny import tiny_model
-from tests.unit.test_weight_route import columns, in_pairs
+from tests.unit.distributed.test_weight_route import columns, in_pairs
 from torch import Tensor
 
-from leaderless.data.activity import Activity
-from leaderless.data.transport import ProcessGroup, Round, Transport
-from leaderless.data.under_way import PendingGather, RoundUnderWay
-from leaderless.planner import Layout
-from leaderless.rollout.engine import RolloutEngine
-from leaderless.rollout.serving import Colocated, Fed
-from leaderless.training.fsdp import make_engine
-from leaderless.weights import route as routes
-from leaderless.weights import stream
-from leaderless.weights.blocks import (
+from leaderless.distributed.activity import Activity
+from leaderless.distributed.in_flight import PendingGather, RoundUnderWay
+from leaderless.distributed.transport import ProcessGroup, Round, Transport
+from leaderless.distributed.weights import route as routes
+from leaderless.distributed.weights import stream
+from leaderless.distributed.weights.blocks import (
     HeldWeights,
     LocalWeight,
     Placement,
@@ -42,8 +38,19 @@ from leaderless.weights.blocks import (
     shard_rows,
     whole_block,
 )
-from leaderless.weights.route import Route
-from leaderless.weights.stream import NO_VERSION, Probe, WeightStream, fill_weights, receive_weights, send_weights
+from leaderless.distributed.weights.route import WeightRoute
+from leaderless.distributed.weights.stream import (
+    NO_VERSION,
+    Probe,
+    WeightStream,
+    fill_weights,
+    receive_weights,
+    send_weights,
+)
+from leaderless.planner import Layout
+from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.weight_sources import Colocated, Fed
+from leaderless.training.fsdp import make_engine
 
 WORLD_SIZE = 4
 VERSION = 7
@@ -90,9 +97,9 @@ def whole(index: int, shape: Shape) -> Tensor:
     return torch.arange(math.prod(shape)).remainder(250).view(shape).float() + index
 
 
-def route_of(case: Case, rank: int) -> Route:
+def route_of(case: Case, rank: int) -> WeightRoute:
     shapes = {f"weight {index}": shape for index, shape in enumerate(case.shapes)}
-    return Route(
+    return WeightRoute(
         "weights of role 'policy'", shapes, case.holders, case.takers, case.dtype, rank, is_gathered=case.is_gathered
     )
 
@@ -352,7 +359,7 @@ def bring_misplaced() -> str:
 
 def test_a_rank_that_holds_something_else_is_noticed_before_anything_is_sent(ranks: RankPool) -> None:
     for rank, message in enumerate(ranks.run(2, bring_misplaced)):
-        assert f"rank {rank}: holds Block(offsets=(0, {2 * rank}), sizes=(9, 2)) of 'weight 0' (9, 4)" in message
+        assert f"rank {rank}: holds WeightBlock(offsets=(0, {2 * rank}), sizes=(9, 2)) of 'weight 0' (9, 4)" in message
         assert "correct the placement of its back end" in message
 
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from leaderless.config import Json, Recipe
-from leaderless.config.functions import load_function
+from leaderless.base.named_functions import load_function
+from leaderless.base.values import Json
+from leaderless.config import Recipe
 from leaderless.data.batch import Batch, Jagged, make_sample_ids
-from leaderless.data.databuffer import Databuffer
-from leaderless.data.transport import Transport
+from leaderless.data.buffer.databuffer import Databuffer
+from leaderless.distributed.transport import Transport
 from leaderless.planner import Cluster, Load, Plan, Reshard, RunNode, make_plan
-from leaderless.workflow import Workflow, stage
+from leaderless.planner.workflow import Workflow, stage
 
 HERE = "tests.distributed.user_stages"
 

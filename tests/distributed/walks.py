@@ -13,15 +13,16 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
-from leaderless.config import Json, Recipe
+from leaderless.base.values import Json
+from leaderless.config import Recipe
 from leaderless.data.batch import SIBLING_BITS, Batch, Column, Jagged, make_sample_ids
-from leaderless.data.databuffer import WINDOWS, Databuffer
-from leaderless.data.transport import Transport
-from leaderless.data.wire import DTYPES
+from leaderless.data.buffer.databuffer import WINDOWS, Databuffer
+from leaderless.data.buffer.wire import DTYPES
+from leaderless.distributed.transport import Transport
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard, RunNode, Windowed, flat
-from leaderless.planner.loops import make_loops
-from leaderless.planner.parts import BatchSizes
-from leaderless.workflow import Node, StageSpec
+from leaderless.planner.graph.loops import make_loops
+from leaderless.planner.plan_parts import BatchSizes
+from leaderless.planner.workflow import Node, StageSpec
 
 PROMPT_COLUMNS = ("prompt_tokens", "rows", "image")
 SAMPLE_COLUMNS = ("tokens", "group_id", "flags", "scores", "halves", "notes", "patches", "matrix")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leaderless.data.transport import ProcessGroup
+from leaderless.distributed.transport import ProcessGroup
 
 MODEL = "the model"
 """Label of messages of FSDP, which do not pass through `ProcessGroup`."""

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from leaderless import Batch, Jagged, StageContext, Workflow, stage
 from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput, LossInputs, LossOutput, ResponseLoss
+from leaderless.algorithms.settings import AlgorithmConfig
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.algorithm import AlgorithmConfig
 
 
 class OwnAdvantage(Advantage):

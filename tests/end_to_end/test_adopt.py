@@ -24,12 +24,12 @@ from leaderless.config.layout import LayoutConfig
 from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
-from leaderless.planner.replan import Choice, with_layout
+from leaderless.planner.placement.replanning import ReplanChoice, with_layout
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.context import StageContext
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.worker.replanner import NUM_LOOKED_AT
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.rank_info import RankInfo
+from leaderless.worker.replan.replanner import NUM_LOOKED_AT
 
 SWITCH, NUM_STEPS = 2, 3
 MODEL = tiny_model(num_layers=1)
@@ -85,7 +85,7 @@ def train(
     The second rank may be killed during a switch, when weights have been moved.
     """
     loaded = load_recipe(recipe_file, overrides)
-    place, seen = Place.from_environment(), Seen()
+    place, seen = RankInfo.from_environment(), Seen()
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
     recipe = loaded.recipe.model_copy(update={"steps": steps})
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
@@ -129,11 +129,11 @@ def train(
 def train_and_choose(name: str, *arguments: object) -> Seen:
     """Be one worker of a run that takes on a layout, whatever seconds it has seen."""
 
-    def chosen(expected: Mapping[str, float], current: str, *_: object) -> Choice:
+    def chosen(expected: Mapping[str, float], current: str, *_: object) -> ReplanChoice:
         assert expected[name] > 0
-        return Choice(name, 2.0, 1.0, is_worth_it=current != name)
+        return ReplanChoice(name, 2.0, 1.0, is_worth_it=current != name)
 
-    with patch("leaderless.worker.replanner.choose", chosen):
+    with patch("leaderless.worker.replan.replanner.choose", chosen):
         return train(*arguments)  # type: ignore[arg-type]
 
 
@@ -314,7 +314,7 @@ def test_a_run_that_is_killed_during_a_switch_is_resumed_exactly(ranks: RankPool
 
 def refusal(recipe_file: str, layout: Ranks, size: int) -> str:
     """The reason why a run does not go on under another plan."""
-    loaded, place = load_recipe(recipe_file), Place.from_environment()
+    loaded, place = load_recipe(recipe_file), RankInfo.from_environment()
     workflow = resolve_workflow(loaded.recipe.workflow)
     plan = make_plan(loaded.recipe, workflow, Cluster(place.world_size))
     recipe = loaded.recipe.model_copy(update={"channels": {}, "layout": layout_of(layout)})

@@ -19,9 +19,9 @@ from tests.unit.algorithms.overlay import with_new_files
 
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.losses import POLICY_LOSSES
-from leaderless.planner.flow import Flow
-from leaderless.workflow import load_recipe, resolve_workflow
-from leaderless.workflow.metrics import metrics_of
+from leaderless.planner.graph.column_flow import ColumnFlow
+from leaderless.planner.workflow import load_recipe, resolve_workflow
+from leaderless.planner.workflow.metrics import metrics_of
 
 CASES: dict[str, dict[str, object]] = {
     **{
@@ -126,7 +126,7 @@ def reported_by(path: Path) -> set[str]:
     """Metrics that the contracts of its stages declare for a recipe."""
     recipe = load_recipe(path).recipe
     workflow = resolve_workflow(recipe.workflow)
-    return names_in(dict.fromkeys(metrics_of(recipe, Flow(recipe, workflow).order, workflow), 0.0))
+    return names_in(dict.fromkeys(metrics_of(recipe, ColumnFlow(recipe, workflow).order, workflow), 0.0))
 
 
 def test_decoupled_ppo_runs_as_its_recipe_says_on_samples_of_older_weights(ranks: RankPool, tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ import pytest
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import ROOT, environment, finish, metrics, run, start, succeed
 
+from leaderless.cli.quickstart_project import commands
+from leaderless.cli.quickstart_project.commands import CommandError, Show
+from leaderless.cli.quickstart_project.language import show_language
+from leaderless.cli.quickstart_project.project import write_project
+from leaderless.cli.quickstart_project.robot import show_robot
 from leaderless.config import RecipeError, load_recipe
-from leaderless.config import packaged as packaged_recipes
-from leaderless.config.packaged import find_packaged, how_to_install, recipes_folder
-from leaderless.quickstart import commands
-from leaderless.quickstart.commands import CommandError, Show
-from leaderless.quickstart.language import show_language
-from leaderless.quickstart.project import write_project
-from leaderless.quickstart.robot import show_robot
+from leaderless.config import packaged_files as packaged_recipes
+from leaderless.config.packaged_files import find_packaged, how_to_install, recipes_folder
 
 
 def test_a_new_project_trains_and_its_tests_pass(ranks: RankPool, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_the_quickstarts_run_their_commands(
         succeed(ranks, show.folder, *arguments)
 
     monkeypatch.setattr(Show, "command", command)
-    monkeypatch.setattr("leaderless.quickstart.robot.NUM_DEMONSTRATIONS", 4)
+    monkeypatch.setattr("leaderless.cli.quickstart_project.robot.NUM_DEMONSTRATIONS", 4)
     few = ("steps=2", "loggers=[]", "batch.prompts_per_step=2")
     show_language(Show(tmp_path, 1, (*few, "evaluation.max_prompts=4")))
     assert "before reinforcement learning" in capsys.readouterr().out

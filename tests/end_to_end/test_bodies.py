@@ -13,9 +13,9 @@ from tests.end_to_end.cli import ROOT, run, succeed
 from tests.small_bodies import body_recipe, settings_of
 from tests.small_vla import write_small_pi05, write_small_vla
 
-from leaderless.data.demonstrations import Demonstrations
+from leaderless.embodied.data.lerobot import Demonstrations
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.workflow.stages import BODY_METRICS
+from leaderless.planner.workflow.builtin_stages import BODY_METRICS
 
 BY_STEP: dict[str, object] = {
     "workflow": "ppo",

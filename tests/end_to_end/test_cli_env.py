@@ -21,7 +21,7 @@ from tests.unit.environments.sums import Sums
 from tests.unit.environments.test_toolbox import Point, draw
 
 from leaderless.environments.tools.function_tool import FunctionTool
-from leaderless.environments.trial import random_value
+from leaderless.environments.try_episode import random_value
 
 SUMS = "tests.unit.environments.sums:Sums"
 assert f"{Sums.__module__}:{Sums.__name__}" == SUMS

@@ -16,10 +16,10 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.models.loading.tokenizer import end_tokens, load_tokenizer
 from leaderless.rollout.engine import Request, SamplingParams, generate
-from leaderless.rollout.native import NativeEngine
-from leaderless.run.planned import plan_evaluation
+from leaderless.rollout.native.engine import NativeEngine
+from leaderless.run.planned_run import plan_evaluation
 
 PROMPTS = ["1+2=", "3+4=", "7", "9+9=18 1+1="]
 

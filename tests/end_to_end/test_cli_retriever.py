@@ -44,7 +44,7 @@ def test_what_cannot_be_searched_is_refused_in_words(tmp_path: Path, monkeypatch
     monkeypatch.setattr("leaderless.environments.search.bm25.find_spec", {}.get)
     (tmp_path / "pages.jsonl").write_text('{"contents": "a"}\n')
     assert "'.[search]'" in refused(tmp_path, "retriever", "pages.jsonl", "--port", 0)
-    monkeypatch.setattr("leaderless.cli.retriever.find_spec", {}.get)
+    monkeypatch.setattr("leaderless.cli.servers.find_spec", {}.get)
     assert "'.[serve,search]'" in refused(tmp_path, "retriever", "pages.jsonl")
 
 

@@ -21,11 +21,11 @@ from leaderless.data.batch import SIBLING_BITS, Batch, Jagged
 from leaderless.observability.console import Display
 from leaderless.observability.metrics import Metrics
 from leaderless.planner import Cluster, Repeat, make_plan
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.context import StageContext
 from leaderless.stages.update import _check_versions
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.rank_info import RankInfo
 
 PROMPTS, RESPONSES, ROWS = 6, 4, 64
 NUM_STEPS = 3
@@ -80,7 +80,7 @@ class Step:
 def train(recipe_file: str, overrides: Sequence[str], rule: Callable[[int, int], tuple[float, bool]]) -> list[Step]:
     """Be one worker of a run, or of the rest of it, with rewards that follow a rule."""
     recipe = load_recipe(recipe_file, overrides).recipe
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     steps: list[Step] = []
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:

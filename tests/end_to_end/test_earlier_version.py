@@ -14,9 +14,9 @@ from tests.end_to_end.cli import metrics
 from tests.tiny import write_additions
 
 from leaderless import Run
-from leaderless.checkpoint.export import export_model
 from leaderless.config import RecipeError
-from leaderless.serve.load import find_model
+from leaderless.run.standalone_model import find_model
+from leaderless.worker.checkpoint.export import export_model
 
 EARLIER = Path(__file__).parent / "earlier_run"
 RECIPE = {

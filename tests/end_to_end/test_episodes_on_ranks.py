@@ -19,10 +19,10 @@ from leaderless.data.batch import Batch
 from leaderless.environments.protocol import Environment, Observation, Task, Turn
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.context import StageContext
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.rank_info import RankInfo
 
 NUM_STEPS = 2
 
@@ -59,7 +59,7 @@ class Seen:
 def train(recipe_file: str, overrides: list[str]) -> Seen:
     """Be one worker of a run."""
     recipe = load_recipe(recipe_file, overrides).recipe
-    place, seen = Place.from_environment(), Seen()
+    place, seen = RankInfo.from_environment(), Seen()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         stages = worker.chain.stages

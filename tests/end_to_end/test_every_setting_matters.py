@@ -13,19 +13,19 @@ from pydantic import BaseModel
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import ROOT, command
 from tests.tiny import tiny_model, write_additions, write_recipe
-from tests.unit.test_config_schema import all_sections
+from tests.unit.config.test_config_schema import all_sections
 
-from leaderless.config.algorithm import CorrectionConfig, RewardModelConfig, TeamConfig
-from leaderless.config.base import Section
+from leaderless.algorithms.sac_settings import SacConfig
+from leaderless.algorithms.settings import CorrectionConfig, RewardModelConfig, TeamConfig
+from leaderless.base.section import Section
 from leaderless.config.channels import ChannelConfig
 from leaderless.config.judges import CriterionConfig, JudgeOptions, PairwiseConfig, ParseConfig
-from leaderless.config.mcp import McpServerConfig
+from leaderless.config.mcp_servers import McpServerConfig
 from leaderless.config.online import OnlineConfig
 from leaderless.config.placement import PlacementConfig
 from leaderless.config.reward_options import RewardOptions
 from leaderless.config.rewards import CodeOptions
 from leaderless.config.rollout import ExternalConfig
-from leaderless.config.sac import SacConfig
 from leaderless.config.training import MegatronConfig
 
 
@@ -154,19 +154,19 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {(options, "timeout_s") for options in builtin}
     # These are read when a guard has found something; see test_guards.py.
     elsewhere |= {("GuardsConfig", name) for name in ("non_finite_loss", "non_finite_gradient", "max_roll_backs")}
-    # Engines in other processes are not part of these runs; tests/unit/test_make_engine.py tries each setting.
+    # Engines in other processes are not part of these runs; tests/unit/rollout/test_make_engine.py tries each setting.
     elsewhere |= {("ExternalConfig", name) for name in ExternalConfig.model_fields}
-    # Megatron is not part of these runs; tests/unit/test_megatron.py tries each setting.
+    # Megatron is not part of these runs; tests/unit/training/test_megatron.py tries each setting.
     elsewhere |= {("MegatronConfig", name) for name in MegatronConfig.model_fields}
-    # Channels need two pools; tests/unit/test_channels.py and test_continuous.py try each setting.
+    # Channels need two pools; tests/unit/worker/test_channels.py and test_continuous.py try each setting.
     elsewhere |= {("ChannelConfig", name) for name in ChannelConfig.model_fields} | {("RunConfig", "follow")}
-    # Automatic placement needs a profile; tests/unit/test_placement.py tries each setting.
+    # Automatic placement needs a profile; tests/unit/planner/test_placement.py tries each setting.
     elsewhere |= {("PlacementConfig", name) for name in PlacementConfig.model_fields}
     # Servers of tools are not part of these runs; tests/unit/environments/test_tool_sources.py tries each setting.
     elsewhere |= {("McpServerConfig", name) for name in McpServerConfig.model_fields}
-    # Online runs need clients; test_online.py and tests/unit/online try each setting.
+    # Online runs need clients; test_online.py and tests/unit/serving/online try each setting.
     elsewhere |= {("OnlineConfig", name) for name in OnlineConfig.model_fields}
-    # SAC needs a body; tests/unit/bodies/test_sac.py and test_sac.py have them.
+    # SAC needs a body; tests/unit/embodied/test_sac.py and test_sac.py have them.
     elsewhere |= {("SacConfig", name) for name in SacConfig.model_fields}
     # Judges need a server, or another model; tests/unit/rewards/test_judges.py and test_judge_plan.py try each setting.
     judges = (JudgeOptions, CriterionConfig, ParseConfig, PairwiseConfig)

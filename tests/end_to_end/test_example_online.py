@@ -42,5 +42,5 @@ def test_acceptance_rises_while_the_policy_is_used_and_no_request_fails(ranks: R
     quarter = len(seen) // 4
     first, last = sum(seen[:quarter]) / quarter, sum(seen[-quarter:]) / quarter
     assert last > max(0.5, first + 0.2), (first, last)
-    # Whether new weights interrupt a response is a matter of chance here; tests/unit/online has such responses.
+    # Whether new weights interrupt a response is a matter of chance here; tests/unit/serving/online has such responses.
     assert all(record["online/interrupted"] >= 0 for record in directory.read_metrics())

@@ -30,9 +30,9 @@ from leaderless.algorithms.advantage import compute
 from leaderless.config import load_recipe
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import read_workflow, resolve_workflow
+from leaderless.planner.workflow import read_workflow, resolve_workflow
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.rank_info import RankInfo
 
 ROOT = Path(__file__).parents[2]
 Numbers = dict[str, float]
@@ -42,7 +42,7 @@ def train_example(recipe: str, overrides: list[str], num_steps: int) -> list[Num
     """The numbers of some steps, as rank 0 logs them, with the held-out accuracy last."""
     os.chdir(ROOT)
     loaded = load_recipe(recipe, overrides)
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
     with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         steps = [worker.run_step() for _ in range(num_steps)]

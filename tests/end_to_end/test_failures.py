@@ -17,7 +17,7 @@ from tests.end_to_end.cli import Outcome, finish, metrics, start
 from tests.end_to_end.failing import WORKFLOW
 from tests.tiny import tiny_model, write_recipe
 
-from leaderless.supervision import stop
+from leaderless.worker.supervision import stop
 
 END_S = 90.0
 """Longest time for a run to end: many times what it needs, because other processes may use the same cores."""

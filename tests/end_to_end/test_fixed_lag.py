@@ -27,27 +27,27 @@ from tests.loops import (
 )
 from tests.tiny import tiny_model, write_recipe
 
-from leaderless.checkpoint.manifest import Manifest
-from leaderless.checkpoint.writer import CheckpointWriter
 from leaderless.data.batch import Batch
-from leaderless.data.transport import ProcessGroup
+from leaderless.distributed.transport import ProcessGroup
 from leaderless.observability.clock import total_seconds
 from leaderless.observability.console import Display
 from leaderless.planner import Channel, Cluster, make_plan
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.context import StageContext
 from leaderless.worker.agreement import StepEnd
 from leaderless.worker.asynchronous.channels import Channels, Note
+from leaderless.worker.build.process import open_worker
 from leaderless.worker.chain import Chain
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
+from leaderless.worker.checkpoint.manifest import Manifest
+from leaderless.worker.checkpoint.writer import CheckpointWriter
+from leaderless.worker.rank_info import RankInfo
 from leaderless.worker.worker import Worker
-from leaderless.workflow import load_recipe, resolve_workflow
 
 
 def train_in_known_times(recipe_file: str, overrides: Sequence[str], seconds: Mapping[str, float]) -> float:
     """Be one worker of a run whose nodes take the given times; returns the seconds of all steps."""
     recipe = load_recipe(recipe_file, overrides).recipe
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
 
     def padded(stage: Callable[[Batch, StageContext], Batch], limit_s: float) -> Callable[[Batch, StageContext], Batch]:

@@ -24,10 +24,10 @@ from leaderless.observability.console import Display
 from leaderless.observability.events import GuardStop
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.context import StageContext
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.rank_info import RankInfo
 
 PROMPTS = 6
 BAD_STEP = 3
@@ -72,7 +72,7 @@ def train(
     """
     os.environ["BAD_PROMPTS"] = bad
     recipe = load_recipe(recipe_file, overrides).recipe
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     seen = Seen()
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:

@@ -22,20 +22,20 @@ from tests.tiny import tiny_model, write_recipe
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from leaderless.checkpoint.export import export_model
+from leaderless.distributed.weights.blocks import LocalWeight
+from leaderless.distributed.weights.stream import WeightStream
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
-from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.serving import Serving
-from leaderless.serve.load import find_model, open_model
+from leaderless.planner.workflow import load_recipe, resolve_workflow
+from leaderless.rollout.native.engine import NativeEngine
+from leaderless.rollout.weight_sources import Serving
+from leaderless.run.standalone_model import find_model, open_model
 from leaderless.stages.context import ModelRole
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.weights.blocks import LocalWeight
-from leaderless.weights.stream import WeightStream
-from leaderless.worker import roles as worker_roles
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.worker.build import roles as worker_roles
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.checkpoint.export import export_model
+from leaderless.worker.rank_info import RankInfo
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
@@ -124,7 +124,7 @@ def test_adapters_that_do_not_arrive_end_the_run(ranks: RankPool, tmp_path: Path
 
 def train_team(recipe: str, name: str, shares: bool) -> tuple[dict[str, Tensor], list[int]]:
     """States of roles after a run, and the places at which trainers and engines have a weight under their adapters."""
-    loaded, place = load_recipe(recipe, [f"name={name}"]).recipe, Place.from_environment()
+    loaded, place = load_recipe(recipe, [f"name={name}"]).recipe, RankInfo.from_environment()
     plan = make_plan(loaded, resolve_workflow(loaded.workflow), Cluster(place.world_size))
     with ExitStack() as stack:
         if not shares:

@@ -16,11 +16,11 @@ from tests.tiny import mixture_model, tiny_model, untied_model, write_recipe
 from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.context import StageContext
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.rank_info import RankInfo
 
 Step = dict[str, object]
 NUM_STEPS = 2
@@ -29,7 +29,7 @@ NUM_STEPS = 2
 def walk_steps(recipe_file: str, name: str, num_steps: int) -> list[Step]:
     """What one rank sees of each step: its samples, and the weights after it; with the last one an evaluation."""
     loaded = load_recipe(recipe_file, [f"name={name}"])
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
     steps: list[Step] = []
     with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
@@ -229,7 +229,7 @@ def test_samples_gradients_and_weights_are_those_of_one_rank(
 def traced(recipe_file: str) -> dict[str, list[tuple[int, float, float]]]:
     """Lane, begin and end of each span of two steps on this rank."""
     loaded = load_recipe(recipe_file)
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
     with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         numbers = [worker.run_step() for _ in range(2)][-1]

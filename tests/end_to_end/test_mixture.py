@@ -15,9 +15,9 @@ from tests.tiny import tiny_model, write_additions, write_recipe
 from leaderless.config import load_recipe
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
-from leaderless.worker.place import Place
-from leaderless.worker.process import train
-from leaderless.workflow import resolve_workflow
+from leaderless.planner.workflow import resolve_workflow
+from leaderless.worker.build.process import train
+from leaderless.worker.rank_info import RankInfo
 
 Sample = dict[str, object]
 
@@ -53,7 +53,7 @@ def write_mixture(folder: Path) -> Path:
 def train_steps(recipe: str, name: str, steps: int) -> None:
     """Train, or continue, as one of the workers."""
     loaded = load_recipe(recipe, [f"name={name}", f"steps={steps}"])
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
     train(loaded.recipe, plan, place, Display(Console(), is_shown=False))
 

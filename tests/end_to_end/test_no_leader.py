@@ -20,12 +20,12 @@ from tests.end_to_end.counting import MODEL, Bytes, StoreProxy, Wire
 from tests.tiny import tiny_model, write_recipe
 from torch.distributed import TCPStore
 
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, Plan, Reshard, SyncWeights, flat, make_plan
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.planner.workflow import load_recipe, resolve_workflow
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.rank_info import RankInfo
 
 MAX_SHARE = 1.2
 """Most bytes of a rank, as a multiple of the mean over those with the same part in an exchange."""
@@ -83,7 +83,7 @@ def run_steps(recipe_file: str, store_port: int) -> Account:
     """Run whole steps on one rank, and count everything that it sends."""
     os.environ["MASTER_PORT"] = str(store_port)
     recipe = load_recipe(recipe_file).recipe
-    place, wire = Place.from_environment(), Wire()
+    place, wire = RankInfo.from_environment(), Wire()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         worker.parts.transport.world.sum(torch.zeros(1), "the start")

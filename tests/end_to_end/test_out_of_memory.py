@@ -12,15 +12,15 @@ from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_recipe
 from torch import Tensor, nn
 
-from leaderless.data.errors import MemoryExhausted
+from leaderless.distributed.errors import MemoryExhausted
 from leaderless.observability.console import Display
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
-from leaderless.supervision.failure import Failure
-from leaderless.supervision.limits import read_limits
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.planner.workflow import load_recipe, resolve_workflow
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.rank_info import RankInfo
+from leaderless.worker.supervision.failure import WorkerFailure
+from leaderless.worker.supervision.settled_memory import read_limits
 
 AUTO = "batch.micro_batch_tokens=auto"
 REWARD = {"format": {"pattern": r".*\d.*"}}
@@ -41,7 +41,7 @@ def fail_once(model: nn.Module, at_call: int) -> None:
     model.register_forward_pre_hook(refuse)
 
 
-Outcome = tuple[dict[str, Tensor], list[dict[str, float]], dict[str, int], Failure | None]
+Outcome = tuple[dict[str, Tensor], list[dict[str, float]], dict[str, int], WorkerFailure | None]
 """Weights, metrics, bounds by role, and how the worker failed."""
 
 
@@ -53,7 +53,7 @@ def train(recipe_file: str, overrides: Sequence[str], bounds: dict[str, int], fa
         failing: Roles whose memory runs out, and in which pass.
     """
     recipe = load_recipe(recipe_file, overrides).recipe
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     numbers: list[dict[str, float]] = []
     try:
@@ -67,7 +67,7 @@ def train(recipe_file: str, overrides: Sequence[str], bounds: dict[str, int], fa
             weights = {f"{r}.{n}": w.clone() for r, e in trained.items() for n, w in e.full_weights()}
             return weights, numbers, {role: engine.micro_batch_tokens for role, engine in trained.items()}, None
     except MemoryExhausted as error:
-        return {}, numbers, {}, Failure.of(error, place.rank)
+        return {}, numbers, {}, WorkerFailure.of(error, place.rank)
 
 
 def without_clock(numbers: dict[str, float]) -> dict[str, float]:

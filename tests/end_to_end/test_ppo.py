@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from leaderless.checkpoint.export import export_model
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.planner.workflow import load_recipe, resolve_workflow
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.checkpoint.export import export_model
+from leaderless.worker.rank_info import RankInfo
 
 SETTINGS: dict[str, object] = {
     "workflow": "ppo",
@@ -121,7 +121,7 @@ def train_until(recipe_file: str, name: str, steps: int) -> dict[str, Tensor]:
     """Weights and optimizers of all roles after a run, which may be the rest of another."""
     loaded = load_recipe(recipe_file, [f"name={name}"])
     recipe = loaded.recipe.model_copy(update={"steps": steps})
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     # The schedule is that of the whole run, wherever this part of it ends.
     plan = make_plan(loaded.recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:

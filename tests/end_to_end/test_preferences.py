@@ -29,15 +29,16 @@ from leaderless.config import RecipeError
 from leaderless.data.dataset import make_batch
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
-from leaderless.planner.memory_parts import Room
+from leaderless.planner.memory.parts import Room
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.preferences import score_sides
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.registry import make_train_engine
-from leaderless.worker import process, reference
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.worker.reference import all_datasets
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.worker.build import process
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.evaluate import reference
+from leaderless.worker.evaluate.reference import all_datasets
+from leaderless.worker.rank_info import RankInfo
 
 NUM_ROWS = 22
 """Rows of the data that are not overlong."""
@@ -240,7 +241,7 @@ def test_the_reference_scores_once_and_its_model_is_gone(tmp_path: Path, monkeyp
         for model in (tiny_model(), tiny_model(), moved_model()):  # the second start finds what the first has kept
             loaded = load_recipe(recipe, [f"models.reference={model}"])
             plan = make_plan(loaded.recipe, resolve_workflow("dpo"), Cluster(1))
-            with open_worker(loaded.recipe, plan, Place.alone(), display) as worker:
+            with open_worker(loaded.recipe, plan, RankInfo.alone(), display) as worker:
                 assert {one() for one in made} == {None}
                 (found,) = all_datasets(worker.parts.sets)
                 assert found.reference is not None

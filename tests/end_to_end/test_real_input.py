@@ -14,9 +14,9 @@ from tests.tiny import tiny_model
 
 from leaderless.config import load_recipe
 from leaderless.config.data import DatasetConfig
-from leaderless.data.encode import RowEncoder
-from leaderless.data.sources import open_source
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.data.prompts.encode import RowEncoder
+from leaderless.data.sources.open_source import open_source
+from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.rewards.pool import RewardPool
 from leaderless.rewards.protocol import RewardInput
 

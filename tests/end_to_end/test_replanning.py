@@ -14,10 +14,10 @@ from tests.end_to_end.two_judges import CLOCK, SECONDS, SLOW_FROM, layout
 from tests.tiny import tiny_model, write_recipe
 
 from leaderless.observability.console import Display
-from leaderless.run.planned import plan_training
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import load_recipe
+from leaderless.planner.workflow import load_recipe
+from leaderless.run.planned_run import plan_training
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.rank_info import RankInfo
 
 NUM_STEPS, NUM_SAMPLES = 9, 24
 EVEN, ODD = layout("0", "1-2"), layout("0-1", "2")
@@ -25,7 +25,7 @@ EVEN, ODD = layout("0", "1-2"), layout("0-1", "2")
 
 def train(recipe_file: str, overrides: list[str]) -> list[dict[str, float]]:
     """Be one worker of a run, by the judges' clock; returns the numbers of each step."""
-    place, steps = Place.from_environment(), list[dict[str, float]]()
+    place, steps = RankInfo.from_environment(), list[dict[str, float]]()
     planned = plan_training(load_recipe(recipe_file, overrides), place.world_size)
     display = Display(Console(), is_shown=False)
     with patch.object(time, "perf_counter", CLOCK), open_worker(planned.recipe, planned.plan, place, display) as worker:

@@ -18,14 +18,14 @@ from tests.tiny import tiny_model, write_recipe
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from leaderless.algorithms.reward_model import bradley_terry
-from leaderless.checkpoint.shards import read_tensors
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.value_model import load_value_model
 from leaderless.planner import Cluster, make_plan
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.reward_model import with_ends
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.worker.checkpoint.shards import read_tensors
 
 RECIPES = ROOT / "recipes/preferences"
 

@@ -22,8 +22,8 @@ from tests.tiny import tiny_model, write_additions, write_recipe
 from transformers import AutoModelForCausalLM
 
 from leaderless import RewardInput, Run
-from leaderless.supervision.failure import Failure, WorkersFailed
-from leaderless.supervision.stop import Interrupted
+from leaderless.worker.supervision.failure import WorkerFailure, WorkersFailed
+from leaderless.worker.supervision.stop import Interrupted
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"reward": {"format": {"pattern": r".*\d.*"}}, "run.reward_processes": 0}
@@ -139,13 +139,13 @@ def test_a_failure_is_the_programs_own_exception_and_it_can_train_again(
 
 
 def test_the_traceback_of_a_worker_comes_with_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = Failure(1, "error", "rank 1 failed: KeyError", trace="Traceback ...")
+    failure = WorkerFailure(1, "error", "rank 1 failed: KeyError", trace="Traceback ...")
 
     def fail(*_: object) -> None:
         raise WorkersFailed(failure)
 
     run = Run(write_recipe(tmp_path, tiny_model(num_layers=1), SETTINGS))
-    monkeypatch.setattr("leaderless.launch.agent.Agent.run", fail)
+    monkeypatch.setattr("leaderless.run.launch.agent.Agent.run", fail)
     with pytest.raises(WorkersFailed, match="rank 1 failed") as caught:
         run.train(workers=2)
     assert caught.value.__notes__ == ["Traceback ..."]

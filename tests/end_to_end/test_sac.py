@@ -14,13 +14,13 @@ from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import ROOT, finish, run, start, succeed
 from tests.end_to_end.test_bodies import BROKEN, NOT_STOPPED, numbers
 from tests.small_bodies import settings_of
-from tests.unit.robots.serving import serving
+from tests.unit.embodied.robots.serving import serving
 
-from leaderless.data.replay import RECORDS_FILE, ReplayBuffer
-from leaderless.environments.bodies.protocol import Continuous, Spaces
-from leaderless.robots.dummy import dummy
-from leaderless.robots.environment import RobotEnvironment
-from leaderless.stages.sac import FOLDER
+from leaderless.embodied.data.replay_buffer import RECORDS_FILE, ReplayBuffer
+from leaderless.embodied.robots.environment import RobotEnvironment
+from leaderless.embodied.robots.simulated_arm import dummy
+from leaderless.embodied.simulators.protocol import Continuous, Spaces
+from leaderless.embodied.stages.sac import FOLDER
 
 STEPS = 6
 SHOWN = Spaces({"front": (8, 8)}, 6, Continuous((-1.0, -1.0), (1.0, 1.0)), 50), 2

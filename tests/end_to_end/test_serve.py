@@ -25,14 +25,14 @@ from openai import AsyncOpenAI, OpenAI
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.tiny import write_tiny_model
-from leaderless.models.tokenizer import end_tokens
+from leaderless.models.loading.tiny import write_tiny_model
+from leaderless.models.loading.tokenizer import end_tokens
 from leaderless.rollout.engine import Completion, Delta, Request, RolloutEngine, SamplingParams, generate
-from leaderless.rollout.native import NativeEngine
-from leaderless.serve.app import sample_ids
-from leaderless.serve.load import Served, find_model, open_model
-from leaderless.serve.port import take_port
-from leaderless.serve.server import ModelServer
+from leaderless.rollout.native.engine import NativeEngine
+from leaderless.run.standalone_model import Served, find_model, open_model
+from leaderless.serving.api.app import sample_ids
+from leaderless.serving.api.server import ModelServer
+from leaderless.serving.listen import take_port
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}a: "
 PROMPT = "12+é34="

@@ -21,13 +21,13 @@ from tests.unit.environments.test_pictures import TEMPLATE
 from leaderless.base.image_files import image_size
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.images import placed
+from leaderless.data.prompts.images import placed
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.models.loading.tokenizer import end_tokens, load_tokenizer
 from leaderless.rollout.engine import Request, SamplingParams, generate
-from leaderless.rollout.native import NativeEngine
-from leaderless.serve.app import sample_ids
-from leaderless.serve.load import find_model, open_model
+from leaderless.rollout.native.engine import NativeEngine
+from leaderless.run.standalone_model import find_model, open_model
+from leaderless.serving.api.app import sample_ids
 
 FILES = [picture(32, 32, 1), picture(16, 24, 2), picture(40, 16, 3)]
 MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]

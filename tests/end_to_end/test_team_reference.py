@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from leaderless.data.batch import Batch, Jagged
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
+from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.context import StageContext
+from leaderless.worker.build.process import open_worker
 from leaderless.worker.chain import StageFunction
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.worker.rank_info import RankInfo
 
 COEFFICIENT = 0.25
 REFERENCES = {"planner": "solver", "solver": "planner"}
@@ -48,7 +48,7 @@ def tokens_of(batch: Batch, agents: tuple[str, ...]) -> list[dict[str, object]]:
 def step_of(recipe_file: str) -> Seen:
     """What is known of each token after a run's first step."""
     loaded = load_recipe(recipe_file)
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
     known: dict[str, Batch] = {}
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan, rollout_engine
+from leaderless.planner.workflow import Workflow, load_recipe, resolve_workflow, write_workflow
 from leaderless.rollout.engine import RolloutEngine
-from leaderless.rollout.make import RolloutSetup
-from leaderless.worker.place import Place
-from leaderless.worker.process import open_worker
-from leaderless.workflow import Workflow, load_recipe, resolve_workflow, write_workflow
+from leaderless.rollout.make_engine import RolloutSetup
+from leaderless.worker.build.process import open_worker
+from leaderless.worker.rank_info import RankInfo
 
 NUM_STEPS = 2
 CLOCKS = ("time", "seconds/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
@@ -196,7 +196,7 @@ def test_a_policy_learns_the_same_next_to_one_that_is_not_trained(walk: Walk) ->
 def evaluated(recipe_file: str, overrides: list[str]) -> tuple[dict[str, float], bool]:
     """What a rank measures on held-out prompts, and whether it does so with the second policy."""
     loaded = load_recipe(recipe_file, ["name=evaluated", *overrides])
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
     with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         evaluator = worker.parts.evaluator
@@ -257,7 +257,7 @@ def test_two_policies_may_have_different_back_ends(walk: Walk) -> None:
 def train_ahead(recipe_file: str, name: str, seed: int | None) -> dict[str, Tensor]:
     """The weights of both policies that this rank trains; with a seed, all that ranks exchange is delayed at random."""
     recipe = load_recipe(recipe_file, [f"name={name}"]).recipe
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     assert [one.name for one in plan.channels if one.sync] == ["first=>first_rollout", "second=>second_rollout"]
     disturbing = nullcontext() if seed is None else delays(seed)

@@ -29,10 +29,10 @@ from leaderless import Run
 from leaderless.config import RecipeError
 from leaderless.config.data import DatasetConfig
 from leaderless.config.models import ModelConfig
-from leaderless.data.preferences import make_encoder
-from leaderless.models.classifiers import register_classifiers
-from leaderless.models.image_readers import open_reader
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.data.prompts.preferences import make_encoder
+from leaderless.models.loading.tokenizer import load_tokenizer
+from leaderless.models.vision.classifiers import register_classifiers
+from leaderless.models.vision.image_readers import open_reader
 from leaderless.observability.run_directory import RunDirectory
 
 CHAT = (

@@ -12,7 +12,7 @@ from tests.end_to_end.cli import ROOT
 from tests.engines_in_use.test_vllm_runs import PYTHON, SERVER, train
 
 from leaderless import Environment, Turn
-from leaderless.environments.tools import Call, Calls
+from leaderless.environments.tools import Call, ToolCalls
 
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="`make test-vllm` runs this with vLLM")
 SETTINGS = {**SERVER, "reward": {}, "steps": 2, "batch.micro_batch_tokens": 128}
@@ -29,9 +29,9 @@ class Silent(Environment):
         raise AssertionError(f"a message without a call: {text}")
 
 
-def call_anyway(text: str) -> Calls:
+def call_anyway(text: str) -> ToolCalls:
     """Read any text as a call."""
-    return Calls(text, [Call("count", {"by": 2})])
+    return ToolCalls(text, [Call("count", {"by": 2})])
 
 
 @pytest.mark.timeout(900)

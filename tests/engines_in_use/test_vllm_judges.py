@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.tiny import CHARACTERS, scatter_vectors, tiny_model, write_additions, write_recipe
 
-from leaderless.models.tiny import write_tiny_model
+from leaderless.models.loading.tiny import write_tiny_model
 
 PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")
 """Python of an environment with vLLM."""

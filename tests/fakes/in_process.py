@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from leaderless import EngineSetup, train_backend
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.training.megatron.engine import MegatronEngine, settings_of
-from leaderless.training.megatron.meeting import megatron_rank
 from leaderless.training.megatron.model import MegatronModel
-from leaderless.training.megatron.server import Calls
+from leaderless.training.megatron.rendezvous import megatron_rank
+from leaderless.training.megatron.server import MegatronCalls
 
 ENVIRONMENT = Path(__file__).parent / "megatron_environment"
 
@@ -21,7 +21,7 @@ ENVIRONMENT = Path(__file__).parent / "megatron_environment"
 class LocalServer:
     """Calls that go through JSON, as over HTTP."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: MegatronCalls) -> None:
         self._calls = calls
 
     def call_numbered(self, path: str, body: Json) -> Json:
@@ -42,4 +42,4 @@ def make_engine(setup: EngineSetup) -> MegatronEngine:
     parallel_state.PLACES[:] = sorted(setup.layout.ranks, key=partial(megatron_rank, setup.layout))
     model = empty_causal_lm(setup.model, setup.role)
     settings = settings_of(setup, model.vocab_size, "", 60.0)
-    return MegatronEngine(setup, model, LocalServer(Calls(MegatronModel(settings))))
+    return MegatronEngine(setup, model, LocalServer(MegatronCalls(MegatronModel(settings))))

@@ -14,11 +14,11 @@ from tests.small_worlds import Line
 from leaderless.config.body import BodyConfig, PolicyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch
+from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyTask, make_body_rollout
+from leaderless.embodied.rollout.vector_envs import LocalVectorEnvs
+from leaderless.embodied.stages.rollout import BodyRows
+from leaderless.embodied.training.policy_engine import BodyPolicyEngine
 from leaderless.observability.clock import Clock
-from leaderless.rollout.bodies import BodyEngine, BodyTask, make_body_rollout
-from leaderless.rollout.worlds import OwnWorlds
-from leaderless.stages.bodies import BodyRows
-from leaderless.training.bodies import BodyPolicyEngine
 from leaderless.training.fsdp import make_engine
 
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
@@ -34,7 +34,7 @@ def learn(kind: str) -> tuple[float, int, int]:
     policy = make_body_rollout(model, "models.policy", world, device).policy
     weights = {name: value.clone() for name, value in trained.full_weights()}
     policy.load_state_dict(weights)
-    playing = BodyEngine(policy, lambda: OwnWorlds(Line(4), 4), device)
+    playing = BodyEngine(policy, lambda: LocalVectorEnvs(Line(4), 4), device)
     tasks = [BodyTask(number, {}, seed=100 + number // 2) for number in range(12)]
     episodes = playing.play(tasks, seed=7, temperature=1.0, progress=lambda _: None, clock=Clock())
     prompts = Batch(torch.arange(6) << 16, {"rows": tuple({} for _ in range(6))})

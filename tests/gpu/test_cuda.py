@@ -15,14 +15,18 @@ from tests.tiny import add_gradients, random_samples, tiny_model, write_recipe
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from leaderless.base.devices import can_pin, setup_device
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.transport import ProcessGroup, Transport
-from leaderless.data.under_way import MESSAGES_AHEAD, mark
-from leaderless.device import can_pin, setup_device
+from leaderless.distributed.in_flight import MESSAGES_AHEAD, mark
+from leaderless.distributed.transport import ProcessGroup, Transport
+from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight
+from leaderless.distributed.weights.copies import begin_copy, collected
 from leaderless.models import uploads
+from leaderless.models.attention.flash import activate_flash_attention_3, restore_flash_attention
+from leaderless.models.attention.shared_prompts import Family, VarlenAttention, attention_over
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.flash_attention import activate_flash_attention_3, restore_flash_attention
+from leaderless.models.loading.tokenizer import end_tokens, load_tokenizer
 from leaderless.models.repeats import Repeats
 from leaderless.models.scoring import (
     Scoring,
@@ -33,18 +37,14 @@ from leaderless.models.scoring import (
     linear_in_float32,
     score_tokens,
 )
-from leaderless.models.shared_prompts import Family, VarlenAttention, attention_over
-from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Metrics
-from leaderless.planner.memory_parts import LARGE_MAX_LOGITS
+from leaderless.planner.memory.parts import LARGE_MAX_LOGITS
 from leaderless.rollout.engine import Request, SamplingParams, generate
-from leaderless.rollout.lean_forward import forward_of
-from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.segment_attention import attend_in_float32
+from leaderless.rollout.native.engine import NativeEngine
+from leaderless.rollout.native.lean_forward import forward_of
+from leaderless.rollout.native.segment_attention import attend_in_float32
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.weights.blocks import HeldWeights, LocalWeight
-from leaderless.weights.copies import begin_copy, collected
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")

@@ -18,7 +18,7 @@ from tests.distributed.test_mesh import setup_of
 from tests.fakes.in_process import ENVIRONMENT
 from tests.tiny import add_gradients, tiny_model
 
-from leaderless.data.transport import Transport
+from leaderless.distributed.transport import Transport
 from leaderless.planner import Layout
 from leaderless.training.engine import ApartSetup
 from leaderless.training.registry import make_train_engine

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from tests.unit.recipes import write_model
-from tests.unit.test_device_memory import GROUPS, PROMPT, QWEN, RESPONSE, SIBLINGS, engine_memory, submit
+from tests.unit.worker.test_device_memory import GROUPS, PROMPT, QWEN, RESPONSE, SIBLINGS, engine_memory, submit
 from torch import nn
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.transport import ProcessGroup
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.models.attention.shared_prompts import Family, VarlenAttention
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
-from leaderless.models.shared_prompts import Family, VarlenAttention
-from leaderless.planner.memory_parts import WORKSPACE_BYTES
-from leaderless.planner.model_memory import Pass
-from leaderless.rollout.paged_check import paged_attention
-from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
+from leaderless.planner.memory.model import PassMemory
+from leaderless.planner.memory.parts import WORKSPACE_BYTES
+from leaderless.rollout.native.paged_check import paged_attention
+from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 DEVICE = torch.device("cuda")
@@ -40,7 +40,7 @@ def test_attention_to_copied_prompts_takes_what_the_plan_says(tmp_path: Path) ->
     planned = engine_memory(write_model(tmp_path / "model", **{**QWEN, "num_hidden_layers": 1})).model
     families = [Family(1024, (16,) * SIBLINGS)] * 14
     tokens = sum(family.num_tokens for family in families)
-    work = Pass(tokens, 1, 14 * SIBLINGS * 1024, 14 * (1 + SIBLINGS))
+    work = PassMemory(tokens, 1, 14 * SIBLINGS * 1024, 14 * (1 + SIBLINGS))
     attention = VarlenAttention(families, DEVICE)
     query, key, value = (
         torch.randn(tokens, heads, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for heads in (12, 2, 2)

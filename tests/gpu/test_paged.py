@@ -15,18 +15,18 @@ from torch import Tensor
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.transport import ProcessGroup
-from leaderless.models.attention import PackedAttention
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.distributed.weights.stream import WeightStream
+from leaderless.models.attention.packed import PackedAttention
 from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.models.routers import Routers
-from leaderless.models.tokenizer import load_tokenizer
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
-from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.paged_check import DRAW_TOLERANCE, draw_error, paged_attention, token_drawing
-from leaderless.rollout.paged_engine import PagedEngine, PagedOptions
-from leaderless.rollout.recording import record, run_without_waiting
-from leaderless.rollout.sampling import write_drawn
-from leaderless.weights.stream import WeightStream
+from leaderless.rollout.native.cuda_graph import record, run_without_waiting
+from leaderless.rollout.native.engine import NativeEngine
+from leaderless.rollout.native.paged_check import DRAW_TOLERANCE, draw_error, paged_attention, token_drawing
+from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
+from leaderless.rollout.native.sampling import write_drawn
 
 DEVICE = torch.device("cuda")
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -39,7 +39,7 @@ PARAMS = SamplingParams(SamplingConfig(), 60, (), seed=5)
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 0.06), (torch.float16, 0.01)])
 def test_attention_over_pages_is_that_of_a_loop_on_the_cpu(dtype: torch.dtype, limit: float) -> None:
-    from leaderless.rollout.paged_kernels import attend_with_kernels
+    from leaderless.rollout.native.paged_kernels import attend_with_kernels
 
     for name, error in errors(attend_with_kernels, DEVICE, dtype).items():
         print(f"{name}, {dtype}: {error:.1e}")
@@ -47,7 +47,7 @@ def test_attention_over_pages_is_that_of_a_loop_on_the_cpu(dtype: torch.dtype, l
 
 
 def test_kernels_draw_the_tokens_of_a_loop_on_the_cpu() -> None:
-    from leaderless.rollout.sampling_kernels import draw_with_kernels
+    from leaderless.rollout.native.sampling_kernels import draw_with_kernels
 
     num_draws, num_near = check(draw_with_kernels, DEVICE)
     print(f"{num_draws} draws, {num_near} near the end of a token")
@@ -56,7 +56,7 @@ def test_kernels_draw_the_tokens_of_a_loop_on_the_cpu() -> None:
 
 def test_attention_finds_pages_behind_four_billion_bytes() -> None:
     """Places of keys and values in a large pool do not fit into 32 bits."""
-    from leaderless.rollout.paged_kernels import attend_with_kernels
+    from leaderless.rollout.native.paged_kernels import attend_with_kernels
 
     kv_heads, width, far = 8, 128, (1 << 31) // (8 * 128) + 640  # tokens
     if torch.cuda.mem_get_info()[0] < 4 * 2 * far * kv_heads * width:

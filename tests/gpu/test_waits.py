@@ -14,11 +14,11 @@ from tests.tiny import mixture_model, tiny_model
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.models.routers import Routers
-from leaderless.models.tokenizer import load_tokenizer
 from leaderless.rollout.engine import generate
-from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.sampling import truncate
+from leaderless.rollout.native.engine import NativeEngine
+from leaderless.rollout.native.sampling import truncate
 
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
 KINDS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from leaderless.config import Problem, Recipe, RecipeError
 from leaderless.planner import Cluster, Plan, make_plan
-from leaderless.workflow import Workflow, resolve_workflow, stage
+from leaderless.planner.workflow import Workflow, resolve_workflow, stage
 
 RECIPE = """\
 name: tiny

@@ -17,13 +17,13 @@ from pyarrow import parquet
 from tests.rows import open_recipe, recipe_of
 from tests.unit.recipes import RECIPE
 
-from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest
 from leaderless.config import RecipeError, load_recipe
 from leaderless.config.data import TrainingSetConfig
-from leaderless.data.rows import Row
-from leaderless.data.sources import open_stream
+from leaderless.data.sources.open_source import open_stream
+from leaderless.data.sources.row_sources import Row
 from leaderless.planner import Cluster, make_plan
-from leaderless.workflow import resolve_workflow
+from leaderless.planner.workflow import resolve_workflow
+from leaderless.worker.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest
 
 ROWS: list[Row] = [{"prompt": f"{number} + é = ", "answer": str(number), "level": number} for number in range(40)]
 ODD = st.sampled_from(

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from leaderless.algorithms.algorithm import Algorithm, check_declared
-from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.algorithm import Algorithm, CheckedRecipe, check_declared
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import count_groups, repeat_per_token
 from leaderless.algorithms.returns import Moments, token_level_rewards, whiten
-from leaderless.algorithms.segments import count_groups, repeat_per_token
-from leaderless.config.errors import RecipeError
+from leaderless.base.errors import RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from leaderless.config import Json, Recipe
-    from leaderless.config.algorithm import AlgorithmConfig
+    from leaderless.algorithms.settings import AlgorithmConfig
+    from leaderless.base.values import Json
 
     InputColumn = Tensor | tuple[Tensor, ...] | tuple[Json, ...]
 
@@ -160,12 +160,12 @@ class Advantage(Algorithm):
                 "leave it out, or use overlong.filter"
             )
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: CheckedRecipe) -> None:
         """Refuse groups of one response where responses are compared with each other."""
         if self.compares_siblings:
             self.check_siblings(recipe)
 
-    def check_siblings(self, recipe: Recipe) -> None:
+    def check_siblings(self, recipe: CheckedRecipe) -> None:
         """Refuse groups of one response."""
         if recipe.batch.responses_per_prompt < 2:
             raise RecipeError.at(

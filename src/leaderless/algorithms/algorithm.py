@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from leaderless.config.base import Section
+from leaderless.base.section import Section
 
 if TYPE_CHECKING:
-    from leaderless.config import Recipe
-    from leaderless.config.algorithm import AlgorithmConfig
+    from leaderless.algorithms.settings import AlgorithmConfig
+
+
+class CheckedBatch(Protocol):
+    """The section `batch` of a recipe, as far as algorithms check it."""
+
+    @property
+    def responses_per_prompt(self) -> int:
+        """Number of responses in a group."""
+
+
+class CheckedBody(Protocol):
+    """The section `body` of a recipe, as far as algorithms check it."""
+
+    @property
+    def log_prob(self) -> str:
+        """Whether each action has a log-probability, or a whole decision: `action` or `chunk`."""
+
+
+class CheckedRecipe(Protocol):
+    """A recipe, as far as algorithms check it. The recipe is built of algorithms, so that they cannot import it."""
+
+    @property
+    def batch(self) -> CheckedBatch:
+        """Sizes of a step."""
+
+    @property
+    def body(self) -> CheckedBody | None:
+        """The body that the policy moves, if there is one."""
+
+    @property
+    def models(self) -> Container[str]:
+        """Roles that have a model."""
 
 
 class Algorithm(Section):
@@ -35,7 +66,7 @@ class Algorithm(Section):
         """
         yield from ()
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: CheckedRecipe) -> None:
         """Raise `RecipeError` for settings of the recipe with which it cannot work; does nothing by default."""
 
 

@@ -11,16 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from leaderless.algorithms import (
-    correction,
-    covariance,
-    kl,
-    proximal,
-    returns,
-    reward_model,
-    segments,
-    value_loss,
-)
+from leaderless.algorithms import correction, covariance, kl, packed, proximal, returns, reward_model, value_loss
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.algorithm import Algorithm
 from leaderless.algorithms.losses import POLICY_LOSSES
@@ -35,7 +26,7 @@ FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
     "reward model": (reward_model.bradley_terry,),
     "covariance": (covariance.covariances,),
     "KL": (kl.kl_penalty, kl.adapted_coefficient),
-    "aggregation": (segments.token_weights,),
+    "aggregation": (packed.token_weights,),
     "correction": (
         correction.importance_ratios,
         correction.truncated_weights,

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.segments import log_ratio_of, ratio_of, repeat_per_token, segment_mean, segment_sum
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import log_ratio_of, ratio_of, repeat_per_token, segment_mean, segment_sum
 
 if TYPE_CHECKING:
     from torch import Tensor

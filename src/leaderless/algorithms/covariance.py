@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.segments import widen
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import widen
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from leaderless.algorithms.segments import MAX_LOG_RATIO, log_ratio_of, widen, with_gradient_of
+from leaderless.algorithms.packed import MAX_LOG_RATIO, log_ratio_of, widen, with_gradient_of
 
 if TYPE_CHECKING:
     from torch import Tensor

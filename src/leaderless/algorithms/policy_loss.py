@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from leaderless.algorithms.algorithm import Algorithm, check_declared
-from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from leaderless.config.algorithm import AlgorithmConfig
+    from leaderless.algorithms.settings import AlgorithmConfig
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from leaderless.algorithms.algorithm import Algorithm
-from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.segments import widen
-from leaderless.config.data import Preferences
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import widen
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Preferences = Literal["pairs", "singles"]
+"""What rows say about what is preferred: one of two responses, or that a response is desirable or not."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails
 
 from leaderless.algorithms.algorithm import Algorithm
-from leaderless.config.errors import RecipeError
-from leaderless.config.functions import is_function_name, load_class
+from leaderless.base.errors import RecipeError
+from leaderless.base.named_functions import is_function_name, load_class
 
 CUSTOM = "package.module:Class"
 """Tag of all custom classes among the types of a setting."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.segments import add_to_last, repeat_per_token
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import add_to_last, repeat_per_token
 
 if TYPE_CHECKING:
     from torch import Tensor

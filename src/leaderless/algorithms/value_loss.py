@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import widen
 from leaderless.algorithms.policy_loss import LossOutput
-from leaderless.algorithms.segments import widen
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,10 +22,10 @@ def convert(
     workers: Annotated[int, typer.Option(min=1, help="Processes of TRL, on which its batch sizes depend.")] = 1,
 ) -> None:
     """Write a recipe from a configuration of verl or TRL, and list what it could not take over."""
-    from leaderless.convert.convert import TABLES, guess, read_configuration
-    from leaderless.convert.convert import convert as make
+    from leaderless.cli.convert_config.convert import TABLES, guess, read_configuration
+    from leaderless.cli.convert_config.convert import convert as make
     from leaderless.observability.run_directory import write_atomically
-    from leaderless.workflow import load_recipe
+    from leaderless.planner.workflow import load_recipe
 
     values = read_configuration(file)
     if source and source not in TABLES:

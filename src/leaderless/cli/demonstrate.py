@@ -9,8 +9,8 @@ import typer
 
 from leaderless.config import RecipeError
 from leaderless.observability.console import console
+from leaderless.planner.workflow import load_recipe
 from leaderless.run.settings import recipe_path
-from leaderless.workflow import load_recipe
 
 
 def demonstrate(
@@ -24,9 +24,9 @@ def demonstrate(
     ] = False,
 ) -> None:
     """Record what the scripted expert of an environment does, in the format of LeRobot."""
-    from leaderless.data.demonstrations import Recorder
-    from leaderless.environments.bodies.expert import AT_ONCE, played
-    from leaderless.environments.bodies.registry import open_body
+    from leaderless.embodied.data.lerobot import DemonstrationWriter
+    from leaderless.embodied.simulators.registry import open_body
+    from leaderless.embodied.simulators.scripted_expert import AT_ONCE, played
 
     loaded = load_recipe(recipe_path(target), overrides or [])
     config = loaded.recipe.body
@@ -38,7 +38,7 @@ def demonstrate(
         raise loaded.locate(error) from error
     num_tried = 0
     try:
-        with Recorder(folder, robot=config.type) as recorder, console.status("recording"):
+        with DemonstrationWriter(folder, robot=config.type) as recorder, console.status("recording"):
             for is_success, episode in played(environment, seed):
                 num_tried += 1
                 if is_success or keep_failures:

@@ -13,10 +13,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from leaderless.doctor.finding import Finding, merged, run_checks
-from leaderless.launch.meeting import Nodes
 from leaderless.observability.console import console, print_json, print_line
-from leaderless.worker.place import Place
+from leaderless.run.doctor.finding import DoctorFinding, merged, run_checks
+from leaderless.run.launch.rendezvous import Nodes
+from leaderless.worker.rank_info import RankInfo
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "red bold"}
 
@@ -33,18 +33,18 @@ def doctor(
     Ends with exit code 1 if a run would fail.
     """
     machines = _machines(nodes, rendezvous)
-    if Place.is_given():
-        from leaderless.doctor.worker import check_together
+    if RankInfo.is_given():
+        from leaderless.run.doctor.worker import check_together
 
-        place = Place.from_environment()
+        place = RankInfo.from_environment()
         found = check_together(place, folder)
         if place.rank > 0:
             return
     elif workers or machines is not None:
         found = _with_workers(folder, max(1, workers), machines)
     else:
-        from leaderless.doctor.folder import folder_check
-        from leaderless.doctor.machine import CHECKS, port_check
+        from leaderless.run.doctor.folder import folder_check
+        from leaderless.run.doctor.machine import CHECKS, port_check
 
         port = int(rendezvous.rpartition(":")[2]) if rendezvous else 29500
         checks = [*CHECKS, port_check(port), folder_check(folder, is_shared=False)]
@@ -68,26 +68,26 @@ def _machines(nodes: str, rendezvous: str) -> Nodes | None:
     return parsed if nodes else None
 
 
-def _with_workers(folder: Path, workers: int, machines: Nodes | None) -> list[Finding]:
+def _with_workers(folder: Path, workers: int, machines: Nodes | None) -> list[DoctorFinding]:
     """Start workers as a run does, and read what they have found."""
-    from leaderless.launch.agent import Agent, Launch
-    from leaderless.launch.restarts import Restarts
     from leaderless.observability.run_directory import RunDirectory
-    from leaderless.supervision.failure import WorkersFailed
+    from leaderless.run.launch.agent import Agent, Launch
+    from leaderless.run.launch.restarts import Restarts
+    from leaderless.worker.supervision.failure import WorkersFailed
 
     with tempfile.TemporaryDirectory(prefix="leaderless-doctor-") as name:
         directory, result = RunDirectory(Path(name)), Path(name) / "found.json"
         job = json.dumps({"folder": str(folder), "found": str(result)})
-        launch = Launch("leaderless.doctor.worker", job, workers, directory.logs, 5.0, "doctor", machines)
+        launch = Launch("leaderless.run.doctor.worker", job, workers, directory.logs, 5.0, "doctor", machines)
         try:
             Agent(launch, Restarts(directory, 0, print_line)).run()
         except WorkersFailed as error:
             remedy = "check `leaderless doctor` on each machine, and that the others reach the address of --rendezvous"
-            return [Finding("workers", error.failure.message, "error", remedy, (socket.gethostname(),))]
-        return [Finding.from_json(one) for one in json.loads(result.read_text(encoding="utf-8"))]
+            return [DoctorFinding("workers", error.failure.message, "error", remedy, (socket.gethostname(),))]
+        return [DoctorFinding.from_json(one) for one in json.loads(result.read_text(encoding="utf-8"))]
 
 
-def _print(found: Sequence[Finding]) -> None:
+def _print(found: Sequence[DoctorFinding]) -> None:
     places = {place for finding in found for place in finding.places}
     machines = {finding.places for finding in found}
     table = Table()

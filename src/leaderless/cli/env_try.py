@@ -17,23 +17,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from leaderless.config import Json, Recipe, RecipeError
+from leaderless.base.values import Json
+from leaderless.config import Recipe, RecipeError
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.environments.programs.world import ProgramWorld
+from leaderless.environments.guarded_environment import EnvironmentFailure
+from leaderless.environments.programs.program_environment import ProgramEnvironment
 from leaderless.environments.protocol import Message
 from leaderless.environments.registry import environment_class, world_maker
-from leaderless.environments.tools.calls import CallResult, Calls
+from leaderless.environments.tools.calls import CallResult, ToolCalls
 from leaderless.environments.tools.formats import read_hermes
 from leaderless.environments.tools.sources import ToolSources
-from leaderless.environments.trial import Chance, Human, Outcome, Trier, try_episode
-from leaderless.environments.world import Failure
+from leaderless.environments.try_episode import Chance, HumanPlayer, TriedEpisode, Trier, try_episode
 from leaderless.observability.console import console, errors
-from leaderless.rewards.trial import training_rows
+from leaderless.planner.workflow import load_recipe
+from leaderless.rewards.dry_run import training_rows
 from leaderless.run.settings import recipe_path
-from leaderless.workflow import load_recipe
 
 if TYPE_CHECKING:
-    from leaderless.serve.load import Served
+    from leaderless.run.standalone_model import Served
 
 MAX_RESPONSE_TOKENS = 512
 """Length of a model's message if no recipe says it."""
@@ -81,7 +82,7 @@ def try_(
     sources = ToolSources(trial.config, environment_class(trial.config))
     try:
         outcome = asyncio.run(_play(trial, sources, policy))
-    except Failure as failure:
+    except EnvironmentFailure as failure:
         errors.print(
             Text("the episode failed ", "red bold").append(f"({failure.cause}): {failure}", "not bold default")
         )
@@ -131,9 +132,9 @@ def _task(text: str | None, recipe: Recipe | None, row: int) -> Mapping[str, Jso
     return rows[0]
 
 
-async def _play(trial: _Trial, sources: ToolSources, policy: str) -> Outcome:
+async def _play(trial: _Trial, sources: ToolSources, policy: str) -> TriedEpisode:
     world = world_maker(trial.config)()
-    assert not isinstance(world, ProgramWorld), "checked before"
+    assert not isinstance(world, ProgramEnvironment), "checked before"
     screen = _Screen(is_human=policy == "human")
     async with AsyncExitStack() as stack:
         stack.push_async_callback(world.close)
@@ -150,11 +151,11 @@ async def _play(trial: _Trial, sources: ToolSources, policy: str) -> Outcome:
 @asynccontextmanager
 async def _trier(trial: _Trial, sources: ToolSources, policy: str) -> AsyncIterator[Trier]:
     if policy == "human":
-        yield Human(sys.stdin.fileno(), lambda agent: console.print(f"{agent}> ".lstrip(), end=""))
+        yield HumanPlayer(sys.stdin.fileno(), lambda agent: console.print(f"{agent}> ".lstrip(), end=""))
     elif policy == "random":
         yield Chance(sources.tools, Random(trial.seed))  # noqa: S311
     else:
-        from leaderless.serve.load import find_model, open_model
+        from leaderless.run.standalone_model import find_model, open_model
 
         source = find_model(policy, "policy", lambda text: errors.print(Text(text)))
         with open_model(source, None, None, lambda text: errors.print(Text(text))) as served:
@@ -165,12 +166,12 @@ async def _trier(trial: _Trial, sources: ToolSources, policy: str) -> AsyncItera
 @asynccontextmanager
 async def _model(trial: _Trial, sources: ToolSources, served: Served) -> AsyncIterator[Trier]:
     from leaderless.config.rollout import SamplingConfig
-    from leaderless.environments.chat import ChatWriter
-    from leaderless.environments.pump import EnginePump
+    from leaderless.environments.chat_writer import ChatWriter
+    from leaderless.environments.engine_scheduler import SharedEngineScheduler
     from leaderless.environments.tools.template import find_reader
-    from leaderless.environments.trial_model import ModelTrier
+    from leaderless.environments.try_model import ModelTrier
     from leaderless.rollout.engine import SamplingParams
-    from leaderless.stages.play import reader_of, writer_of
+    from leaderless.stages.play_episodes import reader_of, writer_of
 
     recipe, tokenizer, schemas = trial.recipe, served.tokenizer, sources.schemas()
     if recipe is None:
@@ -184,7 +185,7 @@ async def _model(trial: _Trial, sources: ToolSources, served: Served) -> AsyncIt
     if sources.tools:
         reader = find_reader(trial.config.tool_format, tokenizer, schemas, is_chat=writer.is_chat)
     with served.serving.phase() as engine:
-        pump = EnginePump(engine)
+        pump = SharedEngineScheduler(engine)
         running = asyncio.create_task(pump.run())
         try:
             yield ModelTrier(pump, writer, reader, params, served.max_context)
@@ -209,7 +210,7 @@ class _Screen:
                     Text(f"{name}< ".lstrip(), "dim").append(str(message["content"]), "not dim cyan"), soft_wrap=True
                 )
 
-    def said(self, agent: str, said: Calls) -> None:
+    def said(self, agent: str, said: ToolCalls) -> None:
         """See `Audience`. A person sees what was typed."""
         if said.content and not self._is_human:
             console.print(Text(f"{agent}> ".lstrip(), "dim").append(said.content, "not dim"), soft_wrap=True)

@@ -11,10 +11,10 @@ import typer
 from leaderless.cli.signals import ended_by_signals
 from leaderless.config import load_recipe
 from leaderless.config.loggers import LoggerConfig
-from leaderless.loggers.registry import check_loggers
-from leaderless.loggers.running import loggers_running
 from leaderless.observability.console import print_line
-from leaderless.supervision.stop import Interrupted
+from leaderless.observability.loggers.registry import check_loggers
+from leaderless.observability.loggers.start import loggers_running
+from leaderless.worker.supervision.stop import Interrupted
 
 NO_LIMIT_S = 30 * 24 * 3600.0
 """Time to send what is left, where nothing waits for it."""

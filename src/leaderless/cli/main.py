@@ -12,14 +12,14 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from leaderless import __version__
+from leaderless.base.versions import VERSION
 from leaderless.cli.convert import convert
 from leaderless.cli.demonstrate import demonstrate
 from leaderless.cli.doctor import doctor
 from leaderless.cli.env import env
 from leaderless.cli.log import log
 from leaderless.cli.plan import plan, schema
-from leaderless.cli.profile import profile
+from leaderless.cli.profile_stages import profile
 from leaderless.cli.quickstart import new, quickstart
 from leaderless.cli.results import evaluate, export, report
 from leaderless.cli.retriever import retriever
@@ -33,9 +33,9 @@ from leaderless.cli.template import template
 from leaderless.cli.train import train
 from leaderless.cli.ui import ui
 from leaderless.observability.console import errors
-from leaderless.supervision.failure import Failure, WorkersFailed
-from leaderless.supervision.stop import Interrupted
-from leaderless.worker.place import Place
+from leaderless.worker.rank_info import RankInfo
+from leaderless.worker.supervision.failure import WorkerFailure, WorkersFailed
+from leaderless.worker.supervision.stop import Interrupted
 
 OTHERS_REPORT_S = 5.0
 """Time that a worker gives the others to report the cause of their common failure."""
@@ -44,7 +44,7 @@ OTHERS_REPORT_S = 5.0
 def _print_version(is_asked: bool) -> None:
     """Print what a report of a bug needs; torch's version is read without importing torch, which takes seconds."""
     if is_asked:
-        typer.echo(f"leaderless {__version__} (torch {version('torch')})")
+        typer.echo(f"leaderless {VERSION} (torch {version('torch')})")
         raise typer.Exit
 
 
@@ -94,10 +94,10 @@ def main() -> None:
 
 def _explain(error: Exception) -> int:
     """Print a failure, once for all workers that have it, and return the exit code."""
-    place = Place.from_environment()
-    failure = error.failure if isinstance(error, WorkersFailed) else Failure.of(error, place.rank)
+    place = RankInfo.from_environment()
+    failure = error.failure if isinstance(error, WorkersFailed) else WorkerFailure.of(error, place.rank)
     is_recipe = failure.kind == "recipe"
-    if Place.is_given() and (failure.kind == "lost_peers" or (is_recipe and place.local_rank > 0)):
+    if RankInfo.is_given() and (failure.kind == "lost_peers" or (is_recipe and place.local_rank > 0)):
         # Torch elastic ends this process as soon as the one with the cause has printed it and ended.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(OTHERS_REPORT_S)

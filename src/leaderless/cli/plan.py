@@ -10,10 +10,10 @@ import typer
 from leaderless.config import Recipe
 from leaderless.observability.console import console, print_json, print_path
 from leaderless.observability.run_directory import write_atomically
-from leaderless.planner.auto.show import choice_to_json, print_choice
-from leaderless.run.planned import plan_training
+from leaderless.planner.show.placement import choice_to_json, print_choice
+from leaderless.run.planned_run import plan_training
 from leaderless.run.run import Run
-from leaderless.supervision.limits import read_limits
+from leaderless.worker.supervision.settled_memory import read_limits
 
 LAYOUT = typer.Option("--layout", metavar="auto", help="auto: choose all layouts by measured seconds.")
 
@@ -43,13 +43,13 @@ def plan(
     whole = plan_training(run.loaded, world_size)
     planned, fitted = whole.plan, None
     if memory is not None:
-        from leaderless.planner.show_fit import Fitted
+        from leaderless.planner.show.fit import Fitted
 
         fitted = Fitted.of(whole.recipe, planned, memory)
         planned = fitted.plan
     if picture is not None:
         try:
-            from leaderless.planner.picture import draw_plan
+            from leaderless.planner.show.picture import draw_plan
 
             write_atomically(picture, draw_plan(planned))
         except OSError as error:
@@ -62,9 +62,9 @@ def plan(
         chosen = {} if whole.choice is None else {"placement": choice_to_json(whole.choice)}
         print_json(planned.to_json() | chosen | ({} if fitted is None else {"fit": fitted.to_json()}))
     else:
-        from leaderless.planner.doors import door_lines
-        from leaderless.planner.judges import judge_lines
-        from leaderless.planner.show import print_plan
+        from leaderless.planner.graph.judges import judge_lines
+        from leaderless.planner.show.client_addresses import door_lines
+        from leaderless.planner.show.text import print_plan
 
         lowered = read_limits(run.directory) if planned.batch.adapts_to_memory else {}
         recipe = whole.recipe

@@ -17,16 +17,16 @@ def quickstart(
     workers: Annotated[int, typer.Option(min=0, help="Number of workers; 0 for two, or one on a single core.")] = 0,
 ) -> None:
     """Train a tiny model from nothing, on the CPU, in a few minutes; everything is written to `runs`."""
-    from leaderless.quickstart.commands import CommandError, Show
+    from leaderless.cli.quickstart_project.commands import CommandError, Show
 
     show = Show(Path.cwd(), workers or min(2, len(os.sched_getaffinity(0))), tuple(overrides or ()))
     try:
         if robot:
-            from leaderless.quickstart.robot import show_robot
+            from leaderless.cli.quickstart_project.robot import show_robot
 
             show_robot(show)
         else:
-            from leaderless.quickstart.language import show_language
+            from leaderless.cli.quickstart_project.language import show_language
 
             show_language(show)
     except CommandError as error:
@@ -38,7 +38,7 @@ def new(
     model: Annotated[str, typer.Option(help="Folder or hub name of a model, in place of a tiny one.")] = "",
 ) -> None:
     """Write a small project that trains at once: a recipe, data, a reward, and a test."""
-    from leaderless.quickstart.project import write_project
+    from leaderless.cli.quickstart_project.project import write_project
 
     try:
         write_project(folder, model)

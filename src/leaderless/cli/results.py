@@ -12,10 +12,10 @@ from rich.table import Table
 from leaderless.config import Recipe
 from leaderless.observability.console import console, print_json, print_line, print_path
 from leaderless.observability.run_directory import finite_or_none
-from leaderless.run.planned import plan_evaluation
+from leaderless.run.planned_run import plan_evaluation
 from leaderless.run.run import Run, newest_checkpoint
 from leaderless.run.worker import evaluate_as_worker
-from leaderless.worker.place import Place
+from leaderless.worker.rank_info import RankInfo
 
 
 def evaluate(
@@ -34,8 +34,8 @@ def evaluate(
     run = Run(target, *(overrides or []))
     if checkpoint is not None or target.is_dir():
         checkpoint = newest_checkpoint(checkpoint or target)
-    place = Place.from_environment()
-    if Place.is_given():
+    place = RankInfo.from_environment()
+    if RankInfo.is_given():
         scores = evaluate_as_worker(plan_evaluation(run.loaded, role, place.world_size), place, checkpoint)
     else:
         scores = run.evaluate(checkpoint, role=role, workers=workers)
@@ -50,7 +50,7 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into their model, and write this.")] = False,
 ) -> None:
     """Write a checkpoint's model as a Hugging Face folder, which transformers and vLLM load; adapters as peft does."""
-    from leaderless.checkpoint.export import export_model
+    from leaderless.worker.checkpoint.export import export_model
 
     print_path("model", export_model(newest_checkpoint(checkpoint), role, out, merge=merge))
 

@@ -26,8 +26,8 @@ def retriever(
     import asyncio
 
     from leaderless.environments.search.bm25 import open_pages
-    from leaderless.serve.port import address_of, take_port
-    from leaderless.serve.retriever import answer_searches
+    from leaderless.serving.listen import address_of, take_port
+    from leaderless.serving.retrieval_server import answer_searches
 
     with ended_by_signals(), take_port(LOOPBACK, port, None) as listener:
         found = open_pages(str(pages))

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from leaderless.config import RecipeError
 from leaderless.observability.console import console
-from leaderless.rewards.trial import Score, Trial, read_responses, try_rewards
+from leaderless.planner.workflow import load_recipe
+from leaderless.rewards.dry_run import RewardTrial, Score, read_responses, try_rewards
 from leaderless.run.settings import recipe_path
-from leaderless.workflow import load_recipe
 
 MAX_CELL_CHARACTERS = 60
 """Length at which prompts, answers and responses are cut in the table."""
@@ -65,7 +65,7 @@ def reward(
         raise typer.Exit(1)
 
 
-def _table(trials: list[Trial], names: list[str]) -> Table:
+def _table(trials: list[RewardTrial], names: list[str]) -> Table:
     table = Table(show_lines=len(names) > 1)
     for title in ("row", "prompt", "expected", "response"):
         table.add_column(title)

@@ -30,9 +30,9 @@ def serve_robot(
 
     A real arm begins stopped. A person types `release` and Enter here to let it move, and `stop` to stop it.
     """
-    from leaderless.cli import robot_commands
+    from leaderless.cli import robot_actions
 
-    robot_commands.serve_robot(name, option or [], host, port, token)
+    robot_actions.serve_robot(name, option or [], host, port, token)
 
 
 @robot.command("try")
@@ -45,9 +45,9 @@ def try_robot(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the episode and of random actions.")] = 0,
 ) -> None:
     """Play one episode on an arm, and show what each step did."""
-    from leaderless.cli import robot_commands
+    from leaderless.cli import robot_actions
 
-    robot_commands.try_robot(address, token, policy, steps, seed)
+    robot_actions.try_robot(address, token, policy, steps, seed)
 
 
 @robot.command("stop")
@@ -58,6 +58,6 @@ def stop_robot(
     reason: Annotated[str, typer.Option(help="Reason, for those who look at the arm.")] = "",
 ) -> None:
     """Stop an arm at once, also while another client moves it. A person at its server has to release it."""
-    from leaderless.cli import robot_commands
+    from leaderless.cli import robot_actions
 
-    robot_commands.stop_robot(address, token, reason)
+    robot_actions.stop_robot(address, token, reason)

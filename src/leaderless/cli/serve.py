@@ -10,7 +10,7 @@ from leaderless.cli.servers import HostOption, PortOption, TokenOption, check_se
 from leaderless.cli.signals import ended_by_signals
 from leaderless.config import RecipeError
 from leaderless.observability.console import print_line
-from leaderless.worker.place import Place
+from leaderless.worker.rank_info import RankInfo
 
 
 def serve(  # noqa: PLR0913 - what a user may say of a server
@@ -45,13 +45,13 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
 ) -> None:
     """Answer requests in OpenAI's API, for completions and chats, until Ctrl-C."""
     check_serving("serve", token)
-    if Place.is_given() and Place.from_environment().world_size > 1:
+    if RankInfo.is_given() and RankInfo.from_environment().world_size > 1:
         raise RecipeError.at("", "`leaderless serve` is one process: start it without torchrun")
     import asyncio
 
-    from leaderless.serve.load import find_model, open_model
-    from leaderless.serve.port import address_of, take_port
-    from leaderless.serve.server import ModelServer
+    from leaderless.run.standalone_model import find_model, open_model
+    from leaderless.serving.api.server import ModelServer
+    from leaderless.serving.listen import address_of, take_port
 
     with ended_by_signals(), take_port(host, port, token) as listener:
         source = find_model(target, role, print_line).changed(name, compute_dtype, max_sequences, engine_python)

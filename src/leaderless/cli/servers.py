@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from leaderless.config import RecipeError
-from leaderless.config.packaged import how_to_install
-from leaderless.serve.port import TOKEN_VARIABLE
+from leaderless.config.packaged_files import how_to_install
+from leaderless.serving.listen import TOKEN_VARIABLE
 
 HostOption = Annotated[
     str, typer.Option(help="Interface to listen on; a token is needed if other machines can reach it.")

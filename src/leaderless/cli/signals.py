@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from leaderless.observability.console import print_line
-from leaderless.supervision.stop import Interrupted
+from leaderless.worker.supervision.stop import Interrupted
 
 
 @contextmanager

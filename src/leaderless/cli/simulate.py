@@ -8,14 +8,15 @@ from typing import Annotated
 
 import typer
 
+from leaderless.base.values import Json
 from leaderless.cli.plan import LAYOUT, with_layout
-from leaderless.config import Json, load_section
-from leaderless.config.packaged import find_packaged
+from leaderless.config import load_section
+from leaderless.config.packaged_files import find_packaged
 from leaderless.observability.console import console, print_json
-from leaderless.planner.auto.profile import read_profile
-from leaderless.planner.auto.show import print_predicted
-from leaderless.planner.costs.cluster import ClusterConfig
-from leaderless.run.planned import located, plan_training
+from leaderless.planner.placement.stage_seconds import read_profile
+from leaderless.planner.show.placement import print_predicted
+from leaderless.planner.simulate.cluster import ClusterConfig
+from leaderless.run.planned_run import located, plan_training
 from leaderless.run.run import Run
 
 
@@ -61,9 +62,9 @@ def world_sizes(text: str) -> list[int]:
 
 def _estimates(runs: dict[int, Run], constants: ClusterConfig, *, as_json: bool) -> list[Json]:
     """Estimate a step for each number of workers, and print it; or return all as JSON-able values."""
-    from leaderless.planner.costs.rows import sample_workload, samplers_of
-    from leaderless.planner.costs.step import estimate_step
-    from leaderless.planner.show import estimate_to_json, print_estimate, print_estimates
+    from leaderless.planner.show.text import estimate_to_json, print_estimate, print_estimates
+    from leaderless.planner.simulate.rows import sample_workload, samplers_of
+    from leaderless.planner.simulate.step import estimate_step
 
     found = []
     for size, run in runs.items():
@@ -83,7 +84,7 @@ def _estimates(runs: dict[int, Run], constants: ClusterConfig, *, as_json: bool)
 
 def _predictions(runs: dict[int, Run], profile: Path, *, as_json: bool) -> list[Json]:
     """The same by measured seconds."""
-    from leaderless.planner.auto.choose import predict_step  # it imports numpy
+    from leaderless.planner.placement.search import predict_step  # it imports numpy
 
     found: list[Json] = []
     for size, run in runs.items():

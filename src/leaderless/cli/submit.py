@@ -13,7 +13,7 @@ from leaderless.config import RecipeError, nearest
 from leaderless.observability.console import errors, print_line, print_path
 
 if TYPE_CHECKING:
-    from leaderless.clusters.options import TargetOptions
+    from leaderless.run.clusters.options import TargetOptions
     from leaderless.run.run import Run
 
 
@@ -33,9 +33,9 @@ def submit(
     go: Annotated[bool, typer.Option("--go", help="Submit the job, too.")] = False,
 ) -> None:
     """Write the job of a cluster's scheduler that trains on its machines, and with --go submit it."""
-    from leaderless.clusters.job import Job
-    from leaderless.clusters.submit import check_client, submission
-    from leaderless.clusters.submit import submit as hand_over
+    from leaderless.run.clusters.job import ClusterJob
+    from leaderless.run.clusters.submit import check_client, submission
+    from leaderless.run.clusters.submit import submit as hand_over
     from leaderless.run.run import Run
 
     options = _options(to, option or [])
@@ -43,7 +43,7 @@ def submit(
     bounds = _check_sizes(run, nodes, workers)
     if go:
         check_client(to)
-    job = Job(str(target), overrides or (), run.recipe.name, bounds, workers, run.recipe.run.grace_s, options)
+    job = ClusterJob(str(target), overrides or (), run.recipe.name, bounds, workers, run.recipe.run.grace_s, options)
     file = out or Path(job.file_name)
     try:
         file.write_text(job.text(), encoding="utf-8")
@@ -60,9 +60,9 @@ def submit(
 
 def _options(to: str, given: list[str]) -> TargetOptions:
     """The options of a scheduler, checked."""
-    from leaderless.clusters.options import OPTIONS
     from leaderless.config.load import check_section
     from leaderless.config.source import RecipeSource, apply_overrides, with_setting
+    from leaderless.run.clusters.options import OPTIONS
 
     if to not in OPTIONS:
         raise RecipeError.at("", f"--to {to}: unknown scheduler{nearest(to, OPTIONS)}")
@@ -79,8 +79,8 @@ def _options(to: str, given: list[str]) -> TargetOptions:
 
 def _check_sizes(run: Run, nodes: str, workers: int) -> tuple[int, int]:
     """The numbers of machines, for the smallest and largest of which the recipe must have a plan."""
-    from leaderless.launch.meeting import Nodes
-    from leaderless.run.planned import plan_training
+    from leaderless.run.launch.rendezvous import Nodes
+    from leaderless.run.planned_run import plan_training
 
     try:
         machines = Nodes.parse(nodes, "unknown:1")

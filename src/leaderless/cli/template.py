@@ -16,7 +16,7 @@ MAX_CELL_CHARACTERS = 120
 """Length at which texts and tokens are cut in the table."""
 
 if TYPE_CHECKING:
-    from leaderless.models.template_report import Difference, TemplateReport
+    from leaderless.models.chat_templates.report import TemplateDifference, TemplateReport
 
 
 def template(
@@ -49,8 +49,8 @@ def template(
 
 def _check(model: str, revision: str | None, *, trust_remote_code: bool) -> TemplateReport:
     from leaderless.config.models import ModelConfig
-    from leaderless.models.chat_template import check_template
-    from leaderless.models.tokenizer import end_tokens, load_tokenizer
+    from leaderless.models.chat_templates.check import check_template
+    from leaderless.models.loading.tokenizer import end_tokens, load_tokenizer
 
     config = ModelConfig(path=model, revision=revision, compute_dtype="float32", trust_remote_code=trust_remote_code)
     try:
@@ -60,7 +60,7 @@ def _check(model: str, revision: str | None, *, trust_remote_code: bool) -> Temp
         raise RecipeError([replace(problem, key=model) for problem in error.problems]) from error
 
 
-def _print_difference(conversation: str, difference: Difference) -> None:
+def _print_difference(conversation: str, difference: TemplateDifference) -> None:
     text = Text(f"\n{conversation}, turn {difference.turn}: ", "bold").append(difference.cause, "red")
     text.append(f" (token {difference.position})", "dim")
     for label, tokens, shown in (

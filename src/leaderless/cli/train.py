@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from leaderless.cli.plan import LAYOUT, with_layout
-from leaderless.launch.meeting import Nodes
-from leaderless.run.profile import has_accelerator
+from leaderless.run.launch.rendezvous import Nodes
 from leaderless.run.run import Run
-from leaderless.worker.place import Place
+from leaderless.run.stage_profile import has_accelerator
+from leaderless.worker.rank_info import RankInfo
 
 
 def train(
@@ -34,9 +34,9 @@ def train(
     """Train. A run that was interrupted continues from its newest checkpoint."""
     machines = _machines(nodes, rendezvous, fresh=fresh)
     run = Run(target, *with_layout(overrides, layout))
-    if Place.is_given():
+    if RankInfo.is_given():
         is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        run.work(Place.from_environment(), fresh=fresh, is_restart=is_restart)
+        run.work(RankInfo.from_environment(), fresh=fresh, is_restart=is_restart)
     else:
         num_workers = workers or num_accelerators()
         if in_process and (num_workers > 1 or machines is not None):
@@ -48,7 +48,7 @@ def _machines(nodes: str | None, rendezvous: str, *, fresh: bool) -> Nodes | Non
     """The machines that a command line names."""
     if nodes is None and not rendezvous:
         return None
-    if Place.is_given():
+    if RankInfo.is_given():
         raise typer.BadParameter("--nodes and --rendezvous are for `leaderless train` itself, not under torchrun")
     if fresh:
         raise typer.BadParameter("--fresh does not go with --nodes: take another name, or move the run's folder away")

@@ -33,11 +33,11 @@ def ui(
             raise RecipeError.at("", f"{folder} is no folder: name the folder of a run, or one that holds runs")
     import asyncio
 
-    from leaderless.serve.port import address_of, take_port
-    from leaderless.ui.desk import Desk
-    from leaderless.ui.server import PageServer
+    from leaderless.serving.listen import address_of, take_port
+    from leaderless.serving.live_page.pages import RunStore
+    from leaderless.serving.live_page.server import PageServer
 
     with ended_by_signals(), take_port(host, port, token) as listener:
         secret = f"?token={token}" if token else ""
         text = f"the runs are at http://{address_of(listener)}/{secret} - Ctrl-C ends it"
-        asyncio.run(PageServer(Desk(folders), token).answer(listener, lambda: print_line(text)))
+        asyncio.run(PageServer(RunStore(folders), token).answer(listener, lambda: print_line(text)))

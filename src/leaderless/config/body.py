@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, JsonValue
 
-from leaderless.config.base import ShorthandSection
+from leaderless.base.section import ShorthandSection
 
 Grain = Literal["token", "action", "chunk"]
 """What has a log-probability of its own: each number of an action, each action, or those of a decision together."""

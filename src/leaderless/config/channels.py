@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from leaderless.config.base import Section
+from leaderless.base.section import Section
 
 Stragglers = Literal["wait", "defer", "cancel"]
 """What happens to groups that are not finished when training needs rows."""

@@ -10,13 +10,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from typing_extensions import override
 
-from leaderless.config import Json
-from leaderless.config.base import Section, ShorthandSection
+from leaderless.algorithms.preference_loss import Preferences
+from leaderless.base.section import Section, ShorthandSection
+from leaderless.base.values import Json
 
 DATASET_COLUMN = "_dataset"
 """Column added to the rows of a mixture: the name of their dataset."""
-Preferences = Literal["pairs", "singles"]
-"""What rows say about what is preferred: one of two responses, or that a response is desirable or not."""
 COMPRESSED = ".jsonl.gz"
 """Suffix of files that can only be read from the beginning."""
 

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, JsonValue
 
-from leaderless.config.base import ShorthandSection
-from leaderless.config.errors import RecipeError, nearest
-from leaderless.config.functions import is_function_name, load_function
-from leaderless.config.mcp import McpServerConfig
+from leaderless.base.errors import RecipeError, nearest
+from leaderless.base.named_functions import is_function_name, load_function
+from leaderless.base.section import ShorthandSection
+from leaderless.config.mcp_servers import McpServerConfig
 
 TOOL_FORMATS = ("hermes", "llama", "qwen3_coder", "mistral")
 """Built-in formats in which policies write calls of tools."""

@@ -12,8 +12,8 @@ import regex
 from pydantic import Field, GetJsonSchemaHandler, JsonValue, field_validator, model_validator
 from pydantic_core import CoreSchema
 
-from leaderless.config.base import Section, ShorthandSection
-from leaderless.config.functions import is_function_name
+from leaderless.base.named_functions import is_function_name
+from leaderless.base.section import Section, ShorthandSection
 from leaderless.config.reward_options import RewardOptions
 
 PLACE = re.compile(r"\{\{(\w+)\}\}|\{([^\W\d]\w*)\}")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from leaderless.config.base import Section
+from leaderless.base.section import Section
 
 SHARE = r"(\d+)%-(\d+)%"
 """Pattern of a share of all ranks: from the first percentage up to, but without, the second."""

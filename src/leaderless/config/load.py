@@ -13,10 +13,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from leaderless.config.base import Section
-from leaderless.config.errors import Problem, RecipeError, nearest
+from leaderless.base.errors import Problem, RecipeError, nearest
+from leaderless.base.section import Section
+from leaderless.config.keys import follow, hints_for
 from leaderless.config.recipe import Recipe
-from leaderless.config.shape import follow, hints_for
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, merge_settings, read_yaml
 
 AnySection = TypeVar("AnySection", bound=Section)

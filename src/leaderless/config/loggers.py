@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field, JsonValue
 
-from leaderless.config.base import ShorthandSection
+from leaderless.base.section import ShorthandSection
 
 
 class LoggerConfig(ShorthandSection):

@@ -17,9 +17,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from leaderless.config.base import Section, ShorthandSection
+from leaderless.base.devices import find_accelerator
+from leaderless.base.section import Section, ShorthandSection
 from leaderless.config.body import PolicyConfig
-from leaderless.device import find_accelerator
 
 ComputeType = Literal["float32", "bfloat16"]
 LEARNING_RATE, ADAPTER_LEARNING_RATE = 1e-6, 1e-5

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import Field, field_validator
 
-from leaderless.config.base import Section
+from leaderless.base.section import Section
 
 ONLINE = "online"
 """Path of the training data of an online run, which are the requests of clients."""

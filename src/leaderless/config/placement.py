@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import Field, JsonValue, model_validator
 
-from leaderless.config.base import Section
+from leaderless.base.section import Section
 
 AUTO = "auto"
 

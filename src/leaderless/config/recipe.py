@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from leaderless.config.algorithm import AlgorithmConfig
-from leaderless.config.base import Section
+from leaderless.algorithms.settings import AlgorithmConfig
+from leaderless.base.section import Section
 from leaderless.config.body import BodyConfig
 from leaderless.config.channels import ChannelConfig
 from leaderless.config.data import DataConfig, DatasetConfig, TrainingSetConfig
@@ -18,11 +18,11 @@ from leaderless.config.loggers import LoggerConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.online import ONLINE, OnlineConfig
 from leaderless.config.placement import PlacementConfig, expand_auto, or_auto
+from leaderless.config.replanning import ScheduleConfig
 from leaderless.config.rewards import RewardsConfig
 from leaderless.config.roles import RoleConfig, RoleSection, as_settings, origin_of
 from leaderless.config.rollout import BatchConfig, EvaluationConfig, RolloutConfig
 from leaderless.config.run import CheckpointConfig, GuardsConfig, RunConfig
-from leaderless.config.schedule import ScheduleConfig
 from leaderless.config.source import merge_settings
 from leaderless.config.training import TrainingConfig
 

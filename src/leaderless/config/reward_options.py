@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from leaderless.config.base import ShorthandSection
+from leaderless.base.section import ShorthandSection
 
 DEFAULT_SOURCE = "default"
 """Among the sources of a reward: all that no reward names."""

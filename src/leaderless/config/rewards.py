@@ -9,8 +9,8 @@ from typing import Literal, get_args
 from pydantic import Field, GetJsonSchemaHandler, SerializeAsAny, ValidationError, field_validator, model_validator
 from pydantic_core import CoreSchema, InitErrorDetails
 
-from leaderless.config.base import Section
-from leaderless.config.errors import nearest
+from leaderless.base.errors import nearest
+from leaderless.base.section import Section
 from leaderless.config.judges import JudgeOptions
 from leaderless.config.reward_options import DEFAULT_SOURCE, RewardOptions
 

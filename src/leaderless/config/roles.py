@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from leaderless.config.algorithm import AlgorithmConfig
-from leaderless.config.base import Section
+from leaderless.algorithms.settings import AlgorithmConfig
+from leaderless.base.section import Section
 from leaderless.config.models import OptimizerConfig
 from leaderless.config.rollout import RolloutConfig
 from leaderless.config.training import TrainingConfig

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from leaderless.config.base import Section
+from leaderless.base.section import Section
 
 
 class CheckpointConfig(Section):

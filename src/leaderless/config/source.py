@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from leaderless.config.errors import Problem, RecipeError
-from leaderless.config.packaged import with_packaged_files
+from leaderless.base.errors import Problem, RecipeError
+from leaderless.config.packaged_files import with_packaged_files
 
 Setting = object
 """A value as YAML gives it: text, number, boolean, null, list or mapping."""

@@ -6,8 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from leaderless.config.base import Section
-from leaderless.config.functions import is_function_name
+from leaderless.base.named_functions import is_function_name
+from leaderless.base.section import Section
 
 Whole = Literal["nothing", "weights", "all"]
 """What each rank keeps whole of a model that ranks divide; see `TrainingConfig.keep_whole`."""

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.rollout import MAX_RESPONSES
-from leaderless.workflow.columns import EPISODE_IDS
+from leaderless.planner.workflow.columns import EPISODE_IDS
 
 SIBLING_BITS = (MAX_RESPONSES - 1).bit_length()
 """Room for 65,536 responses to a prompt, and for 2^47 prompts in a run."""

@@ -9,17 +9,17 @@ from itertools import count
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.data import DATASET_COLUMN, MixedSetConfig, TrainingSetConfig
-from leaderless.data.background import ReadAhead
 from leaderless.data.batch import Batch
-from leaderless.data.cache import DataCache
 from leaderless.data.dataset import Feed, Interleaving, Progress, Prompt, TrainingSet, make_batch, open_dataset
-from leaderless.data.encode import Tokenizer
-from leaderless.data.images import ImageReader
-from leaderless.data.parquet import unpack
-from leaderless.data.preferences import make_encoder
-from leaderless.data.requests import RequestSet
-from leaderless.data.sources import open_source, open_stream
-from leaderless.data.stream import StreamedDataset
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.data.prompts.images import ImageReader
+from leaderless.data.prompts.preferences import make_encoder
+from leaderless.data.sources.disk_cache import DataCache
+from leaderless.data.sources.online_requests import RequestSet
+from leaderless.data.sources.open_source import open_source, open_stream
+from leaderless.data.sources.parquet import unpack
+from leaderless.data.streamed_dataset import StreamedDataset
+from leaderless.distributed.background import ReadAhead
 from leaderless.planner.layout import places_of_shard
 
 LoadedStep = tuple[Batch, Mapping[str, float]]

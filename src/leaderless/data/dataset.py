@@ -16,17 +16,18 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-import leaderless
-from leaderless.config import Json, Recipe, RecipeError, is_finite_number, nearest
+from leaderless.base.values import Json, is_finite_number
+from leaderless.base.versions import VERSION
+from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.data import CurriculumConfig, DatasetConfig, TrainingSetConfig
-from leaderless.data.background import ReadAhead
 from leaderless.data.batch import Batch, Column, Jagged
-from leaderless.data.cache import Arrays, DataCache
-from leaderless.data.encode import Encoded, RowEncoder, Written, all_overlong, fits, tokenizer_fingerprint
-from leaderless.data.images import PromptImage, pack_images
-from leaderless.data.rows import Row, RowSource
+from leaderless.data.prompts.encode import Encoded, RowEncoder, Written, all_overlong, fits, tokenizer_fingerprint
+from leaderless.data.prompts.images import PromptImage, pack_images
+from leaderless.data.sources.disk_cache import Arrays, DataCache
+from leaderless.data.sources.row_sources import Row, RowSource
+from leaderless.distributed.background import ReadAhead
 from leaderless.planner.assign.balance import Int
-from leaderless.workflow.columns import IMAGES, column_of
+from leaderless.planner.workflow.columns import IMAGES, column_of
 
 BATCH_ROWS = 1024
 """Rows that are tokenized together when a dataset is opened; progress is reported after each batch."""
@@ -210,7 +211,7 @@ def open_dataset(
     limits += [True] * (
         recipe.environment is not None or recipe.body is not None
     )  # tasks have no prompts that could be too long
-    origin: list[Json] = [leaderless.__version__, source.version(), tokenizer, config.model_dump(mode="json"), limits]
+    origin: list[Json] = [VERSION, source.version(), tokenizer, config.model_dump(mode="json"), limits]
     scan = _Scan(source, encoder, recipe, cache, progress)
     found = cache.kept("usable", origin, partial(scan.run, max_rows))
     levels = found["levels"].astype(np.float64) if _curriculum(config) else None

@@ -9,13 +9,13 @@ import torch
 
 from leaderless.config import Recipe
 from leaderless.data.batch import Batch, make_sample_ids
+from leaderless.embodied.rollout.policy_rollout import BodyEngine
+from leaderless.embodied.stages.film_strips import describe_episode
+from leaderless.embodied.stages.rollout import body_tasks, graded_episode
 from leaderless.observability.clock import Clock
 from leaderless.rewards.pool import Graded
-from leaderless.rollout.bodies import BodyEngine
-from leaderless.stages.bodies import body_tasks, graded_episode
 from leaderless.stages.context import ModelRole
-from leaderless.stages.films import describe_episode
-from leaderless.stages.record import Record
+from leaderless.stages.recorded_samples import Record
 
 
 def evaluate_bodies(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from leaderless.checkpoint.shards import read_tensors
-from leaderless.policies.base_folder import BASE
-from leaderless.policies.opened import empty_model
+from leaderless.embodied.policies.base_folder import BASE
+from leaderless.embodied.policies.loading import empty_model
+from leaderless.worker.checkpoint.shards import read_tensors
 
 
 def write_model(source: Path, out: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from leaderless.config import Json
-from leaderless.environments.chat import ChatWriter
+from leaderless.base.values import Json
+from leaderless.environments.answer_recorder import RecordedAnswer
+from leaderless.environments.chat_writer import ChatWriter
+from leaderless.environments.episode_trace import Said, Trace
 from leaderless.environments.protocol import Task
 from leaderless.environments.tools import CallResult
-from leaderless.environments.trace import Said, Trace
-from leaderless.environments.witness import Answer
 from leaderless.rollout.engine import SamplingParams
 
 
@@ -30,7 +30,7 @@ class Spoken:
 
 
 @dataclass(frozen=True)
-class Place:
+class EpisodePosition:
     """An episode to play.
 
     Attributes:
@@ -81,5 +81,5 @@ class Episode:
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "environment": 0.0, "tools": 0.0})
     calls: list[CallResult] = field(default_factory=list)
     info: dict[str, Json] = field(default_factory=dict)
-    place: Place | None = None
-    answers: list[Answer] = field(default_factory=list)
+    place: EpisodePosition | None = None
+    answers: list[RecordedAnswer] = field(default_factory=list)

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from leaderless.config import Json
+from leaderless.base.values import Json
+from leaderless.environments.answer_recorder import RecordedAnswer
 from leaderless.environments.episode import Episode
+from leaderless.environments.episode_trace import Said, Trace
 from leaderless.environments.pictures import put_back, taken_out
 from leaderless.environments.protocol import Message, Turn
 from leaderless.environments.tools import CallResult
-from leaderless.environments.trace import Said, Trace
-from leaderless.environments.witness import Answer
 
 Line = Mapping[str, Json]
 """A line of the journal."""
@@ -101,10 +101,10 @@ def _episode_of(line: Mapping[str, list[Json]]) -> Episode:
     )
 
 
-def _answer_of(fields: dict[str, Json], images: Sequence[Json]) -> Answer:
+def _answer_of(fields: dict[str, Json], images: Sequence[Json]) -> RecordedAnswer:
     seconds = float(str(fields.pop("seconds")))
     fields["observation"] = put_back(fields.get("observation", ""), images)
-    return Answer(Turn(**fields), seconds)  # type: ignore[arg-type]
+    return RecordedAnswer(Turn(**fields), seconds)  # type: ignore[arg-type]
 
 
 def _facts(said: Said) -> dict[str, Json]:

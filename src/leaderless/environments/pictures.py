@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from leaderless.base.image_files import decode_image, open_image, read_image
-from leaderless.config import Json
+from leaderless.base.values import Json
 
 if TYPE_CHECKING:
     import numpy as np

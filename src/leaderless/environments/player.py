@@ -7,27 +7,27 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.environments.attempt import Attempt
 from leaderless.environments.deadlines import run_to_end, until_stuck
-from leaderless.environments.episode import Episode, Place
-from leaderless.environments.programs.doorway import LazyDoorway
-from leaderless.environments.programs.world import ProgramWorld
-from leaderless.environments.pump import EnginePump, Pump
+from leaderless.environments.engine_scheduler import EngineScheduler, SharedEngineScheduler
+from leaderless.environments.episode import Episode, EpisodePosition
+from leaderless.environments.episode_runner import EpisodeRunner
+from leaderless.environments.guarded_environment import GuardedEnvironment
+from leaderless.environments.programs.endpoint import LazyEndpoint
+from leaderless.environments.programs.program_environment import ProgramEnvironment
 from leaderless.environments.tools.use import ToolUse
-from leaderless.environments.world import World
 from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import RolloutEngine
 
 
-class Player:
+class EpisodePlayer:
     """Plays episodes in an environment."""
 
     def __init__(
         self,
         config: EnvironmentConfig,
-        open_world: Callable[[], World | ProgramWorld],
+        open_world: Callable[[], GuardedEnvironment | ProgramEnvironment],
         max_tokens: int,
-        pump: Pump,
+        pump: EngineScheduler,
         tools: ToolUse | None = None,
     ) -> None:
         """Play nothing yet.
@@ -40,13 +40,13 @@ class Player:
             tools: Tools that the policy may call; None for none.
         """
         self._config, self._open_world, self._max_tokens, self._pump = config, open_world, max_tokens, pump
-        self._tools, self._doorway = tools, LazyDoorway()
+        self._tools, self._doorway = tools, LazyEndpoint()
 
-    async def play(self, place: Place) -> Episode:
+    async def play(self, place: EpisodePosition) -> Episode:
         """Play an episode, again if it fails and may be tried again."""
         episode = Episode()
         for attempt in range(self._config.max_attempts):
-            one = Attempt(self._config, self._max_tokens, self._pump, self._doorway, place, attempt)
+            one = EpisodeRunner(self._config, self._max_tokens, self._pump, self._doorway, place, attempt)
             try:
                 episode = await until_stuck(one.run(self._open_world, self._tools))
             except TimeoutError as error:
@@ -63,13 +63,13 @@ class Player:
 def play_all(
     engine: RolloutEngine,
     config: EnvironmentConfig,
-    open_world: Callable[[], World | ProgramWorld],
-    places: Sequence[Place],
+    open_world: Callable[[], GuardedEnvironment | ProgramEnvironment],
+    places: Sequence[EpisodePosition],
     max_tokens: int,
     progress: Callable[[int], None],
     tools: ToolUse | None = None,
     clock: Clock | None = None,
-) -> tuple[list[Episode], EnginePump]:
+) -> tuple[list[Episode], SharedEngineScheduler]:
     """Play episodes with an engine that is awake and has weights, at most `config.concurrency` at a time.
 
     Args:
@@ -86,11 +86,11 @@ def play_all(
         The episodes in the order of their places, and the pump with what it has measured.
     """
 
-    async def play() -> tuple[list[Episode], EnginePump]:
-        pump = EnginePump(engine, lambda: progress(0), clock)
-        player, free = Player(config, open_world, max_tokens, pump, tools), asyncio.Semaphore(config.concurrency)
+    async def play() -> tuple[list[Episode], SharedEngineScheduler]:
+        pump = SharedEngineScheduler(engine, lambda: progress(0), clock)
+        player, free = EpisodePlayer(config, open_world, max_tokens, pump, tools), asyncio.Semaphore(config.concurrency)
 
-        async def one(place: Place) -> Episode:
+        async def one(place: EpisodePosition) -> Episode:
             async with free:
                 episode = await player.play(place)
             progress(1)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 
 Message = Mapping[str, Json]
 """A message of a chat: `role`, `content`, and what else the model's chat template knows, such as `tool_calls`."""

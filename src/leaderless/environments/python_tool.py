@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from threading import Lock
 
+from leaderless.base.exits import exit_in_words
 from leaderless.config.rewards import SandboxName
 from leaderless.environments.tools import tool
-from leaderless.exits import exit_in_words
-from leaderless.sandbox.choose import choose_sandbox
-from leaderless.sandbox.jail import Interpreter
-from leaderless.sandbox.messages import Ended, Limits
+from leaderless.rewards.sandbox.choose import choose_sandbox
+from leaderless.rewards.sandbox.jail import Interpreter
+from leaderless.rewards.sandbox.messages import ProgramEnd, SandboxLimits
 
 _LOST = "The interpreter was started anew: variables and files of earlier calls are lost."
 _SHOWN_CHARACTERS = 1000
@@ -51,7 +51,7 @@ class PythonTool:
             self._sandbox = choose_sandbox(sandbox)
         except RuntimeError as error:
             raise RuntimeError(f"the python tool {error}") from error
-        self._limits = Limits(timeout_s, memory_mib, max_processes, max_files, max_file_bytes, max_output_bytes)
+        self._limits = SandboxLimits(timeout_s, memory_mib, max_processes, max_files, max_file_bytes, max_output_bytes)
         self._interpreter: Interpreter | None = None
         self._is_closed = False
         self._lock = Lock()
@@ -83,7 +83,7 @@ class PythonTool:
                 self._interpreter = Interpreter(self._sandbox, self._limits)
             return self._interpreter
 
-    def _told(self, ended: Ended) -> str:
+    def _told(self, ended: ProgramEnd) -> str:
         """What the policy is told about a call."""
         output = ended.output.rstrip()
         if ended.cause == "answered":

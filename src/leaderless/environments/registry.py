@@ -9,23 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
+from leaderless.base.named_functions import is_function_name, load_class, name_of
 from leaderless.config import RecipeError, nearest
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.config.functions import is_function_name, load_class, name_of
-from leaderless.environments.apart import ProcessWorld
+from leaderless.environments.guarded_environment import EnvironmentFailure, GuardedEnvironment, ThreadEnvironment
+from leaderless.environments.programs.program_environment import ProgramEnvironment
 from leaderless.environments.programs.registry import BUILT_IN as PROGRAMS
 from leaderless.environments.programs.registry import program_maker
-from leaderless.environments.programs.world import ProgramWorld
 from leaderless.environments.protocol import ONLY_AGENT, Environment
-from leaderless.environments.world import Failure, ThreadWorld, World
+from leaderless.environments.remote import ProcessEnvironment
 
 BUILT_IN: Mapping[str, str] = {
     "calculator": "leaderless.environments.calculator:Calculator",
-    "gymnasium": "leaderless.environments.adapters.gymnasium:GymnasiumEnvironment",
-    "reasoning_gym": "leaderless.environments.adapters.reasoning_gym:ReasoningGym",
+    "gymnasium": "leaderless.environments.adapters.gymnasium_text:GymnasiumEnvironment",
+    "reasoning_gym": "leaderless.environments.adapters.reasoning_gym_tasks:ReasoningGym",
     "search_r1": "leaderless.environments.search.search_r1:SearchR1",
-    "textarena": "leaderless.environments.adapters.textarena:TextArena",
-    "textarena_solo": "leaderless.environments.adapters.textarena:TextArenaSolo",
+    "textarena": "leaderless.environments.adapters.textarena_games:TextArena",
+    "textarena_solo": "leaderless.environments.adapters.textarena_games:TextArenaSolo",
 }
 """Environments that come with the package, each as `module:Class`."""
 
@@ -72,7 +72,7 @@ def agents_of(config: EnvironmentConfig) -> tuple[str, ...]:
     return (ONLY_AGENT,) if found is None else tuple(found.agents)
 
 
-def world_maker(config: EnvironmentConfig) -> Callable[[], World | ProgramWorld]:
+def world_maker(config: EnvironmentConfig) -> Callable[[], GuardedEnvironment | ProgramEnvironment]:
     """A function that makes the environment or the program of one episode.
 
     Raises:
@@ -83,9 +83,9 @@ def world_maker(config: EnvironmentConfig) -> Callable[[], World | ProgramWorld]
         return program
     found = find_environment(config)
     if config.isolation == "process" or found.needs_own_process:
-        return partial(ProcessWorld, config, tuple(found.agents), name_of(found))
+        return partial(ProcessEnvironment, config, tuple(found.agents), name_of(found))
     make, agents = partial(found, **config.options), tuple(found.agents)
-    return partial(ThreadWorld, make, config.act_timeout_s, agents, shows_images=config.images)
+    return partial(ThreadEnvironment, make, config.act_timeout_s, agents, shows_images=config.images)
 
 
 def try_environment(config: EnvironmentConfig) -> None:
@@ -97,7 +97,7 @@ def try_environment(config: EnvironmentConfig) -> None:
         RecipeError: It cannot be made.
     """
     world = world_maker(config)()
-    if not isinstance(world, ThreadWorld | ProcessWorld):
+    if not isinstance(world, ThreadEnvironment | ProcessEnvironment):
         return
 
     async def make() -> None:
@@ -109,7 +109,7 @@ def try_environment(config: EnvironmentConfig) -> None:
     try:
         with ThreadPoolExecutor(1) as thread:  # notebooks have an event loop of their own in this one
             thread.submit(asyncio.run, make()).result()
-    except Failure as failure:
+    except EnvironmentFailure as failure:
         if isinstance(failure.__cause__, RecipeError):
             known = failure.__cause__.problems
             raise RecipeError([replace(one, key=one.key or "environment") for one in known]) from failure

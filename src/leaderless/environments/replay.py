@@ -8,25 +8,25 @@ from dataclasses import replace
 
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.deadlines import run_to_end
-from leaderless.environments.differences import Difference, first_difference
-from leaderless.environments.episode import Episode, Place, Spoken
+from leaderless.environments.episode import Episode, EpisodePosition, Spoken
+from leaderless.environments.guarded_environment import CRASH, TIMEOUT, GuardedEnvironment
 from leaderless.environments.journal import Line, episode_of, line_of
-from leaderless.environments.player import Player
+from leaderless.environments.journal_difference import JournalDifference, first_difference
+from leaderless.environments.player import EpisodePlayer
+from leaderless.environments.programs.program_environment import ProgramEnvironment
 from leaderless.environments.programs.registry import program_maker
-from leaderless.environments.programs.world import ProgramWorld
-from leaderless.environments.stand_ins import JournalPump, JournalTools, JournalWorld, UpToFailure
+from leaderless.environments.replay_stubs import JournalEnvironment, JournalScheduler, JournalTools, UpToFailure
 from leaderless.environments.tools.use import ToolUse
-from leaderless.environments.world import CRASH, TIMEOUT, World
 
 
 def replay(
     lines: Sequence[Line],
     config: EnvironmentConfig,
-    open_world: Callable[[], World | ProgramWorld] | None,
-    place_of: Callable[[Line], Place],
+    open_world: Callable[[], GuardedEnvironment | ProgramEnvironment] | None,
+    place_of: Callable[[Line], EpisodePosition],
     max_tokens: int,
     tools: ToolUse | None = None,
-) -> Iterator[tuple[Line, Difference | None]]:
+) -> Iterator[tuple[Line, JournalDifference | None]]:
     """Play episodes again, and compare them with their lines.
 
     An episode that was ended by a time limit or a crash is played up to there; one that a program led, not at all. One
@@ -50,12 +50,12 @@ def replay(
     if is_program and open_world is None:
         raise ValueError("a program leads the episodes, and has no answers in the journal: play them with the program")
 
-    async def play(line: Line) -> Difference | None:
+    async def play(line: Line) -> JournalDifference | None:
         episode = episode_of(line)
 
-        def opened() -> World | ProgramWorld:
-            world = JournalWorld(episode) if open_world is None else open_world()
-            return world if isinstance(world, ProgramWorld) else UpToFailure(world, episode)
+        def opened() -> GuardedEnvironment | ProgramEnvironment:
+            world = JournalEnvironment(episode) if open_world is None else open_world()
+            return world if isinstance(world, ProgramEnvironment) else UpToFailure(world, episode)
 
         if is_program and episode.cause in {TIMEOUT, CRASH}:
             return None
@@ -69,13 +69,13 @@ def replay(
                 max_result_characters=config.max_result_characters,
                 has_environment=open_world is not None,
             )
-        player = Player(once, opened, max_tokens, JournalPump(episode.trace.said()), known)
+        player = EpisodePlayer(once, opened, max_tokens, JournalScheduler(episode.trace.said()), known)
         try:
             return first_difference(line, line_of(await player.play(up_to_others(place_of(line), episode))))
         finally:
             await player.close()
 
-    async def play_some(some: Sequence[Line]) -> list[Difference | None]:
+    async def play_some(some: Sequence[Line]) -> list[JournalDifference | None]:
         return await asyncio.gather(*map(play, some))
 
     for begin in range(0, len(lines), config.concurrency):
@@ -83,7 +83,7 @@ def replay(
         yield from zip(some, run_to_end(play_some(some)), strict=True)
 
 
-def up_to_others(place: Place, episode: Episode) -> Place:
+def up_to_others(place: EpisodePosition, episode: Episode) -> EpisodePosition:
     """What was to be played in an episode, which may have been left where an agent of another policy was to act."""
     last = episode.answers[-1].turn if episode.answers else None
     if episode.cause or episode.is_cut or last is None or last.done:

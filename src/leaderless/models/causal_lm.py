@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from leaderless.config.models import ModelConfig
-from leaderless.data.images import PromptImage
-from leaderless.models.attention import Attention
+from leaderless.data.prompts.images import PromptImage
+from leaderless.models.attention.packed import Attention
 from leaderless.models.decoder import Decoder, check_freezing, empty_decoder, load_decoder
 from leaderless.models.fused_scores import FusedScores
+from leaderless.models.loading.support import sees_images
+from leaderless.models.parallel.reductions import copied
 from leaderless.models.repeats import Repeats
 from leaderless.models.scoring import Entropy, Scoring, linear_in_float32, score_tokens
-from leaderless.models.sums import copied
-from leaderless.models.support import sees_images
 
 if TYPE_CHECKING:
-    from leaderless.models.image_readers import Pixels
-    from leaderless.models.seen import Seen
+    from leaderless.models.vision.image_readers import Pixels
+    from leaderless.models.vision.mrope import ImagePositions
 
 
 class TokenOutputs(NamedTuple):
@@ -57,7 +57,7 @@ class CausalLM(Decoder):
         targets: Tensor | None = None,
         temperature: float | Tensor = 1.0,
         entropy: Entropy = "value",
-        images: Pixels | Seen | None = None,
+        images: Pixels | ImagePositions | None = None,
     ) -> Tensor | TokenOutputs:
         """Compute logits [R, vocabulary] float32 at selected tokens, or scores of the targets, [R] int64, that follow.
 
@@ -96,7 +96,7 @@ class CausalLM(Decoder):
         if images:
             raise ValueError(f"a prompt has {len(images)} images, but the model reads text alone")
 
-    def seen(self, images: Sequence[PromptImage], device: torch.device) -> Seen:  # noqa: ARG002
+    def seen(self, images: Sequence[PromptImage], device: torch.device) -> ImagePositions:  # noqa: ARG002
         """Compute what is seen of images, each whole, at the tokens that stand for their parts."""
         raise RuntimeError(f"{len(images)} images are given, but the model reads text alone")
 
@@ -119,8 +119,8 @@ def empty_causal_lm(config: ModelConfig, role: str, *, has_adapters: bool = Fals
 def language_model(model: PreTrainedModel, config: ModelConfig, role: str) -> CausalLM:
     """The language model around one of `transformers`: one that sees images, if it does."""
     if sees_images(model.config):
-        from leaderless.models.image_readers import open_reader
-        from leaderless.models.vision import VisionLM
+        from leaderless.models.vision.image_readers import open_reader
+        from leaderless.models.vision.vision_models import VisionLM
 
         return VisionLM(model, open_reader(config, role), freezes_vision=config.freeze_vision)
     check_freezing(model, config, role)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from leaderless.data.errors import is_out_of_memory
-from leaderless.models.attention import keep_attention_apart
+from leaderless.distributed.errors import is_out_of_memory
+from leaderless.models.attention.packed import keep_attention_apart
 from leaderless.models.decoder import Decoder
-from leaderless.models.experts import num_experts
-from leaderless.models.recomputing import replace_forward
+from leaderless.models.gradient_checkpointing import replace_forward
+from leaderless.models.parallel.expert import num_experts
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -22,16 +22,13 @@ from transformers.utils import logging as transformers_logging
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.data.hub import unreachable_hub
-from leaderless.data.images import PromptImage
-from leaderless.models.attention import ATTENTION_NAME, Attention, check_window
-from leaderless.models.classifiers import register_classifiers
-from leaderless.models.lora import add_adapters, give_adapters_values, trained_weights
-from leaderless.models.prefix_attention import PrefixAttention
-from leaderless.models.recomputing import recompute_layers
-from leaderless.models.repeats import Repeats
-from leaderless.models.shared_prompts import Family, attention_over
-from leaderless.models.support import (
+from leaderless.data.prompts.images import PromptImage
+from leaderless.data.sources.hub import unreachable_hub
+from leaderless.models.attention.packed import ATTENTION_NAME, Attention, check_window
+from leaderless.models.attention.prefix import PrefixAttention
+from leaderless.models.attention.shared_prompts import Family, attention_over
+from leaderless.models.gradient_checkpointing import recompute_layers
+from leaderless.models.loading.support import (
     attention_names,
     check_family,
     check_settings,
@@ -39,14 +36,17 @@ from leaderless.models.support import (
     image_tokens,
     sees_images,
 )
-from leaderless.models.vocabulary import VocabularyPart
+from leaderless.models.lora.linear import add_adapters, give_adapters_values, trained_weights
+from leaderless.models.parallel.vocabulary import VocabularyPart
+from leaderless.models.repeats import Repeats
+from leaderless.models.vision.classifiers import register_classifiers
 
 if TYPE_CHECKING:
-    from leaderless.models.experts import ExpertParallel
-    from leaderless.models.image_readers import Pixels
-    from leaderless.models.pipeline import PipelineParallel
+    from leaderless.models.parallel.expert import ExpertParallel
+    from leaderless.models.parallel.pipeline import PipelineParallel
+    from leaderless.models.parallel.tensor import TensorParallel
     from leaderless.models.routers import Routers
-    from leaderless.models.tensor_parallel import TensorParallel
+    from leaderless.models.vision.image_readers import Pixels
 
 ALIGNMENT_BYTES = 64
 """Addresses of tensors that torch allocates on the CPU are multiples of it."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import mark_static
 
-from leaderless.data.errors import is_out_of_memory
+from leaderless.distributed.errors import is_out_of_memory
 from leaderless.models import compiled_layers
 from leaderless.models.compiled_layers import compiled
 

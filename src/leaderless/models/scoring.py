@@ -17,8 +17,8 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.functional import linear
 
 from leaderless.models.fused_scores import FusedScores
-from leaderless.models.vocabulary import VocabularyPart
-from leaderless.planner.limits import CPU_MAX_LOGITS, MAX_LOGITS
+from leaderless.models.parallel.vocabulary import VocabularyPart
+from leaderless.planner.memory.limits import CPU_MAX_LOGITS, MAX_LOGITS
 
 Entropy = Literal["none", "value", "gradient"]
 """Whether entropies are computed, and whether the loss depends on them."""

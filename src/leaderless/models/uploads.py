@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from leaderless.device import can_pin, indexed
+from leaderless.base.devices import can_pin, indexed
 
 PAGE_BYTES = 1 << 22
 """Bytes of the memory in which tensors are collected, if they are not larger."""

@@ -11,16 +11,16 @@ from typing_extensions import override
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.data.images import PromptImage
-from leaderless.models.attention import Attention
-from leaderless.models.classifiers import register_classifiers
+from leaderless.data.prompts.images import PromptImage
+from leaderless.models.attention.packed import Attention
 from leaderless.models.decoder import SCALAR_HEAD, Decoder, check_freezing, load_decoder
+from leaderless.models.loading.support import sees_images
 from leaderless.models.repeats import Repeats
-from leaderless.models.support import sees_images
+from leaderless.models.vision.classifiers import register_classifiers
 
 if TYPE_CHECKING:
-    from leaderless.models.image_readers import Pixels
-    from leaderless.models.seen import Seen
+    from leaderless.models.vision.image_readers import Pixels
+    from leaderless.models.vision.mrope import ImagePositions
 
 
 class ValueModel(Decoder):
@@ -59,7 +59,7 @@ class ValueModel(Decoder):
         positions: Tensor,
         attention: Attention,
         select: Tensor | Repeats,
-        images: Pixels | Seen | None = None,
+        images: Pixels | ImagePositions | None = None,
     ) -> Tensor:
         """Compute values [R] float32 of the states that end with selected tokens; see `Decoder.hidden_states`.
 
@@ -107,8 +107,8 @@ def value_model(model: PreTrainedModel, config: ModelConfig, role: str) -> Value
     """The value model of a token classifier, which is described as one from now on; it sees images if that does."""
     model.config.architectures = [type(model).__name__]
     if sees_images(model.config):
-        from leaderless.models.image_readers import open_reader
-        from leaderless.models.vision import VisionValueModel
+        from leaderless.models.vision.image_readers import open_reader
+        from leaderless.models.vision.vision_models import VisionValueModel
 
         return VisionValueModel(model, open_reader(config, role), freezes_vision=config.freeze_vision)
     check_freezing(model, config, role)

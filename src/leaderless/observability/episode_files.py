@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.observability.run_directory import RunDirectory
 
 Kind = Literal["step", "evaluation"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.run import GuardAction
 
 STRENGTH: tuple[GuardAction, ...] = ("warn", "skip", "roll_back", "stop")

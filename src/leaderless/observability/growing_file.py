@@ -12,7 +12,7 @@ CHUNK_BYTES = 4 << 20
 """Largest number of bytes that are read at a time."""
 
 
-class Line(NamedTuple):
+class FileLine(NamedTuple):
     """A JSON object of a file, and its bytes in the file."""
 
     record: dict[str, object]
@@ -32,7 +32,7 @@ class GrowingFile:
         self.num_replaced = 0
         self._inode, self._offset = -1, 0
 
-    def new_lines(self) -> Iterator[Line]:
+    def new_lines(self) -> Iterator[FileLine]:
         """The added objects; a line that is incomplete, or not an object, is left out.
 
         If the file was replaced, all of its lines come again. A line whose consumer raises comes again, too.
@@ -41,7 +41,7 @@ class GrowingFile:
             for line in text[:-1].split(b"\n"):
                 record = parse_line(line)
                 if isinstance(record, dict):
-                    yield Line(record, line)
+                    yield FileLine(record, line)
                 self._offset += len(line) + 1
 
     def new_text(self, chunk_bytes: int) -> Iterator[bytes]:

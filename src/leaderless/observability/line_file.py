@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.observability.clock import MayFail
 from leaderless.observability.run_directory import read_lines, write_atomically
 

@@ -10,8 +10,8 @@ from math import prod
 
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.layout import LayoutConfig
-from leaderless.workflow import Node, Workflow, spec_of
-from leaderless.workflow.stages import JOIN, ROW_STAGES
+from leaderless.planner.workflow import Node, Workflow, spec_of
+from leaderless.planner.workflow.builtin_stages import JOIN, ROW_STAGES
 
 
 @dataclass(frozen=True)

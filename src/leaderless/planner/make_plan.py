@@ -10,18 +10,18 @@ from dataclasses import replace
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.planner import checks
 from leaderless.planner.checks.draft import Draft
-from leaderless.planner.flow import Flow
-from leaderless.planner.judges import check_context, check_judges, check_judging, with_judges
+from leaderless.planner.graph.column_flow import ColumnFlow
+from leaderless.planner.graph.judges import check_context, check_judges, check_judging, with_judges
+from leaderless.planner.graph.loops import edges_of, make_loops, with_staleness
+from leaderless.planner.graph.row_sets import DATA
 from leaderless.planner.layout import Cluster, Layout, make_layouts, most_prompts_of_rank
-from leaderless.planner.loops import edges_of, make_loops, with_staleness
-from leaderless.planner.memory import estimate_memory
-from leaderless.planner.model_size import ModelSize, read_model_size
-from leaderless.planner.parts import BatchSizes, PlannedNode, RoleInstance
+from leaderless.planner.memory.estimate import estimate_memory
+from leaderless.planner.memory.model_size import ModelSize, read_model_size
 from leaderless.planner.plan import Plan
-from leaderless.planner.row_sets import DATA
-from leaderless.workflow import Node, Workflow, spec_of
-from leaderless.workflow.preference_stages import longest_pair, scored_before
-from leaderless.workflow.stage import AnyUse
+from leaderless.planner.plan_parts import BatchSizes, PlannedNode, RoleInstance
+from leaderless.planner.workflow import Node, Workflow, spec_of
+from leaderless.planner.workflow.preference_stages import longest_pair, scored_before
+from leaderless.planner.workflow.stage_spec import AnyUse
 
 
 def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
@@ -36,7 +36,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         RecipeError: A contract of the workflow is broken, a layout does not fit, or a model cannot do what is asked.
     """
     check_judges(recipe, workflow)
-    flow = Flow(recipe, with_judges(recipe, workflow))
+    flow = ColumnFlow(recipe, with_judges(recipe, workflow))
     workflow = flow.workflow
     _check_roles(recipe, workflow)
     layouts = make_layouts(recipe, workflow, cluster)
@@ -89,7 +89,7 @@ def _refuse(draft: Draft, contracts: Sequence[checks.Check]) -> None:
         check(draft)
 
 
-def _reads(flow: Flow, layouts: Mapping[str, Layout], name: str) -> dict[str, str]:
+def _reads(flow: ColumnFlow, layouts: Mapping[str, Layout], name: str) -> dict[str, str]:
     """The columns of a node; those that it can do without are not sent to other ranks for its sake."""
     optional, layout = flow.specs[name].reads_if_written, layouts[name]
     return {

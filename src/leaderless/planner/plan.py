@@ -21,11 +21,11 @@ from leaderless.planner.entries import (
     flat,
 )
 from leaderless.planner.layout import format_ranks
-from leaderless.planner.model_size import ModelSize
-from leaderless.planner.parts import BatchSizes, Channel, Edge, Loop, PlannedNode, RoleInstance
+from leaderless.planner.memory.model_size import ModelSize
+from leaderless.planner.plan_parts import BatchSizes, Channel, Edge, Loop, PlannedNode, RoleInstance
 
 if TYPE_CHECKING:
-    from leaderless.planner.memory_parts import MemoryEstimate
+    from leaderless.planner.memory.parts import MemoryEstimate
 
 _CHANNEL = ("name", "kind", "source", "target", "capacity", "max_staleness", "max_bytes")
 

@@ -10,12 +10,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Self
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.rewards import RewardsConfig
-from leaderless.rewards.dispatch import Dispatcher
+from leaderless.rewards.dispatcher import Dispatcher
 from leaderless.rewards.judges.asking import Asker
-from leaderless.rewards.judges.judge import AnswerFile, Asked, Judge, Judged, make_cache, make_judges
-from leaderless.rewards.protocol import Outcome, Reward, RewardInput, grade
+from leaderless.rewards.judges.judge import AnswerFile, Judge, Judged, JudgeUsage, make_cache, make_judges
+from leaderless.rewards.protocol import GradingOutcome, Reward, RewardInput, grade
 from leaderless.rewards.registry import make_rewards
 
 Askers = Mapping[str, Asker]
@@ -39,7 +39,7 @@ class Graded:
     is_valid: bool
     details: Mapping[str, Json]
     seconds: float = field(default=0.0, compare=False)
-    asked: Mapping[str, Asked] = field(default_factory=dict, compare=False)
+    asked: Mapping[str, JudgeUsage] = field(default_factory=dict, compare=False)
 
 
 class RewardPool:
@@ -156,9 +156,9 @@ class RewardPool:
 
     def _grade_here(
         self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]]
-    ) -> Mapping[tuple[str, int], Outcome]:
+    ) -> Mapping[tuple[str, int], GradingOutcome]:
         self.start()
-        outcomes: dict[tuple[str, int], Outcome] = {}
+        outcomes: dict[tuple[str, int], GradingOutcome] = {}
         for name, indices in work.items():
             for index in indices:
                 outcomes[name, index] = grade(self._rewards[name], samples[index], caught=(Exception, SystemExit))
@@ -175,7 +175,7 @@ class RewardPool:
             found |= {(name, index): one for index, one in zip(indices, judged, strict=True)}
         return found
 
-    def _sum(self, outcomes: Mapping[str, Outcome], judged: Mapping[str, Judged]) -> Graded:
+    def _sum(self, outcomes: Mapping[str, GradingOutcome], judged: Mapping[str, Judged]) -> Graded:
         details: dict[str, Json] = {
             name: {"value": outcome.value, "answer": outcome.answer}
             if outcome.error is None

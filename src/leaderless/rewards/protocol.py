@@ -10,8 +10,8 @@ from numbers import Real
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from leaderless.config import Json
-from leaderless.observability.secrets import without_secrets
+from leaderless.base.values import Json
+from leaderless.observability.hidden_values import without_secrets
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ MAX_ERROR_LENGTH = 500
 """Characters of an error's text that are kept."""
 
 
-class Outcome(NamedTuple):
+class GradingOutcome(NamedTuple):
     """The outcome of one reward for one response, as plain JSON values.
 
     Attributes:
@@ -101,19 +101,19 @@ def grade(
     sample: RewardInput,
     timeout_s: float = math.inf,
     caught: tuple[type[BaseException], ...] = (BaseException,),
-) -> Outcome:
+) -> GradingOutcome:
     """Grade a response. If that takes too long, it has failed, even if it has a value."""
     begin = time.monotonic()
     try:
         outcome = compute(reward, sample)
     except caught as error:
-        outcome = Outcome(error=describe(error))
+        outcome = GradingOutcome(error=describe(error))
     else:
         outcome = outcome if time.monotonic() - begin <= timeout_s else timed_out(timeout_s)
     return outcome._replace(seconds=round(time.monotonic() - begin, 6))
 
 
-def compute(reward: Reward, sample: RewardInput) -> Outcome:
+def compute(reward: Reward, sample: RewardInput) -> GradingOutcome:
     """Call a reward; besides what it raises, a TypeError or ValueError if it does not return a finite number."""
     result: object = reward(sample)
     value, answer = (result.value, result.answer) if isinstance(result, RewardResult) else (result, None)
@@ -123,15 +123,15 @@ def compute(reward: Reward, sample: RewardInput) -> Outcome:
     if not math.isfinite(number):
         raise ValueError(f"returned {number}, but must return a finite number")
     if answer is None:
-        return Outcome(number)
+        return GradingOutcome(number)
     if not isinstance(answer, str):
         raise TypeError(f"returned an answer that is a {type(answer).__name__}, but it must be text or None")
-    return Outcome(number, _writable(str(answer)))
+    return GradingOutcome(number, _writable(str(answer)))
 
 
-def timed_out(timeout_s: float) -> Outcome:
+def timed_out(timeout_s: float) -> GradingOutcome:
     """The outcome of a response that took longer than the limit."""
-    return Outcome(error=f"TimeoutError: took longer than {timeout_s:g} s")
+    return GradingOutcome(error=f"TimeoutError: took longer than {timeout_s:g} s")
 
 
 def describe(error: BaseException) -> str:

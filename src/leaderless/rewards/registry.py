@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Sequence
 from typing import cast
 
-from leaderless.config.errors import Problem, RecipeError
-from leaderless.config.functions import load_callable, load_function
+from leaderless.base.errors import Problem, RecipeError
+from leaderless.base.named_functions import load_callable, load_function
 from leaderless.config.judges import JudgeOptions
 from leaderless.config.reward_options import RewardOptions
 from leaderless.config.rewards import (
@@ -19,10 +19,10 @@ from leaderless.config.rewards import (
     RewardsConfig,
     SearchFormatOptions,
 )
-from leaderless.rewards.others import adapt
 from leaderless.rewards.protocol import Reward
-from leaderless.rewards.search import AnswerMatchReward, SearchFormatReward
-from leaderless.rewards.text import ExactMatchReward, FormatReward
+from leaderless.rewards.search_reward import AnswerMatchReward, SearchFormatReward
+from leaderless.rewards.text_rewards import ExactMatchReward, FormatReward
+from leaderless.rewards.trl_and_verl import adapt
 
 
 def make_rewards(config: RewardsConfig, *, in_worker: bool = False) -> dict[str, Reward]:
@@ -52,7 +52,7 @@ def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
     problems: list[Problem] = []
     for name, options in config.options().items():
         if isinstance(options, CodeOptions):
-            from leaderless.sandbox.choose import choose_sandbox
+            from leaderless.rewards.sandbox.choose import choose_sandbox
 
             try:
                 choose_sandbox(options.sandbox, allow_weaker=options.allow_weaker)
@@ -87,7 +87,7 @@ def _problems_of(name: str, options: JudgeOptions) -> Sequence[Problem]:
 def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:
     if isinstance(options, MathOptions):
         # Its library is slow to import, which only recipes that use it should pay for.
-        from leaderless.rewards.math import MathReward
+        from leaderless.rewards.math_reward import MathReward
 
         return MathReward()
     if isinstance(options, ExactMatchOptions):
@@ -99,7 +99,7 @@ def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:
     if isinstance(options, SearchFormatOptions):
         return SearchFormatReward(options)
     if isinstance(options, CodeOptions):
-        from leaderless.rewards.code import CodeReward
+        from leaderless.rewards.code_reward import CodeReward
 
         return CodeReward(options)
     if isinstance(options, JudgeOptions):

@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple, Protocol
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch
-from leaderless.data.encode import Tokenizer
-from leaderless.data.images import PromptImage, unpack_images
-from leaderless.weights.stream import WeightStream
-from leaderless.workflow.columns import IMAGES
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.data.prompts.images import PromptImage, unpack_images
+from leaderless.distributed.weights.stream import WeightStream
+from leaderless.planner.workflow.columns import IMAGES
 
 FinishReason = Literal["stop", "length", "aborted"]
 """`stop` for an end token or a stop text, `length` for a response that was cut off, `aborted` for any other."""

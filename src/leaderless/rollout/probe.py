@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
+from leaderless.distributed.weights.stream import Probe
 from leaderless.training.engine import TrainEngine
-from leaderless.weights.stream import Probe
 
 PROBE_TOKENS = 32
 """Length of the text."""

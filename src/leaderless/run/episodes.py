@@ -8,24 +8,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from leaderless.config import Json, LoadedRecipe, Recipe, RecipeError
+from leaderless.base.values import Json
+from leaderless.config import LoadedRecipe, Recipe, RecipeError
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.source import Setting, apply_overrides, read_yaml, with_setting
-from leaderless.data.encode import Tokenizer
-from leaderless.environments.differences import Difference
-from leaderless.environments.episode import Place
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.environments.episode import EpisodePosition
 from leaderless.environments.journal import Line
+from leaderless.environments.journal_difference import JournalDifference
 from leaderless.environments.registry import world_maker
 from leaderless.environments.replay import replay
 from leaderless.environments.tools.use import close_tools
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.observability.episode_files import EpisodeFile, Kind, episode_files, read_episode_file
+from leaderless.planner.workflow import load_recipe, resolve_workflow
+from leaderless.planner.workflow.builtin_stages import spec_of
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rollout.engine import SamplingParams
-from leaderless.stages.play import reader_of, tools_of, writer_of
-from leaderless.stages.regrade import Part, parts_of, regrade
-from leaderless.workflow import load_recipe, resolve_workflow
-from leaderless.workflow.stages import spec_of
+from leaderless.stages.play_episodes import reader_of, tools_of, writer_of
+from leaderless.stages.regrade import RegradedPart, parts_of, regrade
 
 Grade = Mapping[str, Json]
 """A line about the rewards of a part of an episode."""
@@ -34,7 +35,7 @@ Grade = Mapping[str, Json]
 class Comparison(NamedTuple):
     """A part of an episode, with what it was worth in the run, None if that is not known, and is worth now."""
 
-    part: Part
+    part: RegradedPart
     old: Grade | None
     new: Graded
 
@@ -130,7 +131,7 @@ class RunEpisodes:
 
     def replay(
         self, kind: Kind, lines: Sequence[Line], *, from_journal: bool
-    ) -> Iterator[tuple[Line, Difference | None]]:
+    ) -> Iterator[tuple[Line, JournalDifference | None]]:
         """Play episodes again; see `replay`.
 
         Args:
@@ -148,12 +149,12 @@ class RunEpisodes:
         sampling = recipe.rollout if kind == "step" else recipe.evaluation
         params = SamplingParams(sampling, recipe.rollout.max_response_tokens, recipe.rollout.stop, recipe.seed)
 
-        def place_of(line: Line) -> Place:
+        def place_of(line: Line) -> EpisodePosition:
             task = line["task"]
             assert isinstance(task, Mapping), "checked when the line was read"
             writer = held_out_writer if kind == "evaluation" else writers[id(recipe.data.train_set_of(task))]
             assert writer is not None, "who evaluates has a dataset to do so"
-            return Place(int(str(line["id"])), str(line["seed"]), task, writer, params)
+            return EpisodePosition(int(str(line["id"])), str(line["seed"]), task, writer, params)
 
         longest = recipe.data.max_prompt_tokens + config.max_episode_tokens
         try:

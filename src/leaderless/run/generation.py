@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from leaderless.config import Json, Recipe, RecipeError
-from leaderless.data.encode import RowEncoder
-from leaderless.data.images import ImageReader
-from leaderless.data.rows import Row
-from leaderless.models.image_readers import open_reader
+from leaderless.base.values import Json
+from leaderless.config import Recipe, RecipeError
+from leaderless.data.prompts.encode import RowEncoder
+from leaderless.data.prompts.images import ImageReader
+from leaderless.data.sources.row_sources import Row
+from leaderless.models.vision.image_readers import open_reader
 from leaderless.observability.console import print_line
 from leaderless.rollout.engine import Request, SamplingParams, generate
-from leaderless.serve.load import Served, Source, open_model
+from leaderless.run.standalone_model import ModelSource, Served, open_model
 from leaderless.stages.reward import response_in, transcripts
 
 Prompt = str | Sequence[Json] | Mapping[str, Json]
@@ -36,7 +37,7 @@ def answer(
     sampling = recipe.evaluation
     if temperature is not None:
         sampling = sampling.model_copy(update={"temperature": temperature})
-    source = Source(recipe.name, role, config, recipe.rollout, checkpoint)
+    source = ModelSource(recipe.name, role, config, recipe.rollout, checkpoint)
     longest = max_tokens or recipe.rollout.max_response_tokens
     params = SamplingParams(sampling, longest, recipe.rollout.stop, recipe.seed)
     with open_model(source, None, None, print_line) as served:

@@ -11,20 +11,20 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from leaderless.base.leftover_processes import leftovers_ended
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.source import Setting
-from leaderless.launch.meeting import Nodes
 from leaderless.observability.console import print_line
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.planner import Plan
-from leaderless.run.planned import Planned, located, plan_evaluation, plan_training
+from leaderless.run.launch.rendezvous import Nodes
+from leaderless.run.metrics_table import MetricsTable
+from leaderless.run.planned_run import Planned, located, plan_evaluation, plan_training
 from leaderless.run.settings import check_importable, read_settings
-from leaderless.run.table import MetricsTable
-from leaderless.run.worker import Job, evaluate_as_worker, train_as_worker
-from leaderless.supervision.failure import WorkersFailed
-from leaderless.supervision.leftovers import leftovers_ended
-from leaderless.supervision.stop import Interrupted
-from leaderless.worker.place import Place
+from leaderless.run.worker import WorkerJob, evaluate_as_worker, train_as_worker
+from leaderless.worker.rank_info import RankInfo
+from leaderless.worker.supervision.failure import WorkersFailed
+from leaderless.worker.supervision.stop import Interrupted
 
 if TYPE_CHECKING:
     from leaderless.run.generation import Prompt
@@ -110,7 +110,7 @@ class Run:
             WorkersFailed: A worker has failed, and restarts did not help.
             RuntimeError: torchrun has started this process as one worker of several.
         """
-        if Place.is_given():
+        if RankInfo.is_given():
             raise RuntimeError(
                 "torchrun has started this process as one of several workers: call work() in each of them"
             )
@@ -142,7 +142,7 @@ class Run:
                 raise
         return self.metrics
 
-    def work(self, place: Place | None = None, *, fresh: bool = False, is_restart: bool = False) -> None:
+    def work(self, place: RankInfo | None = None, *, fresh: bool = False, is_restart: bool = False) -> None:
         """Act as one of the workers that torchrun or a similar launcher has started.
 
         Args:
@@ -150,7 +150,7 @@ class Run:
             fresh: Whether to set an earlier run of this name aside.
             is_restart: Whether workers of this run have been started before.
         """
-        place = place or Place.from_environment()
+        place = place or RankInfo.from_environment()
         planned = plan_training(self.loaded, place.world_size)
         # Every worker finds out for itself: none may wait for others that have nothing to do.
         is_done = not (fresh and not is_restart) and planned.is_finished(is_shown=place.rank == 0)
@@ -185,11 +185,11 @@ class Run:
         path = self._checkpoint(checkpoint)
         if workers == 1:
             with _kept_generators():
-                return evaluate_as_worker(planned, Place.alone(), path)
+                return evaluate_as_worker(planned, RankInfo.alone(), path)
         with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
             file = Path(folder) / "scores.json"
             checkpoint = str(path) if path else None
-            job = Job("evaluate", self.loaded.source, role=role, checkpoint=checkpoint, scores=str(file))
+            job = WorkerJob("evaluate", self.loaded.source, role=role, checkpoint=checkpoint, scores=str(file))
             self._launch(job, RunDirectory(Path(folder)), workers)
             scores: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
         return scores
@@ -249,7 +249,7 @@ class Run:
         Returns:
             The folder.
         """
-        from leaderless.checkpoint.export import export_model
+        from leaderless.worker.checkpoint.export import export_model
 
         source = self._checkpoint(checkpoint) or newest_checkpoint(self.directory.path)
         return export_model(source, role, Path(path), merge=merge)
@@ -270,17 +270,17 @@ class Run:
         if is_alone:
             # A process that exists for the run alone may end all that are left over.
             with _kept_generators(), leftovers_ended() if apart else nullcontext():
-                stopped_by = train_as_worker(planned, Place.alone(is_guest=not apart))
+                stopped_by = train_as_worker(planned, RankInfo.alone(is_guest=not apart))
             if stopped_by is not None:
                 raise Interrupted(stopped_by)
             return
-        job = Job("train", self.loaded.source, has_prepared=nodes is None)
+        job = WorkerJob("train", self.loaded.source, has_prepared=nodes is None)
         shown_rank = planned.plan.leading.ranks[0]
         self._launch(job, self.directory, workers, self.recipe.run.max_restarts, nodes, shown_rank)
 
     def _launch(
         self,
-        job: Job,
+        job: WorkerJob,
         directory: RunDirectory,
         workers: int,
         max_restarts: int = 0,
@@ -288,8 +288,8 @@ class Run:
         shown_rank: int = 0,
     ) -> None:
         """Do a job with workers on this machine, of which one writes to the terminal."""
-        from leaderless.launch.agent import Agent, Launch
-        from leaderless.launch.restarts import Restarts
+        from leaderless.run.launch.agent import Agent, Launch
+        from leaderless.run.launch.restarts import Restarts
 
         entry, run = "leaderless.run.worker", self.recipe.run
         launch = Launch(entry, job.to_text(), workers, directory.logs, run.grace_s, self.recipe.name, nodes, shown_rank)

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from leaderless.config import LoadedRecipe, Recipe, RecipeError
-from leaderless.config.packaged import find_packaged
+from leaderless.config.packaged_files import find_packaged
 from leaderless.config.run import RunConfig
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
-from leaderless.data.rows import plain_row
+from leaderless.data.sources.row_sources import plain_row
 from leaderless.observability.run_directory import write_atomically
-from leaderless.workflow import Workflow, builtin_workflows, load_recipe, write_workflow
+from leaderless.planner.workflow import Workflow, builtin_workflows, load_recipe, write_workflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

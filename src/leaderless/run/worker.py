@@ -11,20 +11,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal, Self
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.source import RecipeSource
 from leaderless.observability.clock import in_short, total_seconds
 from leaderless.observability.console import Display, console, errors
 from leaderless.observability.run_directory import RunDirectory, write_atomically
-from leaderless.run.planned import Planned, located, plan_evaluation, plan_training
-from leaderless.supervision.failure import STOPPED, leave_mark, reported_failures
-from leaderless.supervision.stop import follow_launcher
-from leaderless.worker.place import Place
-from leaderless.workflow import load_recipe
+from leaderless.planner.workflow import load_recipe
+from leaderless.run.planned_run import Planned, located, plan_evaluation, plan_training
+from leaderless.worker.rank_info import RankInfo
+from leaderless.worker.supervision.failure import STOPPED, leave_mark, reported_failures
+from leaderless.worker.supervision.stop import follow_launcher
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerJob:
     """The job of the workers of one machine, which they read from a file.
 
     A launcher that `has_prepared` the run's folder also writes the report; with several machines, the first worker does
@@ -55,9 +55,9 @@ class Job:
         return cls(source=RecipeSource(source["settings"], places), **values)
 
 
-def train_as_worker(planned: Planned, place: Place) -> int | None:
+def train_as_worker(planned: Planned, place: RankInfo) -> int | None:
     """Act as one worker of a training run; return the signal that stopped it before the last step, if one did."""
-    from leaderless.worker.process import train
+    from leaderless.worker.build.process import train
 
     display = Display(console, is_shown=place.rank == planned.plan.leading.ranks[0])
     with located(planned.loaded):
@@ -72,9 +72,9 @@ def train_as_worker(planned: Planned, place: Place) -> int | None:
     return stopped_by
 
 
-def evaluate_as_worker(planned: Planned, place: Place, checkpoint: Path | None) -> dict[str, float]:
+def evaluate_as_worker(planned: Planned, place: RankInfo, checkpoint: Path | None) -> dict[str, float]:
     """Act as one worker of an evaluation, of the untrained model without a checkpoint; each rank gets the scores."""
-    from leaderless.worker.process import evaluate
+    from leaderless.worker.build.process import evaluate
 
     with located(planned.loaded):
         return evaluate(planned.recipe, planned.plan, place, Display(errors, is_shown=place.rank == 0), checkpoint)
@@ -87,13 +87,13 @@ def _import_for_good() -> None:
     """
     gc.disable()
     try:
-        import_module("leaderless.worker.process")
+        import_module("leaderless.worker.build.process")
         gc.freeze()
     finally:
         gc.enable()
 
 
-def _work(job: Job, place: Place) -> None:
+def _work(job: WorkerJob, place: RankInfo) -> None:
     loaded = load_recipe(job.source)
     _import_for_good()
     if job.task == "evaluate":
@@ -117,9 +117,9 @@ def main() -> None:
     """Run the job that the command line names."""
     path = Path(sys.argv[1])
     follow_launcher(path.parent)
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     with reported_failures(place.rank):
-        _work(Job.from_text(path.read_text(encoding="utf-8")), place)
+        _work(WorkerJob.from_text(path.read_text(encoding="utf-8")), place)
 
 
 if __name__ == "__main__":

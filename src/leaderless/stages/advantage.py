@@ -8,13 +8,13 @@ from torch import Tensor
 from leaderless import algorithms
 from leaderless.algorithms import AdvantageInputs, Groups, repeat_per_token
 from leaderless.algorithms.advantage import compute
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.data.batch import Batch, Column, Jagged
+from leaderless.planner.workflow.reward_stage import ENVIRONMENT
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Episodes
 from leaderless.stages.mini_batches import adapt_kl_coefficient, counted_samples, kl_coefficient
 from leaderless.stages.reward import is_sampled
-from leaderless.workflow.reward_stage import ENVIRONMENT
 
 
 def advantage(batch: Batch, context: StageContext) -> Batch:

@@ -14,22 +14,22 @@ from torch import Tensor
 from leaderless.config import Recipe
 from leaderless.config.run import GuardAction
 from leaderless.data.batch import Batch
-from leaderless.data.encode import Tokenizer
-from leaderless.data.selection import select
-from leaderless.data.transport import ProcessGroup
+from leaderless.data.buffer.group_selection import select
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.distributed.transport import ProcessGroup
 from leaderless.observability.clock import Clock
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import PlannedNode
-from leaderless.planner.assign.parts import first_places, parts_of
+from leaderless.planner.assign.step_parts import first_places, parts_of
+from leaderless.planner.workflow.stage_spec import AnyUse, RoleUse
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import RolloutEngine
-from leaderless.rollout.serving import Serving
+from leaderless.rollout.weight_sources import Serving
 from leaderless.training.engine import TrainEngine, ValueEngine
-from leaderless.workflow.stage import AnyUse, RoleUse
 
 Grader = Callable[[Sequence[RewardInput], Sequence[str | None]], list[Graded]]
 """Function that computes rewards, given the responses and the source of each."""

@@ -9,16 +9,16 @@ import torch
 
 from leaderless.config import Recipe
 from leaderless.data.batch import Batch
-from leaderless.data.errors import memory_explained
+from leaderless.distributed.errors import memory_explained
 from leaderless.environments.registry import agents_of
 from leaderless.planner import PlannedNode
+from leaderless.planner.workflow.columns import EXPERTS
+from leaderless.planner.workflow.reward_stage import ENVIRONMENT
 from leaderless.stages.context import StageContext
-from leaderless.stages.earlier import Earlier, earlier_episodes
-from leaderless.stages.play import play_tasks
-from leaderless.stages.played import Play, Played
+from leaderless.stages.earlier_turns import EarlierTurns, earlier_episodes
+from leaderless.stages.episode_samples import Play, Played
+from leaderless.stages.play_episodes import play_tasks
 from leaderless.stages.rollout import TOO_MUCH, distributions_of, first_sibling, num_siblings
-from leaderless.workflow.columns import EXPERTS
-from leaderless.workflow.reward_stage import ENVIRONMENT
 
 
 def rollout(batch: Batch, context: StageContext) -> Batch:
@@ -45,7 +45,7 @@ def play_of(node: PlannedNode, recipe: Recipe) -> Play:
     return Play(distributions, first_sibling(node.node, recipe), num_siblings(node.node, recipe), recipe.seed)
 
 
-def _play(batch: Batch, context: StageContext, play: Play, earlier: Sequence[Earlier] | None = None) -> Batch:
+def _play(batch: Batch, context: StageContext, play: Play, earlier: Sequence[EarlierTurns] | None = None) -> Batch:
     """Play an episode from each distribution for each task, or continue earlier ones."""
     recipe = context.recipe
     data = [recipe.data.train_set_of(row) for row in batch.objects("rows") if isinstance(row, Mapping)]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from leaderless.algorithms import EpisodeParts
 from leaderless.data.batch import Batch, Column, Jagged, select_rows
+from leaderless.planner.workflow import EPISODE_IDS
 from leaderless.stages.context import StageContext
 from leaderless.training.micro_batches import response_lengths
-from leaderless.workflow import EPISODE_IDS
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from leaderless.config import Json, RecipeError
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
 from leaderless.config.judges import JudgeOptions
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.encode import Tokenizer
-from leaderless.data.transport import ProcessGroup
-from leaderless.environments.chat import ChatWriter
-from leaderless.rewards.judges.asking import MIN_FAILURES, Question, Reply, reminder, unreadable
-from leaderless.rewards.judges.cache import Answer, AnswerCache, key_of
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.environments.chat_writer import ChatWriter
+from leaderless.rewards.judges.asking import MIN_FAILURES, JudgeQuestion, JudgeReply, reminder, unreadable
+from leaderless.rewards.judges.cache import AnswerCache, JudgeAnswer, key_of
 from leaderless.rewards.judges.prompts import Message
 from leaderless.rewards.judges.verdicts import VerdictError
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
@@ -77,12 +78,12 @@ class _Talk:
         completion: Tokens sampled so far of the next answer.
     """
 
-    question: Question
+    question: JudgeQuestion
     messages: tuple[Message, ...]
     key: str
     left: int
-    answer: Answer = field(default_factory=lambda: Answer(""))
-    reply: Reply | None = None
+    answer: JudgeAnswer = field(default_factory=lambda: JudgeAnswer(""))
+    reply: JudgeReply | None = None
     begin: float | None = None
     num_requests: int = 0
     completion: Completion = field(default_factory=Completion)
@@ -141,7 +142,7 @@ class EngineAsker:
         self._ranks, self.shard = ranks, shard
         self._failed_in_row = 0
 
-    def ask(self, questions: Sequence[Question], on_news: Callable[[], None]) -> list[Reply]:
+    def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
         """See `Asker`. Equal questions are asked once. All ranks of the node call it together."""
         talks: dict[str, _Talk] = {}
         keys = [self._terms.key(question.messages) for question in questions]
@@ -154,7 +155,7 @@ class EngineAsker:
         if self._ranks.max(torch.tensor([len(waiting)]), "the questions to a judge"):
             with self._model.generating() as engine:
                 self._run(engine, waiting, on_news)
-        replies, told = list[Reply](), set[str]()
+        replies, told = list[JudgeReply](), set[str]()
         for key in keys:
             reply = talks[key].reply
             assert reply is not None, "each question ends"
@@ -203,12 +204,12 @@ class EngineAsker:
         """Ask a question, unless it cannot be asked."""
         limit = max(MIN_FAILURES, 2 * self._options.max_requests)
         if talk.begin is None and self._failed_in_row >= limit:
-            talk.reply = Reply(error=f"TimeoutError: not asked, as {limit} questions in a row had no answer")
+            talk.reply = JudgeReply(error=f"TimeoutError: not asked, as {limit} questions in a row had no answer")
             return
         try:
             prompt = self._writer.fresh(talk.messages)
         except RecipeError as error:
-            talk.reply = Reply(error=f"ValueError: {error}")
+            talk.reply = JudgeReply(error=f"ValueError: {error}")
             return
         if len(prompt) > self._terms.longest:
             talk.reply = self._too_long(talk, len(prompt), now)
@@ -224,17 +225,17 @@ class EngineAsker:
             return
         self._failed_in_row = 0
         text = self._tokenizer.decode(talk.completion.tokens, skip_special_tokens=True)
-        answer = Answer(text, talk.completion.is_truncated)
+        answer = JudgeAnswer(text, talk.completion.is_truncated)
         self._kept.put(talk.key, answer)
         self._follow(talk, answer, now)
 
-    def _follow(self, talk: _Talk, answer: Answer | None, now: float) -> None:
+    def _follow(self, talk: _Talk, answer: JudgeAnswer | None, now: float) -> None:
         """Read an answer, or else the one that is kept, and those that follow: up to the end, or to what is unknown."""
         while talk.reply is None:
             heard = self._heard(talk, answer or self._kept.get(talk.key))
             if heard is None:
                 return
-            talk.answer, answer = Answer(heard.text, heard.is_cut), None
+            talk.answer, answer = JudgeAnswer(heard.text, heard.is_cut), None
             if heard.problem is None:
                 talk.reply = replace(self._reply(talk, now, None), verdict=heard.verdict)
             elif talk.left == 0:
@@ -244,7 +245,7 @@ class EngineAsker:
                 talk.messages = reminder(talk.messages, talk.answer, heard.problem)
                 talk.key = self._terms.key(talk.messages)
 
-    def _heard(self, talk: _Talk, answer: Answer | None) -> _Heard | None:
+    def _heard(self, talk: _Talk, answer: JudgeAnswer | None) -> _Heard | None:
         """What the first rank of the engine reads in its answer; None if it has none.
 
         Other ranks may keep other answers, and may run out of time in a search that the first one finishes.
@@ -254,15 +255,15 @@ class EngineAsker:
         heard = json.loads(self.shard.broadcast_text(json.dumps(mine), first, "what a judge has said"))
         return None if heard is None else _Heard(**heard)
 
-    def _reply(self, talk: _Talk, now: float, error: str | None) -> Reply:
+    def _reply(self, talk: _Talk, now: float, error: str | None) -> JudgeReply:
         seconds = 0.0 if talk.begin is None else now - talk.begin
-        return Reply(None, talk.answer.text, error, seconds, talk.num_requests)
+        return JudgeReply(None, talk.answer.text, error, seconds, talk.num_requests)
 
     def _give_up(self, talk: _Talk, now: float, error: str) -> None:
         self._failed_in_row += 1
         talk.reply = self._reply(talk, now, error)
 
-    def _too_long(self, talk: _Talk, length: int, now: float) -> Reply:
+    def _too_long(self, talk: _Talk, length: int, now: float) -> JudgeReply:
         is_first = talk.messages == talk.question.messages
         what = "the question" if is_first else "the reminder of the form of its verdict"
         error = (
@@ -272,7 +273,7 @@ class EngineAsker:
         return self._reply(talk, now, error)
 
 
-def _read(question: Question, answer: Answer) -> _Heard:
+def _read(question: JudgeQuestion, answer: JudgeAnswer) -> _Heard:
     try:
         return _Heard(answer.text, answer.is_cut, question.read(answer.text))
     except VerdictError as error:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from leaderless import algorithms
-from leaderless.algorithms import Aggregation, Denominators, repeat_per_token, token_weights
-from leaderless.config import algorithm as settings
+from leaderless.algorithms import Aggregation, Denominators, repeat_per_token, settings, token_weights
 from leaderless.config.run import GuardAction, GuardsConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.uploads import placed
@@ -29,7 +28,7 @@ from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Counted
 from leaderless.training.engine import BodyTrainable, Trainable, UpdateInfo
 from leaderless.training.micro_batches import MicroBatch, response_lengths
-from leaderless.training.routed import RoutedEngine
+from leaderless.training.routed_experts import RoutedEngine
 
 NORM_WINDOW = 50
 """Number of past gradient norms that a new one is compared with."""

@@ -16,14 +16,14 @@ from leaderless.algorithms.preference_loss import (
     compute_preferences,
 )
 from leaderless.data.batch import Batch, Jagged, make_sample_ids
-from leaderless.data.transport import ProcessGroup
+from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Mean, Share
+from leaderless.planner.workflow.preference_stages import REFERENCE_SCORES
 from leaderless.stages.context import StageContext
 from leaderless.stages.mini_batches import Loss, MiniBatch, OptimizerUpdate, metric_name
 from leaderless.training.engine import TrainEngine
 from leaderless.training.micro_batches import SIDES, MicroBatch
-from leaderless.workflow.preference_stages import REFERENCE_SCORES
 
 FIRST, SECOND = "first_tokens", "second_tokens"
 

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from leaderless.config import Json, Recipe
-from leaderless.data.encode import Tokenizer
+from leaderless.base.values import Json
+from leaderless.config import Recipe
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.environments.episode_trace import TraceSample
 from leaderless.environments.journal import Line, episode_of
-from leaderless.environments.trace import TraceSample
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.protocol import RewardInput
-from leaderless.stages.played import common_beginning
+from leaderless.stages.episode_samples import common_beginning
 from leaderless.stages.reward import group_of, joined, last_said, reward_inputs, transcripts, with_environment
 
 
 @dataclass(frozen=True)
-class Part:
+class RegradedPart:
     """What an agent did in an episode: the unit that has a reward.
 
     Attributes:
@@ -38,7 +39,7 @@ class Part:
     failure: Json
 
 
-def parts_of(lines: Sequence[Line], recipe: Recipe, tokenizer: Tokenizer) -> list[Part]:
+def parts_of(lines: Sequence[Line], recipe: Recipe, tokenizer: Tokenizer) -> list[RegradedPart]:
     """The parts of episodes, of which those of a group are all among the lines, in the order of these.
 
     Raises:
@@ -50,7 +51,7 @@ def parts_of(lines: Sequence[Line], recipe: Recipe, tokenizer: Tokenizer) -> lis
     return [part for group in groups.values() for part in _parts_of_group(group, recipe, tokenizer)]
 
 
-def regrade(parts: Sequence[Part], recipe: Recipe, pool: RewardPool) -> list[Graded]:
+def regrade(parts: Sequence[RegradedPart], recipe: Recipe, pool: RewardPool) -> list[Graded]:
     """What the parts are worth by the rewards of a pool.
 
     Args:
@@ -67,7 +68,7 @@ def regrade(parts: Sequence[Part], recipe: Recipe, pool: RewardPool) -> list[Gra
     return [with_environment(found.get(place), part.value, part.failure) for place, part in enumerate(parts)]
 
 
-def _parts_of_group(lines: Sequence[Line], recipe: Recipe, tokenizer: Tokenizer) -> Iterator[Part]:
+def _parts_of_group(lines: Sequence[Line], recipe: Recipe, tokenizer: Tokenizer) -> Iterator[RegradedPart]:
     episodes = [episode_of(line) for line in lines]
     samples = [[] if episode.cause else episode.trace.samples() for episode in episodes]
     heads = [sample.tokens[: sample.head_length] for some in samples for sample in some]
@@ -76,7 +77,7 @@ def _parts_of_group(lines: Sequence[Line], recipe: Recipe, tokenizer: Tokenizer)
         number, is_sampled = int(str(line["id"])), line["temperature"] != 0
         if episode.cause:
             failure: Json = {"cause": episode.cause, "error": episode.error}
-            yield Part(number, 0, is_sampled, None, 0.0, failure)
+            yield RegradedPart(number, 0, is_sampled, None, 0.0, failure)
         by_agent: dict[str, list[TraceSample]] = {}
         for sample in some:
             by_agent.setdefault(sample.agent, []).append(sample)
@@ -85,7 +86,7 @@ def _parts_of_group(lines: Sequence[Line], recipe: Recipe, tokenizer: Tokenizer)
             value = float(np.float32(sum(one.reward for one in said if one and one.agent == agent)))
             actor = episode.agents.index(agent)
             asked = _input_of(line, by_agent[agent], head, actor, recipe, tokenizer, is_cut=episode.is_cut)
-            yield Part(number, actor, is_sampled, asked, value, None)
+            yield RegradedPart(number, actor, is_sampled, asked, value, None)
 
 
 def _input_of(

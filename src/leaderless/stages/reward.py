@@ -11,17 +11,18 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from leaderless.config import Json, Recipe
+from leaderless.base.values import Json
+from leaderless.config import Recipe
 from leaderless.config.data import DatasetConfig
 from leaderless.data.batch import Batch, Column
-from leaderless.data.encode import Tokenizer
+from leaderless.data.prompts.encode import Tokenizer
 from leaderless.environments.journal import text_of
+from leaderless.planner.workflow.reward_stage import ENVIRONMENT, SUCCESS, judge_metrics, reward_names
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import Passage, RewardInput
 from leaderless.rollout.engine import Completion
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Episodes
-from leaderless.workflow.reward_stage import ENVIRONMENT, SUCCESS, judge_metrics, reward_names
 
 _ACTOR_BITS = 16
 """Room for the agents of an environment."""

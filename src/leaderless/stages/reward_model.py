@@ -12,13 +12,13 @@ from leaderless.algorithms.reward_model import bradley_terry
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Mean, Share
+from leaderless.planner.workflow.columns import IMAGES
+from leaderless.planner.workflow.training_stages import SEQUENCE
 from leaderless.stages.context import StageContext
 from leaderless.stages.mini_batches import Loss, MiniBatch, OptimizerUpdate, metric_name
 from leaderless.stages.preferences import num_tokens, parts_of_step, side_by_side
 from leaderless.training.engine import ValueEngine
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.workflow.columns import IMAGES
-from leaderless.workflow.training_stages import SEQUENCE
 
 
 def update_reward_model(batch: Batch, context: StageContext) -> Batch:

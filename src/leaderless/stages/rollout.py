@@ -11,11 +11,11 @@ from torch import Tensor
 from leaderless.config import Recipe
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Column, Jagged, make_sample_ids
-from leaderless.data.errors import memory_explained
+from leaderless.distributed.errors import memory_explained
+from leaderless.planner.workflow.columns import EXPERTS
+from leaderless.planner.workflow.workflow import Node
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate, prompts_of
 from leaderless.stages.context import StageContext
-from leaderless.workflow.columns import EXPERTS
-from leaderless.workflow.workflow import Node
 
 TOO_MUCH = (
     "the sequences that are sampled at the same time do not fit into memory: lower rollout.max_sequences or "

@@ -7,10 +7,10 @@ import torch
 from leaderless.algorithms import repeat_per_token
 from leaderless.algorithms.sequential import joint_ratios, rounds_of
 from leaderless.data.batch import Batch, Jagged
+from leaderless.planner.workflow import scored_agent
 from leaderless.stages.context import StageContext
 from leaderless.stages.mini_batches import metric_name
 from leaderless.stages.update import update, with_temperatures
-from leaderless.workflow import scored_agent
 
 
 def own_log_probs(batch: Batch, context: StageContext) -> Batch:

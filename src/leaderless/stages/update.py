@@ -25,7 +25,8 @@ from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.models.scoring import Entropy
 from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Largest, Mean, Share, Weights
-from leaderless.rollout.sampling import uniform_noise
+from leaderless.planner.workflow.stage_spec import AGES, has_turn, may_be_stale
+from leaderless.rollout.native.sampling import uniform_noise
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Counted
 from leaderless.stages.mini_batches import (
@@ -45,7 +46,6 @@ from leaderless.stages.mini_batches import (
 )
 from leaderless.training.engine import BodyCritic
 from leaderless.training.micro_batches import TEMPERATURES, MicroBatch, response_lengths
-from leaderless.workflow.stage import AGES, has_turn, may_be_stale
 
 
 def log_probs(batch: Batch, context: StageContext) -> Batch:

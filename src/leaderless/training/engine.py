@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from leaderless.algorithms.sac_settings import SacConfig
 from leaderless.config.body import BodyConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
-from leaderless.config.sac import SacConfig
 from leaderless.config.training import Whole
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import ProcessGroup
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.distributed.weights.blocks import LocalWeight
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.scoring import Entropy
 from leaderless.planner import Layout
 from leaderless.planner.layout import COPIES, EXPERTS, PART
+from leaderless.training.forward_passes import Passes
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.training.passes import Passes
-from leaderless.weights.blocks import LocalWeight
 
 
 @dataclass(frozen=True)

@@ -11,32 +11,32 @@ from torch import Tensor
 
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
-from leaderless.models.attention import Attention
+from leaderless.models.attention.packed import Attention
+from leaderless.models.attention.ring import RingParallel
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
 from leaderless.models.compiled_layers import compile_layers, compiler_failure, why_not_compiled
-from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder
-from leaderless.models.dropout import Dropout, DroppingAttention
-from leaderless.models.experts import ExpertParallel, num_experts
 from leaderless.models.fused_scores import compile_scores, scores_failure
-from leaderless.models.image_readers import Pixels
-from leaderless.models.lora import is_adapter, share_weights, without_adapters
-from leaderless.models.opened import Opened, open_model
-from leaderless.models.pipeline import PipelineParallel, check_stages, cut_into_stages
+from leaderless.models.loading.sharded_loading import ShardedModelFiles, open_model
+from leaderless.models.lora.dropout import Dropout, DroppingAttention
+from leaderless.models.lora.linear import is_adapter, share_weights, without_adapters
+from leaderless.models.parallel.context import ContextParallel
+from leaderless.models.parallel.expert import ExpertParallel, num_experts
+from leaderless.models.parallel.pipeline import PipelineParallel, check_stages, cut_into_stages
+from leaderless.models.parallel.tensor import TensorParallel
 from leaderless.models.repeats import Repeats
-from leaderless.models.ring import RingParallel
 from leaderless.models.routers import Routers
 from leaderless.models.scoring import Entropy
-from leaderless.models.tensor_parallel import TensorParallel
 from leaderless.models.uploads import one_copy, placed
 from leaderless.models.value_model import ValueModel
-from leaderless.models.vision import VisionDecoder, VisionLM
-from leaderless.planner.adapters import lora_of
-from leaderless.planner.checks.dividing import check_divides, check_experts
+from leaderless.models.vision.image_readers import Pixels
+from leaderless.models.vision.vision_models import VisionDecoder, VisionLM
+from leaderless.planner.checks.divisibility import check_divides, check_experts
+from leaderless.planner.graph.adapters import lora_of
 from leaderless.planner.layout import BACK, EXPERTS
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.training.sharded import Division, ShardedModel
+from leaderless.training.sharded import ShardedModel, WeightSharding
 from leaderless.training.token_keys import token_keys
 
 
@@ -234,7 +234,7 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         setup.micro_batch_tokens,
         optimizer=setup.optimizer,
         num_updates=setup.num_updates,
-        division=Division(mesh, setup.keeps),
+        division=WeightSharding(mesh, setup.keeps),
     )
     engine.seed, engine.why_not_compiled = setup.seed, why_not_compiled
     if isinstance(model, CausalLM):
@@ -290,13 +290,13 @@ def _compile(model: Decoder, setup: EngineSetup, key: str) -> str:
     return unfit
 
 
-def _open(setup: EngineSetup) -> Opened:
+def _open(setup: EngineSetup) -> ShardedModelFiles:
     """The model, without values: ranks read their parts, or share those of a donor, once it is divided."""
     if setup.is_critic or not isinstance(setup.donor, FsdpEngine) or isinstance(setup.donor.model, VisionLM):
         return open_model(setup.model, setup.role, is_critic=setup.is_critic, num_ranks=len(setup.layout.ranks))
     model, donor = empty_causal_lm(setup.model, setup.role, has_adapters=True), setup.donor.model.model
     model.complete = lambda whole, device: share_weights(model.model, donor)  # noqa: ARG005
-    return Opened(model, None, None)
+    return ShardedModelFiles(model, None, None)
 
 
 def _sizes(model: Decoder) -> tuple[int, int, int]:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged, ragged_index
-from leaderless.data.images import PromptImage, unpack_images
-from leaderless.data.transport import ProcessGroup
+from leaderless.data.prompts.images import PromptImage, unpack_images
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.models.attention.shared_prompts import Family
 from leaderless.models.routers import UNKNOWN
-from leaderless.models.shared_prompts import Family
-from leaderless.workflow.columns import EXPERTS, IMAGES, LATER_IMAGES
+from leaderless.planner.workflow.columns import EXPERTS, IMAGES, LATER_IMAGES
 
 SIDES = "sides"
 """Column of samples that are only used together with the other ones of their prompt, of which they are one side."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from leaderless.config.models import OptimizerConfig
-from leaderless.data.transport import ProcessGroup
+from leaderless.distributed.transport import ProcessGroup
 
 
 def make_optimizer(

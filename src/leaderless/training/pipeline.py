@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from leaderless.data.under_way import Sending
-from leaderless.models.pipeline import PipelineParallel
+from leaderless.distributed.in_flight import Sending
+from leaderless.models.parallel.pipeline import PipelineParallel
 from leaderless.training.micro_batches import MicroBatch
 
 HIDDEN = "hidden states of another stage"
@@ -55,7 +55,7 @@ class _Begun(NamedTuple):
     sending: Sending
 
 
-class Line:
+class StageQueue:
     """This rank's place in the line of stages, and the micro-batches that are in it."""
 
     def __init__(self, stages: PipelineParallel, device: torch.device, dtype: torch.dtype) -> None:
@@ -155,7 +155,7 @@ def _wait_for_all_but(sent: deque[Sending], count: int) -> None:
 
 
 class _Context(FunctionCtx):
-    line: Line
+    line: StageQueue
     num_tokens: int
 
 
@@ -164,7 +164,7 @@ class _Results(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, hidden: Tensor, line: Line, sending: Sending, num_targets: int, count: int
+        ctx: _Context, hidden: Tensor, line: StageQueue, sending: Sending, num_targets: int, count: int
     ) -> tuple[Tensor, ...]:
         ctx.line, ctx.num_tokens = line, len(hidden)
         found = line.receive_results(num_targets, count)

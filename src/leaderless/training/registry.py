@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, cast
 
+from leaderless.base.named_functions import load_own
 from leaderless.config import RecipeError
-from leaderless.config.functions import load_own
-from leaderless.planner.backends import KEY, backend_of
+from leaderless.planner.train_backends import KEY, backend_of
 from leaderless.training.engine import EngineSetup, TrainEngine, ValueEngine
 
 

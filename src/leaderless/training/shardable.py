@@ -11,10 +11,10 @@ from torch import nn
 from leaderless.models.decoder import Completion
 
 if TYPE_CHECKING:
-    from leaderless.models.experts import ExpertParallel
-    from leaderless.models.pipeline import PipelineParallel
+    from leaderless.models.parallel.expert import ExpertParallel
+    from leaderless.models.parallel.pipeline import PipelineParallel
+    from leaderless.models.parallel.tensor import TensorParallel
     from leaderless.models.routers import Routers
-    from leaderless.models.tensor_parallel import TensorParallel
 
 
 class Shardable(Protocol):

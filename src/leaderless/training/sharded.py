@@ -14,31 +14,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from leaderless.base.devices import trim_host_memory
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.training import Whole
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import ProcessGroup
-from leaderless.device import trim_host_memory
-from leaderless.models.context_parallel import ContextParallel
-from leaderless.models.expert_lora import LoraExperts, adapted_experts
-from leaderless.models.lora import adapted_layers, describe_adapters, is_adapter, merged
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Placement, Pool, everything, shard_rows
+from leaderless.distributed.weights.route import WeightRoute
+from leaderless.distributed.weights.stream import receive_weights
+from leaderless.distributed.weights.tensor_parallel import tensor_rows
+from leaderless.models.lora.expert_lora import LoraExperts, adapted_experts
+from leaderless.models.lora.linear import adapted_layers, describe_adapters, is_adapter, merged
+from leaderless.models.parallel.context import ContextParallel
 from leaderless.models.routers import Routers
 from leaderless.models.value_model import ValueModel
 from leaderless.planner import Layout
-from leaderless.planner.adapters import EXPERT_WEIGHTS, lora_of
+from leaderless.planner.graph.adapters import EXPERT_WEIGHTS, lora_of
 from leaderless.planner.layout import COPIES
-from leaderless.training.converted import ConvertedWeights, convert_inputs
 from leaderless.training.engine import UpdateInfo
+from leaderless.training.forward_passes import BoundedPasses
+from leaderless.training.half_precision import ConvertedWeights, convert_inputs
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer, may_be_fused
-from leaderless.training.passes import BoundedPasses
-from leaderless.training.pipeline import Line
-from leaderless.training.routed import RoutedPasses
+from leaderless.training.pipeline import StageQueue
+from leaderless.training.routed_experts import RoutedPasses
 from leaderless.training.shardable import Shardable
-from leaderless.weights.blocks import HeldWeights, LocalWeight, Placement, Pool, everything, shard_rows
-from leaderless.weights.route import Route
-from leaderless.weights.stream import receive_weights
-from leaderless.weights.tensor_parallel import tensor_rows
 
 Model_co = TypeVar("Model_co", bound=Shardable, covariant=True)
 
@@ -59,7 +59,7 @@ def forget_order(units: Iterable[FSDPModule]) -> None:
                 indices.clear()
 
 
-class Division(NamedTuple):
+class WeightSharding(NamedTuple):
     """How ranks divide weights.
 
     Attributes:
@@ -96,7 +96,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         *,
         optimizer: OptimizerConfig | None = None,
         num_updates: int = 0,
-        division: Division = Division(),  # noqa: B008 - it cannot be changed
+        division: WeightSharding = WeightSharding(),  # noqa: B008 - it cannot be changed
     ) -> None:
         """Shard a model, which is whole or without values on every rank; without an optimizer it is frozen.
 
@@ -124,9 +124,9 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self._tensor, self._experts, self._mesh = model.tensor_parallel, model.expert_parallel, mesh
         tensor = self._tensor
         num_holders = process_group.size if tensor is None else process_group.size // tensor.peers.size
-        self.line: Line | None = None
+        self.line: StageQueue | None = None
         if (pipeline := model.pipeline) is not None:
-            self.line = Line(pipeline, device, self.compute_dtype)
+            self.line = StageQueue(pipeline, device, self.compute_dtype)
         has_copies = self._experts is not None and bool(self._experts.gathered)
         is_divided, converts = num_holders > 1 or has_copies or pipeline is not None, config.compute_dtype != "float32"
         self._converted: ConvertedWeights | None = None
@@ -272,7 +272,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         return UpdateInfo(grad_norm, learning_rate)
 
     @property
-    def _line(self) -> Line:
+    def _line(self) -> StageQueue:
         """The line of stages, where there is one."""
         assert self.line is not None
         return self.line
@@ -337,7 +337,9 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         if self.line is not None:
             layout, placement = self.line.stages.layout, self.line.stages.placement()
         pools = Pool(layout, placement), Pool(layout, everything)
-        route = Route("whole weights", held.shapes, *pools, torch.float32, self._process_group.rank, is_gathered=True)
+        route = WeightRoute(
+            "whole weights", held.shapes, *pools, torch.float32, self._process_group.rank, is_gathered=True
+        )
         yield from receive_weights(route, self._process_group, self._process_group, held)
 
     def local_weights(self) -> Iterator[LocalWeight]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leaderless.models.dropout import key_of, mixed
+from leaderless.models.lora.dropout import key_of, mixed
 from leaderless.training.micro_batches import MicroBatch
 
 

@@ -11,10 +11,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from leaderless.base.named_functions import load_own
 from leaderless.config import Recipe
-from leaderless.config.functions import load_own
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.databuffer import Databuffer
+from leaderless.data.buffer.databuffer import Databuffer
 from leaderless.data.dataloader import Dataloader
 from leaderless.observability.clock import State, Tracer
 from leaderless.observability.console import FAILED
@@ -33,6 +33,8 @@ from leaderless.planner import (
     Windowed,
     flat,
 )
+from leaderless.planner.workflow.metrics import tagged
+from leaderless.planner.workflow.stage_spec import AnyUse
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import Grader, ModelRole, StageContext, limited
@@ -42,9 +44,7 @@ from leaderless.training.micro_batches import response_lengths
 from leaderless.worker.agreement import SecondsReport, StepMetrics, state_of
 from leaderless.worker.asynchronous.channels import Channels, Note
 from leaderless.worker.asynchronous.generation import Generation
-from leaderless.worker.parts import Parts, Progress
-from leaderless.workflow.metrics import tagged
-from leaderless.workflow.stage import AnyUse
+from leaderless.worker.build.parts import Parts, Progress
 
 StageFunction = Callable[[Batch, StageContext], Batch]
 WAITING = "waiting"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.step_log import StepLog
 from leaderless.planner import Loop, Plan
-from leaderless.worker.parts import Progress
+from leaderless.worker.build.parts import Progress
 
 
 class LoopLog:

@@ -18,21 +18,21 @@ from leaderless.observability.clock import Tracer
 from leaderless.observability.console import FAILED
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Plan, PlannedNode, RoleInstance, answering
-from leaderless.supervision.guards import Guards
-from leaderless.supervision.stop import StopRequest
-from leaderless.worker.adopt import adopt
 from leaderless.worker.agreement import StepEnd, agree, to_first_rank
 from leaderless.worker.asynchronous.async_loop import ContinuousLoop, Duties
+from leaderless.worker.build.description import write_description
+from leaderless.worker.build.parts import Parts, Progress
 from leaderless.worker.chain import Chain
-from leaderless.worker.description import write_description
+from leaderless.worker.checkpoint.checkpointer import Checkpointer
 from leaderless.worker.device_trace import device_trace
-from leaderless.worker.in_force import plan_in_force
-from leaderless.worker.keeper import Keeper
-from leaderless.worker.layouts import PastLayouts, note_layout
 from leaderless.worker.loop_log import LoopLog
-from leaderless.worker.parts import Parts, Progress
-from leaderless.worker.replanner import Replanner
-from leaderless.worker.supervised import supervised
+from leaderless.worker.replan.active_plan import plan_in_force
+from leaderless.worker.replan.adopt import adopt
+from leaderless.worker.replan.past_layouts import PastLayouts, note_layout
+from leaderless.worker.replan.replanner import Replanner
+from leaderless.worker.supervision.guards import Guards
+from leaderless.worker.supervision.stop import StopRequest
+from leaderless.worker.supervision.supervised import supervised
 
 
 class Worker:
@@ -69,7 +69,7 @@ class Worker:
     def _follow(self, parts: Parts, chain: Chain) -> None:
         """Take the steps that come with these parts, and this chain of their plan."""
         self.parts, self.chain = parts, chain
-        self._keeper = Keeper(parts, self.progress, chain, self.tracer)
+        self._keeper = Checkpointer(parts, self.progress, chain, self.tracer)
         self._loop = parts.plan.loop_of(self._rank)
         self._ranks = parts.transport.process_group(self._loop.ranks)
 

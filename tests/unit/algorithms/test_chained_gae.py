@@ -19,8 +19,8 @@ from leaderless.algorithms import Moments, repeat_per_token
 from leaderless.algorithms.advantage import compute
 from leaderless.algorithms.advantages.chained_gae import ChainedGaeAdvantage, Level, chained_gae
 from leaderless.algorithms.advantages.gae import GaeAdvantage, gae_advantages
-from leaderless.algorithms.plays import Plays, whitened_by_agent
-from leaderless.config.algorithm import AlgorithmConfig
+from leaderless.algorithms.settings import AlgorithmConfig
+from leaderless.algorithms.team_plays import Plays, whitened_by_agent
 
 
 @dataclass

@@ -10,7 +10,7 @@ from tests.unit.recipes import begin, end, make_recipe, only_problem, plan_of, w
 
 from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput, LossInputs, LossOutput, PolicyLoss
 from leaderless.config import RecipeError, dump_recipe, load_recipe
-from leaderless.workflow import stage
+from leaderless.planner.workflow import stage
 
 
 class Harmonic(Advantage):

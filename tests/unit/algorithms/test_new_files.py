@@ -19,8 +19,8 @@ sys.path[:0] = ["docs"]
 from leaderless.algorithms.catalogue import entries
 from leaderless.config import Recipe, RecipeError, load_recipe
 from leaderless.planner import Cluster, make_plan
-from leaderless.workflow import resolve_workflow, spec_of
-from leaderless.workflow.metrics import METRICS
+from leaderless.planner.workflow import resolve_workflow, spec_of
+from leaderless.planner.workflow.metrics import METRICS
 
 def refusal(*overrides):
     try:

@@ -21,7 +21,7 @@ from leaderless.algorithms.preference_loss import (
     compute_preferences,
 )
 from leaderless.algorithms.preferences import PREFERENCE_LOSSES
-from leaderless.config.algorithm import AlgorithmConfig
+from leaderless.algorithms.settings import AlgorithmConfig
 
 
 def loss_of(kind: str, **settings: object) -> PreferenceLoss:

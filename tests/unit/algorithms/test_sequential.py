@@ -10,8 +10,8 @@ from tests.unit.recipes import make_recipe
 
 from leaderless.algorithms.sequential import joint_ratios, rounds_of
 from leaderless.config import Recipe
-from leaderless.workflow.stage import has_turn, num_turns
-from leaderless.workflow.workflow import Node
+from leaderless.planner.workflow.stage_spec import has_turn, num_turns
+from leaderless.planner.workflow.workflow import Node
 
 JOINT_IDS, ACTOR = torch.tensor([5, 5, 9, 9]), torch.tensor([0, 1, 0, 1])
 LENGTHS = torch.tensor([3, 2, 1, 1])

@@ -11,10 +11,10 @@ from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.algorithms.losses.kl_cov import KlCovLoss
 from leaderless.algorithms.policy_loss import compute
+from leaderless.algorithms.settings import AlgorithmConfig, CorrectionConfig, refusals
 from leaderless.config import RecipeError
-from leaderless.config.algorithm import AlgorithmConfig, CorrectionConfig, refusals
+from leaderless.planner.workflow import builtin_workflows, load_recipe, resolve_workflow
 from leaderless.stages.mini_batches import correction_weights
-from leaderless.workflow import builtin_workflows, load_recipe, resolve_workflow
 
 LENGTHS = torch.tensor([40, 0, 1, 50, 30, 30, 40])
 OTHERS = {

@@ -9,11 +9,11 @@ from tests.unit.environments.scripted import ScriptedEngine
 
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.environments.chat import ChatWriter
-from leaderless.environments.episode import Episode, Place
+from leaderless.environments.chat_writer import ChatWriter
+from leaderless.environments.episode import Episode, EpisodePosition
 from leaderless.environments.player import play_all
+from leaderless.environments.programs.program_environment import ProgramEnvironment, Solve
 from leaderless.environments.programs.registry import program_maker
-from leaderless.environments.programs.world import ProgramWorld, Solve
 from leaderless.rollout.engine import Request, SamplingParams
 
 TOKENIZER = tokenizer_with(CHATML, merges=[("a", "b")])
@@ -64,11 +64,11 @@ def lead(
     config = EnvironmentConfig.model_validate({"type": "x:y", "act_timeout_s": 20, **settings})
     params = SamplingParams(SamplingConfig(temperature=1.0), 200, (), 5)
     writer = ChatWriter(TOKENIZER, is_chat)
-    places = [Place(100 + n, f"5/{n}", task, writer, params) for n, task in enumerate(tasks)]
+    places = [EpisodePosition(100 + n, f"5/{n}", task, writer, params) for n, task in enumerate(tasks)]
 
-    def open_world() -> ProgramWorld:
+    def open_world() -> ProgramEnvironment:
         if solve is not None:
-            return ProgramWorld(solve, "solve", config.act_timeout_s)
+            return ProgramEnvironment(solve, "solve", config.act_timeout_s)
         make = program_maker(config)
         assert make is not None
         return make()

@@ -9,14 +9,14 @@ from random import Random
 
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.environments.chat import ChatWriter
-from leaderless.environments.episode import Episode, Place
+from leaderless.distributed.weights.stream import WeightStream
+from leaderless.environments.chat_writer import ChatWriter
+from leaderless.environments.engine_scheduler import SharedEngineScheduler
+from leaderless.environments.episode import Episode, EpisodePosition
+from leaderless.environments.guarded_environment import ThreadEnvironment
 from leaderless.environments.player import play_all
 from leaderless.environments.protocol import ONLY_AGENT, Environment, Observation, Task, Turn
-from leaderless.environments.pump import EnginePump
-from leaderless.environments.world import ThreadWorld
 from leaderless.rollout.engine import Delta, Request, SamplingParams
-from leaderless.weights.stream import WeightStream
 
 Script = Callable[[Request], Sequence[int]]
 """Function that decides which tokens answer a request."""
@@ -100,13 +100,13 @@ def play(
     tasks: Sequence[Mapping[str, str]] = ({"text": "a"},),
     max_tokens: int = 100,
     **settings: object,
-) -> tuple[list[Episode], EnginePump]:
+) -> tuple[list[Episode], SharedEngineScheduler]:
     """Play an episode of each task."""
     config = EnvironmentConfig.model_validate({"type": "x:Y", **settings})
     params = SamplingParams(SamplingConfig(), 8, (), 5)
-    places = [Place(100 + n, f"5/{n}", task, writer, params) for n, task in enumerate(tasks)]
+    places = [EpisodePosition(100 + n, f"5/{n}", task, writer, params) for n, task in enumerate(tasks)]
 
-    def open_world() -> ThreadWorld:
-        return ThreadWorld(make, config.act_timeout_s, getattr(make, "agents", (ONLY_AGENT,)))
+    def open_world() -> ThreadEnvironment:
+        return ThreadEnvironment(make, config.act_timeout_s, getattr(make, "agents", (ONLY_AGENT,)))
 
     return play_all(engine, config, open_world, places, max_tokens, lambda _: None)

@@ -16,10 +16,10 @@ from examples.nim.prepare import prepare as prepare_nim
 from examples.spelling.prepare import prepare as prepare_words
 from transformers import AutoTokenizer
 
-from leaderless.config import Json
-from leaderless.environments.adapters.reasoning_gym import score, solved
+from leaderless.base.values import Json
+from leaderless.environments.adapters.reasoning_gym_tasks import score, solved
 from leaderless.environments.protocol import Turn
-from leaderless.models.tiny import END_TOKEN
+from leaderless.models.loading.tiny import END_TOKEN
 from leaderless.rewards.protocol import RewardInput
 
 

@@ -12,13 +12,14 @@ import pytest
 from tests.unit.environments.scripted import ScriptedEngine, play
 from tests.unit.environments.test_play import Tokenizer
 
-from leaderless.config import Json, RecipeError
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.environments.adapters import gymnasium, needed, reasoning_gym, textarena
-from leaderless.environments.apart import ProcessWorld
-from leaderless.environments.chat import ChatWriter
+from leaderless.environments.adapters import gymnasium_text, needed, reasoning_gym_tasks, textarena_games
+from leaderless.environments.chat_writer import ChatWriter
 from leaderless.environments.protocol import Environment, EpisodeFailed, Turn
 from leaderless.environments.registry import BUILT_IN, environment_class, world_maker
+from leaderless.environments.remote import ProcessEnvironment
 from leaderless.rewards.protocol import RewardInput, RewardResult
 
 
@@ -97,27 +98,31 @@ def test_a_state_without_a_picture_is_numbers() -> None:
 )
 def test_what_gymnasium_does_not_make_is_refused(options: dict[str, Json], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
-        gymnasium.GymnasiumEnvironment(**options)  # type: ignore[arg-type]
+        gymnasium_text.GymnasiumEnvironment(**options)  # type: ignore[arg-type]
 
 
 def test_tasks_of_reasoning_gym_are_rows_that_the_package_grades() -> None:
-    rows = [*reasoning_gym.make_rows("chain_sum", 3, seed=3, min_terms=2, max_terms=2)]
+    rows = [*reasoning_gym_tasks.make_rows("chain_sum", 3, seed=3, min_terms=2, max_terms=2)]
     assert json.loads(json.dumps(rows)) == rows
-    assert rows[2] == next(reasoning_gym.make_rows("chain_sum", 1, seed=3, first=2, min_terms=2, max_terms=2))
+    assert rows[2] == next(reasoning_gym_tasks.make_rows("chain_sum", 1, seed=3, first=2, min_terms=2, max_terms=2))
     for row in rows:
         right = RewardInput(row["question"], f"<answer> {row['answer']} </answer>", None, row, is_truncated=False)
-        assert reasoning_gym.score(right) == reasoning_gym.solved(right) == RewardResult(1.0, str(row["answer"]))
+        assert (
+            reasoning_gym_tasks.score(right)
+            == reasoning_gym_tasks.solved(right)
+            == RewardResult(1.0, str(row["answer"]))
+        )
         wordy = replace(right, response=f"it is {row['answer']}")
-        assert 0 < reasoning_gym.score(wordy).value < 1, "partial credit for the right answer among other words"
-        assert reasoning_gym.solved(wordy).value == 0
+        assert 0 < reasoning_gym_tasks.score(wordy).value < 1, "partial credit for the right answer among other words"
+        assert reasoning_gym_tasks.solved(wordy).value == 0
 
 
 def test_a_task_of_reasoning_gym_is_an_episode_of_one_turn() -> None:
-    row = next(reasoning_gym.make_rows("leg_counting", 1))
+    row = next(reasoning_gym_tasks.make_rows("leg_counting", 1))
     environment, told = begin("reasoning_gym", row)
     assert told == row["question"]
     assert act(environment, str(row["answer"])) == Turn(reward=1.0, done=True, info={"answer": row["answer"]})
-    row = next(reasoning_gym.make_rows("chain_sum", 1))
+    row = next(reasoning_gym_tasks.make_rows("chain_sum", 1))
     text = f"it is {row['answer']}"
     credit, nothing = (act(begin("reasoning_gym", row, partial_credit=is_given)[0], text) for is_given in (True, False))
     assert isinstance(credit.reward, float)
@@ -132,9 +137,9 @@ def test_tasks_of_a_named_dataset_follow_from_the_random_numbers() -> None:
 
 def test_what_is_no_task_of_reasoning_gym_is_refused() -> None:
     with pytest.raises(RecipeError, match="does not make 'nothing'"):
-        next(reasoning_gym.make_rows("nothing", 1))
+        next(reasoning_gym_tasks.make_rows("nothing", 1))
     with pytest.raises(RecipeError, match="unexpected keyword argument 'depth'"):
-        reasoning_gym.ReasoningGym("chain_sum", settings={"depth": 1})
+        reasoning_gym_tasks.ReasoningGym("chain_sum", settings={"depth": 1})
     with pytest.raises(EpisodeFailed, match="make rows with make_rows"):
         begin("reasoning_gym", {"question": "?"})
 
@@ -154,7 +159,7 @@ def test_two_players_of_a_game_take_turns_and_share_the_reward() -> None:
     assert last == Turn(reward={"first": 1.0, "second": -1.0}, done=True, info={"reason": "Player 0 has won!"})
 
 
-class TicTacToe(textarena.TextArena):
+class TicTacToe(textarena_games.TextArena):
     def __init__(self) -> None:
         super().__init__("TicTacToe-v0")
 
@@ -184,7 +189,7 @@ def test_games_that_use_global_random_numbers_are_reproduced_in_processes() -> N
 
     async def play(seed: str) -> list[object]:
         world = world_maker(config)()
-        assert isinstance(world, ProcessWorld)
+        assert isinstance(world, ProcessEnvironment)
         try:
             await world.reset({}, seed)
             return [(await world.act(f"[{guess}]")).observation for guess in (10, 4)]
@@ -199,9 +204,9 @@ def test_games_that_use_global_random_numbers_are_reproduced_in_processes() -> N
     assert first == again
     assert any(other != first for other in others)
     assert random.getstate() == state, "nothing is drawn in this process"
-    assert textarena.TextArenaSolo.needs_own_process
+    assert textarena_games.TextArenaSolo.needs_own_process
 
 
 def test_a_game_that_is_not_there_is_refused() -> None:
     with pytest.raises(RecipeError, match="TextArena does not make 'Nothing-v0'"):
-        textarena.TextArena("Nothing-v0")
+        textarena_games.TextArena("Nothing-v0")

@@ -11,8 +11,8 @@ from tests.unit.environments.test_player import PLAIN, counting
 
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.environments import apart
-from leaderless.environments.episode import Episode, Place
+from leaderless.environments import remote
+from leaderless.environments.episode import Episode, EpisodePosition
 from leaderless.environments.player import play_all
 from leaderless.environments.registry import world_maker
 from leaderless.rollout.engine import SamplingParams
@@ -24,7 +24,7 @@ def play(*texts: str, seed: str = "1", options: dict[str, int] | None = None) ->
         {"type": name, "act_timeout_s": limit_s, "options": options or {}, "concurrency": 4}
     )
     params = SamplingParams(SamplingConfig(), 8, (), 5)
-    places = [Place(n, seed, {"text": text}, PLAIN, params) for n, text in enumerate(texts)]
+    places = [EpisodePosition(n, seed, {"text": text}, PLAIN, params) for n, text in enumerate(texts)]
     episodes, _ = play_all(ScriptedEngine(counting), config, world_maker(config), places, 200, lambda _: None)
     return episodes
 
@@ -70,7 +70,7 @@ def test_a_copy_that_an_environment_forks_does_not_answer() -> None:
 
 
 def test_a_process_that_does_not_even_report_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "GRACE_S", -1.0)
+    monkeypatch.setattr(remote, "GRACE_S", -1.0)
     (episode,) = play("hang")
     assert episode.cause == "timeout"
     assert "process has not answered 'act' within 1 s, and was ended" in episode.error
@@ -82,5 +82,5 @@ def test_options_reach_the_constructor_there() -> None:
 
 def test_processes_import_no_torch() -> None:
     names = "leaderless.Chat, leaderless.AskRefusedError, leaderless.Environment"
-    program = f"import sys, leaderless.environments.apart; {names}; assert 'torch' not in sys.modules"
+    program = f"import sys, leaderless.environments.remote; {names}; assert 'torch' not in sys.modules"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", program]) == 0

@@ -7,8 +7,8 @@ from tests.rows import Characters
 from tests.templates import BRACKETS, CHATML, DROPS_REASONING, LLAMA, tokenizer_with
 
 from leaderless.config import RecipeError
-from leaderless.environments.chat import ChatWriter
-from leaderless.environments.world import Failure, messages_of
+from leaderless.environments.chat_writer import ChatWriter
+from leaderless.environments.guarded_environment import EnvironmentFailure, messages_of
 
 TEMPLATES = {"chatml": (CHATML, "<|im_end|>"), "llama": (LLAMA, "<|eot_id|>"), "qwen3": (DROPS_REASONING, "<|im_end|>")}
 TOLD = [[{"role": "user", "content": "two"}], [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]]
@@ -71,5 +71,5 @@ def test_a_template_without_tool_messages_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("observation", [None, 3, [{"role": "user"}], ["text"], {"role": "user", "content": "x"}])
 def test_an_observation_of_another_type_is_an_error(observation: object) -> None:
-    with pytest.raises(Failure, match="must be a text, or a list of messages"):
+    with pytest.raises(EnvironmentFailure, match="must be a text, or a list of messages"):
         messages_of(observation)  # type: ignore[arg-type]

@@ -17,34 +17,35 @@ import pytest
 import torch
 from PIL import Image
 from tests.pictures import Family, picture, reader_of, vision_model
+from tests.unit.models.test_vision import alone, engine_of, gain, loss_of, model_of, native_of
 from tests.unit.recipes import make_recipe, plan_of, write_model
-from tests.unit.test_followed_episodes import Engine
-from tests.unit.test_vision import alone, engine_of, gain, loss_of, model_of, native_of
+from tests.unit.worker.test_followed_episodes import Engine
 
-from leaderless.config import Json, RecipeError
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch
-from leaderless.data.images import PromptImage, num_alike, unpack_images
-from leaderless.environments import chat, pictures
-from leaderless.environments.chat import ChatWriter
+from leaderless.data.prompts.images import PromptImage, num_alike, unpack_images
+from leaderless.environments import chat_writer, pictures
+from leaderless.environments.chat_writer import ChatWriter
+from leaderless.environments.engine_scheduler import EngineScheduler
+from leaderless.environments.episode_trace import Said, Trace
+from leaderless.environments.guarded_environment import EnvironmentFailure, messages_of
 from leaderless.environments.journal import episode_of, line_of, text_of
 from leaderless.environments.pictures import data_of, with_files
-from leaderless.environments.programs.conversations import Conversations
+from leaderless.environments.programs.conversations import ProgramConversations
 from leaderless.environments.programs.messages import AskRefusedError, checked
 from leaderless.environments.protocol import Environment, Message, Observation, Task, Turn
-from leaderless.environments.pump import Pump
-from leaderless.environments.trace import Said, Trace
-from leaderless.environments.trial_model import ModelTrier
-from leaderless.environments.world import Failure, messages_of
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.environments.try_model import ModelTrier
+from leaderless.models.loading.tokenizer import load_tokenizer
+from leaderless.planner.workflow.columns import IMAGES, LATER_IMAGES
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
-from leaderless.rollout.shared import SharedEngine
-from leaderless.stages.play import check_policy, play_tasks
-from leaderless.stages.play import reader_of as reader_of_role
-from leaderless.stages.played import Play, Played
+from leaderless.rollout.shared_engine import SharedEngine
+from leaderless.stages.episode_samples import Play, Played
+from leaderless.stages.play_episodes import check_policy, play_tasks
+from leaderless.stages.play_episodes import reader_of as reader_of_role
 from leaderless.worker.asynchronous.in_flight import EngineRequests, Events, PendingRequest
-from leaderless.workflow.columns import IMAGES, LATER_IMAGES
 
 FAMILIES = [family for family in get_args(Family) if family != "paligemma"]
 """Those that read in one direction, and thus take several turns."""
@@ -327,10 +328,12 @@ def test_pictures_come_from_processes_too() -> None:
 
 
 def test_a_policy_of_text_is_shown_no_pictures() -> None:
-    with pytest.raises(Failure, match=r"holds an image, but the policy reads only text: .* environment.images"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"holds an image, but the policy reads only text: .* environment.images"
+    ):
         messages_of(shown(0, 0))  # type: ignore[arg-type]
     assert messages_of(shown(0, 0), sees_images=True)  # type: ignore[arg-type]
-    with pytest.raises(Failure, match="holds a video, but the policy reads only text and images"):
+    with pytest.raises(EnvironmentFailure, match="holds a video, but the policy reads only text and images"):
         messages_of([{"role": "user", "content": [{"type": "video"}]}], sees_images=True)
 
 
@@ -348,7 +351,7 @@ def test_text_cannot_stand_for_a_picture(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tokens.count(reader_of().token) == sum(image.num_tokens for image in images)
     assert [image.data for image in images] == [picture(16, 24, 20), picture(24, 24, 21)]
     assert writer.fresh(harmful) == tokens
-    monkeypatch.setattr(chat, "data_of", None)
+    monkeypatch.setattr(chat_writer, "data_of", None)
     assert writer.fresh(harmful, images) == tokens, "known images are not opened again"
 
 
@@ -393,7 +396,7 @@ async def said_to_nobody() -> list[int]:
 
     tokenizer = load_tokenizer(ModelConfig(path=vision_model()), "policy")
     writer = ChatWriter(tokenizer, is_chat=False, reader=reader_of())
-    trier = ModelTrier(cast("Pump", Asked()), writer, None, SamplingParams(SamplingConfig(), 3), 50)
+    trier = ModelTrier(cast("EngineScheduler", Asked()), writer, None, SamplingParams(SamplingConfig(), 3), 50)
     await trier.say("one", [])
     await trier.say("one", [{"role": "user", "content": "red"}])
     return [len(prompt) for prompt in asked]
@@ -422,7 +425,7 @@ def test_pictures_are_asked_again_in_a_run_that_is_followed() -> None:
 def test_programs_show_pictures_in_the_format_of_openai() -> None:
     trace, tokenizer = Trace(), load_tokenizer(ModelConfig(path=vision_model()), "policy")
     tokenizer.chat_template = TEMPLATE
-    conversations = Conversations(trace, ChatWriter(tokenizer, is_chat=True, reader=reader_of()))
+    conversations = ProgramConversations(trace, ChatWriter(tokenizer, is_chat=True, reader=reader_of()))
     asked: list[Message] = [checked(as_openai(URL, "how many "), sees_images=True)]
     context = conversations.of_messages(asked, ())
     (image,) = context.end.seen()

@@ -20,13 +20,13 @@ from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import ProcessGroup
+from leaderless.distributed.transport import ProcessGroup
 from leaderless.environments.protocol import Observation, Task
 from leaderless.environments.registry import try_environment
 from leaderless.observability.metrics import Metrics
 from leaderless.rewards.pool import Graded
-from leaderless.stages.play import play_tasks
-from leaderless.stages.played import Play, Played
+from leaderless.stages.episode_samples import Play, Played
+from leaderless.stages.play_episodes import play_tasks
 from leaderless.stages.reward import with_environment
 
 HERE = "tests.unit.environments"

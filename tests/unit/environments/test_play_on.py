@@ -16,18 +16,18 @@ from tests.unit.recipes import make_recipe, plan_of
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import ProcessGroup
-from leaderless.environments.differences import Difference
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.environments.guarded_environment import ThreadEnvironment
 from leaderless.environments.journal import Line, line_of
+from leaderless.environments.journal_difference import JournalDifference
 from leaderless.environments.protocol import Environment, Observation, Task, Turn
 from leaderless.environments.replay import replay
-from leaderless.environments.world import ThreadWorld
 from leaderless.observability.metrics import Metrics
+from leaderless.planner.workflow import Workflow
 from leaderless.rollout.engine import Request
-from leaderless.stages.earlier import Earlier, earlier_episodes
-from leaderless.stages.play import play_tasks
-from leaderless.stages.played import Play, Played
-from leaderless.workflow import Workflow
+from leaderless.stages.earlier_turns import EarlierTurns, earlier_episodes
+from leaderless.stages.episode_samples import Play, Played
+from leaderless.stages.play_episodes import play_tasks
 
 HERE = "tests.unit.environments.test_play_on"
 AGENTS = ("planner", "solver")
@@ -224,7 +224,7 @@ def test_the_history_of_an_episode_is_found_in_its_samples() -> None:
     found = earlier_episodes(rows, AGENTS, 3)
     assert [one.seat for one in found] == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
     assert [[spoken.said.agent for spoken in one.history] for one in found] == [[*AGENTS, *AGENTS]] * 4
-    assert isinstance(found[0], Earlier)
+    assert isinstance(found[0], EarlierTurns)
     first, third = found[0].history[0], found[0].history[2]
     assert third.context[: len(first.context)] == first.context, "one conversation for each agent"
 
@@ -342,9 +342,9 @@ def test_an_episode_that_is_left_to_another_role_is_played_again_up_to_there(rol
     assert config is not None
     place_of = {line_of(one)["id"]: one.place for one in some.episodes if one.place}
 
-    def differences(environment: type, lines: list[Line]) -> list[Difference | None]:
-        def open_world() -> ThreadWorld:
-            return ThreadWorld(environment, 60.0, environment.agents)
+    def differences(environment: type, lines: list[Line]) -> list[JournalDifference | None]:
+        def open_world() -> ThreadEnvironment:
+            return ThreadEnvironment(environment, 60.0, environment.agents)
 
         again = replay(
             lines, config, open_world, lambda line: replace(place_of[line["id"]], agents=None, history=()), 1000

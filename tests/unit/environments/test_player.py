@@ -12,7 +12,7 @@ from tests.rows import Characters
 from tests.unit.environments.scripted import AsyncCount, Count, ScriptedEngine, play
 
 from leaderless.environments import deadlines
-from leaderless.environments.chat import ChatWriter
+from leaderless.environments.chat_writer import ChatWriter
 from leaderless.environments.episode import Episode
 from leaderless.environments.protocol import Environment, EpisodeFailed, Observation, Task, Turn
 from leaderless.rollout.engine import Request

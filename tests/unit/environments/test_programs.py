@@ -10,14 +10,14 @@ import openai
 import pytest
 from tests.unit.environments.led import END, Speaker, lead, text_of, tokens_of
 
-from leaderless.config import RecipeError, packaged
+from leaderless.config import RecipeError, packaged_files
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.episode import Episode
 from leaderless.environments.programs import AskRefusedError, Chat
+from leaderless.environments.programs.program_environment import Solve
 from leaderless.environments.programs.registry import program_maker
-from leaderless.environments.programs.world import Solve
 from leaderless.environments.protocol import EpisodeFailed, Message, Task
-from leaderless.stages.played import has_drifted
+from leaderless.stages.episode_samples import has_drifted
 
 TOOL = {
     "type": "function",
@@ -415,7 +415,7 @@ def test_a_program_that_cannot_be_used_is_refused_before_the_run(settings: dict[
 
 
 def test_programs_without_a_web_server_are_told_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packaged, "find_spec", lambda _: None)
+    monkeypatch.setattr(packaged_files, "find_spec", lambda _: None)
     install = r"needs the package starlette and uvicorn: .* pip install --editable '.\[serve\]'"
     with pytest.raises(RecipeError, match=f"{install}; or let no_question be `async`"):
         program_maker(EnvironmentConfig(type=f"{HERE}:no_question"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import psutil
 import pytest
 from tests.unit.environments.test_tool_episodes import both, call, played, told
-from tests.unit.sandbox.boxes import boxes
+from tests.unit.rewards.sandbox.boxes import boxes
 
 from leaderless.config import RecipeError
-from leaderless.sandbox.protocol import Sandbox
+from leaderless.rewards.sandbox.protocol import Sandbox
 
 
 def processes() -> set[int]:

@@ -18,15 +18,15 @@ from tests.unit.environments.test_tool_episodes import call, played
 from leaderless.config import LoadedRecipe
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.environments.differences import Difference, first_difference
-from leaderless.environments.episode import Episode, Place
+from leaderless.environments.episode import Episode, EpisodePosition
+from leaderless.environments.guarded_environment import GuardedEnvironment, ThreadEnvironment
 from leaderless.environments.journal import Line, episode_of, line_of, text_of
+from leaderless.environments.journal_difference import JournalDifference, first_difference
 from leaderless.environments.player import play_all
 from leaderless.environments.programs.chat import Chat
 from leaderless.environments.protocol import ONLY_AGENT, Environment, Observation, Task, Turn
 from leaderless.environments.registry import world_maker
 from leaderless.environments.replay import replay
-from leaderless.environments.world import ThreadWorld, World
 from leaderless.observability.episode_files import EpisodeFile
 from leaderless.rollout.engine import SamplingParams
 from leaderless.run.episodes import RunEpisodes
@@ -38,17 +38,17 @@ def journaled(make: Callable[[], Environment], text: str = "a", **settings: obje
     return episode, json.loads(text_of(line_of(episode)))
 
 
-def again(line: Line, make: Callable[[], Environment] | None, **settings: object) -> Difference | None:
+def again(line: Line, make: Callable[[], Environment] | None, **settings: object) -> JournalDifference | None:
     config = EnvironmentConfig.model_validate({"type": "tests.unit.environments.scripted:Count", **settings})
 
-    def place_of(line: Line) -> Place:
+    def place_of(line: Line) -> EpisodePosition:
         task = line["task"]
         assert isinstance(task, Mapping)
-        return Place(100, str(line["seed"]), task, PLAIN, SamplingParams(SamplingConfig(), 8))
+        return EpisodePosition(100, str(line["seed"]), task, PLAIN, SamplingParams(SamplingConfig(), 8))
 
-    def open_world() -> World:
+    def open_world() -> GuardedEnvironment:
         assert make is not None
-        return ThreadWorld(make, config.act_timeout_s, getattr(make, "agents", (ONLY_AGENT,)))
+        return ThreadEnvironment(make, config.act_timeout_s, getattr(make, "agents", (ONLY_AGENT,)))
 
     ((_, difference),) = replay([line], config, open_world if make else None, place_of, 100)
     return difference
@@ -126,7 +126,7 @@ class Other(Count):
 )
 def test_the_first_difference_is_found(way: str, place: str, expected: str, found: str) -> None:
     _, line = journaled(Count, way)
-    assert again(line, Other) == Difference(place, expected, found)
+    assert again(line, Other) == JournalDifference(place, expected, found)
 
 
 def test_how_a_message_came_to_be_said_makes_no_difference() -> None:
@@ -168,14 +168,14 @@ ASKED = {"bonus": 0}
 def test_an_episode_that_a_program_leads_is_played_again(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"{__name__}:ask_twice"
     config = EnvironmentConfig.model_validate({"type": name})
-    place = Place(100, "5/0", {"text": "a"}, PLAIN, SamplingParams(SamplingConfig(), 8, (), 5))
+    place = EpisodePosition(100, "5/0", {"text": "a"}, PLAIN, SamplingParams(SamplingConfig(), 8, (), 5))
     # The answer to the first question takes longer, so that the second is answered before it.
     engine = ScriptedEngine(lambda _: [ord("x")] * (3 if len(engine.requests) == 1 else 1))
     (episode,), _ = play_all(engine, config, world_maker(config), [place], 100, lambda _: None)
     line = json.loads(text_of(line_of(episode)))
     assert (line["cause"], len(episode.trace.said())) == ("", 3)
 
-    def difference() -> Difference | None:
+    def difference() -> JournalDifference | None:
         ((_, found),) = replay([line], config, world_maker(config), lambda _: place, 100)
         return found
 
@@ -200,7 +200,7 @@ def test_tools_answer_from_the_journal_but_for_those_of_the_environment(monkeypa
         {"type": f"{sums.__name__}:Sums", "tools": [f"{sums.__name__}:flood"], "max_result_characters": 100}
     )
 
-    def difference(*, has_environment: bool = True) -> Difference | None:
+    def difference(*, has_environment: bool = True) -> JournalDifference | None:
         make = world_maker(config) if has_environment else None
         ((_, one),) = replay([line], config, make, lambda _: place, 10_000, found.tools)
         return one

@@ -14,14 +14,15 @@ from random import Random
 import pytest
 import uvicorn
 
-from leaderless.config import Json, RecipeError
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
 from leaderless.environments.protocol import EpisodeFailed, Turn
 from leaderless.environments.search.bm25 import Bm25Retriever, open_pages
 from leaderless.environments.search.remote import RemoteRetriever
 from leaderless.environments.search.retriever import Hit, Page, Retriever, RetrieverError
 from leaderless.environments.search.search_r1 import INVALID, SearchR1
-from leaderless.serve.port import take_port
-from leaderless.serve.retriever import make_retriever_app
+from leaderless.serving.listen import take_port
+from leaderless.serving.retrieval_server import make_retriever_app
 
 PAGES = [
     Page("Baro\nBaro is a country. Its currency is the Mino.", "1"),

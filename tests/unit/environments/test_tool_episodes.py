@@ -14,10 +14,10 @@ from tests.unit.recipes import make_recipe
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch
 from leaderless.observability.metrics import Metrics
-from leaderless.stages.play import play_tasks, tools_of
-from leaderless.stages.played import Play, Played
-from leaderless.workflow.metrics import known_metric
-from leaderless.workflow.stages import _rollout_metrics
+from leaderless.planner.workflow.builtin_stages import _rollout_metrics
+from leaderless.planner.workflow.metrics import known_metric
+from leaderless.stages.episode_samples import Play, Played
+from leaderless.stages.play_episodes import play_tasks, tools_of
 
 HERE = "tests.unit.environments.sums"
 

@@ -15,12 +15,12 @@ import pytest
 
 from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.config.mcp import McpServerConfig
+from leaderless.config.mcp_servers import McpServerConfig
+from leaderless.environments.guarded_environment import EnvironmentFailure, ThreadEnvironment
 from leaderless.environments.protocol import Environment
 from leaderless.environments.tools import Call, tool
 from leaderless.environments.tools.formats import read_hermes
 from leaderless.environments.tools.sources import ToolSources
-from leaderless.environments.world import Failure, ThreadWorld
 
 HERE = "tests.unit.environments.test_tool_sources"
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -85,7 +85,7 @@ def answer(toolbox, *calls, timeout_s=20.0):
 
 
 def failure_of(toolbox, *calls, timeout_s=20.0):
-    with pytest.raises(Failure) as failed:
+    with pytest.raises(EnvironmentFailure) as failed:
         asyncio.run(toolbox.run(calls, timeout_s))
     return failed.value.cause, str(failed.value)
 
@@ -95,13 +95,13 @@ def sources_of(environment=Plain, *tools, **settings):
 
 
 def open_box(sources, world=None):
-    return asyncio.run(sources.open(world or ThreadWorld(Plain, 5.0), read_hermes))
+    return asyncio.run(sources.open(world or ThreadEnvironment(Plain, 5.0), read_hermes))
 
 
 def test_each_episode_has_its_own_objects_of_environment_and_classes():
     sources = sources_of(World, f"{HERE}:add", {"type": f"{HERE}:Memory", "options": {"words": ["a"]}})
     assert [schema["function"]["name"] for schema in sources.schemas()] == ["is_more", "add", "remember"]
-    worlds = [ThreadWorld(lambda secret=secret: World(secret), 5.0) for secret in (3, 5)]
+    worlds = [ThreadEnvironment(lambda secret=secret: World(secret), 5.0) for secret in (3, 5)]
     boxes = [open_box(sources, world) for world in worlds]
     calls = [Call("is_more", {"than": 4}), Call("add", {"a": 1, "b": 2}), Call("remember", {"word": "x"})]
     assert answer(boxes[0], *calls) == ["false", "3", "a x"]
@@ -114,7 +114,9 @@ def test_each_episode_has_its_own_objects_of_environment_and_classes():
 
 
 def test_a_class_that_cannot_be_made_fails_its_episode():
-    with pytest.raises(Failure, match="the constructor of the tool Broken raised OSError: no disk") as failed:
+    with pytest.raises(
+        EnvironmentFailure, match="the constructor of the tool Broken raised OSError: no disk"
+    ) as failed:
         open_box(sources_of(Plain, f"{HERE}:Broken"))
     assert failed.value.cause == "tool"
 

@@ -7,7 +7,7 @@ from tests.templates import BRACKETS, CHATML, LLAMA, tokenizer_with
 from tests.unit.environments.test_toolbox import add
 
 from leaderless.config import RecipeError
-from leaderless.environments.tools.calls import Calls
+from leaderless.environments.tools.calls import ToolCalls
 from leaderless.environments.tools.formats import read_hermes, read_llama, read_mistral, read_qwen3_coder
 from leaderless.environments.tools.function_tool import FunctionTool
 from leaderless.environments.tools.template import find_reader
@@ -27,7 +27,7 @@ GLM = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}\n<arg_k
 
 
 def read_shouts(text):
-    return Calls(text.upper())
+    return ToolCalls(text.upper())
 
 
 def find(name, template):

@@ -15,11 +15,11 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
+from leaderless.environments.guarded_environment import EnvironmentFailure
 from leaderless.environments.protocol import EpisodeFailed
 from leaderless.environments.tools import Call, Toolbox, ToolError, result_messages, tool
 from leaderless.environments.tools.formats import read_qwen3_coder
-from leaderless.environments.tools.function_tool import FunctionTool, Home, tools_of
-from leaderless.environments.world import Failure
+from leaderless.environments.tools.function_tool import FunctionTool, ToolOwner, tools_of
 
 
 @dataclass
@@ -56,7 +56,7 @@ def run(toolbox, *calls, timeout_s=5.0):
 
 
 def failure_of(toolbox, *calls, timeout_s=5.0):
-    with pytest.raises(Failure) as failed:
+    with pytest.raises(EnvironmentFailure) as failed:
         run(toolbox, *calls, timeout_s=timeout_s)
     return failed.value.cause, str(failed.value)
 
@@ -275,7 +275,7 @@ class Louder(Counter):
 
 
 def test_methods_of_one_object_are_called_in_order_one_by_one():
-    described = tools_of(Home(Louder, {}))
+    described = tools_of(ToolOwner(Louder, {}))
     assert [found.usage for found in described] == [
         "increase(by: integer, times: integer = 1)",
         "double(x: integer)",
@@ -293,7 +293,7 @@ def test_a_tool_that_hangs_fails_its_episode_and_does_not_keep_the_process():
 import asyncio, time
 from leaderless.environments.tools import Call, Toolbox
 from leaderless.environments.tools.function_tool import FunctionTool
-from leaderless.environments.world import Failure
+from leaderless.environments.guarded_environment import Failure
 
 def hang() -> str:
     time.sleep(1000)

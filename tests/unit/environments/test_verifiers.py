@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from tests.unit.environments.led import END, lead
 
-from leaderless.config import Json, RecipeError
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.environments.adapters.verifiers import make_rows
-from leaderless.environments.adapters.worker import Worker, shared
+from leaderless.environments.adapters.verifiers_programs import make_rows
+from leaderless.environments.adapters.worker import PackageWorker, shared
+from leaderless.environments.guarded_environment import EnvironmentFailure
 from leaderless.environments.programs.registry import program_maker
-from leaderless.environments.world import Failure
 
 PYTHON = os.environ.get("LEADERLESS_VERIFIERS_PYTHON", "")
 SETTINGS: dict[str, object] = {"type": "verifiers", "act_timeout_s": 120}
@@ -72,11 +73,11 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Worker:
-    return Worker([sys.executable, "-c", ANSWERS, str(tmp_path / "canceled")])
+def worker(tmp_path: Path) -> PackageWorker:
+    return PackageWorker([sys.executable, "-c", ANSWERS, str(tmp_path / "canceled")])
 
 
-def test_a_worker_answers_in_one_event_loop_after_the_other(worker: Worker) -> None:
+def test_a_worker_answers_in_one_event_loop_after_the_other(worker: PackageWorker) -> None:
     async def ask(*words: str) -> list[Json]:
         return [found["echo"] for found in await asyncio.gather(*(worker.ask({"what": word}) for word in words))]
 
@@ -84,21 +85,21 @@ def test_a_worker_answers_in_one_event_loop_after_the_other(worker: Worker) -> N
     assert asyncio.run(ask("d")) == ["d"]
 
 
-def test_all_who_wait_are_told_why_a_worker_has_ended(worker: Worker) -> None:
+def test_all_who_wait_are_told_why_a_worker_has_ended(worker: PackageWorker) -> None:
     async def ask() -> list[object]:
         waiting = [asyncio.create_task(worker.ask({"what": word})) for word in ("nothing", "nothing", "end")]
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     for error in asyncio.run(ask()):
-        assert isinstance(error, Failure)
+        assert isinstance(error, EnvironmentFailure)
         assert error.cause == "crash"
         assert "exit code 3: it was told to" in str(error)
     assert worker.has_ended
-    with pytest.raises(Failure, match="it was told to"):
+    with pytest.raises(EnvironmentFailure, match="it was told to"):
         asyncio.run(worker.ask({"what": "a"}))
 
 
-def test_who_gives_up_cancels_the_question(worker: Worker, tmp_path: Path) -> None:
+def test_who_gives_up_cancels_the_question(worker: PackageWorker, tmp_path: Path) -> None:
     async def ask() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(worker.ask({"what": "nothing"}), 0.2)
@@ -112,7 +113,7 @@ def test_a_worker_is_shared_until_it_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ANSWERS, str(tmp_path / "canceled")]
     worker = shared(command)
     assert shared(command) is worker
-    with pytest.raises(Failure):
+    with pytest.raises(EnvironmentFailure):
         asyncio.run(worker.ask({"what": "end"}))
     another = shared(command)
     assert another is not worker
@@ -120,7 +121,7 @@ def test_a_worker_is_shared_until_it_ends(tmp_path: Path) -> None:
 
 
 def test_a_worker_ends_with_whoever_has_started_it(tmp_path: Path) -> None:
-    worker = Worker([sys.executable, "-c", ANSWERS, str(tmp_path / "canceled")])
+    worker = PackageWorker([sys.executable, "-c", ANSWERS, str(tmp_path / "canceled")])
     process = worker._process
     del worker
     assert process.wait(5) == 0

@@ -11,11 +11,11 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.pool import Graded, RewardPool
-from leaderless.rewards.process import RewardProcess
-from leaderless.rewards.protocol import Outcome, RewardInput
+from leaderless.rewards.protocol import GradingOutcome, RewardInput
+from leaderless.rewards.reward_process import RewardProcess
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 1.0
@@ -75,7 +75,7 @@ def serve_and_leave(
                     time.sleep(600.0)
                 if is_culprit:
                     os._exit(3)
-                os.write(outcomes.fileno(), json.dumps(Outcome(1.0)).encode() + b"\n")
+                os.write(outcomes.fileno(), json.dumps(GradingOutcome(1.0)).encode() + b"\n")
 
 
 EVERYTHING = {

@@ -9,11 +9,11 @@ from tests.unit.rewards.calls import (
     make_sample,
 )
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.rewards import ExactMatchOptions, FormatOptions
-from leaderless.rewards.math import MathReward
+from leaderless.rewards.math_reward import MathReward
 from leaderless.rewards.protocol import RewardResult
-from leaderless.rewards.text import ExactMatchReward, FormatReward
+from leaderless.rewards.text_rewards import ExactMatchReward, FormatReward
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ import pytest
 from pydantic import ValidationError
 from tests.unit.rewards.calls import ROOT, error_of, make_config, make_sample
 
-from leaderless.config import Json, load_recipe
+from leaderless.base.values import Json
+from leaderless.config import load_recipe
 from leaderless.config.rewards import CodeOptions
-from leaderless.rewards.code import CodeReward, find_program
+from leaderless.rewards.code_reward import CodeReward, find_program
 from leaderless.rewards.pool import RewardPool
 from leaderless.rewards.protocol import RewardResult
-from leaderless.sandbox.builtin import BuiltinSandbox
+from leaderless.rewards.sandbox.builtin import BuiltinSandbox
 
 pytestmark = pytest.mark.skipif(
     BuiltinSandbox().refusal(allow_weaker=False) is not None,

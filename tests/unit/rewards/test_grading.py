@@ -23,8 +23,9 @@ from tests.unit.rewards.calls import (
     serve_and_leave,
 )
 
-from leaderless.config import Json, RecipeError
-from leaderless.rewards import dispatch
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
+from leaderless.rewards import dispatcher
 from leaderless.rewards.pool import RewardPool
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rewards.registry import check_rewards, make_rewards
@@ -228,8 +229,8 @@ def test_a_process_that_is_replaced_between_two_responses_blames_neither(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatch, "serve", partial(serve_and_leave, is_grading, is_hanging))
-    monkeypatch.setattr(dispatch, "_CHUNKS_PER_PROCESS", 1)
+    monkeypatch.setattr(dispatcher, "serve", partial(serve_and_leave, is_grading, is_hanging))
+    monkeypatch.setattr(dispatcher, "_CHUNKS_PER_PROCESS", 1)
     sizes = tmp_path / "sizes"
     with RewardPool(make_config({"exact_match": {"timeout_s": 0.1}}), 1) as mine:
         samples = [make_sample(response, str(sizes)) for response in ("first", "second", "third")]
@@ -257,7 +258,7 @@ def test_a_reward_that_refuses_to_end_is_ended(rewards: RewardPool) -> None:
 def test_the_limit_is_for_each_response_and_not_for_its_chunk(
     rewards: RewardPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "_CHUNKS_PER_PROCESS", 0.5)
+    monkeypatch.setattr(dispatcher, "_CHUNKS_PER_PROCESS", 0.5)
     graded = grade(rewards, "sleep_as_told", ["0.12"] * 7)
     assert [g.value for g in graded] == [1.0] * 7
     # This one ends before its chunk must, but too late for itself.

@@ -14,7 +14,8 @@ import pytest
 from tests.judge_server import Heard, Model, Said, between, by_length, serving
 from tests.unit.rewards.calls import make_config, make_sample
 
-from leaderless.config import Json, RecipeError, load_recipe
+from leaderless.base.values import Json
+from leaderless.config import RecipeError, load_recipe
 from leaderless.rewards.judges import asking, verdicts
 from leaderless.rewards.judges.judge import AnswerFile
 from leaderless.rewards.judges.verdicts import VerdictError, score_reader
@@ -439,9 +440,9 @@ def test_a_judge_that_is_a_role_is_asked_while_a_server_answers() -> None:
     is_asked = threading.Event()
 
     class Role:
-        def ask(self, questions: Sequence[asking.Question], _: object) -> list[asking.Reply]:
+        def ask(self, questions: Sequence[asking.JudgeQuestion], _: object) -> list[asking.JudgeReply]:
             is_asked.set()
-            return [asking.Reply(0.5) for _ in questions]
+            return [asking.JudgeReply(0.5) for _ in questions]
 
     with serving(lambda *_: "Score: 10" if is_asked.wait(10) else "it has waited in vain") as server:
         settings = {"url": server.url, "model": "m", "retries": 0}

@@ -8,7 +8,7 @@ import pytest
 
 from leaderless.config import RecipeError
 from leaderless.config.rewards import RewardsConfig
-from leaderless.rewards.protocol import Outcome, RewardInput, grade
+from leaderless.rewards.protocol import GradingOutcome, RewardInput, grade
 from leaderless.rewards.registry import check_rewards, make_rewards
 
 HERE = "tests.unit.rewards.test_others"
@@ -67,14 +67,14 @@ def no_score(solution_str, ground_truth):
     return {"acc": 1.0}
 
 
-def outcome(name: str, prompt: object = "2+2=", response: str = "4", **row: object) -> Outcome:
+def outcome(name: str, prompt: object = "2+2=", response: str = "4", **row: object) -> GradingOutcome:
     sample = RewardInput(prompt, response, None, {"prompt": prompt, **row}, is_truncated=False)  # type: ignore[arg-type]
     reward = make_rewards(RewardsConfig.model_validate({f"{HERE}:{name}": 1.0}))[f"{HERE}:{name}"]
     return grade(reward, sample)._replace(seconds=0.0)
 
 
 def test_a_function_of_lists_grades_one_completion() -> None:
-    assert outcome("by_length", response="four") == Outcome(4.0)
+    assert outcome("by_length", response="four") == GradingOutcome(4.0)
 
 
 def test_columns_and_chats_arrive_as_trl_passes_them() -> None:
@@ -87,7 +87,7 @@ def test_a_function_without_kwargs_gets_the_columns_that_it_names() -> None:
 
 
 def test_none_counts_as_nothing_in_the_sum() -> None:
-    assert outcome("sometimes_none") == Outcome(0.0)
+    assert outcome("sometimes_none") == GradingOutcome(0.0)
 
 
 @pytest.mark.parametrize(("name", "what"), [("no_list", "1.0"), ("too_many", "[1.0, 2.0]")])
@@ -106,12 +106,12 @@ def test_what_rewards_do_not_get_is_refused_unless_it_has_a_default() -> None:
 
 def test_a_score_of_verl_sees_the_row_as_verl_prepares_it() -> None:
     row = {"data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 3}}
-    assert outcome("compute_score", response="it is 4", **row) == Outcome(1.0)
-    assert outcome("compute_score", response="it is 5", **row) == Outcome(0.0)
+    assert outcome("compute_score", response="it is 4", **row) == GradingOutcome(1.0)
+    assert outcome("compute_score", response="it is 5", **row) == GradingOutcome(0.0)
 
 
 def test_a_dictionary_of_verl_has_the_score_and_the_answer() -> None:
-    assert outcome("score_dict") == Outcome(0.5, "4")
+    assert outcome("score_dict") == GradingOutcome(0.5, "4")
     assert "returned a dictionary without 'score': ['acc']" in str(outcome("no_score").error)
 
 

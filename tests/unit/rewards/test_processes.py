@@ -19,7 +19,7 @@ from tests.unit.rewards.calls import (
     reward_pids,
 )
 
-from leaderless.rewards import dispatch
+from leaderless.rewards import dispatcher
 from leaderless.rewards.pool import RewardPool
 from leaderless.rewards.registry import check_rewards
 
@@ -71,7 +71,7 @@ def test_an_interrupted_call_leaves_nothing_behind(rewards: RewardPool, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "wait", interrupt)
+        patch.setattr(dispatcher, "wait", interrupt)
         before = reward_pids()
         with pytest.raises(KeyboardInterrupt):
             grade(rewards, "what_is_said", ["hang"])
@@ -96,8 +96,8 @@ def test_processes_that_cannot_start_are_an_error(
     (tmp_path / f"{module}.py").write_text(f"{guard}{code}\ndef reward(sample):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     if "sleep" in code:
-        monkeypatch.setattr(dispatch, "START_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(dispatch, "_NOTICE_S", 0.1)
+        monkeypatch.setattr(dispatcher, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(dispatcher, "_NOTICE_S", 0.1)
     config = make_config({f"{module}:reward": {"timeout_s": 0.5}})
     check_rewards(config)
     with RewardPool(config, 1) as rewards, pytest.raises(RuntimeError, match=message):
@@ -174,7 +174,7 @@ def test_importing_and_trying_rewards_imports_neither_torch_nor_transformers(tmp
     imports = ", ".join(f"leaderless.rewards.{module}" for module in modules)
     code = (
         f"import sys, {imports}\nfrom leaderless.config import Recipe\n"
-        f"print([t.reward for t in leaderless.rewards.trial.try_rewards(Recipe.model_validate({recipe!r}), 1)])\n"
+        f"print([t.reward for t in leaderless.rewards.dry_run.try_rewards(Recipe.model_validate({recipe!r}), 1)])\n"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from tests.unit.rewards.calls import make_sample
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.rewards import SearchFormatOptions
 from leaderless.environments.search.search_r1 import QUESTION
 from leaderless.rewards.protocol import Passage, RewardInput, RewardResult
-from leaderless.rewards.search import AnswerMatchReward, SearchFormatReward, normalized
+from leaderless.rewards.search_reward import AnswerMatchReward, SearchFormatReward, normalized
 
 THINK = "<think> I should look. </think>"
 SEARCH = f"{THINK} <search> capital of Baro </search>"

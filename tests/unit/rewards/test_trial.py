@@ -13,7 +13,7 @@ from tests.unit.recipes import make_recipe
 from tests.unit.rewards.calls import own
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.rewards.trial import Trial, read_responses, try_rewards
+from leaderless.rewards.dry_run import RewardTrial, read_responses, try_rewards
 
 ROWS = [{"question": f"{i}+1", "answer": str(i + 1), "kind": "even" if i % 2 == 0 else "odd"} for i in range(4)]
 
@@ -30,7 +30,7 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def brief(trials: list[Trial]) -> list[tuple[int, str, float | None]]:
+def brief(trials: list[RewardTrial]) -> list[tuple[int, str, float | None]]:
     return [(trial.row, trial.kind, trial.reward) for trial in trials]
 
 

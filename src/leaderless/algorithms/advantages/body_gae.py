@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.decisions import Decisions, RewardGrain
-from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.segments import widen
-from leaderless.config.errors import RecipeError
+from leaderless.algorithms.body_decisions import Decisions, RewardGrain
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import widen
+from leaderless.base.errors import RecipeError
 
 if TYPE_CHECKING:
-    from leaderless.config import Recipe
+    from leaderless.algorithms.algorithm import CheckedRecipe
 
 
 class BodyGaeAdvantage(Advantage):
@@ -60,7 +60,7 @@ class BodyGaeAdvantage(Advantage):
         """See `Advantage`."""
         return self.reward == "action"
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: CheckedRecipe) -> None:
         """Refuse advantages of steps where a whole decision has one log-probability."""
         if self.values_steps and recipe.body is not None and recipe.body.log_prob == "chunk":
             raise RecipeError.at(

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.plays import Plays, team_rewards, whitened_by_agent
-from leaderless.algorithms.segments import decayed_sum, repeat_per_token, segment_sum, widen
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import decayed_sum, repeat_per_token, segment_sum, widen
+from leaderless.algorithms.team_plays import Plays, team_rewards, whitened_by_agent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from leaderless.config.algorithm import AlgorithmConfig
+    from leaderless.algorithms.settings import AlgorithmConfig
 
 Level = Literal["token", "action"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.segments import Groups
+from leaderless.algorithms.packed import Groups
 
 if TYPE_CHECKING:
     from torch import Tensor

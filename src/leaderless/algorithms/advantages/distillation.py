@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.config.errors import RecipeError
+from leaderless.base.errors import RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from leaderless.config import Recipe
+    from leaderless.algorithms.algorithm import CheckedRecipe
 
 
 class DistillationAdvantage(Advantage):
@@ -35,7 +35,7 @@ class DistillationAdvantage(Advantage):
         "distillation/divergence": "divergence of the student from the teacher, in nats per token"
     }
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: CheckedRecipe) -> None:
         """Refuse a recipe without a teacher."""
         if "reference" not in recipe.models:
             raise RecipeError.at(

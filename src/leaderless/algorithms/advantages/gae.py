@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.segments import decayed_sum, widen
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import decayed_sum, widen
 
 if TYPE_CHECKING:
     from torch import Tensor

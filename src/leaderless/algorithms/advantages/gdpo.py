@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import Groups
 from leaderless.algorithms.returns import Moments
-from leaderless.algorithms.segments import Groups
 
 if TYPE_CHECKING:
     from torch import Tensor

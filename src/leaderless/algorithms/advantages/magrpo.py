@@ -8,8 +8,8 @@ from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
 from leaderless.algorithms.advantages.grpo import grpo_advantages
-from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.plays import team_rewards
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.team_plays import team_rewards
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.segments import Groups
+from leaderless.algorithms.packed import Groups
 
 if TYPE_CHECKING:
     from torch import Tensor

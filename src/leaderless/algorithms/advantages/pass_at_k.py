@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.segments import Groups
-from leaderless.config.errors import RecipeError
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import Groups
+from leaderless.base.errors import RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from leaderless.config import Recipe
+    from leaderless.algorithms.algorithm import CheckedRecipe
 
 
 class PassAtKAdvantage(Advantage):
@@ -36,7 +36,7 @@ class PassAtKAdvantage(Advantage):
     compares_siblings: ClassVar[bool] = True
     judges: ClassVar[str] = "asks whether a response is correct"
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: CheckedRecipe) -> None:
         """Refuse a k for which a group has too few responses."""
         super().check(recipe)
         siblings = recipe.batch.responses_per_prompt

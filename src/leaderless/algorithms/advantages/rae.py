@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.plays import MAX_AGENTS, agent_sums, team_rewards
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.team_plays import MAX_AGENTS, agent_sums, team_rewards
 
 
 class RoleBaselineAdvantage(Advantage):

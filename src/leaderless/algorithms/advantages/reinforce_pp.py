@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.segments import Groups, decayed_sum
+from leaderless.algorithms.packed import Groups, decayed_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from leaderless.config import Recipe
+    from leaderless.algorithms.algorithm import CheckedRecipe
 
 
 class ReinforceAdvantage(Advantage):
@@ -34,7 +34,7 @@ class ReinforceAdvantage(Advantage):
 
     is_per_token: ClassVar[bool] = True
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: CheckedRecipe) -> None:
         """Refuse the baseline of a group of one response."""
         if self.group_baseline:
             self.check_siblings(recipe)

@@ -12,13 +12,13 @@ from typing_extensions import override
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
 from leaderless.algorithms.advantages.grpo import grpo_advantages
-from leaderless.algorithms.clusters import dbscan
-from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.density_clusters import dbscan
+from leaderless.algorithms.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from leaderless.config import Json
+    from leaderless.base.values import Json
 
 MIN_POINTS = 2
 """Successful episodes that make a cluster."""

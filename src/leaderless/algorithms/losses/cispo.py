@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from leaderless.algorithms.packed import log_ratio_of, ratio_of, widen
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
-from leaderless.algorithms.segments import log_ratio_of, ratio_of, widen
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,14 +9,14 @@ from pydantic import Field
 
 from leaderless.algorithms.correction import is_within
 from leaderless.algorithms.covariance import covariances_of
-from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.lazy_torch import torch
 from leaderless.algorithms.losses.ppo import clipped_policy_loss
 from leaderless.algorithms.policy_loss import ChoiceInputs, LossInputs, LossOutput, PolicyLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from leaderless.config.algorithm import AlgorithmConfig
+    from leaderless.algorithms.settings import AlgorithmConfig
 
 
 class ClipCovLoss(PolicyLoss):

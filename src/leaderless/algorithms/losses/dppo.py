@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import log_ratio_of, ratio_of, widen
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
-from leaderless.algorithms.segments import log_ratio_of, ratio_of, widen
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from leaderless.config.algorithm import AlgorithmConfig
+    from leaderless.algorithms.settings import AlgorithmConfig
 
 Divergence = Literal["total_variation", "kl"]
 _LEAST = 1e-12

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import log_ratio_of, ratio_of, repeat_per_token, segment_mean
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, ResponseLoss
-from leaderless.algorithms.segments import log_ratio_of, ratio_of, repeat_per_token, segment_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from leaderless.config.algorithm import AlgorithmConfig
+    from leaderless.algorithms.settings import AlgorithmConfig
 
 
 class GmpoLoss(ResponseLoss):

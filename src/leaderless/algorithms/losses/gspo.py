@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from leaderless.algorithms.losses.ppo import clipped_surrogate
+from leaderless.algorithms.packed import log_ratio_of, repeat_per_token, segment_mean, with_gradient_of
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, ResponseLoss
-from leaderless.algorithms.segments import log_ratio_of, repeat_per_token, segment_mean, with_gradient_of
 
 if TYPE_CHECKING:
     from torch import Tensor

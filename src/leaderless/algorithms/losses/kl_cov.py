@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.covariance import covariances_of
-from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import log_ratio_of, ratio_of
 from leaderless.algorithms.policy_loss import ChoiceInputs, LossInputs, LossOutput, PolicyLoss
-from leaderless.algorithms.segments import log_ratio_of, ratio_of
 
 if TYPE_CHECKING:
     from torch import Tensor

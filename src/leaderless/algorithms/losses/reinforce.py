@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from leaderless.algorithms.packed import widen
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
-from leaderless.algorithms.segments import widen
 
 if TYPE_CHECKING:
     from torch import Tensor

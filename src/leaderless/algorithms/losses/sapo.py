@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import log_ratio_of, ratio_of
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
-from leaderless.algorithms.segments import log_ratio_of, ratio_of
 
 if TYPE_CHECKING:
     from torch import Tensor

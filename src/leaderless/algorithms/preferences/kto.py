@@ -7,9 +7,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.preference_loss import PreferenceInputs, PreferenceLoss, PreferenceOutput
-from leaderless.config.data import Preferences
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.preference_loss import PreferenceInputs, PreferenceLoss, PreferenceOutput, Preferences
 
 
 class KtoLoss(PreferenceLoss):

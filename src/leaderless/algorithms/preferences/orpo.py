@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import widen
 from leaderless.algorithms.preference_loss import PreferenceInputs, PreferenceLoss, PreferenceOutput, logistic
-from leaderless.algorithms.segments import widen
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from leaderless.algorithms.packed import widen
 from leaderless.algorithms.preference_loss import PreferenceInputs, PreferenceLoss, PreferenceOutput, logistic
-from leaderless.algorithms.segments import widen
 
 
 class SimpoLoss(PreferenceLoss):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 
-from leaderless.config.packaged import how_to_install
+from leaderless.config.packaged_files import how_to_install
 
 GL = "MUJOCO_GL"
 """Environment variable that names the way in which MuJoCo draws; its Python package then loads that library."""

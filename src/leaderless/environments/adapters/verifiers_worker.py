@@ -23,7 +23,7 @@ LEAVING_S = 10.0
 """Seconds after the end of the input in which the process ends, whatever it does."""
 
 
-class Player:
+class VerifiersPlayer:
     """Answers questions about one environment.
 
     Args:
@@ -126,7 +126,7 @@ async def main(name: str, arguments: Mapping[str, Json], say: Callable[[Json], N
     is_loaded.set()
     if environment.requires_group_rollouts:
         raise RuntimeError(f"'{name}' has rewards of whole groups, and an episode is played and rewarded by itself")
-    await Player(package, environment).answer(questions, say)
+    await VerifiersPlayer(package, environment).answer(questions, say)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ from itertools import count
 from threading import Lock, Thread
 from weakref import finalize
 
-from leaderless.config import Json
-from leaderless.environments.world import CRASH, Failure
-from leaderless.exits import exit_in_words
+from leaderless.base.exits import exit_in_words
+from leaderless.base.values import Json
+from leaderless.environments.guarded_environment import CRASH, EnvironmentFailure
 
 _LEAVING_S = 2.0
 """Seconds that the process has to end by itself once its input has ended."""
 
 
-def shared(command: Sequence[str]) -> Worker:
+def shared(command: Sequence[str]) -> PackageWorker:
     """The worker of a command, which all episodes of this process share; a new one if it has ended.
 
     Args:
@@ -29,11 +29,11 @@ def shared(command: Sequence[str]) -> Worker:
     """
     worker = _SHARED.get(tuple(command))
     if worker is None or worker.has_ended:
-        worker = _SHARED[tuple(command)] = Worker(command)
+        worker = _SHARED[tuple(command)] = PackageWorker(command)
     return worker
 
 
-class Worker:
+class PackageWorker:
     """A process to which questions are written as lines of JSON with a `number`, and which answers in any order.
 
     It may be asked from one event loop after the other, and ends with this object. An answer with `fatal` says why it
@@ -87,7 +87,7 @@ class Worker:
             self._process.stdin.write(json.dumps(question) + "\n")
 
 
-_SHARED: dict[tuple[str, ...], Worker] = {}
+_SHARED: dict[tuple[str, ...], PackageWorker] = {}
 
 
 class _Answers:
@@ -107,7 +107,7 @@ class _Answers:
         future: asyncio.Future[Mapping[str, Json]] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self.end is not None:
-                raise Failure(CRASH, self.end)
+                raise EnvironmentFailure(CRASH, self.end)
             self._waiting[number] = future
         return future
 
@@ -132,15 +132,15 @@ class _Answers:
             self.end = f"the process ended with {exit_in_words(code)}: {reason}"
             left = list(self._waiting.values())
         for future in left:
-            _settle(future, Failure(CRASH, self.end))
+            _settle(future, EnvironmentFailure(CRASH, self.end))
 
 
-def _settle(future: asyncio.Future[Mapping[str, Json]], found: Mapping[str, Json] | Failure) -> None:
+def _settle(future: asyncio.Future[Mapping[str, Json]], found: Mapping[str, Json] | EnvironmentFailure) -> None:
     """End a future of another thread's event loop, if both are still there."""
 
     def settle() -> None:
         if not future.done():
-            future.set_exception(found) if isinstance(found, Failure) else future.set_result(found)
+            future.set_exception(found) if isinstance(found, EnvironmentFailure) else future.set_result(found)
 
     with suppress(RuntimeError):  # the loop is closed
         future.get_loop().call_soon_threadsafe(settle)

@@ -3,8 +3,8 @@
 Imports no torch.
 """
 
-from leaderless.environments.programs.chat import Answer as Answer
 from leaderless.environments.programs.chat import Chat as Chat
+from leaderless.environments.programs.chat import ChatAnswer as ChatAnswer
 from leaderless.environments.programs.messages import AskRefusedError as AskRefusedError
 
 __all__ = ["Answer", "AskRefusedError", "Chat"]

@@ -10,23 +10,24 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
-from leaderless.config import Json, RecipeError
-from leaderless.environments.programs.conversations import Context, Conversations
-from leaderless.environments.programs.lines import Lines, number_of
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
+from leaderless.environments.episode_trace import Said, Trace
+from leaderless.environments.programs.conversations import Context, ProgramConversations
 from leaderless.environments.programs.messages import AskRefusedError, call_of, checked
+from leaderless.environments.programs.prefix_ids import Lines, number_of
 from leaderless.environments.protocol import Message
-from leaderless.environments.trace import Said, Trace
 
 if TYPE_CHECKING:
     from leaderless.config.rollout import SamplingConfig
-    from leaderless.environments.chat import ChatWriter
-    from leaderless.environments.pump import Pump
+    from leaderless.environments.chat_writer import ChatWriter
+    from leaderless.environments.engine_scheduler import EngineScheduler
     from leaderless.environments.tools.formats import Reader
     from leaderless.rollout.engine import Completion, FinishReason, SamplingParams
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """What the policy has answered.
 
     Attributes:
@@ -52,7 +53,7 @@ class Answer:
         return message | ({"tool_calls": list(self.tool_calls)} if self.tool_calls else {})
 
 
-class Doorway(Protocol):
+class ProgramEndpoint(Protocol):
     """Where programs in other processes reach the policy."""
 
     def admit(self, chat: Chat) -> tuple[str, str]:
@@ -98,17 +99,19 @@ class Chat:
         reward: Reward that a program has posted; None if it has posted none.
     """
 
-    def __init__(self, rules: Rules, writer: ChatWriter, trace: Trace, pump: Pump, doorway: Doorway) -> None:
+    def __init__(
+        self, rules: Rules, writer: ChatWriter, trace: Trace, pump: EngineScheduler, doorway: ProgramEndpoint
+    ) -> None:
         self.rules, self.writer, self.rng = rules, writer, Random(rules.seed)  # noqa: S311 - no secret
         self.trace, self._pump, self._doorway = trace, pump, doorway
-        self._conversations = Conversations(trace, writer)
+        self._conversations = ProgramConversations(trace, writer)
         self._lines = Lines(rules.number, pump)
         self._asked: dict[tuple[int, ...], int] = {}
         self._readers: dict[str, Reader] = {}
         self._images: set[str] = set()
         self._num_turns = 0
         self._address: tuple[str, str] | None = None
-        self._under_way: set[asyncio.Task[Answer]] = set()
+        self._under_way: set[asyncio.Task[ChatAnswer]] = set()
         self._is_closed = False
         self._last_s = time.monotonic()
         self.overflow: AskRefusedError | None = None
@@ -142,7 +145,7 @@ class Chat:
         tools: Sequence[Json] = (),
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Let the policy answer messages.
 
         Messages that were asked before, and its answers to them, are continued; several questions may be asked at once.
@@ -171,7 +174,7 @@ class Chat:
 
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Let the policy continue a text or token ids; see `ask`."""
         self._check_open()
         if not prompt:
@@ -220,7 +223,7 @@ class Chat:
 
     async def _guarded(
         self, context: Context, max_tokens: int | None, stop: tuple[str, ...], reader: Reader | None
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Ask in a task, which is canceled with the episode."""
         begin = time.monotonic()
         task = asyncio.ensure_future(self._answer(context, self._params(context, max_tokens, stop), reader))
@@ -257,7 +260,7 @@ class Chat:
         self.overflow = self.overflow or refusal
         return refusal
 
-    async def _answer(self, context: Context, params: SamplingParams, reader: Reader | None) -> Answer:
+    async def _answer(self, context: Context, params: SamplingParams, reader: Reader | None) -> ChatAnswer:
         key = tuple(context.tokens)
         again = self._asked[key] = self._asked.get(key, -1) + 1
         line, num_known = self._lines.take(context.end)
@@ -292,7 +295,7 @@ class Chat:
 
     def _written(
         self, completion: Completion, prompt: Sequence[int], reader: Reader | None, stop: Sequence[str]
-    ) -> Answer:
+    ) -> ChatAnswer:
         """An answer as the program is given it."""
         content = _before(self.writer.text(completion.tokens), stop)
         calls: list[Mapping[str, Json]] = []
@@ -305,7 +308,7 @@ class Chat:
                 numbered = enumerate(read.calls, first)
                 calls = [call_of(f"call_{number:x}", call.name, call.arguments) for number, call in numbered]
         reason: FinishReason | str = completion.finish_reason or "stop"
-        return Answer(
+        return ChatAnswer(
             content=content,
             tool_calls=calls,
             finish_reason="tool_calls" if calls and reason == "stop" else reason,

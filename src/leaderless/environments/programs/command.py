@@ -11,13 +11,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from leaderless.config import Json, RecipeError
+from leaderless.base.exits import exit_in_words
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
+from leaderless.environments.guarded_environment import CRASH, ENVIRONMENT, EnvironmentFailure
 from leaderless.environments.programs.chat import Chat
-from leaderless.environments.programs.confine import Confinement
+from leaderless.environments.programs.confinement import Confinement
 from leaderless.environments.protocol import Task
-from leaderless.environments.world import CRASH, ENVIRONMENT, Failure
-from leaderless.exits import exit_in_words
-from leaderless.sandbox.bubblewrap import bubblewrap_refusal
+from leaderless.rewards.sandbox.bubblewrap import bubblewrap_refusal
 
 _KEPT_BYTES = 65536
 """Bytes of output that are kept, the last ones."""
@@ -66,7 +67,7 @@ class Command:
         """
         row = json.dumps(task, ensure_ascii=False)
         if len(row.encode()) > _MAX_TASK_BYTES:
-            raise Failure(
+            raise EnvironmentFailure(
                 ENVIRONMENT,
                 f"a task has {len(row.encode()):,} bytes as JSON, and an environment variable holds "
                 f"{_MAX_TASK_BYTES:,}: leave out columns, or name a file in the row",
@@ -109,7 +110,9 @@ class Command:
             printed, told = await output.close(), await errors.close()
         if code != 0:
             shown = f"{printed.rstrip()}\n{told.rstrip()}".strip()[-_SHOWN_CHARACTERS:]
-            raise Failure(CRASH, f"the command '{self._name}' ended with {exit_in_words(code)}: {shown or 'no output'}")
+            raise EnvironmentFailure(
+                CRASH, f"the command '{self._name}' ended with {exit_in_words(code)}: {shown or 'no output'}"
+            )
         if chat.reward is not None:
             return {"reward": chat.reward}
         return self._reward(printed)
@@ -124,7 +127,7 @@ class Command:
             found = json.loads(last)
             if isinstance(found, Mapping) and "reward" in found:
                 return found
-        raise Failure(
+        raise EnvironmentFailure(
             ENVIRONMENT,
             f"the command '{self._name}' gave no reward; its last line is {last[-80:]!r}: print "
             '{"reward": 1.0} as the last line, or post it to $OPENAI_BASE_URL/reward',

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from leaderless.config import Json
-from leaderless.environments.chat import ChatWriter
+from leaderless.base.values import Json
+from leaderless.environments.chat_writer import ChatWriter
+from leaderless.environments.episode_trace import Said, Trace, TraceNode
 from leaderless.environments.protocol import Message
-from leaderless.environments.trace import Said, Trace, TraceNode
 
 if TYPE_CHECKING:
-    from leaderless.data.images import PromptImage
+    from leaderless.data.prompts.images import PromptImage
 
 Key = str | tuple[int, ...]
 """What a message or a text is compared by."""
@@ -32,7 +32,7 @@ class Context(NamedTuple):
 
 
 @dataclass
-class Conversations:
+class ProgramConversations:
     """The conversations of an episode as a program knows them.
 
     A context that begins with an answer as it was given, and all that came before it, continues with the tokens that

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from leaderless.config import Json
-from leaderless.data.media import other_than_text
+from leaderless.base.values import Json
+from leaderless.data.prompts.media import other_than_text
 from leaderless.environments.pictures import is_image, message_with_files
 from leaderless.environments.protocol import Message
 

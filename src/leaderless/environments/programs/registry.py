@@ -7,22 +7,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
+from leaderless.base.named_functions import is_function_name, load_callable
 from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.config.functions import is_function_name, load_callable
-from leaderless.config.packaged import server_refusal
-from leaderless.environments.programs.world import ProgramWorld, Solve, is_async
+from leaderless.config.packaged_files import server_refusal
+from leaderless.environments.programs.program_environment import ProgramEnvironment, Solve, is_async
 
 COMMAND = "command"
 """Type of an environment that is a command of its own."""
 BUILT_IN: Mapping[str, str] = {
     COMMAND: "leaderless.environments.programs.command:Command",
-    "verifiers": "leaderless.environments.adapters.verifiers:Verifiers",
+    "verifiers": "leaderless.environments.adapters.verifiers_programs:Verifiers",
 }
 """Programs that come with the package, each as `module:Class` of a `Solve`, whose arguments are the options."""
 
 
-def program_maker(config: EnvironmentConfig) -> Callable[[], ProgramWorld] | None:
+def program_maker(config: EnvironmentConfig) -> Callable[[], ProgramEnvironment] | None:
     """A function that makes the program of one episode; None if the recipe names no program but an environment.
 
     Raises:
@@ -57,7 +57,7 @@ def _built_in(config: EnvironmentConfig) -> Solve:
     return cast("Solve", found(**config.options))
 
 
-def _maker(solve: Solve, name: str, config: EnvironmentConfig) -> Callable[[], ProgramWorld]:
+def _maker(solve: Solve, name: str, config: EnvironmentConfig) -> Callable[[], ProgramEnvironment]:
     if config.isolation == "process":
         raise RecipeError.at(
             "environment.isolation",
@@ -67,4 +67,4 @@ def _maker(solve: Solve, name: str, config: EnvironmentConfig) -> Callable[[], P
     if (not is_own or not is_async(solve)) and (problem := server_refusal()):
         other = f"; or let {name} be `async`, and ask with `await chat.ask(...)`" if is_own else ""
         raise RecipeError.at("environment.type", f"{problem}{other}")
-    return partial(ProgramWorld, solve, name, config.act_timeout_s)
+    return partial(ProgramEnvironment, solve, name, config.act_timeout_s)

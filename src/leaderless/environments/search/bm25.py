@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaderless.config import RecipeError
-from leaderless.config.packaged import how_to_install
+from leaderless.config.packaged_files import how_to_install
 from leaderless.environments.search.retriever import Hit, Page
 
 WORD = r"(?u)\b\w+\b"

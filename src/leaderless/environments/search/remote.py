@@ -14,8 +14,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-from leaderless.config import Json, RecipeError, is_finite_number
-from leaderless.config.errors import without_credentials
+from leaderless.base.errors import without_credentials
+from leaderless.base.values import Json, is_finite_number
+from leaderless.config import RecipeError
 from leaderless.environments.search.retriever import Hit, Page, RetrieverError
 
 MAX_ANSWER_BYTES = 1 << 24

@@ -5,7 +5,7 @@ Imports no torch.
 
 from leaderless.environments.tools.calls import Call as Call
 from leaderless.environments.tools.calls import CallResult as CallResult
-from leaderless.environments.tools.calls import Calls as Calls
+from leaderless.environments.tools.calls import ToolCalls as ToolCalls
 from leaderless.environments.tools.calls import result_messages as result_messages
 from leaderless.environments.tools.function_tool import ToolError as ToolError
 from leaderless.environments.tools.function_tool import tool as tool

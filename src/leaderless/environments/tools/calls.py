@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 
 Refusal = Literal["malformed", "unknown_tool", "wrong_arguments", "tool_error"]
 """Why a call has no result: it cannot be read, names no tool, has arguments that the tool does not take, or the tool
@@ -37,7 +37,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Calls:
+class ToolCalls:
     """A message of the policy, read.
 
     Attributes:

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.environment import TOOL_FORMATS, custom_reader
-from leaderless.environments.tools.calls import Call, Calls
+from leaderless.environments.tools.calls import Call, ToolCalls
 
-Reader = Callable[[str], Calls]
+Reader = Callable[[str], ToolCalls]
 """Finds the calls in a message."""
 
 _END = re.compile(r"(?:<\|(?!python_tag)\w+\|>|</s>)$")
@@ -25,7 +25,7 @@ _DECODER = json.JSONDecoder(strict=False)  # line breaks within texts are a comm
 _SHOWN = 80
 
 
-def read_hermes(text: str) -> Calls:
+def read_hermes(text: str) -> ToolCalls:
     """The format of Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     thought, text = _split(text)
     content, calls = [], []
@@ -39,7 +39,7 @@ def read_hermes(text: str) -> Calls:
     return _calls(thought, content, calls)
 
 
-def read_llama(text: str) -> Calls:
+def read_llama(text: str) -> ToolCalls:
     """The format of Llama 3: `<|python_tag|>{"name": ..., "parameters": {...}}`, or only the object; `;` separates."""
     thought, text = _split(text)
     content, tag, body = text.partition("<|python_tag|>")
@@ -64,7 +64,7 @@ def read_llama(text: str) -> Calls:
     return _calls(thought, [content], calls)
 
 
-def read_qwen3_coder(text: str) -> Calls:
+def read_qwen3_coder(text: str) -> ToolCalls:
     """The format of Qwen3-Coder: `<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>`.
 
     Values are texts; what a tool does not want as a text is read as JSON later.
@@ -91,7 +91,7 @@ def read_qwen3_coder(text: str) -> Calls:
     return _calls(thought, content, calls)
 
 
-def read_mistral(text: str) -> Calls:
+def read_mistral(text: str) -> ToolCalls:
     """The formats of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` and `[TOOL_CALLS]NAME[ARGS]{...}`."""
     thought, text = _split(text)
     content, *parts = text.split("[TOOL_CALLS]")
@@ -133,9 +133,9 @@ def _split(text: str) -> tuple[str, str]:
     return (thought + mark, rest) if mark else ("", text)
 
 
-def _calls(thought: str, content: list[str], calls: list[Call]) -> Calls:
+def _calls(thought: str, content: list[str], calls: list[Call]) -> ToolCalls:
     parts = [part.strip() for part in content] if calls else content
-    return Calls(thought + "\n".join(part for part in parts if part), tuple(calls))
+    return ToolCalls(thought + "\n".join(part for part in parts if part), tuple(calls))
 
 
 def _read_json(body: str) -> Call:

@@ -12,9 +12,10 @@ from typing import Annotated, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from leaderless.config import Json, nearest
-from leaderless.environments.threads import call_user
+from leaderless.base.values import Json
+from leaderless.config import nearest
 from leaderless.environments.tools.calls import Tool, WrongArgumentsError
+from leaderless.environments.user_threads import call_user
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -35,7 +36,7 @@ def tool(function: Function) -> Function:
 
 
 @dataclass(frozen=True, eq=False)
-class Home:
+class ToolOwner:
     """The class whose methods are tools; each episode has an object of it.
 
     Attributes:
@@ -65,7 +66,7 @@ class FunctionTool(Tool):
     parameters: Mapping[str, Json]
     function: Callable[..., object]
     model: type[BaseModel]
-    home: Home | None = None
+    home: ToolOwner | None = None
     instance: object | None = None
 
     @classmethod
@@ -118,7 +119,7 @@ class FunctionTool(Tool):
         return await call_user(function, f"tool {self.name}")
 
 
-def tools_of(home: Home) -> list[FunctionTool]:
+def tools_of(home: ToolOwner) -> list[FunctionTool]:
     """The methods of a class that are marked with `@tool`, those of base classes first, in the order of the source.
 
     Raises:

@@ -18,12 +18,13 @@ from importlib.util import find_spec
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
-from leaderless.config import Json, RecipeError
-from leaderless.config.mcp import McpServerConfig
-from leaderless.config.packaged import how_to_install
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
+from leaderless.config.mcp_servers import McpServerConfig
+from leaderless.config.packaged_files import how_to_install
+from leaderless.environments.guarded_environment import TOOL, EnvironmentFailure
 from leaderless.environments.tools.calls import Tool, WrongArgumentsError
 from leaderless.environments.tools.function_tool import ToolError
-from leaderless.environments.world import TOOL, Failure
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -89,7 +90,7 @@ class McpServers:
 def _listed(name: str, listing: Future[list[McpTool]]) -> list[McpTool]:
     try:
         return listing.result()
-    except Failure as error:
+    except EnvironmentFailure as error:
         raise RecipeError.at(f"environment.mcp.{name}", str(error)) from error
 
 
@@ -196,11 +197,11 @@ class McpSession:
             self._retired = [known for known in self._retired if not known.has_ended] + [connection]
         connection.retire()
 
-    def _failed(self, problem: str) -> Failure:
+    def _failed(self, problem: str) -> EnvironmentFailure:
         config = self._config
         address = config.url or " ".join(config.command)
         remedy = "check that it runs there" if config.url else "try the command in a terminal"
-        return Failure(TOOL, f"the MCP server '{self.name}' ({address}) {problem}; {remedy}")
+        return EnvironmentFailure(TOOL, f"the MCP server '{self.name}' ({address}) {problem}; {remedy}")
 
 
 class _Connection:

@@ -6,16 +6,17 @@ import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from leaderless.config import Json, RecipeError, nearest
+from leaderless.base.named_functions import is_function_name, load_callable
+from leaderless.base.values import Json
+from leaderless.config import RecipeError, nearest
 from leaderless.config.environment import EnvironmentConfig, ToolConfig
-from leaderless.config.functions import is_function_name, load_callable
+from leaderless.environments.guarded_environment import GuardedEnvironment
 from leaderless.environments.protocol import Environment
 from leaderless.environments.tools.calls import Tool
 from leaderless.environments.tools.formats import Reader
-from leaderless.environments.tools.function_tool import FunctionTool, Home, tools_of
+from leaderless.environments.tools.function_tool import FunctionTool, ToolOwner, tools_of
 from leaderless.environments.tools.mcp_servers import McpServers
 from leaderless.environments.tools.toolbox import Toolbox
-from leaderless.environments.world import World
 
 BUILT_IN: Mapping[str, str] = {"python": "leaderless.environments.python_tool:PythonTool"}
 """Tools that come with the package, each as `module:function` or `module:Class`."""
@@ -55,7 +56,7 @@ class ToolSources:
         """The tools as chat templates know them."""
         return [tool.schema for tool in self.tools]
 
-    async def open(self, world: World, reader: Reader) -> Toolbox:
+    async def open(self, world: GuardedEnvironment, reader: Reader) -> Toolbox:
         """The tools of an episode, to be closed with it.
 
         Args:
@@ -94,7 +95,7 @@ def python_tools(config: EnvironmentConfig, environment: type[Environment] | Non
                 )
         return []
     try:
-        tools = tools_of(Home(environment, config.options, is_environment=True))
+        tools = tools_of(ToolOwner(environment, config.options, is_environment=True))
     except ValueError as error:
         raise RecipeError.at("environment.type", str(error)) from error
     for place, entry in enumerate(config.tools):
@@ -126,7 +127,7 @@ def _tools_of_entry(entry: ToolConfig, key: str) -> list[FunctionTool]:
         inspect.signature(found).bind(**entry.options)
         if entry.type in BUILT_IN:
             found(**entry.options)  # it starts nothing yet, and says whether it can work on this machine
-        tools = tools_of(Home(found, entry.options))
+        tools = tools_of(ToolOwner(found, entry.options))
     except TypeError as error:
         taken = f"{found.__name__}{inspect.signature(found)}"
         raise RecipeError.at(f"{key}.options", f"{taken} does not take them: {error}") from error

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from jinja2 import TemplateError
 
-from leaderless.config import Json, RecipeError
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
 from leaderless.config.environment import FORMAT_KEY
-from leaderless.data.encode import Tokenizer
+from leaderless.data.prompts.encode import Tokenizer
 from leaderless.environments.protocol import Message
-from leaderless.environments.tools.calls import Call, CallResult, Calls, result_messages
+from leaderless.environments.tools.calls import Call, CallResult, ToolCalls, result_messages
 from leaderless.environments.tools.formats import FORMATS, Reader, named_reader
 
 _QUESTION: Message = {"role": "user", "content": "What is it?"}
@@ -23,7 +24,7 @@ def find_reader(name: str, tokenizer: Tokenizer, schemas: Sequence[Json], *, is_
 
     Args:
         name: Name of a format; `auto` for that in which the chat template writes calls; or `package.module:function`,
-            a function that gets a message and returns `Calls`.
+            a function that gets a message and returns `ToolCalls`.
         tokenizer: Tokenizer of the policy.
         schemas: Tools that the template has to show.
         is_chat: Whether messages are written by the chat template.
@@ -42,7 +43,7 @@ def find_reader(name: str, tokenizer: Tokenizer, schemas: Sequence[Json], *, is_
     if not is_chat:
         raise RecipeError.at(FORMAT_KEY, f"auto: no chat template is used, which would tell the format; {remedy}")
     check_shown(tokenizer, schemas)
-    written = _render(tokenizer, [_QUESTION, Calls("", [_CALL]).message()], schemas, is_prompt=False)
+    written = _render(tokenizer, [_QUESTION, ToolCalls("", [_CALL]).message()], schemas, is_prompt=False)
     found = _written_format(written, _render(tokenizer, [_QUESTION], schemas))
     if found is None:
         raise RecipeError.at(FORMAT_KEY, f"auto: the chat template writes calls in an unknown format; {remedy}")

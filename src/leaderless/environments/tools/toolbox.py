@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from leaderless.config import Json, nearest
+from leaderless.base.values import Json
+from leaderless.config import nearest
 from leaderless.environments.deadlines import time_limit
-from leaderless.environments.threads import call_user
-from leaderless.environments.tools.calls import Call, CallResult, Calls, Refusal, Tool, WrongArgumentsError
+from leaderless.environments.guarded_environment import TIMEOUT, TOOL, EnvironmentFailure, failure_of
+from leaderless.environments.tools.calls import Call, CallResult, Refusal, Tool, ToolCalls, WrongArgumentsError
 from leaderless.environments.tools.formats import Reader, read_hermes
 from leaderless.environments.tools.function_tool import ToolError
-from leaderless.environments.world import TIMEOUT, TOOL, Failure, failure_of
+from leaderless.environments.user_threads import call_user
 
 MAX_NAME = 64
 """Characters of an unknown tool's name that are repeated to the policy."""
@@ -47,7 +48,7 @@ class Toolbox:
         """The tools as chat templates know them."""
         return [tool.schema for tool in self.tools.values()]
 
-    def parse(self, text: str) -> Calls:
+    def parse(self, text: str) -> ToolCalls:
         """Find the calls in a message of the policy.
 
         Args:
@@ -116,12 +117,12 @@ class Toolbox:
         except ToolError as error:
             is_whole, seconds = not tool.limits_itself, time.monotonic() - begin
             return self._refusal(call, str(error), "tool_error", seconds, is_whole=is_whole)
-        except Failure:
+        except EnvironmentFailure:
             raise
         except TimeoutError as error:
             if time.monotonic() - begin < timeout_s:  # the tool's own
                 raise failure_of(error, f"the tool '{tool.name}'", TOOL) from error
-            raise Failure(
+            raise EnvironmentFailure(
                 TIMEOUT,
                 f"the tool '{tool.name}' took more than {timeout_s:g} s (environment.tool_timeout_s): raise the limit, "
                 f"or give the tool a limit of its own that ends in a ToolError",

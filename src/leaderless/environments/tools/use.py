@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.data.encode import Tokenizer
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.environments.guarded_environment import GuardedEnvironment
 from leaderless.environments.protocol import Environment
 from leaderless.environments.tools.formats import Reader
 from leaderless.environments.tools.sources import ToolSources, python_tools
 from leaderless.environments.tools.template import find_reader
 from leaderless.environments.tools.toolbox import Toolbox
-from leaderless.environments.world import World
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ToolUse:
         """Names of the tools."""
         return [tool.name for tool in self.sources.tools]
 
-    async def open(self, world: World) -> Toolbox:
+    async def open(self, world: GuardedEnvironment) -> Toolbox:
         """The tools of an episode, to be closed with it."""
         return await self.sources.open(world, self.reader)
 

@@ -36,7 +36,7 @@ RECENT = 0.25
 """Fraction of the run, at its end, that counts as lately."""
 
 
-class Finding(NamedTuple):
+class ReportFinding(NamedTuple):
     """Something worth a look: what was seen, why it matters, what to do, and a text from the run that shows it."""
 
     title: str
@@ -52,7 +52,7 @@ class Check(NamedTuple):
     rule: str
     metric: str | None
     min_points: int
-    find: Callable[[RunFiles], Finding | None]
+    find: Callable[[RunFiles], ReportFinding | None]
 
     def can_be_made(self, run: RunFiles) -> bool:
         """Whether enough was logged."""
@@ -64,7 +64,7 @@ class Check(NamedTuple):
 class Review(NamedTuple):
     """The outcome of all checks: findings (most serious first), rules that hold, and rules with too little to check."""
 
-    findings: Sequence[Finding]
+    findings: Sequence[ReportFinding]
     passed: Sequence[str]
     not_made: Sequence[str]
 
@@ -79,7 +79,7 @@ def review(run: RunFiles) -> Review:
     )
 
 
-def _non_finite(run: RunFiles) -> Finding | None:
+def _non_finite(run: RunFiles) -> ReportFinding | None:
     is_bad = {name: np.isnan(series.value_array) for name, series in run.series.items()}
     first = {name: run.series[name].point(int(bad.argmax()))[0] for name, bad in is_bad.items() if bad.any()}
     if not first:
@@ -87,7 +87,7 @@ def _non_finite(run: RunFiles) -> Finding | None:
     named = sorted(first, key=lambda name: (first[name], name))
     listed = ", ".join(f"{name} (first at step {first[name]})" for name in named[:6])
     more = f" and {len(named) - 6} more" if len(named) > 6 else ""
-    return Finding(
+    return ReportFinding(
         "Values that are not finite numbers",
         f"{listed}{more}.",
         "A loss, a gradient or a metric became NaN or infinite. Once it reaches the weights, all that follows is lost.",
@@ -96,13 +96,13 @@ def _non_finite(run: RunFiles) -> Finding | None:
     )
 
 
-def _reward_failures(run: RunFiles) -> Finding | None:
+def _reward_failures(run: RunFiles) -> ReportFinding | None:
     logged = run.series["reward/failed"].finite
     failed = logged.at(logged.value_array > 0)
     if not failed:
         return None
     total, last = failed.value_array.sum(), failed.point(-1)[0]
-    return Finding(
+    return ReportFinding(
         "Rewards that could not be computed",
         f"{total:,.0f} responses in {len(failed)} of {len(logged)} logged steps, the last at step {last}.",
         "A response whose reward failed carries no gradient and is left out of its group. "
@@ -112,13 +112,13 @@ def _reward_failures(run: RunFiles) -> Finding | None:
     )
 
 
-def _mismatch(run: RunFiles) -> Finding | None:
+def _mismatch(run: RunFiles) -> ReportFinding | None:
     points = run.series["mismatch/abs_mean"].finite
     above = points.at(points.value_array > MAX_MISMATCH)
     if not above:
         return None
     step, worst = above.point(int(above.value_array.argmax()))
-    return Finding(
+    return ReportFinding(
         "Engine and trainer disagree about log-probs",
         f"The mean difference was above {MAX_MISMATCH:g} in {len(above)} of {len(points)} logged steps, "
         f"at most {format_number(worst)} at step {step}.",
@@ -129,13 +129,13 @@ def _mismatch(run: RunFiles) -> Finding | None:
     )
 
 
-def _no_signal(run: RunFiles) -> Finding | None:
+def _no_signal(run: RunFiles) -> ReportFinding | None:
     recent, mean = _recent_mean(run, "group/no_signal")
     if mean <= MAX_NO_SIGNAL:
         return None
     points = reward.recent(RECENT) if (reward := run.series.get("reward/mean")) else None
     reached = f" The mean reward there is {format_number(_mean(points))}." if points else ""
-    return Finding(
+    return ReportFinding(
         "Most groups teach nothing",
         f"{mean:.0%} of groups had no signal in {recent}.{reached}",
         "All responses of such a group earned the same, so their advantages are zero: they cost a rollout and "
@@ -145,13 +145,13 @@ def _no_signal(run: RunFiles) -> Finding | None:
     )
 
 
-def _truncated(run: RunFiles) -> Finding | None:
+def _truncated(run: RunFiles) -> ReportFinding | None:
     recent, mean = _recent_mean(run, "rollout/truncated")
     if mean <= MAX_TRUNCATED:
         return None
     limit = run.settings.get(("rollout", "max_response_tokens"))
     limit_text = f" (rollout.max_response_tokens={limit})" if limit else ""
-    return Finding(
+    return ReportFinding(
         "Many responses are cut off",
         f"{mean:.0%} of responses reached the longest allowed length{limit_text} in {recent}.",
         "A response that is cut rarely states its answer and is graded as wrong, so the policy learns to be short "
@@ -161,13 +161,13 @@ def _truncated(run: RunFiles) -> Finding | None:
     )
 
 
-def _entropy_collapse(run: RunFiles) -> Finding | None:
+def _entropy_collapse(run: RunFiles) -> ReportFinding | None:
     points = run.series["policy/entropy"].finite
     count = max(1, len(points) // 10)
     start, end = _mean(points.at(slice(count))), _mean(points.at(slice(-count, None)))
     if start <= 0 or end >= MIN_ENTROPY_LEFT * start:
         return None
-    return Finding(
+    return ReportFinding(
         "The policy's entropy has collapsed",
         f"From {format_number(start)} at the start to {format_number(end)} at the end, "
         f"{end / start:.1%} of what it was.",
@@ -178,7 +178,7 @@ def _entropy_collapse(run: RunFiles) -> Finding | None:
     )
 
 
-def _gradient_spikes(run: RunFiles) -> Finding | None:
+def _gradient_spikes(run: RunFiles) -> ReportFinding | None:
     points = run.series["policy/grad_norm"].finite
     values = points.value_array
     # A step without signal has no gradient, which says nothing about the usual size of one.
@@ -197,7 +197,7 @@ def _gradient_spikes(run: RunFiles) -> Finding | None:
     largest = int(np.lexsort((spikes.step_array, factors))[-1])
     factor, (step, value) = factors[largest], spikes.point(largest)
     number = "1 step has" if len(spikes) == 1 else f"{len(spikes)} steps have"
-    return Finding(
+    return ReportFinding(
         "The gradient norm spikes",
         f"{number} a norm above {SPIKE_FACTOR:g} times the median of up to {SPIKE_WINDOW} steps before; "
         f"the largest is {format_number(value)} at step {step}, {factor:.0f} times the median.",
@@ -207,7 +207,7 @@ def _gradient_spikes(run: RunFiles) -> Finding | None:
     )
 
 
-def _failed_episodes(run: RunFiles) -> Finding | None:
+def _failed_episodes(run: RunFiles) -> ReportFinding | None:
     sizes = [run.settings.get(("batch", name), "") for name in ("prompts_per_step", "responses_per_prompt")]
     recent, mean = _recent_mean(run, "episode/failed")
     num_episodes = int(sizes[0]) * int(sizes[1]) if all(size.isdigit() for size in sizes) else 0
@@ -218,7 +218,7 @@ def _failed_episodes(run: RunFiles) -> Finding | None:
         for name, series in run.matching("episode/failed_*").items()
     }
     causes = ", ".join(f"{cause} {count:,.0f}" for cause, count in counts.items() if count)
-    return Finding(
+    return ReportFinding(
         "Many episodes fail",
         f"{mean / num_episodes:.0%} of the episodes in {recent}. By cause, in the whole run: {causes or 'not logged'}.",
         "A failed episode carries no gradient. If certain tasks or answers fail more often, the policy learns from a "
@@ -230,13 +230,13 @@ def _failed_episodes(run: RunFiles) -> Finding | None:
     )
 
 
-def _cut_episodes(run: RunFiles) -> Finding | None:
+def _cut_episodes(run: RunFiles) -> ReportFinding | None:
     recent, mean = _recent_mean(run, "episode/cut")
     if mean <= MAX_CUT_EPISODES:
         return None
     limits = [(name, run.settings.get(("environment", name))) for name in ("max_turns", "max_episode_tokens")]
     known = ", ".join(f"environment.{name}={value}" for name, value in limits if value)
-    return Finding(
+    return ReportFinding(
         "Many episodes are cut",
         f"{mean:.0%} of the episodes in {recent} reached a limit{f' ({known})' if known else ''}.",
         "An episode that is cut keeps only the rewards that it has had, so the policy learns to hurry, or never sees "
@@ -245,11 +245,11 @@ def _cut_episodes(run: RunFiles) -> Finding | None:
     )
 
 
-def _prefix_hits(run: RunFiles) -> Finding | None:
+def _prefix_hits(run: RunFiles) -> ReportFinding | None:
     recent, mean = _recent_mean(run, "rollout/prefix_hits")
     if mean >= MIN_PREFIX_HITS:
         return None
-    return Finding(
+    return ReportFinding(
         "Conversations are read again in each turn",
         f"The engine had kept {mean:.0%} of what it had seen of its conversations in {recent}.",
         "Keys and values of earlier turns were dropped to make room, so each turn computes all of it again.",
@@ -257,11 +257,11 @@ def _prefix_hits(run: RunFiles) -> Finding | None:
     )
 
 
-def _misread_calls(run: RunFiles) -> Finding | None:
+def _misread_calls(run: RunFiles) -> ReportFinding | None:
     recent, mean = _recent_mean(run, "tool/misread")
     if mean <= MAX_MISREAD:
         return None
-    return Finding(
+    return ReportFinding(
         "Many calls of tools cannot be read",
         f"{mean:.0%} of the calls in {recent} cannot be read, or name no tool.",
         "The policy is told what is wrong, and loses a turn.",

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.observability.report.untrusted import as_number, as_step
+from leaderless.observability.report.unchecked_values import as_number, as_step
 
 MAX_POINTS = 2000
 """Largest number of points of a curve on the page."""

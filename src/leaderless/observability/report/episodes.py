@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from leaderless.base.image_files import read_image, thumbnail
-from leaderless.observability.report.untrusted import (
+from leaderless.observability.report.unchecked_values import (
     as_list,
     as_mapping,
     as_number,
@@ -39,7 +39,7 @@ _FOLDER = re.compile(r"(step|evaluation)-(\d+)")
 _ID = re.compile(r'\{"id":(\d+),')
 
 
-class Conversations:
+class EpisodePages:
     """Conversations of a run, read from its journal."""
 
     def __init__(self, folder: Path, kind: str) -> None:

@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 from leaderless.observability.report import view
 from leaderless.observability.report.checks import review
 from leaderless.observability.report.run_files import RunFiles, read_run
-from leaderless.observability.report.untrusted import as_list, as_mapping, as_text, embedded_json
+from leaderless.observability.report.unchecked_values import as_list, as_mapping, as_text, embedded_json
 
 FILE_NAME = "report.html"
 """Name of the page in a run directory."""

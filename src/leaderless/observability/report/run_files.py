@@ -12,8 +12,8 @@ import yaml
 
 from leaderless.observability.report.curves import Series, collect_series, duration_s, last_rows
 from leaderless.observability.report.picture import clean_svg
-from leaderless.observability.report.samples import BUDGET_BYTES, Judge, Samples, read_samples
-from leaderless.observability.report.untrusted import (
+from leaderless.observability.report.samples import BUDGET_BYTES, JudgeView, Samples, read_samples
+from leaderless.observability.report.unchecked_values import (
     as_list,
     as_mapping,
     as_number,
@@ -39,7 +39,7 @@ class RunFiles:
     directory: Path
     recipe_text: str
     settings: Settings
-    judge: Judge
+    judge: JudgeView
     plan: Mapping[str, object]
     picture: str
     series: Mapping[str, Series]
@@ -152,14 +152,14 @@ def flatten_recipe(text: str) -> dict[tuple[str, ...], str]:
     return settings
 
 
-def _judge(settings: Settings) -> Judge:
+def _judge(settings: Settings) -> JudgeView:
     """A judge by `evaluation.metric`, or else by the reward with the largest weight."""
     weights = {
         path[1]: _number(value) for path, value in settings.items() if path[0] == "reward" and path[2:] == ("weight",)
     }
     heaviest = max(weights, key=lambda name: weights[name], default=None)
     correct_at = settings.get(("evaluation", "correct_at"), "1.0")
-    return Judge(settings.get(("evaluation", "metric")) or heaviest, _number(correct_at))
+    return JudgeView(settings.get(("evaluation", "metric")) or heaviest, _number(correct_at))
 
 
 def _number(text: str) -> float:

@@ -10,8 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from leaderless.observability.report.episodes import Conversation, Conversations
-from leaderless.observability.report.untrusted import (
+from leaderless.observability.report.episodes import Conversation, EpisodePages
+from leaderless.observability.report.unchecked_values import (
     as_list,
     as_mapping,
     as_number,
@@ -41,7 +41,7 @@ _FILE_NAME = re.compile(r"(step|evaluation)-(\d+)(?:\.rank-(\d+))?\.jsonl")
 
 
 @dataclass(frozen=True)
-class Judge:
+class JudgeView:
     """Distinguishes correct responses from wrong ones as evaluation does: by the reward `metric`, if it is known."""
 
     metric: str | None = None
@@ -76,8 +76,8 @@ class Detail:
 class Sample:
     """A response as recorded, or several equal ones.
 
-    The state is that of a `Judge`, and a failed reward is None. The role that sampled it is empty in runs with a single
-    one, and the number of the episode in runs without an environment.
+    The state is that of a `JudgeView`, and a failed reward is None. The role that sampled it is empty in runs with a
+    single one, and the number of the episode in runs without an environment.
     """
 
     sample_id: str
@@ -93,7 +93,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Group:
+class SampleGroup:
     """A prompt with its images as data URLs, its expected answer and all its responses."""
 
     group_id: str
@@ -108,7 +108,7 @@ class RecordedStep:
     """The recorded samples of one step that the page shows, single tokens by sample id, and episodes by number."""
 
     step: int
-    groups: tuple[Group, ...]
+    groups: tuple[SampleGroup, ...]
     num_recorded: int
     tokens: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     episodes: Mapping[str, Conversation] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class RecordedStep:
 
     def cut_images(self, limit_bytes: int) -> RecordedStep:
         """The step with only the first images of each group that fit into its share."""
-        share, groups = limit_bytes // max(1, len(self.groups)), list[Group]()
+        share, groups = limit_bytes // max(1, len(self.groups)), list[SampleGroup]()
         for group in self.groups:
             ends = accumulate(len(url) for url in group.images)
             groups.append(replace(group, images=group.images[: sum(end <= share for end in ends)]))
@@ -139,7 +139,7 @@ class RecordedStep:
     def cut(self, limit_bytes: int) -> RecordedStep:
         """The step with only as many groups as fit; the last of them may lack responses."""
         room = limit_bytes - replace(self, groups=()).size_bytes
-        groups: list[Group] = []
+        groups: list[SampleGroup] = []
         for group in self.groups:
             samples: list[Sample] = []
             room -= _size_bytes(asdict(replace(group, samples=()))) + 1
@@ -195,7 +195,7 @@ class Samples:
 
 def read_samples(
     folder: Path,
-    judge: Judge,
+    judge: JudgeView,
     budget_bytes: int = BUDGET_BYTES,
     kind: Literal["step", "evaluation"] = "step",
     episodes: Path | None = None,
@@ -219,7 +219,7 @@ def read_samples(
     def read(step: int) -> RecordedStep:
         return read_step(step, [row for path in files[step] for row in _read_rows(path, problems)], judge)
 
-    conversations = None if episodes is None else Conversations(episodes, kind)
+    conversations = None if episodes is None else EpisodePages(episodes, kind)
     every_step = sorted(files)
     if conversations is not None and files.keys() & conversations.steps:
         every_step = sorted(files.keys() & conversations.steps)
@@ -241,7 +241,7 @@ def read_samples(
     return Samples(steps, len(files), tuple(problems), budget_bytes)
 
 
-def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> RecordedStep:
+def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: JudgeView) -> RecordedStep:
     """The samples of a step: each prompt once with all its responses, equal responses once with their number.
 
     Args:
@@ -269,7 +269,7 @@ def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> 
             if recorded := _tokens(as_mapping(row.get("tokens"))):
                 tokens[sample.sample_id] = recorded
     shown = (
-        Group(group_id, _clip(prompt), _clip(answer), tuple(alike.values()), images.get(group_id, ()))
+        SampleGroup(group_id, _clip(prompt), _clip(answer), tuple(alike.values()), images.get(group_id, ()))
         for (group_id, prompt, answer), alike in groups.items()
     )
     return RecordedStep(step, tuple(shown), len(last), tokens)
@@ -329,7 +329,7 @@ def _prompt_text(prompt: object) -> str:
     return "\n\n".join(f"[{as_text(message['role'])}]\n{as_text(message['content'])}" for message in messages)
 
 
-def _sample(row: Mapping[str, object], judge: Judge) -> Sample:
+def _sample(row: Mapping[str, object], judge: JudgeView) -> Sample:
     state = judge.state(row)
     details = {name: as_mapping(detail) for name, detail in as_mapping(row.get("details")).items()}
     return Sample(

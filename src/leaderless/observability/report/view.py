@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from leaderless.observability.clock import by_pool, in_short
-from leaderless.observability.report.catalogue import TIME_PATTERN, Chart, Unit, charts_of
+from leaderless.observability.report.charts import TIME_PATTERN, Chart, Unit, charts_of
 from leaderless.observability.report.curves import MAX_POINTS, Numbers, Series, all_steps, mean_per_run, thin
 from leaderless.observability.report.run_files import RunFiles
-from leaderless.observability.report.untrusted import as_list, as_mapping, as_number, as_step, as_text
+from leaderless.observability.report.unchecked_values import as_list, as_mapping, as_number, as_step, as_text
 
 MAX_EVENTS = 40
 """Largest number of events of a kind that are listed."""

@@ -130,7 +130,7 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class Units:
+class BlockUnits:
     """Units of rows: [n] name and cost of each, and the shard that has it, or -1."""
 
     names: Int
@@ -138,22 +138,22 @@ class Units:
     holders: Int
 
     @classmethod
-    def of(cls, names: Int, costs: Int, holders: Int) -> tuple[Units, Int]:
+    def of(cls, names: Int, costs: Int, holders: Int) -> tuple[BlockUnits, Int]:
         """Join rows, [n], of the same name; a unit is where its first row is. Also returns [n] unit of each row."""
         units, first, unit_of_row = np.unique(names, return_index=True, return_inverse=True)
         sums = np.zeros(len(units), dtype=np.int64)
         np.add.at(sums, unit_of_row, costs)
         return cls(units, sums, holders[first]), unit_of_row
 
-    def select(self, index: Int | NDArray[np.bool_]) -> Units:
+    def select(self, index: Int | NDArray[np.bool_]) -> BlockUnits:
         """Some units."""
-        return Units(self.names[index], self.costs[index], self.holders[index])
+        return BlockUnits(self.names[index], self.costs[index], self.holders[index])
 
-    def seen_from(self, shards: Shards, block: int) -> Units:
+    def seen_from(self, shards: Shards, block: int) -> BlockUnits:
         """The same units with the shards of a block counted from its first, and no other holders."""
         begin, end = shards.of_block(block)
         is_here = (self.holders >= begin) & (self.holders < end)
-        return Units(self.names, self.costs, np.where(is_here, self.holders - begin, -1))
+        return BlockUnits(self.names, self.costs, np.where(is_here, self.holders - begin, -1))
 
 
 def spread(numbers: Int, factor: int, count: int) -> Int:
@@ -185,7 +185,7 @@ def flows(work: Int, shards: Shards, block: int) -> Int:
     return np.stack([chosen, amounts[chosen]], axis=1)
 
 
-def leaving(units: Units, given: Int, share: int, before: Int) -> Int:
+def leaving(units: BlockUnits, given: Int, share: int, before: Int) -> Int:
     """[n] block to which each unit of a block goes, or -1: the given work, in units that no shard here keeps.
 
     Args:
@@ -214,7 +214,7 @@ def leaving(units: Units, given: Int, share: int, before: Int) -> Int:
     return destinations
 
 
-def divide(units: Units, shards: Shards, block: int, loads: Int | None) -> Int:
+def divide(units: BlockUnits, shards: Shards, block: int, loads: Int | None) -> Int:
     """[n] shard of each unit of a block; the loads of the block's shards grow by the units they get."""
     begin, end = shards.of_block(block)
     here = units.seen_from(shards, block)
@@ -226,7 +226,7 @@ def divide(units: Units, shards: Shards, block: int, loads: Int | None) -> Int:
     return owners
 
 
-def evened(units: Units, owners: Int, before: Int) -> Int:
+def evened(units: BlockUnits, owners: Int, before: Int) -> Int:
     """[n] owners after exchanges of the fullest shard with other shards, until its work is even or cannot shrink.
 
     A block has fewer cheap units than all ranks together, so assignment alone evens out the costly ones less well.
@@ -265,7 +265,7 @@ def evened(units: Units, owners: Int, before: Int) -> Int:
     return result
 
 
-def assign_in_blocks(units: Units, shards: Shards) -> Int:
+def assign_in_blocks(units: BlockUnits, shards: Shards) -> Int:
     """[n] shard of every unit, as the ranks of all blocks compute it together."""
     blocks = first_blocks(units.names, units.holders, shards)
     num_blocks = len(shards.begins) - 1

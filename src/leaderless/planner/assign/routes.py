@@ -51,7 +51,7 @@ class Delivery:
         return np.flatnonzero(self.senders == sender), np.flatnonzero(self.prompt_senders == sender)
 
 
-class Sent(NamedTuple):
+class SentBytes(NamedTuple):
     """Rows or prompts that ranks get: [k] place of each among those of the edge, and the ranks that it goes between.
 
     Ids ascend for each receiver. A sender is the receiver itself if that has it already.
@@ -63,7 +63,7 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Routes:
+class RowRoutes:
     """For rows of the edge, in any order: their ids, their groups, who has them, who gets them.
 
     A rank knows all rows of every group of which it has, represents or gets a row; where ranks are few, it knows all.
@@ -131,7 +131,7 @@ class Routes:
             self._deliveries[rank] = Delivery(*of_rows, self.prompts[prompts.places], prompts.senders)
         return self._deliveries[rank]
 
-    def deliveries(self, ranks: Sequence[int]) -> tuple[Sent, Sent]:
+    def deliveries(self, ranks: Sequence[int]) -> tuple[SentBytes, SentBytes]:
         """The rows and the prompts that some ranks of the target layout get, those of one rank after those of another.
 
         A row comes from the rank that represents it, a prompt from the lowest rank that sends samples of it.
@@ -150,8 +150,8 @@ class Routes:
         has_prompt[prompt_of_row[is_spare]] = True
         to_ranks, prompt_to_ranks = receivers[to], receivers[prompt_to]
         return (
-            Sent(rows, np.where(is_here, to_ranks, holders), to_ranks),
-            Sent(prompts, np.where(has_prompt, prompt_to_ranks, lowest), prompt_to_ranks),
+            SentBytes(rows, np.where(is_here, to_ranks, holders), to_ranks),
+            SentBytes(prompts, np.where(has_prompt, prompt_to_ranks, lowest), prompt_to_ranks),
         )
 
     def _are_spare(self, ranks: Sequence[int], rows: Int, to: Int) -> NDArray[np.bool_]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from leaderless.planner.checks import able, dividing, files, settings
+from leaderless.planner.checks import capabilities, divisibility, model_files, settings
 from leaderless.planner.checks.draft import Draft
 
 Check = Callable[[Draft], None]
@@ -23,18 +23,18 @@ OF_MODELS: Sequence[Check] = (
     settings.check_evaluation,
     settings.check_role_settings,
     settings.check_role_advantages,
-    able.check_backends,
+    capabilities.check_backends,
     settings.check_critic,
-    able.check_engines,
-    able.check_vllm,
-    files.check_kinds,
-    files.check_divisible,
+    capabilities.check_engines,
+    capabilities.check_vllm,
+    model_files.check_kinds,
+    model_files.check_divisible,
 )
 """Asked once it is known which models are where."""
 OF_SIZES: Sequence[Check] = (
-    dividing.check_heads,
-    dividing.check_adapters,
-    dividing.check_experts_settings,
-    files.check_vocabularies,
+    divisibility.check_heads,
+    divisibility.check_adapters,
+    divisibility.check_experts_settings,
+    model_files.check_vocabularies,
 )
 """Asked once the sizes of models are known, as far as they can be."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from leaderless.config import Recipe
 from leaderless.planner.layout import Cluster
-from leaderless.planner.model_size import ModelSize
-from leaderless.planner.parts import PlannedNode, RoleInstance
-from leaderless.workflow import Workflow
+from leaderless.planner.memory.model_size import ModelSize
+from leaderless.planner.plan_parts import PlannedNode, RoleInstance
+from leaderless.planner.workflow import Workflow
 
 
 @dataclass(frozen=True)

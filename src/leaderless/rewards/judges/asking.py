@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.judges import JudgeOptions
-from leaderless.rewards.judges.cache import Answer, AnswerCache, key_of
+from leaderless.rewards.judges.cache import AnswerCache, JudgeAnswer, key_of
 from leaderless.rewards.judges.client import ChatClient, RequestError
 from leaderless.rewards.judges.prompts import Message
 from leaderless.rewards.judges.verdicts import VerdictError
@@ -30,7 +30,7 @@ TICK_S = 0.25
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class JudgeQuestion:
     """What a judge is asked.
 
     Attributes:
@@ -43,7 +43,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Reply:
+class JudgeReply:
     """What has come of a question.
 
     Attributes:
@@ -64,7 +64,7 @@ class Reply:
 class Asker(Protocol):
     """Who asks a judge."""
 
-    def ask(self, questions: Sequence[Question], on_news: Callable[[], None]) -> list[Reply]:
+    def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
         """The replies to questions, in their order.
 
         Args:
@@ -73,7 +73,7 @@ class Asker(Protocol):
         """
 
 
-def reminder(messages: Sequence[Message], answer: Answer, problem: str) -> tuple[Message, ...]:
+def reminder(messages: Sequence[Message], answer: JudgeAnswer, problem: str) -> tuple[Message, ...]:
     """Messages that ask once more, after an answer in which no verdict could be read."""
     return (
         *messages,
@@ -82,7 +82,7 @@ def reminder(messages: Sequence[Message], answer: Answer, problem: str) -> tuple
     )
 
 
-def unreadable(problem: str, answer: Answer, options: JudgeOptions) -> str:
+def unreadable(problem: str, answer: JudgeAnswer, options: JudgeOptions) -> str:
     """The error of an answer in which no verdict can be read, with the remedy."""
     if answer.is_cut:
         remedy = f"it ends at max_answer_tokens={options.max_answer_tokens}: raise it"
@@ -105,7 +105,7 @@ class ServerAsker:
         self._free_at = 0.0
         """Time of the monotonic clock before which the server wants no requests."""
 
-    def ask(self, questions: Sequence[Question], on_news: Callable[[], None]) -> list[Reply]:
+    def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
         """See `Asker`. Equal questions are asked once."""
         keys = [self._key(question.messages) for question in questions]
         first = {key: place for place, key in reversed([*enumerate(keys)])}
@@ -123,11 +123,11 @@ class ServerAsker:
     def _key(self, messages: Sequence[Message]) -> str:
         return key_of(self._client.body(messages))
 
-    def _reply(self, question: Question, may_go_on: Callable[[], bool]) -> Reply:
+    def _reply(self, question: JudgeQuestion, may_go_on: Callable[[], bool]) -> JudgeReply:
         """Ask, and remind the judge of the form of the verdict as often as is allowed."""
         begin = time.monotonic()
         talk = _Talk(self._options, self._cache, self._client, begin + self._options.timeout_s)
-        messages, answer = question.messages, Answer("")
+        messages, answer = question.messages, JudgeAnswer("")
         error = ""
         for _ in range(self._options.retries + 1):
             try:
@@ -141,8 +141,8 @@ class ServerAsker:
                 error = unreadable(str(problem), answer, self._options)
                 messages = reminder(messages, answer, str(problem))
             else:
-                return Reply(verdict, answer.text, None, time.monotonic() - begin, talk.num_requests)
-        return Reply(None, answer.text, error, time.monotonic() - begin, talk.num_requests)
+                return JudgeReply(verdict, answer.text, None, time.monotonic() - begin, talk.num_requests)
+        return JudgeReply(None, answer.text, error, time.monotonic() - begin, talk.num_requests)
 
     def _wait(self, repeated: int, wait_s: float | None, deadline: float) -> bool:
         """Wait before a request; false if that would be too long.
@@ -178,7 +178,7 @@ class _Talk:
         messages: Sequence[Message],
         wait: Callable[[int, float | None, float], bool],
         may_go_on: Callable[[], bool],
-    ) -> Answer:
+    ) -> JudgeAnswer:
         """The answer to messages, which may be known; a RequestError if there is none."""
         asked: Mapping[str, Json] = self._client.body(messages)
         key = key_of(asked)
@@ -215,11 +215,11 @@ class _Talk:
 class _Call:
     """Questions that are answered together, in threads that end with them."""
 
-    def __init__(self, count: int, reply: Callable[[int, Callable[[], bool]], Reply]) -> None:
+    def __init__(self, count: int, reply: Callable[[int, Callable[[], bool]], JudgeReply]) -> None:
         self._reply = reply
         self._waiting = deque(range(count))
         self._began: dict[int, float] = {}
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, JudgeReply] = {}
         self._failed_in_row = 0
         self._last_error = ""
         self._is_over = False
@@ -227,7 +227,7 @@ class _Call:
 
     def run(
         self, num_threads: int, limit_s: float, look_after: Callable[[], None], on_news: Callable[[], None]
-    ) -> list[Reply]:
+    ) -> list[JudgeReply]:
         """The replies, in order.
 
         Args:
@@ -264,13 +264,13 @@ class _Call:
             try:
                 reply = self._reply(number, lambda: not self._is_over)
             except Exception as error:  # noqa: BLE001 - the boundary of the thread: the question has failed
-                reply = Reply(error=f"{type(error).__name__}: {error}")
+                reply = JudgeReply(error=f"{type(error).__name__}: {error}")
             with self._lock:
                 if number in self._replies:
                     return  # it was given up, and another thread took this one's place
                 self._add(number, reply)
 
-    def _add(self, number: int, reply: Reply) -> None:
+    def _add(self, number: int, reply: JudgeReply) -> None:
         self._replies[number] = reply
         del self._began[number]
         # An answer that cannot be read is a sign of life, too.
@@ -283,10 +283,10 @@ class _Call:
         now = time.monotonic()
         with self._lock:
             for number in [number for number, began in self._began.items() if now - began > limit_s]:
-                self._add(number, Reply(error=f"TimeoutError: no answer within {limit_s:g} s", num_requests=1))
+                self._add(number, JudgeReply(error=f"TimeoutError: no answer within {limit_s:g} s", num_requests=1))
                 self._start()
             while self._failed_in_row >= limit and self._waiting:
                 error = f"RequestError: not asked, as {limit} questions in a row failed: {self._last_error}"
                 number = self._waiting.popleft()
-                self._replies[number] = Reply(error=error)
+                self._replies[number] = JudgeReply(error=error)
                 self._news.set()

@@ -10,13 +10,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.observability.clock import MayFail
 from leaderless.observability.run_directory import write_atomically
 
 
 @dataclass(frozen=True)
-class Answer:
+class JudgeAnswer:
     """What a judge has said.
 
     Attributes:
@@ -54,18 +54,18 @@ class AnswerCache:
             may_fail: Context in which files are written.
         """
         self._file, self._size, self._may_fail = file, size, may_fail
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, JudgeAnswer] = {}
         self._num_lines = 0
         self._is_read = False
         self._lock = threading.Lock()
 
-    def get(self, key: str) -> Answer | None:
+    def get(self, key: str) -> JudgeAnswer | None:
         """The answer of a key, if it is known."""
         with self._lock:
             self._read()
             return self._answers.get(key)
 
-    def put(self, key: str, answer: Answer) -> None:
+    def put(self, key: str, answer: JudgeAnswer) -> None:
         """Keep an answer; the oldest one is forgotten if there are too many."""
         if self._size == 0:
             return
@@ -76,7 +76,7 @@ class AnswerCache:
                 with self._may_fail(self._file):
                     self._write(self._file, key, answer)
 
-    def _keep(self, key: str, answer: Answer) -> None:
+    def _keep(self, key: str, answer: JudgeAnswer) -> None:
         self._answers.pop(key, None)
         self._answers[key] = answer
         while len(self._answers) > self._size:
@@ -95,7 +95,7 @@ class AnswerCache:
             for key, answer in lines:
                 self._keep(key, answer)
 
-    def _write(self, file: Path, key: str, answer: Answer) -> None:
+    def _write(self, file: Path, key: str, answer: JudgeAnswer) -> None:
         """Add a line, which is in the system's hands before anything depends on it; shorten a file of old answers."""
         file.parent.mkdir(parents=True, exist_ok=True)
         self._num_lines += 1
@@ -109,11 +109,11 @@ class AnswerCache:
             lines.write((("" if is_whole else "\n") + _line(key, answer)).encode())
 
 
-def _line(key: str, answer: Answer) -> str:
+def _line(key: str, answer: JudgeAnswer) -> str:
     return json.dumps({"key": key, "text": answer.text, **({"cut": True} if answer.is_cut else {})}) + "\n"
 
 
-def _lines(path: Path) -> Sequence[tuple[str, Answer]]:
+def _lines(path: Path) -> Sequence[tuple[str, JudgeAnswer]]:
     """The answers in a file; lines that are damaged are left out."""
     found = []
     for line in path.read_bytes().splitlines():
@@ -125,5 +125,5 @@ def _lines(path: Path) -> Sequence[tuple[str, Answer]]:
             continue
         key, text = record.get("key"), record.get("text")
         if isinstance(key, str) and isinstance(text, str):
-            found.append((key, Answer(text, record.get("cut") is True)))
+            found.append((key, JudgeAnswer(text, record.get("cut") is True)))
     return found

@@ -14,10 +14,10 @@ from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from urllib.parse import urlsplit
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.judges import JudgeOptions
-from leaderless.observability.secrets import without_secrets
-from leaderless.rewards.judges.cache import Answer
+from leaderless.observability.hidden_values import without_secrets
+from leaderless.rewards.judges.cache import JudgeAnswer
 from leaderless.rewards.judges.prompts import Message
 
 MAX_ANSWER_BYTES = 1 << 22
@@ -75,7 +75,7 @@ class ChatClient:
         }
         return {name: value for name, value in fields.items() if value is not None}
 
-    def ask(self, messages: Sequence[Message], deadline: float) -> Answer:
+    def ask(self, messages: Sequence[Message], deadline: float) -> JudgeAnswer:
         """The answer to messages.
 
         Args:
@@ -144,7 +144,7 @@ class ChatClient:
         wait_s = _seconds(headers.get("retry-after", "")) if may_repeat else None
         return self._error(f"it answered with status {status}: {shown}{remedy}", may_repeat=may_repeat, wait_s=wait_s)
 
-    def _answer_in(self, text: str) -> Answer:
+    def _answer_in(self, text: str) -> JudgeAnswer:
         try:
             choice = json.loads(text)["choices"][0]
             content = choice["message"].get("content")
@@ -153,7 +153,7 @@ class ChatClient:
             raise self._error(f"its answer is not in the format of OpenAI: {shown}", may_repeat=True) from error
         if isinstance(content, list):
             content = "".join(str(one.get("text", "")) for one in content if isinstance(one, dict))
-        return Answer(content if isinstance(content, str) else "", choice.get("finish_reason") == "length")
+        return JudgeAnswer(content if isinstance(content, str) else "", choice.get("finish_reason") == "length")
 
     def _error(self, what: str, *, may_repeat: bool, wait_s: float | None = None) -> RequestError:
         text = without_secrets(f"the server at {self._options.url}: {what}")

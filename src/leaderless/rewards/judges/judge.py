@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from leaderless.config import Json, RecipeError
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
 from leaderless.config.judges import JudgeOptions
 from leaderless.observability.clock import MayFail
-from leaderless.rewards.judges.asking import Asker, Question, Reply, ServerAsker
+from leaderless.rewards.judges.asking import Asker, JudgeQuestion, JudgeReply, ServerAsker
 from leaderless.rewards.judges.cache import AnswerCache
 from leaderless.rewards.judges.pairwise import Pair, outcome_of, pairs_of, win_rates
 from leaderless.rewards.judges.prompts import messages_for, rubric_of, scale_of
 from leaderless.rewards.judges.verdicts import Choice, choice_reader, rubric_reader, score_reader
-from leaderless.rewards.protocol import Outcome, RewardInput, describe
+from leaderless.rewards.protocol import GradingOutcome, RewardInput, describe
 
 MAX_SAID = 2000
 """Characters of a judge's words about a response that are kept."""
@@ -27,7 +28,7 @@ ALONE = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class JudgeUsage:
     """What it took to grade a response, for metrics.
 
     Attributes:
@@ -47,7 +48,7 @@ class Asked:
     contradictions: int = 0
 
     @classmethod
-    def of(cls, replies: Sequence[Reply]) -> Asked:
+    def of(cls, replies: Sequence[JudgeReply]) -> JudgeUsage:
         """Count replies."""
         return cls(
             questions=len(replies),
@@ -56,9 +57,9 @@ class Asked:
             seconds=sum(one.seconds for one in replies if one.num_requests),
         )
 
-    def with_pair(self, other: Asked, *, is_contradictory: bool | None) -> Asked:
+    def with_pair(self, other: JudgeUsage, *, is_contradictory: bool | None) -> JudgeUsage:
         """The same with another comparison; None if it has failed."""
-        return Asked(
+        return JudgeUsage(
             self.questions + other.questions,
             self.cached + other.cached,
             self.requests + other.requests,
@@ -78,9 +79,9 @@ class Judged:
         asked: Questions and time that grading took.
     """
 
-    outcome: Outcome
+    outcome: GradingOutcome
     notes: Mapping[str, Json]
-    asked: Asked
+    asked: JudgeUsage
 
 
 class Judge:
@@ -133,7 +134,7 @@ class Judge:
         if self.options.mode == "pairwise":
             return self._compare(samples, asker, on_news)
         more = scale_of(self.options) | (rubric_of(self.options) if self.options.rubric else {})
-        questions: list[Question] = []
+        questions: list[JudgeQuestion] = []
         places: dict[int, int] = {}
         judged: dict[int, Judged] = {}
         for place, sample in enumerate(samples):
@@ -143,22 +144,22 @@ class Judge:
                 judged[place] = _failed(describe(error))
             else:
                 places[place] = len(questions)
-                questions.append(Question(messages, self._read))
+                questions.append(JudgeQuestion(messages, self._read))
         replies = asker.ask(questions, on_news)
         judged |= {place: self._judged(replies[number]) for place, number in places.items()}
         return [judged[place] for place in range(len(samples))]
 
-    def _judged(self, reply: Reply) -> Judged:
+    def _judged(self, reply: JudgeReply) -> Judged:
         said: dict[str, Json] = {"said": reply.said[-MAX_SAID:]} if reply.said else {}
-        asked = Asked.of([reply])
+        asked = JudgeUsage.of([reply])
         if reply.error is not None:
-            return Judged(Outcome(error=reply.error, seconds=reply.seconds), said, asked)
+            return Judged(GradingOutcome(error=reply.error, seconds=reply.seconds), said, asked)
         if self.options.mode == "rubric":
             scores = cast("Mapping[str, float]", reply.verdict)
             weights = {name: one.weight for name, one in self.options.rubric.items()}
             value = sum(weights[name] * score for name, score in scores.items()) / sum(weights.values())
-            return Judged(Outcome(value, seconds=reply.seconds), {"criteria": dict(scores), **said}, asked)
-        return Judged(Outcome(cast("float", reply.verdict), seconds=reply.seconds), said, asked)
+            return Judged(GradingOutcome(value, seconds=reply.seconds), {"criteria": dict(scores), **said}, asked)
+        return Judged(GradingOutcome(cast("float", reply.verdict), seconds=reply.seconds), said, asked)
 
     def _compare(self, samples: Sequence[RewardInput], asker: Asker, on_news: Callable[[], None]) -> list[Judged]:
         """Compare the responses of each group with each other; equal ones have equal values."""
@@ -186,12 +187,14 @@ class Judge:
             found = {text: self._of_response(place, rates, compared, problems) for text, place in first.items()}
             for place in group:
                 one = found[responses[place]]
-                judged[place] = one if first[responses[place]] == place else replace(one, asked=Asked())
+                judged[place] = one if first[responses[place]] == place else replace(one, asked=JudgeUsage())
         return [judged[place] for place in range(len(samples))]
 
-    def _questions(self, samples: Sequence[RewardInput], pairs: list[Pair]) -> tuple[list[Question], dict[int, str]]:
+    def _questions(
+        self, samples: Sequence[RewardInput], pairs: list[Pair]
+    ) -> tuple[list[JudgeQuestion], dict[int, str]]:
         """Two questions for each pair, and why some responses cannot be compared; their pairs are removed."""
-        questions: list[Question] = []
+        questions: list[JudgeQuestion] = []
         problems: dict[int, str] = {}
         kept: list[Pair] = []
         for pair in pairs:
@@ -205,7 +208,7 @@ class Judge:
                 problems |= dict.fromkeys((pair.first, pair.second), describe(error))
                 continue
             kept.append(pair)
-            questions += [Question(messages, self._read) for messages in both]
+            questions += [JudgeQuestion(messages, self._read) for messages in both]
         pairs[:] = kept
         return questions, problems
 
@@ -214,20 +217,20 @@ class Judge:
     ) -> Judged:
         """What a response is worth by its comparisons."""
         own = [one for one in compared if place in {one.pair.first, one.pair.second}]
-        asked, words, seconds = Asked(), [], 0.0
+        asked, words, seconds = JudgeUsage(), [], 0.0
         for one in own:
             seconds += sum(reply.seconds for reply in one.replies)
             words.append(one.words(place))
             if one.pair.first == place:
                 contradiction = None if one.worth is None else not one.agrees
-                asked = asked.with_pair(Asked.of(one.replies), is_contradictory=contradiction)
+                asked = asked.with_pair(JudgeUsage.of(one.replies), is_contradictory=contradiction)
         notes: dict[str, Json] = {"said": "\n\n".join(words)[:MAX_SAID]} if words else {}
         if place in rates:
-            return Judged(Outcome(rates[place], seconds=seconds), notes, asked)
+            return Judged(GradingOutcome(rates[place], seconds=seconds), notes, asked)
         errors = [problems[place]] if place in problems else [one.error for one in own]
         if errors:
-            return Judged(Outcome(error=errors[0], seconds=seconds), notes, asked)
-        return Judged(Outcome(0.5), notes, asked)  # all siblings are equal
+            return Judged(GradingOutcome(error=errors[0], seconds=seconds), notes, asked)
+        return Judged(GradingOutcome(0.5), notes, asked)  # all siblings are equal
 
 
 def verdict_reader(options: JudgeOptions, key: str) -> Callable[[str], object]:
@@ -240,7 +243,7 @@ def verdict_reader(options: JudgeOptions, key: str) -> Callable[[str], object]:
 class _Compared:
     """A comparison and its two replies."""
 
-    def __init__(self, pair: Pair, straight: Reply, swapped: Reply) -> None:
+    def __init__(self, pair: Pair, straight: JudgeReply, swapped: JudgeReply) -> None:
         self.pair, self.replies = pair, (straight, swapped)
         self.error = straight.error or swapped.error or ""
         self.worth: float | None = None
@@ -260,7 +263,7 @@ class _Compared:
 
 
 def _failed(error: str) -> Judged:
-    return Judged(Outcome(error=error), {}, Asked())
+    return Judged(GradingOutcome(error=error), {}, JudgeUsage())
 
 
 @dataclass(frozen=True)

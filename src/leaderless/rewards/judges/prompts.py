@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.config.judges import PLACE, JudgeOptions
 from leaderless.rewards.protocol import RewardInput
 

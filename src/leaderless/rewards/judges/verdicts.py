@@ -10,7 +10,7 @@ from typing import Literal
 
 import regex
 
-from leaderless.config.functions import load_function
+from leaderless.base.named_functions import load_function
 from leaderless.config.judges import JudgeOptions, ParseConfig
 
 Choice = Literal["first", "second", "tie"]

@@ -16,27 +16,28 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from leaderless.config import Json, RecipeError
+from leaderless.base.devices import own_device_environment
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
-from leaderless.device import own_device_environment
+from leaderless.distributed.remote.child_server import ChildServer, package_command
+from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Pool, everything, shard_rows
+from leaderless.distributed.weights.buckets import BUCKET_BYTES, HostStaging
+from leaderless.distributed.weights.packed import PackedWeight, checksum
+from leaderless.distributed.weights.route import WeightRoute
+from leaderless.distributed.weights.stream import receive_weights
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
-from leaderless.models.saved_form import form_of, joined
+from leaderless.models.loading.saved_form import form_of, joined
 from leaderless.models.scoring import Entropy
 from leaderless.models.uploads import one_copy, placed, read_back
-from leaderless.models.vision import VisionLM
-from leaderless.rollout.child_server import ChildServer, package_command
-from leaderless.rollout.weights import BUCKET_BYTES, HostStaging
+from leaderless.models.vision.vision_models import VisionLM
 from leaderless.training.engine import EngineSetup, UpdateInfo
-from leaderless.training.megatron.folder import written
-from leaderless.training.megatron.meeting import choose_meeting, megatron_rank
-from leaderless.training.megatron.messages import KINDS, MegatronSettings, Pass, Slope
+from leaderless.training.forward_passes import BoundedPasses
+from leaderless.training.megatron.messages import KINDS, MegatronPass, MegatronSettings, Slope
+from leaderless.training.megatron.rendezvous import choose_meeting, megatron_rank
+from leaderless.training.megatron.weight_folder import written
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at
-from leaderless.training.passes import BoundedPasses
-from leaderless.weights.blocks import HeldWeights, LocalWeight, Pool, everything, shard_rows
-from leaderless.weights.packed import PackedWeight, checksum
-from leaderless.weights.route import Route
-from leaderless.weights.stream import receive_weights
 
 SERVER = "leaderless.training.megatron.server"
 """Module that runs in Megatron's interpreter."""
@@ -144,7 +145,7 @@ class MegatronEngine(BoundedPasses):
         """Each weight whole, gathered from the shards that have its parts."""
         group = self.process_group
         pools = self._pool, Pool(self._setup.layout, everything)
-        route = Route("whole weights", held.shapes, *pools, torch.float32, group.rank, is_gathered=True)
+        route = WeightRoute("whole weights", held.shapes, *pools, torch.float32, group.rank, is_gathered=True)
         yield from receive_weights(route, group, group, held)
 
     def local_weights(self) -> Iterator[LocalWeight]:
@@ -273,7 +274,7 @@ def _key(kind: str, name: str) -> str:
     return f"weights.{name}" if kind == "weights" else f"optimizer.{kind}.{name}"
 
 
-def _texts(micro_batch: MicroBatch, *, has_entropies: bool) -> Pass:
+def _texts(micro_batch: MicroBatch, *, has_entropies: bool) -> MegatronPass:
     """A micro-batch as texts, each a prompt with one continuation; tokens that siblings share are computed for each."""
     texts: list[list[int]] = []
     text_of = torch.zeros(len(micro_batch.tokens), dtype=torch.int64)
@@ -285,7 +286,7 @@ def _texts(micro_batch: MicroBatch, *, has_entropies: bool) -> Pass:
             text_of[start : start + length] = len(texts)
             texts.append(prompt + tokens[start : start + length])
             start += length
-    return Pass(
+    return MegatronPass(
         texts=texts,
         text=text_of[micro_batch.select].tolist(),
         place=micro_batch.positions[micro_batch.select].tolist(),

@@ -48,7 +48,7 @@ class MegatronSettings:
 
 
 @dataclass(frozen=True)
-class Pass:
+class MegatronPass:
     """Texts of one pass, and the tokens that are scored in them.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leaderless.training.megatron.messages import MegatronSettings, Pass, Slope
+from leaderless.training.megatron.messages import MegatronPass, MegatronSettings, Slope
 
 VERSIONS = {"megatron-core": "0.18", "megatron-bridge": "0.5"}
 """Releases whose interfaces are used here."""
@@ -101,7 +101,7 @@ class MegatronModel:
         return get_megatron_optimizer(config, self._chunks)
 
     @torch.no_grad()
-    def score(self, one: Pass) -> tuple[list[float], list[float]]:
+    def score(self, one: MegatronPass) -> tuple[list[float], list[float]]:
         """Log-probabilities, and entropies if they are asked for, of the scored tokens of a pass."""
         from megatron.core import parallel_state
 
@@ -118,7 +118,7 @@ class MegatronModel:
         log_probs, *entropies = results.tolist()
         return log_probs, entropies[0] if entropies else []
 
-    def gradient(self, passes: Sequence[Pass], slopes: Sequence[Slope]) -> float:
+    def gradient(self, passes: Sequence[MegatronPass], slopes: Sequence[Slope]) -> float:
         """Compute the gradient of an update from nothing; returns its norm."""
         self.discard()
         for chunk in self._chunks:
@@ -144,7 +144,7 @@ class MegatronModel:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def _run(self, passes: Sequence[Pass], slopes: Sequence[Slope] | None) -> list[tuple[Tensor, Tensor]]:
+    def _run(self, passes: Sequence[MegatronPass], slopes: Sequence[Slope] | None) -> list[tuple[Tensor, Tensor]]:
         """Send passes through the pipeline; without slopes, returns what its last stage computes."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -166,7 +166,7 @@ class MegatronModel:
         """The length of texts that Megatron can divide along `tp`."""
         return -(-length // self._settings.tp) * self._settings.tp
 
-    def _step_forward(self, data: Iterator[tuple[Pass, Slope | None]], model: Any) -> tuple[Tensor, object]:  # noqa: ANN401
+    def _step_forward(self, data: Iterator[tuple[MegatronPass, Slope | None]], model: Any) -> tuple[Tensor, object]:  # noqa: ANN401
         """One pass of a stage, and the function that computes the loss from the output of the last one."""
         one, slope = next(data)
         texts = torch.zeros(len(one.texts), self._padded(max(map(len, one.texts))), dtype=torch.int64)
@@ -188,7 +188,7 @@ class MegatronModel:
 
         return output, compute
 
-    def _score_tokens(self, logits: Tensor, one: Pass) -> tuple[Tensor, Tensor]:
+    def _score_tokens(self, logits: Tensor, one: MegatronPass) -> tuple[Tensor, Tensor]:
         """[R] log-probabilities and [R] entropies from the logits of this process's part of the vocabulary."""
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 

@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from leaderless.rollout.apart.http import Handler, SharedMemory, bind
-from leaderless.training.megatron.messages import MegatronSettings, Pass, Slope
+from leaderless.distributed.remote.http_messages import Handler, SharedMemory, bind
+from leaderless.distributed.weights.packed import PackedWeight, checksum
+from leaderless.training.megatron.messages import MegatronPass, MegatronSettings, Slope
 from leaderless.training.megatron.model import MegatronModel, check_versions
-from leaderless.weights.packed import PackedWeight, checksum
 
 ALIGNMENT = 16
 """Divisor of the offset at which each weight begins, in bytes."""
 
 
-class Calls:
+class MegatronCalls:
     """What a rank may call. Tensors of a model are sent through memory that both processes see."""
 
     def __init__(self, model: MegatronModel) -> None:
@@ -32,10 +32,10 @@ class Calls:
         """Answer a call."""
         match name:
             case "score":
-                return self._model.score(Pass(**body))
+                return self._model.score(MegatronPass(**body))
             case "gradient":
                 slopes = [Slope(**one) for one in body["slopes"]]
-                return self._model.gradient([Pass(**one) for one in body["passes"]], slopes)
+                return self._model.gradient([MegatronPass(**one) for one in body["passes"]], slopes)
             case "export":
                 self._export, self._waiting = self._model.export(body["kind"]), None
             case "bucket":
@@ -72,7 +72,7 @@ class Calls:
 class _Handler(Handler):
     """See `Handler`."""
 
-    calls: ClassVar[Calls]
+    calls: ClassVar[MegatronCalls]
 
     def answer(self, name: str, body: Mapping[str, Any]) -> object:
         """See `Handler`."""
@@ -102,6 +102,6 @@ def main() -> None:
         sys.exit(str(error))
     server, settings = bind(start["port"], _Handler, start["token"]), MegatronSettings(**start["settings"])
     meet(settings)
-    _Handler.calls = Calls(MegatronModel(settings))
+    _Handler.calls = MegatronCalls(MegatronModel(settings))
     server.server_activate()  # connections are accepted from now on: the model is loaded
     server.serve_forever()

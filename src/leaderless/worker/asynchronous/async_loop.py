@@ -21,21 +21,20 @@ from typing import cast
 
 import torch
 
-from leaderless.config import Json
-from leaderless.data.background import Outbox
+from leaderless.base.values import Json
 from leaderless.data.batch import Batch
+from leaderless.distributed.background import Outbox
 from leaderless.environments.journal import text_of
 from leaderless.observability.clock import State, Tracer
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Plan, PlannedNode, RunNode
-from leaderless.rollout.shared import SharedEngine
+from leaderless.rollout.shared_engine import SharedEngine
 from leaderless.stages.context import ModelRole
 from leaderless.stages.episode_rollout import play_of
 from leaderless.stages.reward import inputs_of_group
 from leaderless.stages.rollout import distributions_of
-from leaderless.supervision.guards import Guards
 from leaderless.worker.agreement import LOG, Judge, ProcessGroups, StepEnd, agree
 from leaderless.worker.asynchronous.async_grading import BackgroundGrader
 from leaderless.worker.asynchronous.async_state import RolloutQuota, all_prompts
@@ -43,9 +42,10 @@ from leaderless.worker.asynchronous.episodes import EpisodesInFlight, LiveEpisod
 from leaderless.worker.asynchronous.generation import Generation, InFlight
 from leaderless.worker.asynchronous.in_flight import EngineRequests, Events, ResponsesInFlight
 from leaderless.worker.asynchronous.journal import JournaledEpisodes, PastEpisodes, journal_file, read_journal
+from leaderless.worker.build.parts import Parts, Progress
 from leaderless.worker.chain import Chain
-from leaderless.worker.keeper import Keeper
-from leaderless.worker.parts import Parts, Progress
+from leaderless.worker.checkpoint.checkpointer import Checkpointer
+from leaderless.worker.supervision.guards import Guards
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ContinuousLoop:
         parts: Parts,
         progress: Progress,
         chain: Chain,
-        keeper: Keeper,
+        keeper: Checkpointer,
         guards: Guards,
         duties: Duties,
         tracer: Tracer,

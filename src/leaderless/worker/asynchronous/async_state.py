@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leaderless.config import RecipeError
 from leaderless.config.channels import Stragglers
-from leaderless.data.transport import ProcessGroup
+from leaderless.distributed.transport import ProcessGroup
 from leaderless.planner.layout import in_proportion, places_of_shard
 
 STATE_FILE = "ahead-{}-{}.json"
@@ -225,7 +225,7 @@ def all_prompts(size: int, prompts_per_step: int, steps: int, start: int) -> Rem
 
 
 @dataclass(frozen=True)
-class Division:
+class GroupDivision:
     """How the ranks of a loop divide the prompts of the iterations of a run.
 
     Attributes:
@@ -244,7 +244,7 @@ class Division:
 
 
 def read_async_state(
-    checkpoint: Path, loop: str, ranks: ProcessGroup, division: Division, *, start: int, logged: int
+    checkpoint: Path, loop: str, ranks: ProcessGroup, division: GroupDivision, *, start: int, logged: int
 ) -> tuple[int, RemainingPrompts]:
     """Find what a rank owes after a checkpoint. All ranks of the loop call it together.
 
@@ -278,7 +278,13 @@ def read_async_state(
 
 
 def remaining_after(
-    known: Sequence[AsyncState], ranks: ProcessGroup, shard: int | None, division: Division, *, start: int, logged: int
+    known: Sequence[AsyncState],
+    ranks: ProcessGroup,
+    shard: int | None,
+    division: GroupDivision,
+    *,
+    start: int,
+    logged: int,
 ) -> tuple[int, RemainingPrompts, bool]:
     """Share out what is to be begun again. All of some ranks call it together.
 

@@ -14,20 +14,20 @@ from pathlib import Path
 
 import torch
 
-from leaderless.checkpoint.rows import load_rows, save_rows
-from leaderless.config import Json
-from leaderless.data.background import Inbox, Outbox
+from leaderless.base.values import Json
 from leaderless.data.batch import Batch
-from leaderless.data.databuffer import Databuffer
-from leaderless.data.reshard import reshard
-from leaderless.data.selection import Span, span_of
-from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.data.buffer.databuffer import Databuffer
+from leaderless.data.buffer.group_selection import Span, span_of
+from leaderless.data.buffer.reshard import reshard
+from leaderless.distributed.background import Inbox, Outbox
+from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.observability.clock import State, Tracer
 from leaderless.observability.line_file import LineFile
 from leaderless.planner import Channel, Plan, Reshard, format_ranks
-from leaderless.planner.process_groups import metric_pools
+from leaderless.planner.graph.process_groups import metric_pools
 from leaderless.worker.agreement import LOG, StepEnd
-from leaderless.worker.parts import Parts, Progress
+from leaderless.worker.build.parts import Parts, Progress
+from leaderless.worker.checkpoint.channel_rows import load_rows, save_rows
 
 LANE = 2
 """Lane of the first channel in the trace of a rank."""

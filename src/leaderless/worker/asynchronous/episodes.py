@@ -27,20 +27,20 @@ from typing import NamedTuple, Protocol
 from leaderless.config import Recipe
 from leaderless.config.data import DatasetConfig
 from leaderless.data.batch import Batch
-from leaderless.data.encode import Tokenizer
-from leaderless.data.images import PromptImage
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.data.prompts.images import PromptImage
 from leaderless.environments.deadlines import GRACE_S
-from leaderless.environments.episode import Episode, Place
-from leaderless.environments.player import Player
-from leaderless.environments.pump import BEAT_S
+from leaderless.environments.engine_scheduler import BEAT_S
+from leaderless.environments.episode import Episode, EpisodePosition
+from leaderless.environments.player import EpisodePlayer
 from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import ToolUse, own_tool_use
 from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import Completion, Request, SamplingParams
 from leaderless.stages.context import StageContext
 from leaderless.stages.episode_rollout import samples_of
-from leaderless.stages.play import places_of, played_before, writer_of
-from leaderless.stages.played import Play, Played, sampled_in
+from leaderless.stages.episode_samples import Play, Played, sampled_in
+from leaderless.stages.play_episodes import places_of, played_before, writer_of
 from leaderless.worker.asynchronous.in_flight import (
     Advance,
     EngineRequests,
@@ -64,7 +64,7 @@ class EpisodeGroup:
     """
 
     number: int
-    places: Sequence[Place]
+    places: Sequence[EpisodePosition]
     num_left: int
     num_tokens: int = 0
     episodes: dict[int, Episode] = field(default_factory=dict)
@@ -290,7 +290,7 @@ class LiveEpisodes:
         is_chat = any(writer_of(self.tokenizer, one).is_chat for one in sets)
         self.tools = own_tool_use(config, environment_class(config), self.tokenizer, is_chat=is_chat)
         longest = recipe.data.max_prompt_tokens + config.max_episode_tokens
-        self._player = Player(config, world_maker(config), longest, self._queue, self.tools)
+        self._player = EpisodePlayer(config, world_maker(config), longest, self._queue, self.tools)
         self._free = asyncio.Semaphore(config.concurrency)
         self._playing: dict[EpisodeGroup, list[Future[None]]] = {}
         self._loop = asyncio.new_event_loop()
@@ -302,7 +302,7 @@ class LiveEpisodes:
         played = (self._one(group, place) for place in group.places)
         self._playing[group] = [asyncio.run_coroutine_threadsafe(one, self._loop) for one in played]
 
-    async def _one(self, group: EpisodeGroup, place: Place) -> None:
+    async def _one(self, group: EpisodeGroup, place: EpisodePosition) -> None:
         """Play an episode; the thread does it."""
         async with self._free:
             try:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from leaderless.config import Json
+from leaderless.base.values import Json
 from leaderless.data.batch import Batch
 from leaderless.data.dataloader import Dataloader
 from leaderless.observability.metrics import Metrics

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast
 
-from leaderless.config import Json, Recipe
+from leaderless.base.values import Json
+from leaderless.config import Recipe
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, make_sample_ids
-from leaderless.data.errors import memory_explained
-from leaderless.data.images import PromptImage, num_alike, pack_images, unpack_images
+from leaderless.data.prompts.images import PromptImage, num_alike, pack_images, unpack_images
+from leaderless.distributed.errors import memory_explained
 from leaderless.rollout.engine import TOKENS_AT_ONCE, Completion, Delta, Request, SamplingParams, prompts_of
-from leaderless.rollout.shared import SharedEngine
+from leaderless.rollout.shared_engine import SharedEngine
 from leaderless.stages.context import StageContext
 from leaderless.stages.rollout import TOO_MUCH, samples_of
 

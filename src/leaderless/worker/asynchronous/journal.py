@@ -15,17 +15,18 @@ from typing import TypedDict, cast
 
 import numpy as np
 
-from leaderless.config import Json, RecipeError
-from leaderless.data.encode import Tokenizer
-from leaderless.environments.episode import Episode, Place
+from leaderless.base.values import Json
+from leaderless.config import RecipeError
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.environments.episode import Episode, EpisodePosition
+from leaderless.environments.episode_trace import TraceNode
 from leaderless.environments.journal import episode_of
 from leaderless.environments.tools.use import ToolUse
-from leaderless.environments.trace import TraceNode
 from leaderless.observability.episode_files import Kind, What, episode_files, read_episode_file
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.run_directory import RunDirectory, read_lines
 from leaderless.rollout.engine import Completion
-from leaderless.stages.played import sampled_in
+from leaderless.stages.episode_samples import sampled_in
 from leaderless.worker.asynchronous.episodes import EpisodeEnd, EpisodeGroup, Happening
 from leaderless.worker.asynchronous.in_flight import EngineRequests, EventKind, PendingRequest
 
@@ -248,7 +249,7 @@ class JournaledEpisodes:
     def close(self) -> None:
         """Release nothing."""
 
-    def _unlike(self, place: Place, what: str) -> RuntimeError:
+    def _unlike(self, place: EpisodePosition, what: str) -> RuntimeError:
         return RuntimeError(
             f"iteration {self._iteration}: episode {place.number} {what}: it must have the same recipe, engine and "
             "number of threads"

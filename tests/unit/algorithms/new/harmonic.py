@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.segments import Groups
+from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import Groups
 
 if TYPE_CHECKING:
-    from leaderless.config.algorithm import AlgorithmConfig
+    from leaderless.algorithms.settings import AlgorithmConfig
 
 
 class HarmonicAdvantage(Advantage):

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from leaderless.algorithms.packed import log_ratio_of
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
-from leaderless.algorithms.segments import log_ratio_of
 
 if TYPE_CHECKING:
-    from leaderless.config.algorithm import AlgorithmConfig
+    from leaderless.algorithms.settings import AlgorithmConfig
 
 
 class RootLoss(PolicyLoss):

@@ -1,0 +1,196 @@
+"""The algorithm: advantage, loss, penalties, correction, and how tokens are averaged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from leaderless.algorithms.advantage import Advantage
+from leaderless.algorithms.advantages import ADVANTAGES
+from leaderless.algorithms.advantages.grpo import GrpoAdvantage
+from leaderless.algorithms.losses import POLICY_LOSSES
+from leaderless.algorithms.losses.ppo import PpoLoss
+from leaderless.algorithms.policy_loss import PolicyLoss
+from leaderless.algorithms.preference_loss import PreferenceLoss
+from leaderless.algorithms.preferences import PREFERENCE_LOSSES
+from leaderless.algorithms.preferences.sigmoid import SigmoidLoss
+from leaderless.algorithms.registry import union_of
+from leaderless.algorithms.sac_settings import SacConfig
+from leaderless.base.section import Section
+
+if TYPE_CHECKING:
+    AnyAdvantage = Advantage
+    AnyPolicyLoss = PolicyLoss
+    AnyPreferenceLoss = PreferenceLoss
+else:
+    AnyAdvantage = union_of(ADVANTAGES, Advantage, default="grpo")
+    AnyPolicyLoss = union_of(POLICY_LOSSES, PolicyLoss, default="ppo")
+    AnyPreferenceLoss = union_of(PREFERENCE_LOSSES, PreferenceLoss, default="sigmoid")
+
+
+class KlConfig(Section):
+    """The KL penalty towards the reference."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the penalty, with a target the initial one; 0 removes the reference from the plan."""
+    estimator: Literal["k1", "k2", "k3", "absolute"] = "k3"
+    """Estimator of the divergence at each token."""
+    unbiased_gradient: bool = False
+    """Give the estimate the gradient of the divergence itself; only for `place: loss`."""
+    place: Literal["loss", "reward"] = "loss"
+    """Add it to the loss, or subtract it from the rewards."""
+    target: float | None = Field(default=None, gt=0)
+    """Mean divergence that the weight is adapted to reach, in steps that train the policy; by default the weight is
+    constant."""
+    horizon: float = Field(default=10000.0, gt=0)
+    """Number of episodes over which an adapted weight can change by about a fifth."""
+
+
+class CorrectionConfig(Section):
+    """Weights for tokens whose probability under the trainer differs from the engine's at sampling time.
+
+    They multiply the policy loss only, not the KL penalty or the entropy bonus. Dropped tokens have weight 0 and still
+    count in the denominator of the mean.
+    """
+
+    type: Literal["none", "truncate", "mask", "reject"] = "none"
+    """`truncate` limits the ratio of the two probabilities to `highest`, `mask` drops ratios outside the range, and
+    `reject` does the same but gives the others weight 1."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """One ratio per token, or per sample: the product or the geometric mean of its tokens' ratios."""
+    lowest: float = Field(default=0.5, ge=0)
+    """Smallest ratio that `mask` and `reject` keep."""
+    highest: float = Field(default=2.0, gt=0)
+    """Largest ratio that `mask` and `reject` keep, and limit of `truncate`."""
+
+
+class OverlongConfig(Section):
+    """Treatment of responses that are too long."""
+
+    buffer_tokens: int = Field(default=0, ge=0)
+    """Number of tokens before `rollout.max_response_tokens` over which the reward falls by up to 1; 0 for none."""
+    filter: bool = False
+    """Give truncated responses no gradient, in the policy and in a critic."""
+
+
+class RepeatConfig(Section):
+    """How repeated nodes fill a step: with rounds of new prompts, until enough groups have a signal."""
+
+    max_rounds: int = Field(default=8, ge=1)
+    """Largest number of rounds in a step, of `batch.prompts_per_step` prompts each."""
+    on_exhausted: Literal["train", "stop"] = "train"
+    """If there are too few groups after the last round, train on them, or stop with an error. Without any group, the
+    run stops in either case."""
+
+
+class RewardModelConfig(Section):
+    """Training of a reward model, and its part in the reward of a response."""
+
+    centering: float = Field(default=0.0, ge=0)
+    """Weight of a term that pulls the mean score of both responses of a pair to 0; only differences matter else."""
+    weight: float = 1.0
+    """Weight of its score in the sample's reward, next to the rewards of earlier nodes."""
+
+
+class TeamConfig(Section):
+    """Training of several roles that play together."""
+
+    rotate_steps: int = Field(default=0, ge=0)
+    """Number of steps after which the next of the roles that sample is trained; 0 trains all of them in every step."""
+    max_ratio: float = Field(default=2.0, gt=1)
+    """Limit of the ratio by which a role's update scales the advantages of roles that are updated after it: it is
+    between 1 / `max_ratio` and `max_ratio`. Only in workflows that update one role after the other, as `happo` does."""
+
+
+class CriticConfig(Section):
+    """Training of the critic."""
+
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """Largest change of a value in one step's updates; null for no limit."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Number of first steps in which only the critic is trained."""
+
+
+class AlgorithmConfig(Section):
+    """Advantage, loss, penalties, correction, and how tokens are averaged."""
+
+    advantage: AnyAdvantage = GrpoAdvantage()
+    """Advantage computed from rewards."""
+    policy_loss: AnyPolicyLoss = PpoLoss()
+    """Loss of the policy."""
+    preference_loss: AnyPreferenceLoss = SigmoidLoss()
+    """Loss of preferences, in a workflow that learns from them."""
+    kl: KlConfig = KlConfig()
+    """The KL penalty towards the reference."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of a bonus for the entropy of the policy."""
+    aggregation: Literal[
+        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
+    ] = "sequence_mean_token_mean"
+    """A mean over all tokens (DAPO); over the tokens of each episode and then over episodes (GRPO); a sum over the
+    tokens of each episode and a mean over episodes; the same divided by `rollout.max_response_tokens` (Dr. GRPO)."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Correction for samples that do not come from exactly the policy that is trained."""
+    proximal: Literal["recomputed", "interpolated"] = "recomputed"
+    """Log-probabilities before the updates of a step, from which ratios are taken: `recomputed` by a pass over the
+    samples, or `interpolated` between those of the engine that sampled and the current ones, by the number of updates
+    that lie between (A-3PO)."""
+    replay_experts: bool = False
+    """Let a model with experts use for each token those that the engine chose when it sampled, with weights of its own
+    (R3). Otherwise some tokens go through other experts in training than in generation."""
+    expert_balance: float = Field(default=0.0, ge=0)
+    """Weight of a loss that makes the loads of experts equal, over all sampled tokens of an update; it takes one more
+    pass over the samples. 0 for none."""
+    overlong: OverlongConfig = OverlongConfig()
+    """Treatment of responses that are too long."""
+    repeat: RepeatConfig = RepeatConfig()
+    """Rounds that fill a step, in a workflow that repeats nodes."""
+    critic: CriticConfig = CriticConfig()
+    """Training of the critic, in a workflow with one."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """Training and use of a reward model, in a workflow with one."""
+    team: TeamConfig = TeamConfig()
+    """Training of several roles that play together."""
+    sac: SacConfig | None = None
+    """Soft actor-critic, in workflows that train by it, such as `sac`."""
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> AlgorithmConfig:
+        for refusal in refusals(self):
+            raise ValueError(refusal)
+        return self
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether anything depends on the reference's log-probabilities."""
+        return self.kl.coefficient > 0
+
+    @property
+    def is_penalized_in_loss(self) -> bool:
+        """Whether the KL penalty is a term of the loss."""
+        return self.uses_reference and self.kl.place == "loss"
+
+    @property
+    def is_penalized_in_reward(self) -> bool:
+        """Whether the KL penalty is subtracted from the rewards."""
+        return self.uses_reference and self.kl.place == "reward"
+
+
+def refusals(algorithm: AlgorithmConfig) -> list[str]:
+    """Why an advantage, a loss, an aggregation and a penalty cannot be combined; empty if they can."""
+    kl = algorithm.kl
+    parts = (algorithm.policy_loss, algorithm.advantage, algorithm.preference_loss)
+    found = [reason for part in parts for reason in part.refusals(algorithm)]
+    if kl.place == "reward" and kl.unbiased_gradient:
+        found.append("algorithm.kl.unbiased_gradient does nothing with kl.place=reward, as rewards have no gradient")
+    if kl.target is not None and kl.coefficient == 0:
+        found.append("algorithm.kl.target needs kl.coefficient > 0: a weight of 0 stays 0 whatever it is multiplied by")
+    if algorithm.proximal == "interpolated" and algorithm.is_penalized_in_reward:
+        found.append(
+            "algorithm.proximal=interpolated saves nothing with kl.place=reward, whose penalty is taken from the "
+            "recomputed log-probabilities: use kl.place=loss, or proximal=recomputed"
+        )
+    if algorithm.correction.lowest > algorithm.correction.highest:
+        found.append("algorithm.correction.lowest is above highest, which would drop every token")
+    return found

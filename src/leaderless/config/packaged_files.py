@@ -1,0 +1,101 @@
+"""What comes with the package, so that a command needs no copy of the repository. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from leaderless.base.errors import RecipeError, nearest
+
+if TYPE_CHECKING:
+    from leaderless.config.source import Setting
+
+FOLDER = Path("recipes")
+"""First part of their names, as in `recipes/gsm8k/grpo.yaml`."""
+_PACKAGE = Path(__file__).parents[1]
+
+
+def recipes_folder() -> Path:
+    """Folder of the recipes: a part of the installed package, or of the repository in which it is developed."""
+    inside = _PACKAGE / FOLDER
+    return inside if inside.is_dir() else _PACKAGE.parents[1] / FOLDER
+
+
+def find_packaged(path: Path) -> Path:
+    """The file that a path means: itself, or if there is none, the packaged one of that name.
+
+    Args:
+        path: File, such as `recipes/gsm8k/grpo.yaml`.
+
+    Raises:
+        RecipeError: There is neither.
+    """
+    if path.exists():
+        return path
+    if path.parts[:1] == FOLDER.parts and ".." not in path.parts:
+        found = recipes_folder().joinpath(*path.parts[1:])
+        if found.is_file():
+            return found
+    known = [str(FOLDER / file.relative_to(recipes_folder())) for file in recipes_folder().rglob("*.yaml")]
+    known += [str(file) for file in path.parent.glob("*.yaml")]
+    remedy = f"recipes of the package have names such as {FOLDER}/gsm8k/grpo.yaml; `leaderless new DIR` writes one"
+    raise RecipeError.at(
+        "", f"{path} does not exist (looked for from {Path.cwd()}){nearest(str(path), known)}; {remedy}"
+    )
+
+
+def with_packaged_files(path: Path, settings: dict[str, Setting]) -> dict[str, Setting]:
+    """Settings of a file, where names of packaged files are made absolute if the file is packaged, too.
+
+    In a copy of the repository they stay as they are, since they are there.
+
+    Args:
+        path: File that the settings are from.
+        settings: Its settings.
+    """
+    if path.resolve().is_relative_to(recipes_folder().resolve()):
+        return {key: _with_packaged_files(value) for key, value in settings.items()}
+    return settings
+
+
+def _with_packaged_files(value: Setting) -> Setting:
+    if isinstance(value, Mapping):
+        return {key: _with_packaged_files(one) for key, one in value.items()}
+    if isinstance(value, str) and value.startswith(f"{FOLDER}/") and not Path(value).exists():
+        found = recipes_folder() / Path(value).relative_to(FOLDER)
+        return str(found) if found.exists() else value
+    return value
+
+
+def how_to_install(*extras: str) -> str:
+    """The command that installs what optional parts need: of the installed package, or of a copy that is developed.
+
+    Args:
+        extras: Names of the parts, such as `serve`.
+    """
+    names = ",".join(extras)
+    if (_PACKAGE / FOLDER).is_dir():
+        return f"pip install 'leaderless[{names}]'"
+    return f"from a copy of the project, pip install --editable '.[{names}]'"
+
+
+def server_refusal() -> str | None:
+    """Why this process cannot serve clients of the policy at an address; None if it can."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    return f"needs the package {' and '.join(missing)}: {how_to_install('serve')}" if missing else None
+
+
+def how_to_make(path: Path) -> str:
+    """The remedy for a file or folder that does not exist, which begins with a semicolon; empty if none is known.
+
+    Args:
+        path: File or folder that a recipe names.
+    """
+    parts = path.parts
+    made = next((part for part in parts if part.startswith("quickstart-")), None)
+    if "runs" not in parts or made is None:
+        return ""
+    robot = " --robot" if made.removeprefix("quickstart-") in {"demonstrations", "imitated", "tasks"} else ""
+    return f"; `leaderless quickstart{robot}` makes it"

@@ -1,0 +1,162 @@
+"""Messages under way: their operations, where they arrive, and memory that must not be freed before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from leaderless.base.devices import can_pin
+
+if TYPE_CHECKING:
+    from leaderless.distributed.transport import ProcessGroup
+
+MESSAGES_AHEAD = 8
+"""Messages on an accelerator, in the middle of a pass, for which the host does not wait yet."""
+
+
+class Mark(Protocol):
+    """A place in the work of an accelerator, as torch's events are."""
+
+    def query(self) -> bool:
+        """Check whether the accelerator has come so far."""
+
+
+def mark(device: torch.device) -> torch.Event:
+    """Mark the place up to which work is queued on an accelerator."""
+    event: torch.Event = torch.get_device_module(device).Event()
+    event.record()
+    return event
+
+
+@dataclass
+class Queued:
+    """A message on which work of an accelerator depends, though the host has not waited for it.
+
+    Attributes:
+        process_group: Ranks of the message.
+        what: Name of the message.
+        mark: Place in the work of the device right after it.
+        queued_s: Time at which it was queued.
+    """
+
+    process_group: ProcessGroup
+    what: str
+    mark: Mark
+    queued_s: float = field(default_factory=monotonic)
+
+
+class Backlog(deque[Queued]):
+    """Messages for which only the accelerator waits, those of all process groups of a rank, in their order."""
+
+    def add(self, process_group: ProcessGroup, what: str, device: torch.device, most: int) -> None:
+        """Add a message on a device, and wait until at most some are left; a CPU has waited already."""
+        if device.type != "cpu":
+            self.append(Queued(process_group, what, mark(device)))
+            self.wait(most)
+
+    def wait(self, most: int = 0) -> None:
+        """Wait on the host until at most some messages are left, the newest."""
+        while len(self) > most:
+            one = self.popleft()
+            with one.process_group._waiting(one.what):  # noqa: SLF001
+                one.process_group._poll(one.mark.query, one.queued_s)  # noqa: SLF001
+
+
+@dataclass
+class PendingGather:
+    """A gather under way: memory that it fills, and memory that must not be freed before."""
+
+    process_group: ProcessGroup
+    gathered: Tensor
+    data: Tensor
+    work: dist.Work
+    what: str
+
+    def wait(self) -> Tensor:
+        """[ranks, bytes] uint8, in the order of the process group's ranks."""
+        self.process_group._order([self.work], self.what, self.data.device)  # noqa: SLF001
+        return self.gathered
+
+
+@dataclass
+class Passing:
+    """Values that go from rank to rank: those that arrive, and what must not be freed before they have left."""
+
+    process_group: ProcessGroup
+    received: Tensor
+    sent: Tensor
+    works: Sequence[dist.Work]
+    what: str
+
+    def wait(self) -> Tensor:
+        """The values of the rank before."""
+        self.process_group._order(self.works, self.what, self.received.device)  # noqa: SLF001
+        return self.received
+
+
+@dataclass
+class Sending:
+    """Values on their way to a rank, which must not be freed before they have left."""
+
+    process_group: ProcessGroup
+    values: Tensor
+    works: Sequence[dist.Work]
+    what: str
+
+    def wait(self) -> None:
+        """Let what follows on their device come after they have left, so that their memory may be used again."""
+        self.process_group._order(self.works, self.what, self.values.device)  # noqa: SLF001
+
+
+@dataclass
+class RoundUnderWay:
+    """A round under way: its operations, where bytes arrive, and memory that must not be freed before.
+
+    Attributes:
+        works: Operations.
+        received: Messages, each with the memory in which it arrives.
+        sent: Memory that is sent.
+        stays: Whether all messages are in the memory that the backend reads.
+    """
+
+    works: Sequence[dist.Work]
+    received: Sequence[tuple[Tensor, Tensor]]
+    sent: Sequence[Tensor]
+    stays: bool
+
+
+# An accelerator's bytes pass through pinned host memory, as copies from and to other host memory would block and be
+# slower. Torch's allocator uses it again, once the copy is done.
+
+
+def incoming(message: Tensor, device: torch.device) -> Tensor:
+    """Memory on a device, to receive a message for host memory."""
+    return message if message.device == device else torch.empty_like(message, device=device)
+
+
+def outgoing(message: Tensor, device: torch.device) -> Tensor:
+    """A message on a device."""
+    if message.device == device:
+        return message
+    return (message.pin_memory() if can_pin(device.type) else message).to(device, non_blocking=True)
+
+
+def fetch(received: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Copy received bytes into host memory; each pair is a message there and on the device, or both times the same."""
+    received = [(message, there) for message, there in received if message is not there]
+    if not received:
+        return
+    is_pinned = can_pin(device.type)
+    buffers = [
+        torch.empty_like(message, pin_memory=is_pinned).copy_(there, non_blocking=True) for message, there in received
+    ]
+    torch.accelerator.current_stream(device).synchronize()
+    for (message, _), buffer in zip(received, buffers, strict=True):
+        message.copy_(buffer)

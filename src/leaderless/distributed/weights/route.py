@@ -1,0 +1,214 @@
+r"""Which rank sends which part of which weight to whom.
+
+Every rank computes its part of the route from names, shapes and layouts, without communication, and without a look at
+ranks with which it exchanges nothing. Weights are sent in buckets, in their order. If each rank wants its own block of
+a weight, it receives it from the ranks that hold it. If all ranks of a layout want whole weights, each holder still
+sends every element once: to one of these ranks, which then gather what each of them has received. Ranks that hold what
+they would receive send nothing.
+
+    trainers   0    1    2      each element of a bucket leaves its holder once
+                \  / \  /
+    servers      3     4        each server receives half of the rows, then both gather both halves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from leaderless.distributed.weights.blocks import Pool, Shape, WeightBlock, WeightDivision, even_rows, whole_block
+from leaderless.planner.layout import all_ranks
+from leaderless.planner.memory.limits import DEVICE_WEIGHT_BUCKET_BYTES as DEVICE_BUCKET_BYTES
+from leaderless.planner.memory.limits import WEIGHT_BUCKET_BYTES as BUCKET_BYTES
+
+
+def bucket_bytes(device: torch.device) -> int:
+    """Most bytes of a bucket that is sent from and to the memory of a device, of the same kind on all ranks."""
+    return BUCKET_BYTES if device.type == "cpu" else DEVICE_BUCKET_BYTES
+
+
+@dataclass(frozen=True)
+class RouteTurn:
+    """Rows of each rank's block of a weight that are sent in one bucket: weights larger than it have several turns.
+
+    Attributes:
+        name: Name of the weight.
+        first: First row, counted from the first one of each block.
+        last: Row after the last one.
+        is_last: Whether the weight is complete after this turn.
+    """
+
+    name: str
+    first: int
+    last: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class WeightPiece:
+    """Elements of a weight in one message."""
+
+    name: str
+    block: WeightBlock
+
+
+@dataclass(frozen=True)
+class RouteLeg:
+    """What a rank sends, receives and already has of a bucket.
+
+    Attributes:
+        sent: Pieces for each receiver.
+        received: Pieces from each sender.
+        own: Pieces that the rank both holds and wants.
+    """
+
+    sent: Mapping[int, Sequence[WeightPiece]]
+    received: Mapping[int, Sequence[WeightPiece]]
+    own: Sequence[WeightPiece]
+
+
+class WeightRoute:
+    """The way of a role's weights from one layout to another."""
+
+    def __init__(
+        self,
+        what: str,
+        shapes: Mapping[str, Shape],
+        holders: Pool,
+        takers: Pool,
+        dtype: torch.dtype,
+        rank: int,
+        *,
+        is_gathered: bool = False,
+    ) -> None:
+        """Describe a way; what passes it is computed on first use.
+
+        Args:
+            what: Name of the weights for errors and the live page, such as "weights of role 'policy'".
+            shapes: Shapes of the whole weights, by name, in their order.
+            holders: Ranks that have the weights.
+            takers: Ranks that want them.
+            dtype: Type in which they are sent: that of the takers.
+            rank: This rank, which is a holder, a taker or both.
+            is_gathered: Whether the takers, who want everything, gather it among themselves.
+        """
+        self.what, self.shapes, self.holders, self.takers, self.dtype = what, shapes, holders, takers, dtype
+        self.rank, self.is_gathered = rank, is_gathered
+        self._buckets = dict[int, Sequence[Sequence[RouteTurn]]]()
+        self._legs = dict[int, Sequence[RouteLeg]]()
+        self.receivers = Pool(takers.layout, even_rows) if self.is_gathered else takers
+        """Ranks that receive weights from the holders, and the block that each receives."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that take part, ascending."""
+        return all_ranks(self.holders.layout, self.takers.layout)
+
+    def rows(self, name: str) -> int:
+        """Rows of the largest block that a rank receives."""
+        return self.receivers.division(name, self.shapes[name]).block(0).sizes[0]
+
+    @cached_property
+    def local(self) -> frozenset[str]:
+        """Weights that are not sent, since all takers hold all of them."""
+        holders, takers = self.holders.layout, self.takers.layout
+        if not self.is_gathered or not set(takers.ranks) <= set(holders.ranks):
+            return frozenset()
+        # If the first and the last of them hold a whole weight, those between them do, too.
+        ends = {takers.ranks[0], takers.ranks[-1]}
+        return frozenset(
+            name for name, shape in self.shapes.items() if all(self._held(name, end).sizes == shape for end in ends)
+        )
+
+    def _held(self, name: str, rank: int) -> WeightBlock:
+        return self.holders.block(name, self.shapes[name], rank)
+
+    def buckets(self, most_bytes: int) -> Sequence[Sequence[RouteTurn]]:
+        """All weights in their order, as many at a time as fill a bucket, which has one turn of each at most."""
+        if most_bytes not in self._buckets:
+            self._buckets[most_bytes] = self._make_buckets(most_bytes)
+        return self._buckets[most_bytes]
+
+    def _make_buckets(self, most_bytes: int) -> Sequence[Sequence[RouteTurn]]:
+        buckets: list[list[RouteTurn]] = [[]]
+        room = most_bytes
+        for name in self.shapes:
+            rows, num_bytes = self.rows(name), self._bytes_at_once(name)
+            count = max(1, min(-(-num_bytes // most_bytes), rows))
+            for index in range(count):
+                if buckets[-1] and (index or room < num_bytes // count):
+                    buckets.append([])
+                    room = most_bytes
+                first, last = rows * index // count, rows * (index + 1) // count
+                buckets[-1].append(RouteTurn(name, first, last, is_last=index == count - 1))
+                room -= num_bytes // count
+        return [bucket for bucket in buckets if bucket]
+
+    def _bytes_at_once(self, name: str) -> int:
+        """Bytes of a weight on the rank that needs most memory for it."""
+        shape = self.shapes[name]
+        if name in self.local:
+            return 0
+        if self.is_gathered:
+            return whole_block(shape).numel * self.dtype.itemsize
+        largest = (pool.division(name, shape).block(0) for pool in (self.holders, self.takers))
+        return max(block.numel for block in largest) * self.dtype.itemsize
+
+    def legs(self, most_bytes: int) -> Sequence[RouteLeg]:
+        """What this rank sends and receives of each bucket."""
+        if most_bytes not in self._legs:
+            self._legs[most_bytes] = self._make_legs(self.buckets(most_bytes))
+        return self._legs[most_bytes]
+
+    def _make_legs(self, buckets: Sequence[Sequence[RouteTurn]]) -> Sequence[RouteLeg]:
+        legs: list[RouteLeg] = []
+        for bucket in buckets:
+            sent, received = dict[int, list[WeightPiece]](), dict[int, list[WeightPiece]]()
+            for turn in bucket:
+                for sender, receiver, block in self._parts(turn):
+                    if sender == self.rank:
+                        sent.setdefault(receiver, []).append(WeightPiece(turn.name, block))
+                    elif receiver == self.rank:
+                        received.setdefault(sender, []).append(WeightPiece(turn.name, block))
+            own = sent.pop(self.rank, [])
+            legs.append(RouteLeg(dict(sorted(sent.items())), dict(sorted(received.items())), own))
+        return legs
+
+    def _parts(self, turn: RouteTurn) -> Iterator[tuple[int, int, WeightBlock]]:
+        """Sender, receiver and elements of what this rank sends, receives or both holds and wants in a turn."""
+        if turn.name in self.local:
+            return
+        shape = self.shapes[turn.name]
+        held, wanted = (pool.division(turn.name, shape) for pool in (self.holders, self.receivers))
+        if self.rank in self.receivers.layout:
+            block = self.receivers.block(turn.name, shape, self.rank).rows(turn.first, turn.last)
+            for number in held.touching(block):
+                yield self._sender(held, number, self.rank), self.rank, block.common(held.block(number))
+        if self.rank in self.holders.layout:
+            number = held.number_of(self.holders.layout.place(self.rank))
+            for receiver in self._receivers(held, number, wanted):
+                block = self.receivers.block(turn.name, shape, receiver).rows(turn.first, turn.last)
+                common = block.common(held.block(number))
+                if common.numel and receiver != self.rank and self._sender(held, number, receiver) == self.rank:
+                    yield self.rank, receiver, common
+
+    def _sender(self, held: WeightDivision, number: int, receiver: int) -> int:
+        """The rank that sends a block, or a part of it: the receiver itself, or one of those that hold it, in turn."""
+        layout, places = self.holders.layout, held.places(number)
+        if receiver in layout and layout.place(receiver) in places:
+            return receiver
+        return layout.ranks[places[self.receivers.layout.place(receiver) % len(places)]]
+
+    def _receivers(self, held: WeightDivision, number: int, wanted: WeightDivision) -> Iterator[int]:
+        """The ranks to which this rank sends from its block, and those that it would send to if they had none."""
+        layout, places, numbers = self.receivers.layout, held.places(number), wanted.touching(held.block(number))
+        mine = places.index(self.holders.layout.place(self.rank))
+        if isinstance(numbers, range) and numbers:
+            first, last = wanted.places(numbers[0])[0], wanted.places(numbers[-1])[-1]
+            yield from layout.ranks[first + (mine - first) % len(places) : last + 1 : len(places)]
+        else:
+            wanting = (place for number in numbers for place in wanted.places(number))
+            yield from (layout.ranks[place] for place in wanting if place % len(places) == mine)

@@ -1,0 +1,143 @@
+"""How the actions of a network, mostly from -1 to 1, become those of a robot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self, cast
+
+import torch
+from torch import Tensor
+
+from leaderless.base.values import Json
+from leaderless.config import nearest
+from leaderless.embodied.simulators.protocol import Continuous, Spaces
+from leaderless.models.uploads import constants
+
+GRIPPERS = ("unchanged", "inverted")
+"""What becomes of a gripper's number; see `ActionLimits.of_dataset`."""
+
+
+@dataclass(frozen=True)
+class ActionLimits:
+    """What -1 and 1 stand for.
+
+    Attributes:
+        low: Number of the robot that -1 stands for.
+        high: Number of the robot that 1 stands for.
+        least: Smallest number that the environment takes.
+        most: Largest number that the environment takes.
+        inverted: Numbers that are a gripper from 0, closed, to 1, open, which the environment closes above 0.
+    """
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    least: tuple[float, ...]
+    most: tuple[float, ...]
+    inverted: tuple[int, ...] = ()
+
+    @classmethod
+    def of_environment(cls, spaces: Spaces) -> Self:
+        """The limits of what an environment takes.
+
+        Raises:
+            ValueError: It takes choices.
+        """
+        actions = spaces.actions
+        if not isinstance(actions, Continuous):
+            raise ValueError("the environment takes choices, but this policy moves by real numbers: use mlp or cnn")
+        return cls(actions.low, actions.high, actions.low, actions.high)
+
+    @classmethod
+    def of_dataset(cls, statistics: Json, name: str, spaces: Spaces, gripper: str = "unchanged") -> Self:
+        """The limits in the statistics of a dataset, as OpenVLA's configuration has them in `norm_stats`.
+
+        Where the mask is false, as for grippers, numbers stay as they are, or are inverted: OpenVLA's data has 0 for
+        a closed gripper and 1 for an open one, while robosuite, and so LIBERO, closes it at 1 and opens it at -1. Its
+        evaluation sends `-sign(2 a - 1)`.
+
+        Source:
+            openvla/openvla, experiments/robot/libero/run_libero_eval.py (`normalize_gripper_action`,
+            `invert_gripper_action`). Deviation: 0.5, at which the sign is 0, opens.
+
+        Args:
+            statistics: Statistics of all datasets.
+            name: Name of the dataset of this robot.
+            spaces: Actions of the environment.
+            gripper: Treatment of numbers whose mask is false, `unchanged` or `inverted`.
+
+        Raises:
+            ValueError: There is no such dataset, it is that of another robot, or its gripper cannot be inverted.
+        """
+        if gripper not in GRIPPERS:
+            raise ValueError(f"gripper='{gripper}': must be {' or '.join(GRIPPERS)}")
+        around = cls.of_environment(spaces)
+        if not isinstance(statistics, Mapping) or name not in statistics:
+            known = list(statistics) if isinstance(statistics, Mapping) else []
+            raise ValueError(
+                f"statistics='{name}': the checkpoint has none of that name{nearest(name, known)}; it has those of "
+                f"{', '.join(sorted(known)) or 'no robot'}"
+            )
+        found = cast("Mapping[str, Mapping[str, Sequence[float]]]", statistics[name])["action"]
+        low, high = list(found["q01"]), list(found["q99"])
+        if len(low) != len(around.least):
+            raise ValueError(
+                f"statistics='{name}' are those of another robot: its actions have {len(low)} numbers, those of the "
+                f"environment {len(around.least)}"
+            )
+        mask = found.get("mask", [True] * len(low))
+        return cls(
+            tuple(float(one) if is_scaled else -1.0 for one, is_scaled in zip(low, mask, strict=True)),
+            tuple(float(one) if is_scaled else 1.0 for one, is_scaled in zip(high, mask, strict=True)),
+            around.least,
+            around.most,
+            _inverted(mask, name, around) if gripper == "inverted" else (),
+        )
+
+    def _tensors(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        low, high, least, most = constants(like, self.low, self.high, self.least, self.most)
+        return low, high, least, most
+
+    def restore(self, values: Tensor) -> Tensor:
+        """Actions [n, chunk, dim] of the robot, within what the environment takes."""
+        low, high, least, most = self._tensors(values)
+        actions = (low + (values + 1) / 2 * (high - low)).clamp(least, most)
+        for number in self.inverted:
+            actions[..., number] = torch.where(values[..., number] < 0.5, 1.0, -1.0)
+        return actions
+
+    def normalize(self, actions: Tensor) -> Tensor:
+        """The network's numbers of actions [n, chunk, dim] of the robot.
+
+        Raises:
+            ValueError: An action is outside of what the environment takes.
+        """
+        low, high, least, most = self._tensors(actions)
+        is_outside = (actions < least - 1e-4) | (actions > most + 1e-4) | ~actions.isfinite()
+        if bool(is_outside.any()):
+            place = tuple(is_outside.nonzero()[0].tolist())
+            raise ValueError(
+                f"an action has {float(actions[place])} as its number {place[-1]}, which must be from "
+                f"{float(least[place[-1]])} to {float(most[place[-1]])}: these are demonstrations of another body"
+            )
+        values = (actions.float() - low) / (high - low).clamp(min=1e-8) * 2 - 1
+        for number in self.inverted:
+            values[..., number] = (1 - actions[..., number].float()) / 2
+        return values
+
+
+def _inverted(mask: Sequence[float], name: str, around: ActionLimits) -> tuple[int, ...]:
+    """The numbers of a gripper, which the environment has to take from -1 to 1."""
+    found = tuple(number for number, is_scaled in enumerate(mask) if not is_scaled)
+    if not found:
+        raise ValueError(
+            f"gripper='inverted': all numbers of statistics='{name}' are scaled, so none is known to be a gripper; "
+            "leave it 'unchanged'"
+        )
+    for number in found:
+        if (around.least[number], around.most[number]) != (-1.0, 1.0):
+            raise ValueError(
+                f"gripper='inverted': the environment takes its number {number} from {around.least[number]:g} to "
+                f"{around.most[number]:g}, but must take a gripper from -1, open, to 1, closed; leave it 'unchanged'"
+            )
+    return found

@@ -1,0 +1,211 @@
+"""Several episodes of simulators that hold one each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from leaderless.base.values import Json
+from leaderless.embodied.simulators.protocol import Continuous, Floats, Observations, Spaces, Steps, VectorEnvironment
+from leaderless.embodied.simulators.state_packing import pack, unpack
+from leaderless.environments.protocol import Task
+
+
+@dataclass(frozen=True)
+class SingleObservation:
+    """What one episode shows.
+
+    Attributes:
+        images: [height, width, 3] uint8 of each camera.
+        state: [state_size] float32.
+        instruction: Task in words.
+    """
+
+    images: Mapping[str, NDArray[np.uint8]]
+    state: Floats
+    instruction: str = ""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one action has done in one episode.
+
+    Attributes:
+        seen: Observation after it.
+        reward: Its reward.
+        is_terminated: Whether the task has come to its end.
+        is_truncated: Whether the episode was cut although the task continues.
+        is_success: Whether the task is done now.
+        info: Further facts.
+    """
+
+    seen: SingleObservation
+    reward: float
+    is_terminated: bool
+    is_truncated: bool
+    is_success: bool
+    info: Mapping[str, Json] = field(default_factory=dict)
+
+
+class Single(ABC):
+    """A simulator that holds one episode.
+
+    Attributes:
+        spaces: Its observations and actions.
+    """
+
+    spaces: Spaces
+
+    @abstractmethod
+    def reset(self, task: Task, seed: int) -> SingleObservation:
+        """Begin an episode, the same one for the same task and seed."""
+
+    @abstractmethod
+    def step(self, action: NDArray[np.generic]) -> StepOutcome:
+        """Take one action, [dim] float32 or a number of a choice."""
+
+    def save(self) -> bytes | None:
+        """Its whole state; None if it has to be reached again by the same actions."""
+        return None
+
+    def restore(self, state: bytes) -> SingleObservation:
+        """Continue from a saved state."""
+        raise NotImplementedError
+
+    def expert(self) -> NDArray[np.generic]:
+        """The next action of an expert."""
+        raise NotImplementedError(f"{type(self).__name__} has no expert")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what it holds."""
+
+
+@dataclass
+class _Past:
+    """How an episode has come to where it is."""
+
+    task: Task
+    seed: int
+    actions: list[NDArray[np.generic]]
+
+
+class _Saved(TypedDict):
+    task: Task
+    seed: int
+    actions: list[NDArray[np.generic]]
+    state: bytes | None
+
+
+class Singles(VectorEnvironment):
+    """Episodes of simulators that hold one each, stepped one after the other.
+
+    A simulator that cannot be saved is restored by the same start and the same actions, which needs as much time as the
+    episode has taken, and a simulator without randomness of its own.
+    """
+
+    def __init__(self, num: int, make: Callable[[], Single]) -> None:
+        """Make the simulators.
+
+        Args:
+            num: Number of episodes.
+            make: Maker of one of them.
+        """
+        if num < 1:
+            raise ValueError(f"there must be room for at least one episode, not {num}")
+        self._singles: list[Single] = []
+        self._past: list[_Past | None] = [None] * num
+        self._limits: NDArray[np.float32] | None = None
+        try:
+            self._singles.extend(make() for _ in range(num))
+        except BaseException:
+            self.close()
+            raise
+        self.spaces = self._singles[0].spaces
+        if isinstance(self.spaces.actions, Continuous):
+            self._limits = np.array([self.spaces.actions.low, self.spaces.actions.high], np.float32)
+
+    @override
+    def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:
+        seen = []
+        for one, task, seed in zip(which, tasks, seeds, strict=True):
+            self._past[one] = _Past(task, seed, [])
+            seen.append(self._singles[one].reset(task, seed))
+        return self._observations(seen)
+
+    @override
+    def step(self, which: Sequence[int], actions: NDArray[np.generic]) -> Steps:
+        num, chunk = actions.shape[:2]
+        if self._limits is not None:
+            actions = np.clip(actions.astype(np.float32), *self._limits)
+        rewards, num_steps = np.zeros((num, chunk), np.float32), np.zeros(num, np.int64)
+        last = []
+        for row, one in enumerate(which):
+            for place, action in enumerate(actions[row]):
+                outcome = self._step(one, action)
+                rewards[row, place] = outcome.reward
+                num_steps[row] += 1
+                if outcome.is_terminated or outcome.is_truncated:
+                    break
+            last.append(outcome)
+        return Steps(
+            self._observations([one.seen for one in last]),
+            rewards,
+            num_steps,
+            terminated=np.array([one.is_terminated for one in last]),
+            truncated=np.array([one.is_truncated and not one.is_terminated for one in last]),
+            success=np.array([one.is_success for one in last]),
+            infos=tuple(one.info for one in last),
+        )
+
+    def _step(self, one: int, action: NDArray[np.generic]) -> StepOutcome:
+        past = self._past[one]
+        if past is None:
+            raise ValueError(f"episode {one} has not begun: reset it first")
+        past.actions.append(action.copy())
+        return self._singles[one].step(action)
+
+    @override
+    def save(self, which: Sequence[int]) -> list[bytes]:
+        saved = []
+        for one in which:
+            past, state = self._past[one], self._singles[one].save()
+            if past is None:
+                raise ValueError(f"episode {one} has not begun: reset it first")
+            content: _Saved = {"task": past.task, "seed": past.seed, "actions": past.actions, "state": state}
+            saved.append(pack(content))
+        return saved
+
+    @override
+    def restore(self, which: Sequence[int], states: Sequence[bytes]) -> Observations:
+        seen = []
+        for one, state in zip(which, states, strict=True):
+            saved = cast("_Saved", unpack(state))
+            past = self._past[one] = _Past(saved["task"], saved["seed"], saved["actions"])
+            if saved["state"] is not None:
+                seen.append(self._singles[one].restore(saved["state"]))
+                continue
+            now = self._singles[one].reset(past.task, past.seed)
+            for action in past.actions:
+                now = self._singles[one].step(action).seen
+            seen.append(now)
+        return self._observations(seen)
+
+    @override
+    def expert(self, which: Sequence[int]) -> NDArray[np.generic]:
+        return np.stack([self._singles[one].expert() for one in which])
+
+    @override
+    def close(self) -> None:
+        while self._singles:
+            self._singles.pop().close()
+
+    def _observations(self, seen: Sequence[SingleObservation]) -> Observations:
+        images = {name: np.stack([one.images[name] for one in seen]) for name in self.spaces.images}
+        return Observations(images, np.stack([one.state for one in seen]), tuple(one.instruction for one in seen))

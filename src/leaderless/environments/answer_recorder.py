@@ -1,0 +1,59 @@
+"""Notes what an environment answers, so that an episode can be played again without it. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import MutableSequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from leaderless.environments.guarded_environment import GuardedEnvironment
+from leaderless.environments.protocol import Observation, Task, Turn
+
+if TYPE_CHECKING:
+    from leaderless.environments.tools.calls import Tool
+    from leaderless.environments.tools.function_tool import FunctionTool
+
+
+@dataclass(frozen=True)
+class RecordedAnswer:
+    """What an environment has answered: to the beginning of an episode, or to what an agent said.
+
+    Attributes:
+        turn: The answer; one to the beginning of an episode has only an observation.
+        seconds: Seconds that it took.
+    """
+
+    turn: Turn
+    seconds: float
+
+
+class AnswerRecorder(GuardedEnvironment):
+    """See `GuardedEnvironment`. It asks another one, and notes the answers."""
+
+    def __init__(self, world: GuardedEnvironment, answers: MutableSequence[RecordedAnswer]) -> None:
+        """Take the world to ask, and the list to which its answers are added."""
+        self._world, self._answers = world, answers
+        self.agents = world.agents
+
+    async def reset(self, task: Task, seed: str) -> Observation:
+        """See `GuardedEnvironment`."""
+        begin = time.perf_counter()
+        observation = await self._world.reset(task, seed)
+        self._answers.append(RecordedAnswer(Turn(observation), time.perf_counter() - begin))
+        return observation
+
+    async def act(self, text: str) -> Turn:
+        """See `GuardedEnvironment`."""
+        begin = time.perf_counter()
+        turn = await self._world.act(text)
+        self._answers.append(RecordedAnswer(turn, time.perf_counter() - begin))
+        return turn
+
+    async def bind(self, tool: FunctionTool) -> Tool:
+        """See `GuardedEnvironment`."""
+        return await self._world.bind(tool)
+
+    async def close(self) -> None:
+        """See `GuardedEnvironment`."""
+        await self._world.close()

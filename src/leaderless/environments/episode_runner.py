@@ -1,0 +1,275 @@
+"""One try of an episode: what is said, told, called and rewarded, up to its end or its failure."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar, cast
+
+from leaderless.config import RecipeError
+from leaderless.config.environment import EnvironmentConfig
+from leaderless.environments.answer_recorder import AnswerRecorder
+from leaderless.environments.engine_scheduler import EngineScheduler
+from leaderless.environments.episode import Episode, EpisodePosition, Spoken
+from leaderless.environments.episode_trace import Said, Trace, TraceNode
+from leaderless.environments.guarded_environment import (
+    ENVIRONMENT,
+    OVERFLOW,
+    TIMEOUT,
+    EnvironmentFailure,
+    GuardedEnvironment,
+    messages_of,
+)
+from leaderless.environments.programs.chat import Chat, Rules
+from leaderless.environments.programs.endpoint import LazyEndpoint
+from leaderless.environments.programs.prefix_ids import number_of
+from leaderless.environments.programs.program_environment import ProgramEnvironment
+from leaderless.environments.protocol import Message, Observation, Turn
+from leaderless.environments.tools import Call, Toolbox, result_messages
+from leaderless.environments.tools.template import find_reader
+from leaderless.environments.tools.use import ToolUse
+
+Result = TypeVar("Result")
+
+
+class EpisodeRunner:
+    """One try of an episode."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        max_tokens: int,
+        pump: EngineScheduler,
+        doorway: LazyEndpoint,
+        place: EpisodePosition,
+        attempt: int,
+    ) -> None:
+        self._config, self._max_tokens, self._pump, self._doorway = config, max_tokens, pump, doorway
+        self._place, self._attempt = place, attempt
+        self.episode = Episode(attempts=attempt + 1, place=place)
+        self._ends: dict[str, TraceNode] = {}  # of each agent's conversation
+        self._waiting: dict[str, list[Message]] = {}  # what an agent has been told since it spoke last
+        self._num_turns = 0
+        self._toolbox: Toolbox | None = None
+        self._is_over = self._is_left = False
+
+    async def run(
+        self, open_world: Callable[[], GuardedEnvironment | ProgramEnvironment], tools: ToolUse | None
+    ) -> Episode:
+        """Play to the end, or to the failure."""
+        episode, world = self.episode, None
+        try:
+            world = open_world()
+            episode.agents = world.agents
+            if tools is not None and not isinstance(world, ProgramEnvironment):
+                self._toolbox = await tools.open(world)
+            await self._play(world)
+        except EnvironmentFailure as failure:
+            episode.cause, episode.error = failure.cause, str(failure)
+        except RecipeError as error:
+            episode.cause, episode.error = ENVIRONMENT, str(error)
+        finally:
+            self._end()
+            if self._toolbox is not None:
+                await self._toolbox.close(self._config.tool_timeout_s)
+            if world is not None:
+                await world.close()
+        return episode
+
+    def leave(self, error: str) -> Episode:
+        """The episode when a function does not end; whatever that does later changes nothing any more."""
+        self._is_left, episode = True, self.episode
+        if not self._is_over:
+            episode.cause, episode.error = TIMEOUT, error
+            self._end()
+        return replace(episode, trace=Trace([*episode.trace.nodes]), answers=[*episode.answers], calls=[*episode.calls])
+
+    def _end(self) -> None:
+        """Release what the engine keeps of the episode."""
+        if not self._is_over:
+            self._is_over = True
+            for number in range(len(self.episode.agents)):
+                self._pump.forget(self._conversation(number))
+
+    async def _play(self, world: GuardedEnvironment | ProgramEnvironment) -> None:
+        if isinstance(world, ProgramEnvironment):
+            await self._follow(world)
+            return
+        world = AnswerRecorder(world, self.episode.answers)
+        agent = world.agents[0]
+        observation = await self._timed(world.reset(self._place.task, self._place.seed), "environment")
+        self._tell(agent, observation)
+        while True:
+            if self._num_turns < len(self._place.history):
+                said: TraceNode | None = self._repeat(agent, self._place.history[self._num_turns])
+            elif self._place.agents is None or agent in self._place.agents:
+                said = await self._say(agent)
+            else:
+                return
+            if said is None:
+                return
+            calls = self._calls_in(said)
+            if not calls:
+                turn = await self._timed(world.act(self._place.writer.text(said.tokens)), "environment")
+                self._reward(turn, said, agent)
+                self.episode.info |= turn.info
+                if turn.done:
+                    return
+            if self._num_turns >= self._config.max_turns:
+                self.episode.is_cut = True
+                return
+            if calls:
+                self._tell(agent, await self._answer(calls))
+                continue
+            agent = turn.next_after(agent)
+            self._tell(agent, turn.observation)
+
+    def _calls_in(self, said: TraceNode) -> Sequence[Call]:
+        """The calls in a message; it is then recorded as chat templates write one with calls, if they can be read."""
+        if self._toolbox is None:
+            return ()
+        found = self._toolbox.parse(self._place.writer.text(said.tokens, is_plain=False))
+        if found.calls and not any(call.problem for call in found.calls):
+            said.messages = [found.message()]
+        return found.calls
+
+    async def _answer(self, calls: Sequence[Call]) -> list[Message]:
+        """What tools answer to the calls of a message."""
+        assert self._toolbox is not None
+        results = await self._timed(self._toolbox.run(calls, self._config.tool_timeout_s), "tools")
+        self.episode.calls += results
+        return result_messages(results)
+
+    async def _follow(self, program: ProgramEnvironment) -> None:
+        """Play an episode that a program leads."""
+        place, config, episode = self._place, self._config, self.episode
+        rules = Rules(
+            number=f"{place.number}/{self._attempt}",
+            seed=place.seed,
+            params=place.params,
+            max_tokens=self._max_tokens,
+            max_turns=config.max_turns,
+            reader_of=partial(find_reader, config.tool_format, place.writer.tokenizer, is_chat=place.writer.is_chat),
+        )
+        episode.is_led = True
+        chat = Chat(rules, place.writer, episode.trace, self._pump, self._doorway)
+        begin = time.perf_counter()
+        try:
+            result = await program.play(place.task, chat)
+        finally:
+            episode.seconds["model"] += chat.seconds
+            episode.seconds["environment"] += max(0.0, time.perf_counter() - begin - chat.seconds)
+        if chat.overflow is not None and config.on_overflow == "fail":
+            raise EnvironmentFailure(OVERFLOW, str(chat.overflow))
+        episode.is_cut = chat.overflow is not None
+        episode.info |= {name: value for name, value in result.items() if name != "reward"}
+        last = episode.trace.said()[-1].said
+        assert last is not None
+        last.reward += float(cast("float", result["reward"]))
+
+    async def _timed(self, answer: Awaitable[Result], what: str) -> Result:
+        begin = time.perf_counter()
+        try:
+            found = await answer
+        finally:
+            self.episode.seconds[what] += time.perf_counter() - begin
+        if self._is_left:
+            raise asyncio.CancelledError
+        return found
+
+    def _tell(self, agent: str, observation: Observation) -> None:
+        self._waiting.setdefault(agent, []).extend(
+            messages_of(observation, sees_images=self._place.writer.reader is not None)
+        )
+
+    async def _say(self, agent: str) -> TraceNode | None:
+        """Let an agent say something; None if its conversation has become too long."""
+        known = self._ends.get(agent)
+        num_known = 0 if known is None else len(known.context()) - 1  # the last token was sampled, but not read
+        end = self._told(agent)
+        prompt = end.context()
+        room = min(self._place.params.max_tokens, self._max_tokens - len(prompt))
+        if room < 1:
+            self._overflow(len(prompt))
+            return None
+        begin = time.perf_counter()
+        completion = await self._pump.ask(
+            prompt,
+            noise_id(self._place.number, self._attempt, self._num_turns),
+            self._place.params.limited_to(room),
+            self._conversation(self.episode.agents.index(agent)),
+            num_known,
+            end.seen(),
+        )
+        self.episode.seconds["model"] += time.perf_counter() - begin
+        facts = Said(completion.log_probs, completion.policy_versions, self._num_turns, agent, completion.is_truncated)
+        facts.temperature, facts.experts = self._place.params.distribution.temperature, completion.experts
+        return self._add(end, completion.tokens, facts)
+
+    def _told(self, agent: str) -> TraceNode:
+        """The end of an agent's conversation, with what it has been told since it spoke last."""
+        trace, writer = self.episode.trace, self._place.writer
+        end, told = self._ends.get(agent), self._waiting.pop(agent, [])
+        if end is None:
+            messages, tokens = writer.begin(told)
+            end = trace.add(None, tokens, messages, images=writer.images(messages, tokens))
+        elif told:
+            tokens = writer.add(told, end.tokens)
+            end = trace.add(end, tokens, told, images=writer.images(told, tokens))
+        self._ends[agent] = end
+        return end
+
+    def _repeat(self, agent: str, spoken: Spoken) -> TraceNode:
+        """Say again what was said when the episode was played up to here."""
+        end = self._told(agent)
+        if agent != spoken.said.agent or end.context() != list(spoken.context):
+            raise EnvironmentFailure(
+                ENVIRONMENT,
+                f"the environment has not done the same again in turn {self._num_turns + 1}, so that another policy "
+                "cannot continue the episode: let it take all randomness from `rng`",
+            )
+        return self._add(end, spoken.tokens, replace(spoken.said, reward=0.0, is_repeated=True))
+
+    def _add(self, end: TraceNode, tokens: Sequence[int], facts: Said) -> TraceNode:
+        message: Message = {"role": "assistant", "content": self._place.writer.text(tokens)}
+        self._ends[facts.agent] = self.episode.trace.add(end, tokens, [message], facts)
+        self._num_turns += 1
+        return self._ends[facts.agent]
+
+    def _overflow(self, num_tokens: int) -> None:
+        """End an episode in which a conversation has become too long."""
+        text = (
+            f"a conversation has {num_tokens} tokens, and may have {self._max_tokens} (data.max_prompt_tokens + "
+            "environment.max_episode_tokens): raise them, or let the environment say less"
+        )
+        if self._config.on_overflow == "fail" or not self._num_turns:
+            raise EnvironmentFailure(OVERFLOW, text)
+        self.episode.is_cut = True
+
+    def _reward(self, turn: Turn, said: TraceNode, agent: str) -> None:
+        """Add rewards to what their agents have said last."""
+        for name, value in turn.rewards_for(agent).items():
+            node = said if name == agent else self._last_said(name)
+            if node is None and value:
+                raise EnvironmentFailure(
+                    ENVIRONMENT, f"agent '{name}' is rewarded by {value:g}, but has not said anything yet"
+                )
+            if node is not None and node.said is not None:
+                node.said.reward += value
+
+    def _last_said(self, agent: str) -> TraceNode | None:
+        nodes = (node for node in reversed(self.episode.trace.nodes) if node.said and node.said.agent == agent)
+        return next(nodes, None)
+
+    def _conversation(self, agent: int) -> int:
+        return noise_id(self._place.number, self._attempt, -1 - agent)
+
+
+def noise_id(number: int, attempt: int, turn: int) -> int:
+    """The sample id of a message: that of the episode for its first one, and 63 bits that follow from it for others."""
+    if attempt == turn == 0:
+        return number
+    return number_of(f"{number}/{attempt}/{turn}")

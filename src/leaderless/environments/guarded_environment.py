@@ -1,0 +1,232 @@
+"""An episode's environment as the player calls it: with deadlines, and with errors that name the cause. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+
+from leaderless.base.values import is_finite_number
+from leaderless.data.prompts.media import other_than_text
+from leaderless.environments.deadlines import time_limit
+from leaderless.environments.pictures import with_files
+from leaderless.environments.protocol import ONLY_AGENT, Environment, EpisodeFailed, Message, Observation, Task, Turn
+from leaderless.environments.user_threads import call_user
+
+if TYPE_CHECKING:
+    from leaderless.environments.tools.calls import Tool
+    from leaderless.environments.tools.function_tool import FunctionTool, ToolOwner
+
+Result = TypeVar("Result")
+ENVIRONMENT, TOOL, TIMEOUT, CRASH, OVERFLOW = "environment", "tool", "timeout", "crash", "overflow"
+CAUSES = (ENVIRONMENT, TOOL, TIMEOUT, CRASH, OVERFLOW)
+"""Causes of failed episodes, by which they are counted."""
+
+
+class EnvironmentFailure(Exception):  # noqa: N818 - the end of an episode, not of the program
+    """Why an episode has failed.
+
+    Attributes:
+        cause: Word by which it is counted.
+    """
+
+    def __init__(self, cause: str, text: str) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
+class GuardedEnvironment(Protocol):
+    """One episode's environment."""
+
+    agents: tuple[str, ...]
+
+    async def reset(self, task: Task, seed: str) -> Observation:
+        """Begin; `seed` decides all randomness."""
+
+    async def act(self, text: str) -> Turn:
+        """Answer what an agent has said."""
+
+    async def bind(self, tool: FunctionTool) -> Tool:
+        """A tool of the recipe as one of this episode, with the object whose method it is."""
+
+    async def close(self) -> None:
+        """Release everything."""
+
+
+class ThreadEnvironment:
+    """An environment that is an object of this process; its methods that are not `async` run in threads."""
+
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        timeout_s: float,
+        agents: Sequence[str] = (ONLY_AGENT,),
+        *,
+        shows_images: bool = False,
+    ) -> None:
+        """Make nothing yet.
+
+        Args:
+            make: Function that makes the environment, called in a thread when it is first needed.
+            timeout_s: Seconds that this and each of its answers may take.
+            agents: Names of the environment's agents.
+            shows_images: Whether what it shows may have images, which become files.
+        """
+        self._make, self._timeout_s, self.agents = make, timeout_s, tuple(agents)
+        self._shows_images = shows_images
+        self._environment: Environment | None = None
+        self._objects: dict[ToolOwner, object] = {}
+
+    async def make(self) -> None:
+        """Make the environment.
+
+        Raises:
+            Failure: It cannot be made.
+        """
+        await self._made()
+
+    async def reset(self, task: Task, seed: str) -> Observation:
+        """See `GuardedEnvironment`."""
+        environment, rng = await self._made(), Random(seed)  # noqa: S311
+        shown: Observation = await call(partial(environment.reset, task, rng), self._timeout_s, self._name("reset"))
+        return await self._with_files(shown, "reset")
+
+    async def act(self, text: str) -> Turn:
+        """See `GuardedEnvironment`."""
+        environment = await self._made()
+        found = await call(partial(environment.act, text), self._timeout_s, self._name("act"))
+        turn = checked(found, self._name("act"), self.agents)
+        return replace(turn, observation=await self._with_files(turn.observation, "act"))
+
+    async def _with_files(self, shown: Observation, method: str) -> Observation:
+        """What the environment shows, with images as files, which a thread makes."""
+        if isinstance(shown, str) or not self._shows_images:
+            return shown
+        return await call(partial(with_files, shown), self._timeout_s, f"an image of {self._name(method)}")
+
+    async def bind(self, tool: FunctionTool) -> Tool:
+        """See `GuardedEnvironment`."""
+        home = tool.home
+        if home is None:
+            return tool
+        if home.is_environment:
+            return tool.of_instance(await self._made())
+        if home not in self._objects:
+            what = f"the constructor of the tool {home.kind.__name__}"
+            self._objects[home] = await call(lambda: home.kind(**home.options), self._timeout_s, what, TOOL)
+        return tool.of_instance(self._objects[home])
+
+    async def close(self) -> None:
+        """See `GuardedEnvironment`. An error says nothing about the episode, which is over."""
+        for held in (*self._objects.values(), self._environment):
+            close = getattr(held, "close", None)
+            if callable(close) and getattr(type(held), "close", None) is not Environment.close:
+                with suppress(EnvironmentFailure):
+                    await call(close, self._timeout_s, f"{type(held).__name__}.close")
+
+    async def _made(self) -> Environment:
+        if self._environment is None:
+            self._environment = await call(self._make, self._timeout_s, "the constructor of the environment")
+        return self._environment
+
+    def _name(self, method: str) -> str:
+        return f"{type(self._environment).__name__}.{method}"
+
+
+async def call(
+    function: Callable[[], Result | Awaitable[Result]], timeout_s: float, what: str, cause: str = ENVIRONMENT
+) -> Result:
+    """Call a user's function, in a thread unless it is a coroutine function, and wait for its result.
+
+    A thread that takes longer is left behind: it cannot be ended, but does not keep the process alive.
+
+    Args:
+        function: Function without arguments.
+        timeout_s: Seconds that it may take.
+        what: Name of the function, for people.
+        cause: Word by which its errors are counted.
+
+    Raises:
+        Failure: It raised an error or took too long.
+    """
+    try:
+        async with time_limit(timeout_s, what) as limit:
+            return cast("Result", await call_user(function, what))
+    except TimeoutError as error:
+        if not limit.expired():  # the user's own
+            raise failure_of(error, what, cause) from error
+        remedy = "raise environment.act_timeout_s, or give the call a time limit of its own"
+        raise EnvironmentFailure(TIMEOUT, f"{what} has not answered within {timeout_s:g} s: {remedy}") from error
+    except EnvironmentFailure:
+        raise
+    except Exception as error:
+        raise failure_of(error, what, cause) from error
+
+
+def failure_of(error: Exception, what: str, cause: str = ENVIRONMENT) -> EnvironmentFailure:
+    """The failure of an episode in which a user's function raised an error."""
+    if isinstance(error, EpisodeFailed):
+        return EnvironmentFailure(cause, f"{what} gave up: {error}")
+    return EnvironmentFailure(cause, f"{what} raised {type(error).__name__}: {error}")
+
+
+def messages_of(observation: Observation, *, sees_images: bool = False) -> list[Message]:
+    """An observation as messages; a text is one of the user.
+
+    Args:
+        observation: Observation of an environment; see `GuardedEnvironment`.
+        sees_images: Whether messages may have images.
+
+    Raises:
+        Failure: It is neither a text nor messages, or a message holds what the policy does not read.
+    """
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    if not isinstance(observation, list | tuple) or not all(_is_message(message) for message in observation):
+        raise EnvironmentFailure(
+            ENVIRONMENT,
+            f"an observation must be a text, or a list of messages with 'role' and 'content', not {observation!r:.80}",
+        )
+    messages = [message for message in observation if isinstance(message, Mapping)]
+    if medium := next(filter(None, map(partial(other_than_text, has_images=sees_images), messages)), None):
+        remedy = "describe it in words"
+        if medium == "an image":
+            remedy += ", or set environment.images for a model that sees them"
+        reads = "text and images" if sees_images else "text"
+        raise EnvironmentFailure(
+            ENVIRONMENT, f"an observation holds {medium}, but the policy reads only {reads}: {remedy}"
+        )
+    return messages
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
+def checked(turn: object, what: str, agents: tuple[str, ...]) -> Turn:
+    """What an environment has answered, if it is well-formed.
+
+    Raises:
+        Failure: It is no `Turn`, a reward is not finite, facts have no names, or an agent is unknown.
+    """
+    if not isinstance(turn, Turn):
+        raise EnvironmentFailure(ENVIRONMENT, f"{what} returned {type(turn).__name__}: it must return a Turn")
+    if not isinstance(turn.info, Mapping):
+        raise EnvironmentFailure(
+            ENVIRONMENT, f"{what} returned the info {turn.info!r:.80}: it must be a dict of facts by name"
+        )
+    rewards = turn.reward.items() if isinstance(turn.reward, Mapping) else [(None, turn.reward)]
+    for agent, reward in rewards:
+        if not is_finite_number(reward):
+            raise EnvironmentFailure(ENVIRONMENT, f"{what} returned the reward {reward!r}: it must be a finite number")
+        if agent is not None and agent not in agents:
+            known = ", ".join(agents)
+            raise EnvironmentFailure(ENVIRONMENT, f"{what} rewards the agent '{agent}', which is none of {known}")
+    if turn.agent is not None and turn.agent not in agents:
+        raise EnvironmentFailure(
+            ENVIRONMENT, f"{what} lets the agent '{turn.agent}' act, which is none of {', '.join(agents)}"
+        )
+    return turn

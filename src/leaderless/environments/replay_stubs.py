@@ -1,0 +1,160 @@
+"""What stands in for policy, environment and tools when an episode is played again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from leaderless.data.prompts.images import PromptImage
+from leaderless.environments.episode import Episode
+from leaderless.environments.episode_trace import TraceNode
+from leaderless.environments.guarded_environment import CRASH, TIMEOUT, EnvironmentFailure, GuardedEnvironment
+from leaderless.environments.journal_difference import DIFFERENT
+from leaderless.environments.protocol import Observation, Task, Turn
+from leaderless.environments.tools import Call, CallResult, Toolbox
+from leaderless.environments.tools.calls import Tool
+from leaderless.environments.tools.formats import Reader
+from leaderless.environments.tools.function_tool import FunctionTool
+from leaderless.environments.tools.use import ToolUse
+from leaderless.rollout.engine import Completion, FinishReason, SamplingParams
+
+
+class JournalScheduler:
+    """See `Pump`. The policy says what the journal says, as long as it is asked the same.
+
+    Programs may ask several questions at the same time, so an answer is found by what it follows on.
+    """
+
+    def __init__(self, said: Sequence[TraceNode]) -> None:
+        self._left = list(said)
+
+    async def ask(
+        self,
+        prompt: Sequence[int],
+        sample_id: int,  # noqa: ARG002
+        params: SamplingParams,  # noqa: ARG002
+        conversation: int | None = None,  # noqa: ARG002
+        known_tokens: int = 0,  # noqa: ARG002
+        images: tuple[PromptImage, ...] = (),  # noqa: ARG002
+    ) -> Completion:
+        """See `Pump`."""
+        contexts = ([] if node.parent is None else node.parent.context() for node in self._left)
+        place = next((place for place, context in enumerate(contexts) if context == list(prompt)), None)
+        if place is None:
+            raise EnvironmentFailure(
+                DIFFERENT, f"the policy is asked what it was not asked then: {len(self._left)} answers are left"
+            )
+        node = self._left.pop(place)
+        said = node.said
+        assert said is not None, "only what the policy said is given"
+        reason: FinishReason = "length" if said.is_truncated else "stop"
+        return Completion(list(node.tokens), list(said.log_probs), reason, list(said.policy_versions))
+
+    def forget(self, conversation: int) -> None:
+        """See `Pump`."""
+
+
+class JournalEnvironment:
+    """See `GuardedEnvironment`. The environment answers what the journal says."""
+
+    def __init__(self, episode: Episode) -> None:
+        self.agents, self._episode, self._answers = episode.agents, episode, iter(episode.answers)
+
+    async def reset(self, task: Task, seed: str) -> Observation:  # noqa: ARG002
+        """See `GuardedEnvironment`."""
+        return self._next().observation
+
+    async def act(self, text: str) -> Turn:  # noqa: ARG002
+        """See `GuardedEnvironment`."""
+        return self._next()
+
+    async def bind(self, tool: FunctionTool) -> Tool:
+        """See `GuardedEnvironment`."""
+        return tool
+
+    async def close(self) -> None:
+        """See `GuardedEnvironment`."""
+
+    def _next(self) -> Turn:
+        answer = next(self._answers, None)
+        if answer is None:
+            raise failure_in(self._episode)
+        return answer.turn
+
+
+class UpToFailure:
+    """The environment that answers, up to where the episode was ended by a time limit or a crash."""
+
+    def __init__(self, world: GuardedEnvironment, episode: Episode) -> None:
+        self.agents, self._world, self._episode, self._num_answers = world.agents, world, episode, 0
+
+    async def reset(self, task: Task, seed: str) -> Observation:
+        """See `GuardedEnvironment`."""
+        self._count()
+        return await self._world.reset(task, seed)
+
+    async def act(self, text: str) -> Turn:
+        """See `GuardedEnvironment`."""
+        self._count()
+        return await self._world.act(text)
+
+    async def bind(self, tool: FunctionTool) -> Tool:
+        """See `GuardedEnvironment`."""
+        return await self._world.bind(tool)
+
+    async def close(self) -> None:
+        """See `GuardedEnvironment`."""
+        await self._world.close()
+
+    def _count(self) -> None:
+        if self._num_answers == len(self._episode.answers) and self._episode.cause in {TIMEOUT, CRASH}:
+            raise failure_in(self._episode)
+        self._num_answers += 1
+
+
+class JournalToolbox(Toolbox):
+    """The tools of one episode: those of its environment, and answers of others as they are in the journal."""
+
+    def __init__(self, own: Iterable[Tool], reader: Reader, max_result_characters: int, episode: Episode) -> None:
+        super().__init__(own, reader, max_result_characters)
+        self._episode, self._left = episode, list(episode.calls)
+
+    async def run(self, calls: Sequence[Call], timeout_s: float) -> list[CallResult]:
+        """See `Toolbox`."""
+        known, self._left = self._left[: len(calls)], self._left[len(calls) :]
+        own = [call for call in calls if call.name in self.tools and not call.problem]
+        if len(known) < len(calls) and (len(own) < len(calls) or self._episode.cause in {TIMEOUT, CRASH}):
+            raise failure_in(self._episode)
+        found = iter(await super().run(own, timeout_s))
+        return [
+            next(found) if call.name in self.tools and not call.problem else known[place]
+            for place, call in enumerate(calls)
+        ]
+
+
+@dataclass(frozen=True)
+class JournalTools(ToolUse):
+    """Tools of which only those of the environment are called.
+
+    Attributes:
+        episode: Episode as it is in the journal.
+        max_result_characters: Most characters of a result that the policy is told.
+        has_environment: Whether there is an environment; without one, all answers are from the journal.
+    """
+
+    episode: Episode
+    max_result_characters: int
+    has_environment: bool
+
+    async def open(self, world: GuardedEnvironment) -> Toolbox:
+        """See `ToolUse`."""
+        tools = [tool for tool in self.sources.tools if isinstance(tool, FunctionTool)] if self.has_environment else []
+        own = [await world.bind(tool) for tool in tools if tool.home is not None and tool.home.is_environment]
+        return JournalToolbox(own, self.reader, self.max_result_characters, self.episode)
+
+
+def failure_in(episode: Episode) -> EnvironmentFailure:
+    """How an episode of the journal has ended, where more is wanted of it than it holds."""
+    return EnvironmentFailure(
+        episode.cause or DIFFERENT, episode.error or "the environment is asked for one more answer"
+    )

@@ -1,0 +1,60 @@
+"""A model as the policy of an episode that is tried out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from leaderless.data.prompts.images import PromptImage
+from leaderless.environments.chat_writer import ChatWriter
+from leaderless.environments.engine_scheduler import SharedEngineScheduler
+from leaderless.environments.episode_runner import noise_id
+from leaderless.environments.protocol import Message
+from leaderless.environments.tools.calls import ToolCalls
+from leaderless.environments.tools.formats import Reader
+from leaderless.rollout.engine import SamplingParams
+
+
+class ModelTrier:
+    """See `Trier`. Each agent has a conversation of its own."""
+
+    def __init__(
+        self,
+        pump: SharedEngineScheduler,
+        writer: ChatWriter,
+        reader: Reader | None,
+        params: SamplingParams,
+        max_tokens: int,
+    ) -> None:
+        """Say nothing yet.
+
+        Args:
+            pump: Engine, whose `run` is in progress.
+            writer: Writer of messages.
+            reader: Reader of the calls of tools; None if there are no tools.
+            params: Distribution, and the length of a message.
+            max_tokens: Most tokens of a conversation.
+        """
+        self._pump, self._writer, self._reader = pump, writer, reader
+        self._params, self._max_tokens = params, max_tokens
+        self._contexts: dict[str, list[int]] = {}
+        self._seen: dict[str, list[PromptImage]] = {}
+        self._said: dict[str, list[int]] = {}
+        self._num_turns = 0
+
+    async def say(self, agent: str, told: Sequence[Message]) -> ToolCalls | None:
+        """See `Trier`. A conversation that has become too long ends the episode."""
+        context, seen = self._contexts.setdefault(agent, []), self._seen.setdefault(agent, [])
+        if told or not context:
+            tokens = self._writer.add(told, self._said[agent]) if context else self._writer.begin(told)[1]
+            seen += [image.moved(len(context)) for image in self._writer.images(told, tokens)]
+            context += tokens
+        room = self._max_tokens - len(context)
+        if room < 1:
+            return None
+        number = noise_id(0, 0, self._num_turns)
+        completion = await self._pump.ask(context, number, self._params.limited_to(room), images=tuple(seen))
+        self._num_turns += 1
+        self._said[agent] = list(completion.tokens)
+        context += completion.tokens
+        found = self._reader(self._writer.text(completion.tokens, is_plain=False)) if self._reader else None
+        return found if found and found.calls else ToolCalls(self._writer.text(completion.tokens))

@@ -1,0 +1,175 @@
+"""Context parallelism of any size: keys and values go around a ring of ranks, and each attends to what it has.
+
+The tokens of a pass are cut into twice as many chunks as there are ranks, and each rank has one from the front and one
+from the back, so that causal attention is as much work for each (zigzag). Chunks of keys and values pass from rank to
+rank; results for them are joined by their normalizers (Liu et al., "Ring Attention with Blockwise Transformers",
+arXiv 2310.01889), which is exact. In the backward pass their gradients go around with them, and end where they belong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from leaderless.distributed.in_flight import Passing
+from leaderless.models.attention.packed import Attention, LengthBuckets, heads_first, tokens_first
+from leaderless.models.attention.partial import Form, attend_some, gradients_of_some
+from leaderless.models.attention.shared_prompts import Family, blocks_of
+from leaderless.models.parallel.context import ContextParallel
+
+ROUND = "keys and values of other parts of a pass"
+
+
+class RingParallel(ContextParallel):
+    """The ranks that divide the tokens of a pass into parts of equal size, of which each has two chunks."""
+
+    def chunks(self, place: int) -> tuple[int, ...]:
+        """See `ContextParallel`."""
+        return place, 2 * self.size - 1 - place
+
+    def attention(self, families: Sequence[Family], device: torch.device, compute_dtype: torch.dtype) -> Attention:  # noqa: ARG002
+        """See `ContextParallel`."""
+        return RingAttention(families, self, device)
+
+
+class Rectangle(NamedTuple):
+    """Tokens of a rank that each attend to all of some tokens of a rank, by their places among those of each."""
+
+    queries: slice
+    keys: slice
+
+
+class RingAttention:
+    """Attention of a rank's tokens to those of all ranks, in parts that need no mask."""
+
+    def __init__(self, families: Sequence[Family], ranks: RingParallel, device: torch.device) -> None:
+        """Plan the calls for consecutive families, whose tokens fill all chunks."""
+        self.longest = max(family.longest for family in families)
+        self.peers, self.place = ranks.peers, ranks.place
+        length = sum(family.num_tokens for family in families) // (2 * ranks.size)
+        own = ranks.chunks(ranks.place)
+        pieces = [_cut(block.own, chunk, length) for chunk in own for block in blocks_of(families)]
+        self.diagonal = LengthBuckets([len(piece) for piece in pieces if piece], device)
+        self.rectangles = [
+            [
+                _rectangle(queries, keys, (i, a), (j, b), length)
+                for i, a in enumerate(own)
+                for j, b in enumerate(ranks.chunks(place))
+                for queries, keys in _pairs(families, a, b, length)
+                if queries and keys
+            ]
+            for place in range(ranks.size)
+        ]
+
+    def around(self, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The values of each rank by its place, from this one's on, while those of the next are on their way."""
+        for step in range(self.peers.size):
+            passing = self.peers.pass_on(values, ROUND) if step < self.peers.size - 1 else None
+            yield (self.place - step) % self.peers.size, values
+            if passing is not None:
+                values = passing.wait()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+        """See `Attention`; T is the number of this rank's tokens."""
+        output: Tensor = _Ring.apply(query, key, value, self, scale)  # type: ignore[no-untyped-call]
+        return output
+
+
+def _cut(tokens: range, chunk: int, length: int) -> range:
+    """The part of some tokens that is in a chunk."""
+    return range(max(tokens.start, chunk * length), min(tokens.stop, (chunk + 1) * length))
+
+
+def _pairs(families: Sequence[Family], a: int, b: int, length: int) -> Iterator[tuple[range, range]]:
+    """Queries in chunk `a` and keys in chunk `b` that each of them sees, but for those of its own piece of a block."""
+    if b > a:
+        return
+    begin = 0
+    for family in families:
+        end, middle = begin + family.num_tokens, begin + family.prompt
+        if len(family.continuations) > 1:
+            yield _cut(range(middle, end), a, length), _cut(range(begin, middle), b, length)
+        begin = end
+    if b < a:
+        for block in blocks_of(families):
+            yield _cut(block.own, a, length), _cut(block.own, b, length)
+
+
+def _rectangle(
+    queries: range, keys: range, of_query: tuple[int, int], of_key: tuple[int, int], length: int
+) -> Rectangle:
+    """Tokens of two chunks, each given by its place among those of its rank and its number."""
+
+    def local(tokens: range, place: int, chunk: int) -> slice:
+        offset = (place - chunk) * length
+        return slice(tokens.start + offset, tokens.stop + offset)
+
+    return Rectangle(local(queries, *of_query), local(keys, *of_key))
+
+
+class _Context(FunctionCtx):
+    """Everything the backward pass needs from the forward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+    plan: RingAttention
+    scale: float
+
+
+class _Ring(torch.autograd.Function):
+    """See `RingAttention`. Results and gradients are added up in at least float32."""
+
+    @staticmethod
+    def forward(ctx: _Context, query: Tensor, key: Tensor, value: Tensor, plan: RingAttention, scale: float) -> Tensor:
+        diagonal = plan.diagonal
+        results = [
+            attend_some(Form(scale, is_causal=True), *(bucket.take(values) for values in (query, key, value)))
+            for bucket in diagonal
+        ]
+        output, normalizers = (diagonal.join([result[kind] for result in results]) for kind in range(2))
+        output = output.to(normalizers.dtype)
+        for place, pair in plan.around(torch.stack([key, value])):
+            for own, other in plan.rectangles[place]:
+                q, k, v = map(heads_first, (query[own], pair[0, other], pair[1, other]))
+                part, part_normalizers = map(tokens_first, attend_some(Form(scale), q, k, v))
+                whole = torch.logaddexp(normalizers[own], part_normalizers)
+                output[own].lerp_(part.to(output.dtype), (part_normalizers - whole).exp_().unsqueeze(2))
+                normalizers[own] = whole
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, normalizers)
+        ctx.plan, ctx.scale = plan, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: _Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, output, normalizers = ctx.saved_tensors
+        plan, scale = ctx.plan, ctx.scale
+        results = [
+            gradients_of_some(
+                Form(scale, is_causal=True),
+                bucket.take(grad_output, padding=0.0),
+                *(bucket.take(values) for values in (query, key, value, output, normalizers)),
+            )
+            for bucket in plan.diagonal
+        ]
+        first = [plan.diagonal.join([result[kind] for result in results]) for kind in range(3)]
+        grad_query, grad_pair = first[0].to(normalizers.dtype), torch.stack(first[1:]).to(normalizers.dtype)
+        passing: Passing | None = None
+        for place, pair in plan.around(torch.stack([key, value])):
+            if passing is not None:
+                grad_pair = passing.wait()
+            for own, other in plan.rectangles[place]:
+                ours = (heads_first(values[own]) for values in (output, normalizers))
+                q, k, v, grad = map(heads_first, (query[own], pair[0, other], pair[1, other], grad_output[own]))
+                parts = gradients_of_some(Form(scale), grad, q, k, v, *ours)
+                of_query, of_key, of_value = map(tokens_first, parts)
+                grad_query[own] += of_query
+                grad_pair[0, other] += of_key
+                grad_pair[1, other] += of_value
+            passing = plan.peers.pass_on(grad_pair, ROUND)
+        assert passing is not None
+        of_key, of_value = passing.wait().to(key.dtype)
+        return grad_query.to(query.dtype), of_key, of_value, None, None

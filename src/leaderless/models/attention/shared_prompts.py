@@ -1,0 +1,173 @@
+"""Attention to prompts that are computed once for all of their continuations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from itertools import accumulate
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from leaderless.models.attention.npu import MAX_SEQUENCES, FusionAttention, attend_packed, fusion_attention
+from leaderless.models.attention.packed import Attention, LengthBuckets, PackedAttention, attend_on_cpu
+from leaderless.models.repeats import Repeats
+from leaderless.models.uploads import placed
+
+
+@dataclass(frozen=True)
+class Family:
+    """Numbers of tokens, at least 1, of a prompt and of its continuations, of which there may be none.
+
+    The tokens are consecutive: the prompt, then each continuation. A continuation attends to the prompt and to
+    itself, never to its siblings.
+    """
+
+    prompt: int
+    continuations: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the prompt, counted once, and of all continuations."""
+        return self.prompt + sum(self.continuations)
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the prompt with its longest continuation."""
+        return self.prompt + max(self.continuations, default=0)
+
+
+def attention_over(families: Sequence[Family], device: torch.device, compute_dtype: torch.dtype) -> Attention:
+    """Choose the fastest attention for a pass over consecutive families."""
+    if device.type == "cpu":
+        return CpuAttention(families)
+    if compute_dtype in {torch.bfloat16, torch.float16}:
+        if device.type == "cuda":
+            return VarlenAttention(families, device)
+        if (fused := fusion_attention(device)) is not None and len(list(blocks_of(families))) <= MAX_SEQUENCES:
+            return NpuAttention(families, device, fused)
+    return ExpandedAttention(families, device)
+
+
+@dataclass(frozen=True)
+class PromptBlock:
+    """Consecutive tokens that attend to themselves, causally, and to a prompt before them."""
+
+    before: range
+    own: range
+
+
+def blocks_of(families: Sequence[Family]) -> Iterator[PromptBlock]:
+    """Cut a pass into blocks, each token in one of them; a single continuation is one block with its prompt."""
+    end = 0
+    for family in families:
+        begin, end = end, end + family.prompt
+        if len(family.continuations) == 1:
+            end += family.continuations[0]
+            yield PromptBlock(range(0), range(begin, end))
+            continue
+        prompt = range(begin, end)
+        yield PromptBlock(range(0), prompt)
+        for length in family.continuations:
+            yield PromptBlock(prompt, range(end, end + length))
+            end += length
+
+
+class CpuAttention:
+    """Attention of tokens to their own blocks, and of continuations to their prompts, joined into one result."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        """Plan the calls for consecutive families."""
+        self.longest = max(family.longest for family in families)
+        self._buckets = LengthBuckets([len(block.own) for block in blocks_of(families)], torch.device("cpu"))
+        self._crossings: list[tuple[slice, slice]] = []
+        begin = 0
+        for family in families:
+            end, middle = begin + family.num_tokens, begin + family.prompt
+            if len(family.continuations) > 1:
+                self._crossings.append((slice(begin, middle), slice(middle, end)))
+            begin = end
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+        """See `Attention`."""
+        return attend_on_cpu(query, key, value, self._buckets, self._crossings, scale)
+
+
+def _copies(blocks: Sequence[PromptBlock], device: torch.device) -> Repeats:
+    """The tokens of a pass, laid out with each prompt once before each of its continuations."""
+    rows = torch.cat([torch.arange(r.start, r.stop) for block in blocks for r in (block.before, block.own)])
+    return Repeats(rows, int(rows.max()) + 1, device)
+
+
+class VarlenAttention:
+    """FlashAttention over blocks of any length; the keys of a prompt are copied before those of each continuation."""
+
+    def __init__(self, families: Sequence[Family], device: torch.device) -> None:
+        """Plan the call for consecutive families."""
+        self.longest = max(family.longest for family in families)
+        blocks = list(blocks_of(families))
+        lengths = torch.tensor([[0, 0], *([len(block.own), len(block.before) + len(block.own)] for block in blocks)])
+        self._query_ends, self._key_ends = placed(lengths.cumsum(0).int().t().contiguous(), device)
+        self._longest_query, self._longest_key = lengths.amax(0).tolist()
+        self._copies = _copies(blocks, device) if any(block.before for block in blocks) else None
+        # torch 2.11 supports groups of heads without this argument, which it does not have.
+        self._attend = (
+            partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
+        )
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+        """See `Attention`. Where there are more keys than queries, the last query is aligned with the last key."""
+        if self._copies is not None:
+            key, value = self._copies.take(key), self._copies.take(value)
+        output = self._attend(
+            query,
+            key,
+            value,
+            self._query_ends,
+            self._key_ends,
+            self._longest_query,
+            self._longest_key,
+            scale=scale,
+            window_size=(-1, 0),
+        )
+        return cast("Tensor", output)
+
+
+class NpuAttention:
+    """Ascend's fused attention over blocks, whose keys are those of `VarlenAttention`."""
+
+    def __init__(self, families: Sequence[Family], device: torch.device, fused: FusionAttention) -> None:
+        """Plan the call for consecutive families."""
+        self.longest, self._fused = max(family.longest for family in families), fused
+        blocks = list(blocks_of(families))
+        self._query_ends = list(accumulate(len(block.own) for block in blocks))
+        self._key_ends = list(accumulate(len(block.before) + len(block.own) for block in blocks))
+        self._copies = _copies(blocks, device) if any(block.before for block in blocks) else None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+        """See `Attention`."""
+        if self._copies is not None:
+            key, value = self._copies.take(key), self._copies.take(value)
+        return attend_packed(self._fused, query, key, value, self._query_ends, self._key_ends, scale)
+
+
+class ExpandedAttention:
+    """Attention of continuations that each have a copy of their prompt."""
+
+    def __init__(self, families: Sequence[Family], device: torch.device) -> None:
+        """Plan the calls for consecutive families."""
+        blocks = list(blocks_of(families))
+        self._copies = _copies(blocks, device)
+        self._packed = PackedAttention([len(block.before) + len(block.own) for block in blocks], device)
+        self.longest = self._packed.longest
+        is_own = [is_own for block in blocks for is_own in [False] * len(block.before) + [True] * len(block.own)]
+        self._own = placed(torch.tensor(is_own).nonzero().squeeze(1), device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `Attention`."""
+        query, key, value = (self._copies.take(values) for values in (query, key, value))
+        return self._packed.attend(layer, query, key, value, scale).index_select(0, self._own)

@@ -1,0 +1,119 @@
+"""A small model in the place of a large one, to try whether this package computes its family right.
+
+What it has to show follows from the family and its settings, not from sizes: a few layers, heads and experts with
+random weights do.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+
+import torch
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+
+from leaderless.models.loading.support import attention_names
+
+NUM_LAYERS = 4
+"""Layers of a small model: some families have experts in every other layer only, or not in the first three."""
+_LARGEST: Mapping[str, int] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "ffn_dim": 128,
+    "num_local_experts": 8,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "depth": 1,
+    "embed_dim": 320,
+}
+"""Sizes of a small model, where a large one has more."""
+_PER_LAYER = {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
+"""Layers of the part that sees, whose outputs go elsewhere, too."""
+
+
+def trial_model(described: PreTrainedConfig, kind: type[AutoModel], *, trust_remote_code: bool) -> PreTrainedModel:
+    """Make a small model with the settings of a large one, with random weights, the same in every process.
+
+    Args:
+        described: Description of the large model.
+        kind: Class of `transformers` that makes it.
+        trust_remote_code: Whether code that comes with the model may run.
+
+    Raises:
+        Exception: Of any kind; the settings cannot be those of a small model.
+    """
+    small = shrunk(described)
+    with torch.random.fork_rng(devices=[]):  # without a look at accelerators, which would begin to use all of them
+        torch.default_generator.manual_seed(0)
+        model: PreTrainedModel = kind.from_config(
+            small,
+            dtype=torch.float32,
+            attn_implementation=attention_names(small),
+            trust_remote_code=trust_remote_code,
+        )
+        for parameter in model.parameters():  # with zeros and ones, or all but zero, mistakes could hide
+            if parameter.ndim == 1:
+                parameter.data += 0.1 * torch.randn(parameter.shape)
+            elif parameter.ndim == 2 and parameter.std() < 0.05:
+                parameter.data.normal_(0, 0.1)
+    return model.eval()
+
+
+def shrunk(described: PreTrainedConfig) -> PreTrainedConfig:
+    """The description of a small model of the same family."""
+    small = copy.deepcopy(described)
+    for part in {id(one): one for one in (small, *_parts(small))}.values():
+        _shrink(part)
+    return small
+
+
+def _parts(described: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The descriptions of the parts of a model."""
+    found = (getattr(described, name, None) for name in described.sub_configs or ())
+    return [one for one in found if isinstance(one, PreTrainedConfig)]
+
+
+def _shrink(part: PreTrainedConfig) -> None:
+    """Make the description of a part that of a smaller one."""
+    if hasattr(part, "attn_config"):
+        raise ValueError("its attention is described apart, so that the sizes that go together are not known")
+    layers, heads = getattr(part, "num_hidden_layers", None), getattr(part, "num_attention_heads", None)
+    changed: dict[str, object] = {}
+    if isinstance(heads, int) and heads > 2:
+        changed |= _fewer_heads(part, heads)
+    for name, largest in _LARGEST.items():
+        value = getattr(part, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > largest and name not in changed:
+            changed[name] = largest
+    if isinstance(layers, int) and layers > NUM_LAYERS:
+        changed["num_hidden_layers"] = NUM_LAYERS
+        lists = json.loads(json.dumps({k: v for k, v in part.to_dict().items() if isinstance(v, list)}, default=str))
+        changed |= {name: values[:NUM_LAYERS] for name, values in lists.items() if len(values) == layers}
+    changed |= {name: value for name, value in _PER_LAYER.items() if getattr(part, name, None)}
+    for name, value in changed.items():
+        setattr(part, name, value)
+    words = changed.get("vocab_size")
+    if isinstance(words, int) and isinstance(padding := getattr(part, "pad_token_id", None), int) and padding >= words:
+        part.pad_token_id = None
+
+
+def _fewer_heads(part: PreTrainedConfig, heads: int) -> dict[str, object]:
+    """Two heads, for which there is one of keys where several shared them, each as large as before."""
+    hidden, key_heads = getattr(part, "hidden_size", None), getattr(part, "num_key_value_heads", None)
+    head_dim = getattr(part, "head_dim", None)
+    if not isinstance(hidden, int):
+        return {}
+    if hasattr(part, "kv_lora_rank"):  # heads have several sizes of their own
+        return {"num_attention_heads": 2, "num_key_value_heads": 2}
+    changed: dict[str, object] = {"num_attention_heads": 2}
+    if isinstance(key_heads, int):
+        changed["num_key_value_heads"] = 2 if key_heads == heads else 1
+    changed["hidden_size"] = 2 * (head_dim if isinstance(head_dim, int) else hidden // heads)
+    return changed

@@ -1,0 +1,62 @@
+"""Logits of which each rank has those of some words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from leaderless.distributed.in_flight import MESSAGES_AHEAD
+from leaderless.distributed.transport import ProcessGroup
+
+SUMS = "sums over the words of all ranks"
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The words of a rank: as many on each rank, one after the other.
+
+    Attributes:
+        peers: Ranks that divide the words.
+        num_words: Number of words of a rank.
+    """
+
+    peers: ProcessGroup
+    num_words: int
+
+    @property
+    def first(self) -> int:
+        """The first of them."""
+        return self.peers.ranks.index(self.peers.rank) * self.num_words
+
+    def of(self, values: Tensor | None) -> Tensor | None:
+        """Of values for all words, [vocabulary], those of this rank's; None of none."""
+        return None if values is None else values[self.first : self.first + self.num_words]
+
+    def place_of(self, word: int | None) -> int | None:
+        """The place of a word among those of this rank; None if it is not here."""
+        place = -1 if word is None else word - self.first
+        return place if 0 <= place < self.num_words else None
+
+    def locate(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        """The places of words among those of this rank, and whether they are here; where not, the place is any."""
+        places = words - self.first
+        are_here = (places >= 0) & (places < self.num_words)
+        return places.clamp(0, self.num_words - 1), are_here
+
+    def softmax(self, logits: Tensor, targets: Tensor, are_here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities of this rank's words, from [n, words] logits, and for all words [n] normalizers and logits.
+
+        The latter are those of the targets, [n, 1] places and whether they are here. A probability is the exponential
+        of a logit less the normalizer.
+        """
+        largest = self.peers.max(logits.amax(dim=-1), SUMS, most_ahead=MESSAGES_AHEAD)
+        powers = (logits - largest.unsqueeze(1)).exp_()
+        own = (logits.gather(1, targets) * are_here).squeeze(1)
+        total, target = self.peers.sum(torch.stack([powers.sum(dim=-1), own]), SUMS, most_ahead=MESSAGES_AHEAD)
+        return powers.div_(total.unsqueeze(1)), largest + total.log(), target
+
+    def mean(self, probabilities: Tensor, logits: Tensor) -> Tensor:
+        """[n] the mean of logits over all words."""
+        return self.peers.sum(torch.linalg.vecdot(probabilities, logits), SUMS, most_ahead=MESSAGES_AHEAD)

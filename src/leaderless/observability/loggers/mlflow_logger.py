@@ -1,0 +1,109 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from leaderless.observability.loggers.protocol import LoggedRun, LoggedTable, Logger, Numbers
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+METRICS_PER_REQUEST = 1000
+"""Largest number of metrics that a server takes at a time."""
+MAX_VALUE = 500
+"""Length at which the value of a parameter is cut."""
+PARAMETERS_PER_REQUEST = 100
+
+
+class MlflowLogger(Logger):
+    """Sends a run to an MLflow server, or to the files or the database of `uri`."""
+
+    def __init__(self, uri: str | None = None, experiment: str = "leaderless") -> None:
+        """Prepare to send.
+
+        Args:
+            uri: Address, such as `http://tracking:5000`; by default that of MLFLOW_TRACKING_URI.
+            experiment: Name of the experiment, which is created where it does not exist.
+        """
+        self._uri, self._experiment = uri, experiment
+        self._client: MlflowClient | None = None
+        self._identity = ""
+        self._known: dict[str, int] = {}
+
+    def open(self, run: LoggedRun, identity: str) -> str:
+        """See `Logger`. The recipe is sent as parameters and as the file `config.yaml`."""
+        from mlflow import MlflowClient
+
+        client = self._client = MlflowClient(self._uri)
+        if identity:
+            self._identity = identity
+            client.update_run(identity, "RUNNING")
+            return identity
+        found = client.get_experiment_by_name(self._experiment)
+        experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
+        started = client.create_run(experiment, run_name=run.name)
+        self._identity = started.info.run_id
+        self._send_recipe(run)
+        return self._identity
+
+    def write(self, numbers: Sequence[Numbers]) -> None:
+        """See `Logger`. Values that the server has from an attempt whose reply was lost are not sent again."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(name, value, now, step)
+            for _, step, values in numbers
+            for name, value in ((key_of(name), value) for name, value in values.items())
+            if step > self._known.get(name, -1)
+        ]
+        for first in range(0, len(metrics), METRICS_PER_REQUEST):
+            some = metrics[first : first + METRICS_PER_REQUEST]
+            self._opened.log_batch(self._identity, metrics=some, synchronous=True)
+            self._known |= {metric.key: metric.step for metric in some}
+
+    def write_table(self, table: LoggedTable) -> None:
+        """See `Logger`."""
+        columns = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
+        self._opened.log_table(self._identity, columns, f"{table.name}/step-{table.step:06d}.json")
+
+    def write_file(self, path: Path) -> None:
+        """See `Logger`."""
+        self._opened.log_artifact(self._identity, str(path))
+
+    def close(self) -> None:
+        """See `Logger`."""
+        self._opened.set_terminated(self._identity)
+
+    def _send_recipe(self, run: LoggedRun) -> None:
+        from mlflow.entities import Param
+
+        parameters = [Param(key, text[:MAX_VALUE]) for key, text in _leaves("", run.recipe)]
+        for first in range(0, len(parameters), PARAMETERS_PER_REQUEST):
+            some = parameters[first : first + PARAMETERS_PER_REQUEST]
+            self._opened.log_batch(self._identity, params=some, synchronous=True)
+        self._opened.log_artifact(self._identity, str(run.directory / "config.yaml"))
+
+    @property
+    def _opened(self) -> MlflowClient:
+        assert self._client is not None, "it is open"
+        return self._client
+
+
+def key_of(name: str) -> str:
+    """The name under which MLflow takes a metric: it allows letters, digits and a few signs."""
+    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_").replace("->", "-to-"))
+
+
+def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:
+    """Settings by dotted key, without empty ones."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(f"{path}.{key}" if path else str(key), inner)
+    elif value not in (None, [], ()):
+        yield key_of(path), str(value)

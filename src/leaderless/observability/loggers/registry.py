@@ -1,0 +1,71 @@
+"""Loggers by name. Imports no tracker before it is needed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import cast
+
+from leaderless.base.named_functions import is_function_name, load_callable
+from leaderless.config import Problem, RecipeError, nearest
+from leaderless.config.loggers import LoggerConfig
+from leaderless.config.packaged_files import how_to_install
+from leaderless.observability.loggers.protocol import Logger
+
+BUILT_IN: Mapping[str, str] = {
+    "tensorboard": "leaderless.observability.loggers.tensorboard_logger:TensorBoardLogger",
+    "wandb": "leaderless.observability.loggers.wandb_logger:WandbLogger",
+    "mlflow": "leaderless.observability.loggers.mlflow_logger:MlflowLogger",
+    "trackio": "leaderless.observability.loggers.trackio_logger:TrackioLogger",
+}
+"""Loggers that come with the package, each as `module:Class` and with an extra of its name."""
+_METHODS = ("open", "rewind", "write", "write_table", "write_file", "close")
+
+
+def names_of(configs: Sequence[LoggerConfig]) -> list[str]:
+    """A name for each logger of a recipe, used in file names: its type, with a number if the type repeats."""
+    names: list[str] = []
+    for config in configs:
+        name = config.type.rpartition(":")[2].lower()
+        times = sum(name == known.partition("-")[0] for known in names)
+        names.append(f"{name}-{times + 1}" if times else name)
+    return names
+
+
+def find_logger(config: LoggerConfig, key: str) -> Callable[..., Logger]:
+    """The class of a logger that a recipe names.
+
+    Raises:
+        RecipeError: There is no such logger, its package is missing, or its constructor refuses the options.
+    """
+    name = config.type
+    if name not in BUILT_IN and not is_function_name(name):
+        hint = nearest(name, BUILT_IN)
+        raise RecipeError.at(f"{key}.type", f"unknown logger '{name}'{hint}; a custom one is 'package.module:Class'")
+    if name in BUILT_IN and find_spec(name) is None:
+        raise RecipeError.at(f"{key}.type", f"logger '{name}' needs its package: {how_to_install(name)}")
+    found = load_callable(BUILT_IN.get(name, name), f"{key}.type", "class")
+    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if not isinstance(found, type) or missing:
+        what = f"must have the methods {', '.join(missing)}" if isinstance(found, type) else "must be a class"
+        raise RecipeError.at(f"{key}.type", f"'{name}' {what}; see leaderless.observability.loggers.protocol.Logger")
+    try:
+        signature = inspect.signature(found).replace(return_annotation=inspect.Signature.empty)
+        signature.bind(**config.options)
+    except TypeError as error:
+        reason = f"{found.__name__}{signature} does not take them: {error}"
+        raise RecipeError.at(f"{key}.options", reason) from error
+    return cast("Callable[..., Logger]", found)
+
+
+def check_loggers(configs: Sequence[LoggerConfig]) -> None:
+    """Refuse loggers that cannot be made; all problems are named together in a RecipeError."""
+    problems: list[Problem] = []
+    for index, config in enumerate(configs):
+        try:
+            find_logger(config, f"loggers.{index}")
+        except RecipeError as error:
+            problems += error.problems
+    if problems:
+        raise RecipeError(problems)

@@ -1,0 +1,71 @@
+"""Trackio: a store on this machine, a server, or a Space on the hub."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from leaderless.observability.loggers.protocol import LoggedRun, LoggedTable, Logger, Numbers
+
+if TYPE_CHECKING:
+    import trackio
+
+
+class TrackioLogger(Logger):
+    """Writes a run to Trackio's store on this machine, where `trackio show` reads it, or to a server or a Space."""
+
+    def __init__(self, project: str = "leaderless", space: str | None = None, server: str | None = None) -> None:
+        """Prepare to write.
+
+        Args:
+            project: Name of the project.
+            space: Space of the hub to write to, such as `team/runs`.
+            server: Address of a Trackio server to write to.
+        """
+        self._project, self._space, self._server = project, space, server
+        self._run: trackio.Run | None = None
+
+    def open(self, run: LoggedRun, identity: str) -> str:
+        """See `Logger`. Runs are found by name, so the name gets a unique ending."""
+        import trackio
+
+        name = identity or f"{run.name}-{secrets.token_hex(3)}"
+        self._run = trackio.init(
+            project=self._project,
+            name=name,
+            space_id=self._space,
+            server_url=self._server,
+            config=dict(run.recipe),
+            resume="allow" if identity else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        return name
+
+    def write(self, numbers: Sequence[Numbers]) -> None:
+        """See `Logger`."""
+        for _, step, values in numbers:
+            self._opened.log(dict(values), step=step)
+
+    def write_table(self, table: LoggedTable) -> None:
+        """See `Logger`."""
+        import trackio
+
+        rows = trackio.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+        self._opened.log({table.name: rows}, step=table.step)
+
+    def write_file(self, path: Path) -> None:
+        """See `Logger`."""
+        self._opened.log_artifact(path, name=f"{self._opened.name}-{path.stem}", type="report")
+
+    def close(self) -> None:
+        """See `Logger`."""
+        self._opened.finish()
+
+    @property
+    def _opened(self) -> trackio.Run:
+        assert self._run is not None, "it is open"
+        return self._run

@@ -1,0 +1,95 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from leaderless.observability.loggers.protocol import LoggedRun, LoggedTable, Logger, Numbers
+
+if TYPE_CHECKING:
+    import wandb
+
+STEP = "step"
+"""Name of the horizontal axis."""
+
+
+class WandbLogger(Logger):
+    """Sends a run to Weights & Biases, under an identity that stays the same when it continues."""
+
+    def __init__(
+        self,
+        project: str = "leaderless",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        mode: Literal["online", "offline"] = "online",
+    ) -> None:
+        """Prepare to send.
+
+        Args:
+            project: Name of the project.
+            entity: User or team; the user's own by default.
+            group: Name shared by runs that belong together.
+            tags: Tags of the run.
+            mode: `offline` writes to the folder of the run, for `wandb sync`.
+        """
+        if mode not in {"online", "offline"}:
+            raise ValueError(f"option mode='{mode}' of the logger wandb must be online or offline")
+        self._project, self._entity, self._group, self._tags, self._mode = project, entity, group, tags, mode
+        self._run: wandb.Run | None = None
+
+    def open(self, run: LoggedRun, identity: str) -> str:
+        """See `Logger`. Numbers are plotted over `step`, as loops that run ahead are at other steps than training."""
+        import wandb
+
+        folder = run.directory / "loggers"
+        folder.mkdir(exist_ok=True)
+        settings = wandb.Settings(console="off", x_disable_stats=False, quiet=True)
+        self._run = wandb.init(
+            project=self._project,
+            entity=self._entity,
+            group=self._group,
+            tags=list(self._tags),
+            mode=self._mode,
+            name=run.name,
+            id=identity or secrets.token_hex(4),
+            resume="allow",
+            dir=folder,
+            config=dict(run.recipe),
+            settings=settings,
+        )
+        self._run.define_metric(STEP, hidden=True)
+        self._run.define_metric("*", step_metric=STEP)
+        return str(self._run.id)
+
+    def write(self, numbers: Sequence[Numbers]) -> None:
+        """See `Logger`."""
+        for _, step, values in numbers:
+            self._opened.log({STEP: step, **values})
+
+    def write_table(self, table: LoggedTable) -> None:
+        """See `Logger`."""
+        import wandb
+
+        rows = wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows], allow_mixed_types=True)
+        self._opened.log({STEP: table.step, table.name: rows})
+
+    def write_file(self, path: Path) -> None:
+        """See `Logger`."""
+        import wandb
+
+        artifact = wandb.Artifact(f"{self._opened.id}-{path.stem}", type="report")
+        artifact.add_file(str(path))
+        self._opened.log_artifact(artifact)
+
+    def close(self) -> None:
+        """See `Logger`."""
+        self._opened.finish()
+
+    @property
+    def _opened(self) -> wandb.Run:
+        assert self._run is not None, "it is open"
+        return self._run

@@ -1,0 +1,145 @@
+"""Whether a plan fits into the memory of a rank, and what to lower where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from leaderless.config import Recipe
+from leaderless.config.training import Whole
+from leaderless.planner.make_plan import longest_part
+from leaderless.planner.memory.cache_pool import PAGE_TOKENS, CacheBound
+from leaderless.planner.memory.estimate import estimate_memory
+from leaderless.planner.memory.parts import COMMANDS, LARGE_MAX_LOGITS, DeviceMemory, Room, format_bytes
+from leaderless.planner.plan import Plan
+
+MARGIN = 0.85
+"""Share of a rank's memory that an estimate may fill: it is right to about 15 %."""
+LARGEST_POOL = 1 << 24
+"""Most tokens of an engine's pool, where there is not room for all sequences at their longest."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a plan fits into the memory of a rank.
+
+    Attributes:
+        pass_tokens: Most tokens of one pass to begin with.
+        problem: Reason why it does not fit, or only just, and settings to lower; empty if there is room.
+        is_hopeless: Whether not even passes of one sample and one sequence at a time would fit.
+        room: Use of the memory that is left.
+    """
+
+    pass_tokens: int
+    problem: str = ""
+    is_hopeless: bool = False
+    room: Room = field(default_factory=Room)
+
+
+def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool, has_pages: bool = True) -> Fit:
+    """Compare the estimate of a plan with what there is.
+
+    With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits. On accelerators the
+    pools of native engines are bounded until it does, for sequences may wait for each other. What is left then goes
+    into large chunks of logits, into what ranks keep whole, and into what engines keep while they sleep. A plan with a
+    model of unknown size is taken to fit. `available` are the bytes that each rank may use. Without pages, as on
+    accelerators other than those of CUDA, keys and values are not bounded.
+    """
+    tokens = plan.batch.micro_batch_tokens
+    longest = longest_part(recipe, plan.instances)
+    limit = MARGIN * available
+
+    def memory(pass_tokens: int, sequences: int | None = None, room: Room | None = None) -> DeviceMemory:
+        estimate = estimate_memory(recipe, plan, pass_tokens, sequences, room=room)
+        assert estimate is not None, "checked before"
+        return estimate.cpu if is_cpu else estimate.accelerator
+
+    if plan.memory is None:
+        return Fit(tokens)
+    unbound, is_bounded = CacheBound(has_pages=has_pages), has_pages and not is_cpu
+    least_room = Room(cache=CacheBound(PAGE_TOKENS) if is_bounded else unbound)
+    while plan.batch.adapts_to_memory and tokens > longest and memory(tokens, room=least_room).peak > limit:
+        tokens = max(tokens // 2, longest)
+
+    def fits(room: Room, most: float = limit) -> bool:
+        return memory(tokens, room=room).peak <= most
+
+    # Where something else is too large, a run may be tried all the same, and pools should not make it worse.
+    least_peak = max(limit, memory(tokens, room=least_room).peak)
+    bounds = [unbound, *(CacheBound(size) for size in _sizes(LARGEST_POOL, PAGE_TOKENS) if is_bounded)]
+    room = next(room for room in (Room(cache=bound) for bound in bounds) if fits(room, least_peak))
+    least, expected = memory(longest, 1, Room(cache=unbound)), memory(tokens, room=room)
+    if least.peak > available:
+        return Fit(tokens, _shortage(recipe, plan, least, None, available), is_hopeless=True, room=room)
+    if expected.peak > limit:
+        return Fit(tokens, _shortage(recipe, plan, expected, tokens, available), room=room)
+    # On the CPU ranks share the memory through which they send, and under another plan there may be less room.
+    if is_cpu or recipe.schedule.replan_every_steps:
+        return Fit(tokens, room=room)
+    large = replace(room, max_logits=LARGE_MAX_LOGITS)
+    room = large if fits(large) else room
+    kinds: tuple[Whole, ...] = ("all", "weights")
+    room = next(filter(fits, (replace(room, keeps=kind) for kind in kinds)), room)
+    staying = replace(room, cache=room.cache._replace(stays=is_bounded))
+    return Fit(tokens, room=staying if fits(staying) else room)
+
+
+def _sizes(largest: int, smallest: int) -> Iterator[int]:
+    """A number, three quarters of it, a half, and so on."""
+    while largest >= smallest:
+        yield from (size for size in (largest, largest * 3 // 4) if size >= smallest)
+        largest //= 2
+
+
+def _shortage(recipe: Recipe, plan: Plan, memory: DeviceMemory, tokens: int | None, available: int) -> str:
+    totals, how = memory.totals, "at least" if tokens is None else "about"
+    phase = max((name for name in totals if name not in COMMANDS), key=totals.__getitem__)
+    held = {**memory.resident, **memory.phases[phase]} if phase in memory.phases else memory.apart[phase]
+    largest = sorted(held.items(), key=lambda part: -part[1])[:5]
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
+    return (
+        f"a rank needs {how} {format_bytes(memory.peak)} in its fullest phase, '{phase}' ({parts}), and there are "
+        f"{format_bytes(available)} for it: {_remedies(recipe, plan, memory, tokens)}"
+    )
+
+
+def _remedies(recipe: Recipe, plan: Plan, memory: DeviceMemory, tokens: int | None) -> str:
+    """What to lower; what changes no number comes first."""
+    remedies: list[str] = []
+    phase = max(memory.phases, key=memory.totals.__getitem__)
+    role, _, does = phase.rpartition(" ")
+    if does in {"trains", "scores"} and (kept := recipe.as_seen_by(role).training.keep_whole) in {"weights", "all"}:
+        remedies.append(f"leave out {recipe.key_of('training.keep_whole', role)}={kept}")
+    if tokens is not None:
+        if does == "generates" and recipe.body is None:
+            setting = recipe.key_of("rollout.max_sequences", role)
+            remedies.append(f"lower {setting}={recipe.as_seen_by(role).rollout.max_sequences}")
+        elif does == "judges":
+            remedies.append(f"lower {_most_asked(recipe, role)}")
+        else:
+            remedies.append(f"lower batch.micro_batch_tokens={tokens}")
+    if recipe.body is not None:
+        remedies.append(f"lower batch.prompts_per_step={recipe.batch.prompts_per_step}, whose episodes are kept")
+    if "checkpoint copy" in memory.resident:
+        saved = format_bytes(memory.resident["checkpoint copy"])
+        remedies.append(f"set checkpoint.asynchronous=false, which saves {saved}")
+    trained = [instance.role for instance in plan.instances if instance.is_trained]
+    unchecked = [role for role in trained if (m := recipe.model_of(role)) and not m.gradient_checkpointing]
+    if unchecked and phase.endswith(" trains"):
+        remedies.append(f"set models.{unchecked[0]}.gradient_checkpointing")
+    whole = [role for role in trained if (m := recipe.model_of(role)) and m.lora is None]
+    if whole and recipe.body is None and phase.endswith(" trains"):
+        remedies.append(f"train adapters: set models.{whole[0]}.lora")
+    is_cpu = not memory.host
+    remedies.append(f"use {'ranks of more machines' if is_cpu else 'more ranks'}, or a smaller model")
+    return "; ".join(remedies)
+
+
+def _most_asked(recipe: Recipe, role: str) -> str:
+    """The setting that bounds how many questions the engine of a judge answers at a time, with its value."""
+    judges = {name: recipe.reward.judges()[name] for name, own in recipe.reward.roles().items() if own == role}
+    name, options = max(judges.items(), key=lambda judge: judge[1].max_requests)
+    sequences = recipe.as_seen_by(role).rollout.max_sequences
+    if sequences < options.max_requests:
+        return f"{recipe.key_of('rollout.max_sequences', role)}={sequences}"
+    return f"reward.{name}.max_requests={options.max_requests}"

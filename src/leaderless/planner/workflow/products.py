@@ -1,0 +1,51 @@
+"""The kinds of runs, and the functions that some of them have in place of those for text. Imports no torch.
+
+Functions are named as `package.module:function`, and only what calls one imports it: nothing imports policies and
+simulators, or a server, but the runs that need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from leaderless.config.recipe import Product
+
+
+@dataclass(frozen=True)
+class ProductFunctions:
+    """The functions of a kind of run; an empty name stands for what other runs do.
+
+    Attributes:
+        check: Function of a recipe that tries what it names before anything starts.
+        memory: Function that estimates the memory of a rank; see `estimate_memory`.
+        rollout_engine: Function that makes what generates; see
+        `leaderless.embodied.rollout.policy_rollout.make_engine`.
+        weight_shapes: Function that finds the shapes of the weights that are sent to it; see `body_shapes`.
+        evaluation: Function that grades episodes of held-out tasks; see `evaluate_bodies`.
+        clients: Function that reserves the address at which clients ask a rank; see `Entrance`.
+    """
+
+    check: str = ""
+    memory: str = ""
+    rollout_engine: str = ""
+    weight_shapes: str = ""
+    evaluation: str = ""
+    clients: str = ""
+
+
+PRODUCTS: Mapping[Product, ProductFunctions] = {
+    "text": ProductFunctions(),
+    "episodes": ProductFunctions(),
+    "online": ProductFunctions(clients="leaderless.serving.online.addresses:make_entrance"),
+    "bodies": ProductFunctions(
+        check="leaderless.embodied.simulators.registry:check_recipe",
+        memory="leaderless.embodied.planning.memory:estimate_body_memory",
+        rollout_engine="leaderless.embodied.rollout.policy_rollout:make_engine",
+        weight_shapes="leaderless.embodied.rollout.policy_rollout:body_shapes",
+        evaluation="leaderless.embodied.evaluation:evaluate_bodies",
+    ),
+}
+"""The functions of each kind of run; those of its stages are in the contracts of these."""

@@ -1,0 +1,317 @@
+"""A planned run: checks of what its recipe names, its folder, and the report at its end."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from leaderless.base.named_functions import load_own
+from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, nearest
+from leaderless.config.layout import LayoutConfig
+from leaderless.config.packaged_files import how_to_make
+from leaderless.config.replanning import ScheduleConfig
+from leaderless.data.sources.files import find_files
+from leaderless.observability.console import print_line, print_path
+from leaderless.observability.loggers.start import loggers_running
+from leaderless.observability.run_directory import RunDirectory
+from leaderless.planner import Cluster, Plan, make_plan
+from leaderless.planner.graph.adapters import optimizer_of
+from leaderless.planner.placement.replanning import alternatives
+from leaderless.planner.placement.stage_seconds import read_profile
+from leaderless.planner.workflow import Workflow, load_recipe, resolve_workflow, spec_of
+from leaderless.planner.workflow.evaluation import ANSWER, JUDGE, evaluation_workflow
+from leaderless.planner.workflow.products import PRODUCTS
+from leaderless.planner.workflow.reward_stage import reward_names
+from leaderless.rollout.choose_engine import choose_engine
+from leaderless.run.settings import leaves_of
+
+if TYPE_CHECKING:
+    from leaderless.planner.placement.search import PlacementChoice
+
+RATE = "optimizer.learning_rate"
+FREE_KEYS = (
+    "steps",
+    "run.",
+    "checkpoint.",
+    "evaluation.",
+    "layout.",
+    "schedule.",
+    "batch.micro_batch_tokens",
+    "data.prefetch_steps",
+    "rollout.max_sequences",
+    "guards.",
+    "algorithm.repeat.",
+    "loggers",
+    "online.host",
+    "online.port",
+    "online.feedback_timeout_s",
+)
+"""Settings that may differ when a run continues: they change no numbers, only how long and where it runs, and its
+response to bad numbers."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A recipe and what the planner made of it."""
+
+    loaded: LoadedRecipe
+    plan: Plan
+    choice: PlacementChoice | None = None
+    """Why the layouts are what they are, if the planner has chosen them."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The settings."""
+        return self.loaded.recipe
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The folder of the run."""
+        return RunDirectory.of(self.recipe)
+
+    def check_inputs(self) -> None:
+        """Check the models, files, rewards and environment that the recipe names; no model is loaded."""
+        from leaderless.environments.registry import try_environment
+        from leaderless.observability.loggers.registry import check_loggers
+        from leaderless.rewards.registry import check_rewards
+
+        recipe = self.recipe
+        problems: list[Problem] = []
+        for role, model in recipe.models.items():
+            if not model.path:
+                continue
+            path = Path(model.path)
+            if path.is_file():
+                problems.append(Problem(f"models.{role}", f"{path} is a file; name the folder that holds config.json"))
+            elif path.is_dir() and not (path / "config.json").exists():
+                problems.append(Problem(f"models.{role}", f"folder {path} holds no config.json, so it is not a model"))
+            elif not path.exists() and (path.is_absolute() or model.path.startswith(".") or len(path.parts) > 2):
+                reason = f"folder {path} does not exist (looked for from {Path.cwd()}){how_to_make(path)}"
+                problems.append(Problem(f"models.{role}", reason))
+        held_out = {"data.evaluation": recipe.data.evaluation} if recipe.data.evaluation else {}
+        training = recipe.data.train_sets() if recipe.online is None else {}
+        for key, dataset in {**training, **held_out}.items():
+            try:
+                find_files(dataset, key)
+            except RecipeError as error:
+                problems += error.problems
+        with located(self.loaded):
+            if problems:
+                raise RecipeError(problems)
+            if self.choice is not None:
+                from leaderless.run.stage_profile import check_machine
+
+                check_machine(self.choice.profile)
+            check_loggers(recipe.loggers)
+            check_rewards(recipe.reward, in_worker=recipe.run.reward_processes == 0)
+            if recipe.environment is not None:
+                try_environment(recipe.environment)
+            if own := PRODUCTS[recipe.product].check:
+                cast("Callable[[Recipe], None]", load_own(own))(recipe)
+
+    def is_finished(self, *, is_shown: bool = True) -> bool:
+        """Whether the run is complete; if so, and if `is_shown`, print that there is nothing to do."""
+        if self.directory.last_step() < self.recipe.steps:
+            return False
+        if is_shown:
+            advice = "Raise `steps` to continue, or pass --fresh (in Python: fresh=True) to begin anew."
+            print_line(f"{self.directory.path} has all of its {self.recipe.steps} steps: nothing to do. {advice}")
+        return True
+
+    @contextmanager
+    def opened(self, *, fresh: bool = False, is_restart: bool = False, is_held: bool = True) -> Iterator[None]:
+        """Prepare the run's folder, and keep other runs out of it.
+
+        Args:
+            fresh: Whether to set an earlier run of this name aside.
+            is_restart: Whether the run is under way, so that its files stay.
+            is_held: Whether to prevent other processes from writing into the folder.
+
+        Raises:
+            RecipeError: Another process writes into the folder, it cannot be written, or it holds a run with other
+                settings.
+        """
+        with ExitStack() as stack:
+            if is_held:
+                self._hold(stack)
+            self._prepare(fresh=fresh and not is_restart, is_restart=is_restart)
+            yield
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Let the recipe's loggers follow the run, and write the report at the end, even if the run fails.
+
+        A report that cannot be written must not hide why.
+        """
+        with loggers_running(self.recipe.loggers, self.directory.path, print_line):
+            try:
+                yield
+            except BaseException:
+                try:
+                    self._report()
+                except OSError as error:
+                    print_line(f"the report could not be written: {error}")
+                raise
+            self._report()
+
+    def _report(self) -> None:
+        if self.directory.config.exists() and self.directory.metrics.exists():
+            from leaderless.observability.report.page import write_report
+
+            print_path("report", write_report(self.directory.path))
+
+    def _hold(self, stack: ExitStack) -> None:
+        """Keep a second run from writing into the folder of this one."""
+        try:
+            stack.enter_context(self.directory.held())
+        except BlockingIOError as error:
+            reason = f"is the name of a run that {error} is writing now: take another name, or end that process"
+            raise self.loaded.locate(RecipeError.at("name", reason)) from error
+        except OSError:
+            pass  # a folder that cannot be written is reported with its reason when it is prepared
+
+    def _prepare(self, *, fresh: bool, is_restart: bool) -> None:
+        directory = self.directory
+        has_checkpoint = directory.last_step() > 0
+        if has_checkpoint and not fresh:
+            self._check_same_settings()
+        elif has_checkpoint or (not is_restart and any(record["step"] for record in directory.read_metrics())):
+            print_path("the earlier run is now in", directory.set_aside(keep_limits=not fresh))
+        try:
+            directory.path.mkdir(parents=True, exist_ok=True)
+            if not is_restart:
+                directory.stop.unlink(missing_ok=True)
+            if not has_checkpoint and not is_restart:
+                # A run without a step is not kept, and its notes do not apply to the new one.
+                shutil.rmtree(directory.traces, ignore_errors=True)
+                for file in (directory.events, *([directory.limits] if fresh else [])):
+                    file.unlink(missing_ok=True)
+            with tempfile.TemporaryFile(dir=directory.path):
+                pass
+        except OSError as error:
+            reason = f"folder {directory.path} cannot be written: {error.strerror}"
+            raise self.loaded.locate(RecipeError.at("run.directory", reason)) from error
+
+    def _check_same_settings(self) -> None:
+        """Refuse to continue a run with settings other than those it was begun with."""
+        try:
+            begun_with = load_recipe(self.directory.config).recipe
+        except RecipeError as error:
+            remedy = "; if the run was begun with another version, correct this file, or pass --fresh to set it aside"
+            raise error.noted(remedy) from error
+        before, now = (
+            {".".join(path): value for path, value in leaves_of(recipe.model_dump(mode="json")) if value != {}}
+            for recipe in (begun_with, self.recipe)
+        )
+        problems = [
+            Problem(
+                key,
+                f"is {now.get(key)!r}, but run '{self.recipe.name}' was begun with {before.get(key)!r}: "
+                "give the new run another name, or pass --fresh to set the old one aside",
+            )
+            for key in sorted({*before, *now})
+            if before.get(key) != now.get(key) and not key.startswith(FREE_KEYS)
+        ]
+        if _peaks(begun_with) == _peaks(self.recipe):  # a rate that is left out, perhaps of a default that was a number
+            problems = [one for one in problems if not one.key.endswith(RATE)]
+        if problems:
+            raise self.loaded.locate(RecipeError(problems))
+
+
+def _peaks(recipe: Recipe) -> dict[str, float]:
+    """The peak learning rates of the roles that a recipe names, and of others, as ""."""
+    models = {role: recipe.model_of(role) for role in (*recipe.models, *recipe.roles)}
+    known = {role: optimizer_of(recipe.as_seen_by(role), model).peak for role, model in models.items() if model}
+    return {**known, "": recipe.optimizer.peak}
+
+
+@contextmanager
+def located(loaded: LoadedRecipe) -> Iterator[None]:
+    """Let errors about a recipe name the file and line of the setting."""
+    try:
+        yield
+    except RecipeError as error:
+        raise loaded.locate(error) from None  # the error says all that a user needs
+
+
+def plan_training(loaded: LoadedRecipe, num_workers: int) -> Planned:
+    """Plan a run; a RecipeError gives every reason why it does not work with this number of workers."""
+    with located(loaded):
+        planned = _plan(loaded, resolve_workflow(loaded.recipe.workflow), num_workers)
+        alternatives(planned.recipe, planned.plan)  # report their problems now
+        return planned
+
+
+def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) -> Planned:
+    """Plan an evaluation, in which one role answers on all workers, whatever the recipe says about training.
+
+    Without a role it is `evaluation.role`, or the policy. A RecipeError says that the recipe has no held-out prompts,
+    no reward or no such role.
+    """
+    recipe = loaded.recipe
+    role = role or recipe.evaluation.role or "policy"
+    model = recipe.model_of(role)
+    with located(loaded):
+        if recipe.data.evaluation is None:
+            raise RecipeError.at("data.evaluation", "must name the held-out prompts")
+        if recipe.data.evaluation.preferences is not None:
+            raise RecipeError.at(
+                "data.evaluation",
+                "has responses that are compared, not prompts to answer: training itself evaluates them "
+                "(evaluation.every_steps); name a dataset of prompts, and a reward",
+            )
+        if not reward_names(recipe):
+            raise RecipeError.at("reward", "must name a reward, or the recipe an environment, to tell what is correct")
+        if model is None:
+            raise RecipeError.at("models", f"has no model for the role '{role}'{nearest(role, recipe.models)}")
+        batch = recipe.batch.model_copy(update={"prompts_per_step": max(recipe.batch.prompts_per_step, num_workers)})
+        checkpoint = recipe.checkpoint.model_copy(update={"best_metric": None})
+        evaluation = recipe.evaluation.model_copy(update={"role": role})
+        judges = {*recipe.reward.roles().values()}
+        layout = _engine_layouts(recipe, role, num_workers)
+        update = {
+            "models": {role: model} | {name: one for name, one in recipe.models.items() if name in judges},
+            "layout": layout,
+            "batch": batch,
+            "checkpoint": checkpoint,
+            "roles": {name: one for name, one in recipe.roles.items() if name in judges},
+            "placement": None,
+            "schedule": ScheduleConfig(),
+            "evaluation": evaluation,
+        }
+        recipe = recipe.as_seen_by(role).model_copy(update=update)
+        workflow = evaluation_workflow(role, is_judged=bool(judges))
+        return _plan(LoadedRecipe(recipe, loaded.source), workflow, num_workers)
+
+
+def _engine_layouts(recipe: Recipe, role: str, num_workers: int) -> dict[str, LayoutConfig]:
+    """The layouts of an evaluation on all workers: engines that span ranks in training do so, if there are enough.
+
+    The engine of the role that answers may span others than those of judges.
+    """
+    layouts: dict[str, LayoutConfig] = {}
+    for node in resolve_workflow(recipe.workflow).nodes:
+        spec, given = spec_of(node), recipe.layout.get(node.name, LayoutConfig())
+        generates = any(own == role and spec.roles[name] == "generate" for name, own in spec.roles_of(node).items())
+        judges = spec.grades and bool(recipe.reward.roles())
+        sizes = {"tp": given.tp, "pp": given.pp, "cp": given.cp}
+        fitting = sizes if num_workers % prod(sizes.values()) == 0 else {}
+        for name in [ANSWER] * generates + [JUDGE] * judges:
+            layouts.setdefault(name, LayoutConfig(**fitting))
+    return layouts
+
+
+def _plan(loaded: LoadedRecipe, workflow: Workflow, num_workers: int) -> Planned:
+    cluster, placement = Cluster(num_workers, choose_engine(loaded.recipe.rollout)), loaded.recipe.placement
+    if placement is not None:
+        from leaderless.planner.placement.search import choose_layout  # it imports numpy
+
+        choice = choose_layout(loaded.recipe, workflow, cluster, read_profile(Path(placement.profile)))
+        return Planned(LoadedRecipe(choice.best.recipe, loaded.source), choice.best.plan, choice)
+    return Planned(loaded, make_plan(loaded.recipe, workflow, cluster))

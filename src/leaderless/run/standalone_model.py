@@ -1,0 +1,249 @@
+"""Finds and loads the model to serve: a folder, a name on the hub, a checkpoint, or the newest checkpoint of a run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from leaderless.base.devices import setup_device
+from leaderless.config import RecipeError, load_recipe, nearest
+from leaderless.config.models import ComputeType, ModelConfig
+from leaderless.config.rollout import RolloutConfig
+from leaderless.config.training import TrainingConfig
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.data.prompts.images import ImageReader
+from leaderless.distributed.weights.blocks import Pool, everything
+from leaderless.models.decoder import load_model_config
+from leaderless.models.loading.support import sees_images
+from leaderless.models.loading.tokenizer import check_vocabulary, load_tokenizer
+from leaderless.models.vision.image_readers import open_reader
+from leaderless.observability.run_directory import list_checkpoints
+from leaderless.planner import Layout
+from leaderless.planner.memory.cache_pool import CachePool, pool_tokens
+from leaderless.planner.memory.model import number_bytes
+from leaderless.planner.memory.model_size import read_model_size
+from leaderless.planner.rollout_engines import engine_for
+from leaderless.rollout.choose_engine import choose_engine
+from leaderless.rollout.make_engine import RolloutSetup, make_engine
+from leaderless.rollout.spanning_engine import ALONE
+from leaderless.rollout.weight_sources import Colocated, Serving
+from leaderless.training.engine import EngineSetup, TrainEngine
+from leaderless.training.registry import make_train_engine
+from leaderless.worker.build.join import join_nobody
+from leaderless.worker.build.memory_bounds import available_memory
+from leaderless.worker.checkpoint.reader import STATE_FILE, find_damage, load_checkpoint, read_role_state
+
+POOL_SHARE = 0.7
+"""Share of the free memory of an accelerator for an engine's weights, and for its keys and values."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Origin of a model.
+
+    Attributes:
+        name: Name of the model for clients.
+        role: Role of the model in its run; `policy` if there is no run.
+        config: Config of the model.
+        rollout: Rollout config of its run; the defaults if there is no run.
+        checkpoint: Checkpoint with its weights; those that `config` names if None.
+    """
+
+    name: str
+    role: str
+    config: ModelConfig
+    rollout: RolloutConfig
+    checkpoint: Path | None = None
+
+    def changed(
+        self,
+        name: str | None,
+        compute_dtype: ComputeType | None,
+        max_sequences: int | None,
+        engine_python: str | None,
+    ) -> Self:
+        """Apply the options of a user, each if it is given."""
+        config = self.config.model_copy(update={"compute_dtype": compute_dtype or self.config.compute_dtype})
+        rollout: dict[str, object] = {} if max_sequences is None else {"max_sequences": max_sequences}
+        if engine_python is not None:
+            rollout["external"] = self.rollout.external.model_copy(update={"python": engine_python})
+        return replace(self, name=name or self.name, config=config, rollout=self.rollout.model_copy(update=rollout))
+
+
+@dataclass(frozen=True)
+class Served:
+    """A loaded model, and its engine with the source of its weights."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocabulary: int  # tokens with an embedding
+    max_context: int  # tokens of prompt and response together
+    serving: Serving
+    reader: ImageReader | None = None  # what the model says of images, if it sees them
+
+
+def find_model(target: str, role: str, say: Callable[[str], None]) -> ModelSource:
+    """Find the model of a role in the folder, or with the name on the hub, that a user named.
+
+    Damaged checkpoints of a run are reported and skipped.
+
+    Raises:
+        RecipeError: There is no such model, or it is damaged.
+    """
+    path = Path(target)
+    if (path / STATE_FILE).exists():
+        damage = find_damage(path, ALONE)
+        if damage:
+            raise RecipeError.at("", f"checkpoint {path} is damaged: {damage}; take another one")
+        return _of_checkpoint(path, role)
+    if (path / "config.json").exists():
+        return ModelSource(path.resolve().name, "policy", ModelConfig(path=target), RolloutConfig())
+    if (path / "checkpoints").is_dir():
+        return _of_checkpoint(_newest_good(path, say), role)
+    if path.exists():
+        raise RecipeError.at("", f"{path} is neither a model, nor a checkpoint, nor the folder of a run that has one")
+    if path.is_absolute() or target.startswith(".") or len(path.parts) > 2:
+        raise RecipeError.at("", f"folder {path} does not exist (looked for from {Path.cwd()})")
+    return ModelSource(target, "policy", ModelConfig(path=target), RolloutConfig())
+
+
+def _of_checkpoint(path: Path, role: str) -> ModelSource:
+    try:
+        recipe = load_recipe(path / "recipe.yaml").recipe
+    except RecipeError as error:
+        remedy = "; if the checkpoint is of another version, export it, and serve the exported folder"
+        raise error.noted(remedy) from error
+    if recipe.body is not None:
+        raise RecipeError.at("body", f"the policy of {path} moves a body, and writes no text that could be served")
+    state, config = read_role_state(path, role), recipe.model_of(role)
+    if state is None or config is None:
+        roles = [folder.name for folder in path.iterdir() if folder.is_dir()]
+        raise RecipeError.at("--role", f"checkpoint {path} has no role '{role}'{nearest(role, roles)}")
+    if state.is_value_model:
+        raise RecipeError.at("--role", f"'{role}' is a value model, which writes no text")
+    return ModelSource(recipe.name, role, config, recipe.as_seen_by(role).rollout, path)
+
+
+def _newest_good(run: Path, say: Callable[[str], None]) -> Path:
+    """Find the newest undamaged checkpoint of a run. The run may still be training, so nothing is changed."""
+    for path in reversed(list_checkpoints(run / "checkpoints")):
+        damage = find_damage(path, ALONE)
+        if not damage:
+            return path
+        say(f"checkpoint {path} is damaged and skipped: {damage}")
+    raise RecipeError.at("", f"{run} has no undamaged checkpoint")
+
+
+@contextmanager
+def open_model(
+    source: ModelSource, engine: str | None, max_context: int | None, say: Callable[[str], None]
+) -> Iterator[Served]:
+    """Load a model on this machine's first device.
+
+    Args:
+        source: Origin of the model.
+        engine: Engine that generates; the choice of `rollout.engine: auto` if None.
+        max_context: Most tokens of prompt and response together; as many as the model can take if None.
+        say: Function that shows a message to the user.
+
+    Raises:
+        RecipeError: The model cannot be loaded, or takes fewer tokens than `max_context`.
+    """
+    with _alone() as device, tempfile.TemporaryDirectory(prefix="leaderless-") as logs:
+        tokenizer = load_tokenizer(source.config, source.role)
+        trainer = _load(source, device)
+        check_vocabulary(trainer.vocab_size, tokenizer, source.role)
+        described = load_model_config(source.config, source.role)
+        longest = _longest(described, max_context)
+        reader = open_reader(source.config, source.role, tokenizer) if sees_images(described) else None
+        if source.checkpoint is not None:
+            load_checkpoint(source.checkpoint, {source.role: trainer})
+        name = engine or choose_engine(source.rollout)
+        setup = RolloutSetup(
+            role=source.role,
+            rollout=source.rollout,
+            model=source.config,
+            max_tokens=longest,
+            tokenizer=tokenizer,
+            layout=Layout((0,), 1),
+            shard=ALONE,
+            rank=0,
+            world_size=1,
+            device=device,
+            logs=Path(logs),
+            report=say,
+            beat=lambda: None,
+            pool=_pool(source, longest, device),
+        )
+        spec, dtype = engine_for(source.rollout, name), getattr(torch, source.config.compute_dtype)
+        has_adapters = source.config.lora is not None
+        serving = Colocated(
+            make_engine(name, setup),
+            trainer,
+            Pool(Layout((0,), 1), everything),
+            dtype,
+            probe=setup.probe if spec.compares(has_adapters=has_adapters) else (),
+            may_restart=spec.may_restart,
+            is_merged=has_adapters and not spec.takes_adapters,
+        )
+        try:
+            yield Served(source.name, tokenizer, trainer.vocab_size, longest, serving, reader)
+        finally:
+            serving.close()
+
+
+def _load(source: ModelSource, device: torch.device) -> TrainEngine:
+    """Load the model as a single frozen instance, whichever back end has trained it."""
+    setup = EngineSetup(
+        role=source.role,
+        model=source.config,
+        is_critic=False,
+        layout=Layout((0,), 1),
+        process_group=ALONE,
+        axis_groups={"dp": ALONE},
+        device=device,
+        optimizer=None,
+        num_updates=0,
+        micro_batch_tokens=1,  # nothing is scored or trained here
+    )
+    return make_train_engine(TrainingConfig().backend, setup)
+
+
+def _pool(source: ModelSource, longest: int, device: torch.device) -> CachePool | None:
+    """The pool of a native engine on an accelerator: for all sequences, or what there is room for next to weights."""
+    size = read_model_size(source.config)
+    if device.type == "cpu" or size is None:
+        return None
+    width = number_bytes(source.config)
+    free = int(POOL_SHARE * available_memory(device, 1)) - size.num_parameters * width
+    most = max(longest, free // (size.kv_values_per_token * width))
+    return CachePool(pool_tokens(source.rollout.max_sequences, longest, 0, 0, most), stays=True)
+
+
+def _longest(described: PreTrainedConfig, wanted: int | None) -> int:
+    """Return the number of tokens that the model takes or the user wants, and refuse to exceed the model's."""
+    config = described.get_text_config()
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
+    longest: int = min(limit for limit in limits if limit is not None)
+    if wanted is not None and wanted > longest:
+        raise RecipeError.at("--max-context", f"is {wanted}, but the model takes at most {longest} tokens: lower it")
+    return wanted or longest
+
+
+@contextmanager
+def _alone() -> Iterator[torch.device]:
+    """Join a process group of one rank; yields the device."""
+    setup = setup_device(0, 1)
+    join_nobody(setup)
+    try:
+        yield setup.device
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,249 @@
+"""What the server knows of runs: their numbers in memory, and the pages about them. Every method may be slow."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from threading import Lock, RLock
+
+from leaderless.observability.report.curves import MAX_POINTS
+from leaderless.observability.report.page import environment, json_of, outcome_values, render, report_values
+from leaderless.serving.live_page.charts import Board, differences, read_live
+from leaderless.serving.live_page.current_activity import EventList, doing, now_values
+from leaderless.serving.live_page.metric_table import StepTable
+from leaderless.serving.live_page.run_list import RunIndex, RunLine
+
+MAX_TABLES = 24
+"""Number of runs whose numbers are kept in memory; those that were not looked at for longest are dropped."""
+MAX_RUNS = 16
+"""Number of runs that can be laid over one another."""
+OUTCOME_EVERY_S = 5.0
+"""Shortest time between two sums of a run on a page."""
+OUTCOME_SHARE = 0.02
+"""Largest share of its time that a page of a long run spends on these sums."""
+SAMPLES_EVERY_S = 10.0
+"""Shortest time between two looks at new samples for a page."""
+
+
+class UnknownRunError(Exception):
+    """There is no such run."""
+
+
+class Watched:
+    """The numbers of a run, which one thread uses at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.lock, self.table, self.events = RLock(), StepTable(path), EventList(path)
+
+
+class RunStore:
+    """Finds runs, and makes the pages about them."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        """Read nothing yet."""
+        self.roots = roots
+        self._index, self._lock = RunIndex(roots), Lock()
+        self._watched: dict[Path, Watched] = {}
+
+    def path(self, key: str) -> Path:
+        """The folder of a run; only those of the list have one, whatever the key looks like."""
+        with self._lock:
+            found = self._index.paths().get(key)
+        if found is None:
+            raise UnknownRunError(key)
+        return found
+
+    def line(self, key: str) -> RunLine:
+        """What the list shows of a run."""
+        path = self.path(key)
+        with self._lock:
+            return self._index.line(key, path)
+
+    def list(self) -> list[dict[str, object]]:
+        """All runs, for the page that lists them."""
+        with self._lock:
+            lines = self._index.lines()
+        return [
+            {
+                "key": line.key,
+                "state": line.state,
+                "step": line.step,
+                "num_steps": line.num_steps,
+                "changed": line.changed_s,
+                "reward": line.numbers.get("reward/mean"),
+                "loss": line.numbers.get("policy/loss"),
+                "step_s": line.numbers.get("time/step"),
+            }
+            for line in lines
+        ]
+
+    def watched(self, key: str) -> Watched:
+        """The numbers of a run."""
+        path = self.path(key)
+        with self._lock:
+            one = self._watched.pop(path, None) or Watched(path)
+            self._watched[path] = one  # the one looked at last stands last
+            while len(self._watched) > MAX_TABLES:
+                self._watched.pop(next(iter(self._watched)))
+        return one
+
+    def index_page(self) -> str:
+        """The page that lists all runs."""
+        roots = ", ".join(str(root) for root in self.roots)
+        return render("live_index.html", roots=roots, run_data=json_of(self.list()))
+
+    def run_page(self, key: str) -> str:
+        """The page about one run."""
+        line, one = self.line(key), self.watched(key)
+        with one.lock:
+            one.table.read()
+            board, run = Board({key: one.table}), read_live(one.table)
+            values = report_values(run, board.groups(), _notes(one.table))
+            now = now_values(line, one.events)
+        picture, values["picture"] = values["picture"], ""
+        return render(
+            "live_run.html",
+            **values,
+            key=key,
+            now=now,
+            at=stamp(board, [one.table]),
+            can_stop=line.state == "running",
+            picture_now=picture,
+        )
+
+    def compare_page(self, keys: Sequence[str]) -> str:
+        """The page that lays runs over one another."""
+        watched = {key: self.watched(key) for key in keys}
+        with ExitStack() as stack:
+            hold(stack, list(watched.values()))
+            for one in watched.values():
+                one.table.read()
+            tables = [one.table for one in watched.values()]
+            board = Board({key: one.table for key, one in watched.items()})
+            groups = board.groups()
+        recipes = [_text(self.path(key) / "config.yaml") for key in keys]
+        return render(
+            "live_compare.html",
+            keys=list(keys),
+            differences=differences(recipes),
+            curves=groups,
+            chart_data=json_of({card.identifier: card.data for _, cards in groups for card in cards}),
+            at=stamp(board, tables),
+        )
+
+    def samples(self, key: str) -> str:
+        """The samples of a run that its page shows, as JSON."""
+        one = self.watched(key)
+        with one.lock:
+            one.table.read()
+            run = read_live(one.table)
+        kinds = {"sample-data": run.samples, "held-out-data": run.held_out}
+        text = json.dumps(
+            {name: [asdict(step) for step in kind.steps] for name, kind in kinds.items()}, allow_nan=False
+        )
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+    def ask_to_stop(self, key: str) -> bool:
+        """Ask a run to stop after its present step; returns whether it is under way."""
+        if self.line(key).state != "running":
+            return False
+        (self.path(key) / "stop").touch()
+        return True
+
+
+class RunReader:
+    """One page that is open: what it shows, and what to send to it next."""
+
+    def __init__(self, desk: RunStore, keys: Sequence[str], at: str) -> None:
+        """Send nothing yet; `at` is the stamp of what the page showed when it was loaded."""
+        self._desk, self._keys, self._at = desk, keys, at
+        self._board: Board | None = None
+        self._sent: dict[str, object] = {}
+        self._samples_s = time.monotonic()
+        self._outcome_due_s = self._samples_s + OUTCOME_EVERY_S
+        self._num_samples = -1
+
+    def news(self) -> Mapping[str, object]:
+        """What has changed since the last call; empty if nothing has."""
+        watched = [self._desk.watched(key) for key in self._keys]
+        tables = [one.table for one in watched]
+        with ExitStack() as stack:
+            hold(stack, watched)
+            for table in tables:
+                table.read()
+            if self._board is None:
+                self._board = Board(dict(zip(self._keys, tables, strict=True)))
+                given, here = self._at.rpartition("/"), stamp(self._board, tables).rpartition("/")
+                charts: Mapping[str, object] = {}
+                must_reload = given[0] != here[0]
+                if given != here:
+                    charts = self._board.everything()
+            else:
+                charts, must_reload = self._board.news()
+            if must_reload:
+                return {"reload": True}
+            news: dict[str, object] = {"charts": charts} if charts else {}
+            if len(watched) == 1:
+                news |= self._about_one(watched[0])
+        return news
+
+    def _about_one(self, one: Watched) -> dict[str, object]:
+        line = self._desk.line(self._keys[0])
+        values: dict[str, object] = {
+            "now": environment().get_template("live_now.html").render(now=now_values(line, one.events)),
+            "doing": doing(line.path),
+            "can_stop": line.state == "running",
+        }
+        if time.monotonic() > self._outcome_due_s:
+            began = time.monotonic()
+            run = read_live(one.table, has_samples=False)
+            values["outcome"] = environment().get_template("outcome.html").render(**outcome_values(run))
+            took_s = time.monotonic() - began
+            self._outcome_due_s = time.monotonic() + max(OUTCOME_EVERY_S, took_s / OUTCOME_SHARE)
+        if time.monotonic() - self._samples_s > SAMPLES_EVERY_S:
+            self._samples_s = time.monotonic()
+            newest = _newest(line.path / "samples")
+            if self._num_samples not in {-1, newest}:
+                values["has_samples"] = True
+            self._num_samples = newest
+        changed = {name: value for name, value in values.items() if self._sent.get(name) != value}
+        self._sent |= {name: value for name, value in changed.items() if name != "has_samples"}
+        return changed
+
+
+def hold(stack: ExitStack, watched: Sequence[Watched]) -> None:
+    """Hold the locks of some runs, in an order that is the same for all readers."""
+    for one in sorted({id(one): one for one in watched}.values(), key=id):
+        stack.enter_context(one.lock)
+
+
+def stamp(board: Board, tables: Sequence[StepTable]) -> str:
+    """What a page shows, in short: its charts, and the last rows that they have."""
+    charts = zlib.crc32(json.dumps(board.structure).encode())
+    return f"{charts}/{'-'.join(f'{len(table)}.{table.generation}' for table in tables)}"
+
+
+def _notes(table: StepTable) -> list[str]:
+    if len(table) <= MAX_POINTS:
+        return []
+    return [f"Curves of more than {MAX_POINTS:,} points are thinned; the lowest and highest values are kept."]
+
+
+def _newest(folder: Path) -> int:
+    """A number that changes when samples are added."""
+    try:
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

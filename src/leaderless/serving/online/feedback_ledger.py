@@ -1,0 +1,222 @@
+"""What was answered, what clients have said about it, and which of it a step takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from leaderless.base.values import Json
+from leaderless.config import nearest
+from leaderless.config.online import MAX_REWARD, OnlineConfig
+from leaderless.environments.episode_trace import Said, Trace
+from leaderless.serving.api.errors import ApiError
+from leaderless.serving.online.groups import grouped
+from leaderless.serving.online.request_counts import Counts
+
+REMEMBERED = 1 << 16
+"""Replies that are gone of which it is remembered why, the newest ones."""
+TRAINED = "a step has been trained with it, so that feedback comes too late"
+
+
+@dataclass(eq=False)
+class ReplyChoice:
+    """A response.
+
+    Attributes:
+        trace: Messages of the request and the response.
+        model_s: Seconds that the answer took.
+        feedback: Word or number that a client has sent last; None before that.
+        reward: Reward that follows from the feedback; None before that.
+    """
+
+    trace: Trace
+    model_s: float
+    feedback: Json = None
+    reward: float | None = None
+
+    @cached_property
+    def said(self) -> Said:
+        """Facts about the answer."""
+        said = self.trace.said()[0].said
+        assert said is not None
+        return said
+
+    @cached_property
+    def oldest(self) -> int:
+        """Version of the weights that sampled its oldest token."""
+        return min(self.said.policy_versions)
+
+
+@dataclass(eq=False)
+class OnlineReply:
+    """The responses to one request.
+
+    Attributes:
+        id: Name that clients know it by.
+        arrived_s: Time at which the request came.
+        given_s: Time at which the client was given the responses.
+        choices: Those of them that have not been dropped, by their numbers.
+        dropped: Reasons why others were dropped, by their numbers.
+    """
+
+    id: str
+    arrived_s: float
+    given_s: float
+    choices: dict[int, ReplyChoice]
+    dropped: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there is feedback for all of them."""
+        return all(choice.reward is not None for choice in self.choices.values())
+
+
+class ReplyLedger:
+    """Replies from when they are given until a step takes them. Several threads may use it at the same time.
+
+    Attributes:
+        counts: Numbers of events since the last report.
+    """
+
+    def __init__(self, config: OnlineConfig, group_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Know no reply yet.
+
+        Args:
+            config: The recipe's `online` section.
+            group_size: Number of responses of a full group.
+            clock: Function that gives the time in seconds.
+        """
+        self.counts = Counts()
+        self._config, self._group_size, self._clock = config, group_size, clock
+        self._replies: dict[str, OnlineReply] = {}
+        self._gone: OrderedDict[str, tuple[int, str]] = OrderedDict()
+        self._groups: list[list[OnlineReply]] | None = None  # None if they have to be formed again
+        self._num_judged = 0
+        self._lock = threading.RLock()
+
+    def add(self, identity: str, arrived_s: float, choices: Sequence[ReplyChoice]) -> None:
+        """Note what a client is given."""
+        with self._lock:
+            self._replies[identity] = OnlineReply(identity, arrived_s, self._clock(), dict(enumerate(choices)))
+            num_interrupted = sum(len({*choice.said.policy_versions}) > 1 for choice in choices)
+            self.counts.add("interrupted", num_interrupted)
+
+    def judge(self, posted: Mapping[str, Json]) -> float:
+        """Note what a client says about a response; returns what that is worth.
+
+        Raises:
+            ApiError: It cannot be understood, or the response is not known, or not any more.
+        """
+        reward = self._reward(posted)
+        identity, number = posted.get("id"), posted.get("choice")
+        if not isinstance(identity, str):
+            raise ApiError(400, f"id={identity!r:.80} must be the `id` of a reply", "id")
+        with self._lock:
+            if identity in self._gone:
+                status, reason = self._gone[identity]
+                raise ApiError(status, f"reply '{identity}' is not waiting for feedback: {reason}", "id")
+            if identity not in self._replies:
+                raise ApiError(
+                    404,
+                    f"no reply '{identity:.80}' waits for feedback here: send it to the address that gave the reply; "
+                    "replies that were given before the run was started again are forgotten",
+                    "id",
+                    "reply_not_found",
+                )
+            reply = self._replies[identity]
+            choice, word = self._choice(reply, 0 if number is None else number), posted.get("feedback")
+            is_first = choice.reward is None
+            choice.reward, choice.feedback = reward, reward if word is None else word
+            self._num_judged += is_first
+            if is_first and reply.is_judged:
+                self._groups = None
+        return reward
+
+    def _reward(self, posted: Mapping[str, Json]) -> float:
+        words, word, reward = self._config.feedback, posted.get("feedback"), posted.get("reward")
+        if unknown := {*posted} - {"id", "choice", "feedback", "reward"}:
+            raise ApiError(400, f"unknown field {min(unknown)}: send id, choice, and feedback or reward", min(unknown))
+        if (word is None) == (reward is None):
+            raise ApiError(400, "give either feedback, a word, or reward, a number", "feedback")
+        if word is not None:
+            if not isinstance(word, str) or word not in words:
+                hint = nearest(word, words) if isinstance(word, str) else ""
+                message = f"feedback={word!r:.80} must be one of {', '.join(words)}{hint if 'mean' in hint else ''}"
+                raise ApiError(400, f"{message}; or send a number as reward", "feedback")
+            return words[word]
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
+            raise ApiError(400, f"reward={reward!r:.80} must be a finite number, at most {MAX_REWARD:g}", "reward")
+        return float(reward)
+
+    def _choice(self, reply: OnlineReply, number: Json) -> ReplyChoice:
+        if isinstance(number, int) and number in reply.dropped:
+            what = f"choice {int(number)} of reply '{reply.id}'"
+            raise ApiError(410, f"{what} is not waiting for feedback: {reply.dropped[number]}", "choice")
+        if isinstance(number, bool) or not isinstance(number, int) or number not in reply.choices:
+            known = ", ".join(map(str, reply.choices))
+            raise ApiError(400, f"choice={number!r:.80} must be the index of a choice of the reply: {known}", "choice")
+        return reply.choices[number]
+
+    def sweep(self, version: int) -> None:
+        """Drop what has waited for feedback for too long, and what is too old for weights of a version."""
+        with self._lock:
+            now_s = self._clock()
+            for reply in list(self._replies.values()):
+                is_late = now_s - reply.given_s > self._config.feedback_timeout_s
+                for number, choice in list(reply.choices.items()):
+                    if version - choice.oldest > self._config.max_staleness:
+                        self._drop(reply, number, f"it is older than {self._config.max_staleness} optimizer steps")
+                        self.counts.add("stale")
+                    elif is_late and choice.reward is None:
+                        waited = f"no feedback came for {self._config.feedback_timeout_s:g} s"
+                        self._drop(reply, number, f"{waited}; online.feedback_timeout_s sets how long it is kept")
+                        self.counts.add("without_feedback")
+
+    def _drop(self, reply: OnlineReply, number: int, reason: str) -> None:
+        self._num_judged -= reply.choices.pop(number).reward is not None
+        reply.dropped[number] = reason
+        self._groups = None
+        if not reply.choices:
+            self._forget(reply, 410, reason)
+
+    def _forget(self, reply: OnlineReply, status: int, reason: str) -> None:
+        del self._replies[reply.id]
+        self._gone[reply.id] = status, reason
+        while len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)
+
+    def num_groups(self) -> int:
+        """Number of groups that a step may take."""
+        with self._lock:
+            return len(self._formed())
+
+    def num_judged(self) -> int:
+        """Number of responses with feedback that no step has taken."""
+        return self._num_judged
+
+    def take(self, num_groups: int) -> list[list[tuple[OnlineReply, int, ReplyChoice]]]:
+        """Take groups, of which there must be as many; each response with its reply and its number in that."""
+        with self._lock:
+            groups = self._formed()[:num_groups]
+            assert len(groups) == num_groups, "whoever takes groups waits for them"
+            for reply in (reply for group in groups for reply in group):
+                self._forget(reply, 409, TRAINED)
+            self._groups = None
+            self._num_judged -= sum(len(reply.choices) for group in groups for reply in group)
+            return [
+                [(reply, number, choice) for reply in group for number, choice in reply.choices.items()]
+                for group in groups
+            ]
+
+    def _formed(self) -> list[list[OnlineReply]]:
+        if self._groups is None:
+            judged = sorted(
+                (reply for reply in self._replies.values() if reply.is_judged), key=lambda reply: reply.arrived_s
+            )
+            places = grouped([len(reply.choices) for reply in judged], self._group_size)
+            self._groups = [[judged[place] for place in group] for group in places]
+        return self._groups

@@ -1,0 +1,190 @@
+"""Where clients ask the policy of an online run and say what its responses were worth, while it is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from leaderless.config import Recipe, RecipeError
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.environments.chat_writer import ChatWriter
+from leaderless.environments.episode_trace import Trace
+from leaderless.environments.programs.chat import Chat, Rules
+from leaderless.environments.programs.endpoint import LazyEndpoint
+from leaderless.environments.tools.template import find_reader
+from leaderless.rollout.engine import SamplingParams
+from leaderless.serving.api.auth import Guard
+from leaderless.serving.api.conversations import HANDLERS, Asking, QuietServer, RequestOwner
+from leaderless.serving.api.errors import ApiError
+from leaderless.serving.api.json_bodies import parse_body, read_body
+from leaderless.serving.api.uvicorn_config import uvicorn_config
+from leaderless.serving.listen import address_of
+from leaderless.serving.online.feedback_ledger import ReplyChoice, ReplyLedger
+from leaderless.serving.online.request_counts import Counts
+from leaderless.serving.online.request_queue import OnlineScheduler
+
+LEAVING_S = 2
+"""Longest time that clients have to read their last replies when the run ends."""
+ENDING = "the run is ending: no step takes what would be answered; ask again when it continues"
+LIMITS = "data.max_prompt_tokens + rollout.max_response_tokens"
+
+
+class OnlineService(Asking):
+    """Talks to clients in a thread of its own, from the start of a worker to its end.
+
+    Attributes:
+        pump: Queue through which requests reach the engine.
+        ledger: Responses to clients, and their feedback.
+        params: Distribution from which the policy samples, and the limits of a response.
+        group_size: Most responses to a request.
+    """
+
+    def __init__(self, recipe: Recipe, writer: ChatWriter, listener: socket.socket, token: str | None) -> None:
+        """Begin to listen.
+
+        Args:
+            recipe: The recipe, as seen by the role that answers.
+            writer: Writer of messages, with a tokenizer that no other thread uses.
+            listener: Socket with the address.
+            token: Key that clients send; None if they need none.
+        """
+        assert recipe.online is not None
+        self._recipe, self._writer, self._listener = recipe, writer, listener
+        self.group_size = recipe.batch.responses_per_prompt
+        self.pump, self.ledger = OnlineScheduler(), ReplyLedger(recipe.online, self.group_size)
+        self._doorway = LazyEndpoint()
+        rollout = recipe.rollout
+        self.params = SamplingParams(rollout, rollout.max_response_tokens, rollout.stop, recipe.seed)
+        app = Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/v1/models", self.models),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/feedback", self._feedback, methods=["POST"]),
+            ],
+            middleware=[Middleware(Guard, token=token)],
+            exception_handlers=HANDLERS,
+        )
+        # Around everything, as errors that no handler expects are answered outside of all middleware.
+        self._server = QuietServer(uvicorn_config(_Counter(app, self.ledger.counts), LEAVING_S))
+        try:
+            listener.listen(self._server.config.backlog)
+        except OSError as error:  # another program has begun to listen since the address was reserved
+            raise RecipeError.at("online.port", f"{self.address} cannot be listened to: {error}") from error
+        self._thread = threading.Thread(target=self._run, name="desk", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the thread that talks to clients."""
+        return self._writer.tokenizer
+
+    @property
+    def address(self) -> str:
+        """Where clients ask."""
+        return f"http://{address_of(self._listener)}/v1"
+
+    def find(self, request: Request) -> _Visit:
+        """See `Asking`."""
+        if request.method == "POST":
+            self.ledger.counts.add("requests")
+        return _Visit(self)
+
+    def close(self) -> None:
+        """Give whoever waits an error, and listen no more."""
+        self.pump.close(ApiError(503, ENDING, code="run_ending"))
+        self._server.should_exit = True
+        self._thread.join(timeout=LEAVING_S + 5.0)
+        self._listener.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._listener]))
+
+    async def _health(self, request: Request) -> Response:  # noqa: ARG002
+        return JSONResponse({"status": "ok"})
+
+    async def _feedback(self, request: Request) -> Response:
+        posted = parse_body(await read_body(request), allow_inf_nan=True)  # which is refused by its name
+        if not isinstance(posted, Mapping):
+            raise ApiError(400, 'the body of the request must be an object: {"id": "…", "feedback": "accepted"}')
+        reward = self.ledger.judge(posted)
+        self.pump.wake()
+        return JSONResponse({"id": posted["id"], "choice": posted.get("choice", 0), "reward": reward})
+
+    def open(self) -> Chat:
+        """A conversation for one response."""
+        recipe, writer = self._recipe, self._writer
+        assert recipe.online is not None
+        number = f"{recipe.seed}/{uuid.uuid4().hex}"
+        rules = Rules(
+            number=number,
+            seed=number,
+            params=self.params,
+            max_tokens=recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens,
+            max_turns=1,
+            reader_of=partial(find_reader, recipe.online.tool_format, writer.tokenizer, is_chat=writer.is_chat),
+            limits=LIMITS,
+        )
+        return Chat(rules, writer, Trace(), self.pump, self._doorway)
+
+
+class _Visit(RequestOwner):
+    """See `RequestOwner`. Each response to a request is a conversation of its own."""
+
+    def __init__(self, desk: OnlineService) -> None:
+        self._desk, self._arrived_s = desk, time.monotonic()
+        self._num_leavings, self._began_idle = desk.pump.num_leavings, not desk.pump.is_serving
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._desk.tokenizer
+
+    @property
+    def params(self) -> SamplingParams:
+        return self._desk.params
+
+    def chats(self, num: int) -> Sequence[Chat]:
+        if num > self._desk.group_size:
+            raise ApiError(
+                400,
+                f"{num} responses are more than the {self._desk.group_size} of a group, which they are compared in: "
+                "ask for fewer, or raise batch.responses_per_prompt",
+                "n",
+            )
+        return [self._desk.open() for _ in range(num)]
+
+    def replied(self, identity: str, chats: Sequence[Chat]) -> None:
+        desk, now_s = self._desk, time.monotonic()
+        is_crossed = self._began_idle or desk.pump.num_leavings > self._num_leavings
+        desk.ledger.counts.replied(now_s - self._arrived_s, is_crossed=is_crossed)
+        desk.ledger.add(identity, self._arrived_s, [ReplyChoice(chat.trace, chat.seconds) for chat in chats])
+
+
+class _Counter:
+    """Counts replies that are errors of the server."""
+
+    def __init__(self, app: ASGIApp, counts: Counts) -> None:
+        self._app, self._counts = app, counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 500:
+                self._counts.add("failed")
+            await send(message)
+
+        await self._app(scope, receive, counted)

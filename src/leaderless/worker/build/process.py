@@ -1,0 +1,276 @@
+"""A worker process: builds its part of a run, trains or evaluates, and cleans up."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from rich.markup import escape
+
+from leaderless.base.versions import REMEDY, unfit_versions
+from leaderless.config import Recipe, RecipeError
+from leaderless.config.models import ModelConfig
+from leaderless.data.dataloader import open_training_set
+from leaderless.data.dataset import Dataset, TrainingSet, open_dataset
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.data.prompts.images import ImageReader
+from leaderless.data.prompts.preferences import make_encoder
+from leaderless.data.sources.disk_cache import DataCache
+from leaderless.data.sources.files import find_files
+from leaderless.data.sources.open_source import open_source
+from leaderless.distributed.activity import Activity
+from leaderless.distributed.transport import Transport
+from leaderless.models.chat_templates.check import check_template
+from leaderless.models.loading.tokenizer import byte_tokenizer, end_tokens, load_tokenizer
+from leaderless.models.vision.image_readers import open_reader
+from leaderless.observability.console import Display
+from leaderless.observability.episode_files import EpisodeJournal
+from leaderless.observability.run_directory import RunDirectory, list_checkpoints
+from leaderless.planner import Plan, RoleInstance, answering
+from leaderless.planner.memory.parts import Room
+from leaderless.rewards.judges.judge import AnswerFile
+from leaderless.rewards.pool import RewardPool
+from leaderless.stages.play_episodes import writer_of
+from leaderless.worker.build.accelerator import check_accelerator
+from leaderless.worker.build.attention_kernels import choose_attention
+from leaderless.worker.build.description import write_description
+from leaderless.worker.build.image_agreement import check_readers
+from leaderless.worker.build.join import add_process_groups, check_shared, join_workers
+from leaderless.worker.build.judging import JudgeHelper, Judging
+from leaderless.worker.build.memory_bounds import check_memory
+from leaderless.worker.build.parts import Parts
+from leaderless.worker.build.roles import Roles
+from leaderless.worker.checkpoint.reader import find_damage, load_checkpoint
+from leaderless.worker.client_entrance import entrance_of
+from leaderless.worker.device_sharing import DeviceSharing, open_turns
+from leaderless.worker.evaluate.evaluator import Evaluator, make_evaluator
+from leaderless.worker.evaluate.preferences import PreferenceEvaluator
+from leaderless.worker.evaluate.reference import all_datasets, make_scorer
+from leaderless.worker.rank_info import RankInfo
+from leaderless.worker.replan.active_plan import plan_in_force
+from leaderless.worker.worker import Worker
+
+
+def train(recipe: Recipe, plan: Plan, place: RankInfo, display: Display) -> int | None:
+    """Be one worker of a training run; returns the signal that stopped it before the last step, if one did."""
+    with open_worker(recipe, plan, place, display) as worker:
+        return worker.run(is_guest=place.is_guest)
+
+
+@contextmanager
+def open_worker(recipe: Recipe, plan: Plan, place: RankInfo, display: Display) -> Iterator[Worker]:
+    """Join the others and build this worker's part of a run; yields the worker, ready for its first step."""
+    directory, entrance = RunDirectory.of(recipe), entrance_of(recipe, plan, place.rank)
+    with ExitStack() as stack:
+        rewards, transport, turns = _join(recipe, plan, place, display, stack)
+        check_shared(directory.path, transport.world)
+        newest = next(reversed(list_checkpoints(directory.checkpoints)), None)
+        plan = plan_in_force(newest, recipe, plan, transport.world)
+        add_process_groups(plan, transport)
+        if place.rank == 0:
+            write_description(directory, recipe, plan, display.say)
+        memory = check_memory(recipe, plan, place, turns.device, transport.world, display.say)
+        memory = memory.as_begun(directory, transport.world)
+        builder = _Builder(recipe, plan, transport, turns, display, directory.logs)
+        scored = builder.scored_sets(directory.data)  # before the models are loaded that are trained
+        builder.load_roles(memory.room)
+        stack.callback(builder.roles.close)
+        if plan.batch.adapts_to_memory:
+            builder.roles.adapt_to_memory(directory, memory.pass_tokens)
+        builder.roles.sync_all()
+        desk = None if entrance is None else entrance.open(recipe, builder.tokenizer)
+        if desk is not None:
+            stack.callback(desk.close)
+        stack.callback(display.stop)
+        episodes = EpisodeJournal(directory, place.rank, recipe.run.kept_episodes)
+        stack.callback(episodes.close)
+        sets, held_out = scored or builder.open_sets(directory.data)
+        judging = Judging(recipe, plan, transport, builder.roles, rewards)
+        parts = Parts(
+            recipe=recipe,
+            plan=plan,
+            transport=transport,
+            roles=builder.roles,
+            sets=sets,
+            evaluator=builder.evaluator(held_out, judging) if held_out is not None else None,
+            held_out=held_out,
+            tokenizer=builder.tokenizer,
+            judging=judging,
+            directory=directory,
+            episodes=episodes,
+            display=display,
+            memory=memory,
+            turns=turns,
+            desk=desk,
+        )
+        worker = Worker(parts)
+        stack.callback(worker.close)
+        if entrance is not None:
+            entrance.say(directory, partial(_print_own, display))
+        yield worker
+
+
+def evaluate(
+    recipe: Recipe, plan: Plan, place: RankInfo, display: Display, checkpoint: Path | None
+) -> dict[str, float]:
+    """Be one worker of an evaluation, with the weights of a checkpoint or those that the recipe names.
+
+    Returns:
+        The scores, on every rank.
+    """
+    with ExitStack() as stack:
+        rewards, transport, turns = _join(recipe, plan, place, display, stack)
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leaderless-eval-")))
+        builder = _Builder(recipe, plan, transport, turns, display, logs, checkpoint)
+        builder.load_roles()
+        stack.callback(builder.roles.close)
+        if checkpoint is not None:
+            damage = find_damage(checkpoint, transport.world)
+            if damage:
+                raise RecipeError.at("", f"checkpoint {checkpoint} is damaged: {damage}; take another one")
+            role, ranks = builder.instance.role, builder.instance.layout.ranks
+            load_checkpoint(checkpoint, {role: builder.roles.engines[role, ranks]})
+        judging = Judging(recipe, plan, transport, builder.roles, rewards)
+        evaluator = builder.evaluator(builder.held_out(), judging)
+        assert evaluator is not None, "every rank answers"
+        display.start(1, 0)
+        try:
+            return evaluator.run(lambda fraction: display.activity("evaluate", fraction))
+        finally:
+            display.stop()
+
+
+def _join(
+    recipe: Recipe, plan: Plan, place: RankInfo, display: Display, stack: ExitStack
+) -> tuple[RewardPool, Transport, DeviceSharing]:
+    """Start the processes that compute rewards for this worker, then meet the other workers."""
+    activity, run = Activity(), RunDirectory.of(recipe)
+    run.say = partial(_print_own, display)
+    if place.local_rank == 0 and (wrong := "; ".join(unfit_versions())):
+        run.say(f"this run may fail: {wrong}: {REMEDY}")
+    answers = AnswerFile(run.answers / f"rank-{place.rank}.jsonl", run.may_fail)
+    rewards = stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat, answers))
+    transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
+    check_accelerator(recipe, plan, place, device, partial(_print_own, display))
+    choose_attention(plan, device, transport.world, partial(_print_own, display))
+    return rewards, transport, stack.enter_context(open_turns(plan, run.path, device, transport.world))
+
+
+class _Builder:
+    """Makes the parts of a worker from the recipe."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        transport: Transport,
+        turns: DeviceSharing,
+        display: Display,
+        logs: Path,
+        checkpoint: Path | None = None,
+    ) -> None:
+        self.recipe, self.plan, self.transport, self.display = recipe, plan, transport, display
+        self.instance: RoleInstance = answering(plan.instances, recipe.evaluation.role)
+        first = answering(plan.instances).role  # the tokenizer does not depend on what is evaluated
+        config = recipe.model_of(first)
+        assert config is not None
+        on_hub = checkpoint is None and bool(config.path) and not Path(config.path).exists()
+        self._say_source("loading", str(checkpoint or config.name), on_hub=on_hub)
+        self.tokenizer: Tokenizer = load_tokenizer(config, first) if recipe.body is None else byte_tokenizer()
+        if display.is_shown and (warning := warning_of_drift(recipe, config, self.tokenizer)):
+            display.say(f"[yellow]{escape(warning)}[/]")
+        self._turns, self._logs = turns, logs
+
+    def load_roles(self, room: Room | None = None) -> None:
+        """Load the models of this rank, as `roles`; `room` is what memory that is left is used for."""
+        check_readers(self.recipe, self.plan)
+        parts = self.recipe, self.plan, self.transport, self._turns, self.tokenizer, self._logs
+        self.roles = Roles(*parts, partial(_print_own, self.display), room)
+
+    def open_sets(self, folder: Path) -> tuple[list[TrainingSet], Dataset | None]:
+        """The datasets to train on, and the held-out rows if the run evaluates. All ranks call it together."""
+        return self.training_sets(folder), self.held_out() if self.recipe.evaluation.every_steps else None
+
+    def scored_sets(self, folder: Path) -> tuple[list[TrainingSet], Dataset | None] | None:
+        """The same with the scores of the reference; None if the plan needs none."""
+        scorer = make_scorer(self.recipe, self.plan, self.transport, self._turns.device, folder, self.display.say)
+        if scorer is None:
+            return None
+        sets, held_out = self.open_sets(folder)
+        scored: list[TrainingSet] = []
+        for one in all_datasets(sets):
+            with self.display.reading(one.encoder.config.path) as progress:
+                scored.append(scorer.scored(one, progress))
+        if held_out is not None and held_out.encoder.config.preferences:
+            with self.display.reading(held_out.encoder.config.path) as progress:
+                held_out = scorer.scored(held_out, progress)
+        scorer.close()
+        return scored, held_out
+
+    def training_sets(self, folder: Path) -> list[TrainingSet]:
+        """The datasets to train on; `folder` keeps what is found out about them. All ranks call it together."""
+        cache = DataCache(self.transport.world, folder)
+        # They are read in a thread, and a tokenizer may not be used by two at once.
+        tokenizer, reader = copy.deepcopy(self.tokenizer), self._reader()
+        sets: list[TrainingSet] = []
+        for key, config in self.recipe.data.train_sets().items():
+            if self.recipe.online is None:
+                self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
+            with self.display.reading(config.path) as progress:
+                sets.append(open_training_set(config, key, tokenizer, self.recipe, cache, progress, reader))
+            self._say(key, sets[-1], config.path)
+        return sets
+
+    def held_out(self) -> Dataset:
+        """The held-out prompts. All ranks call it together."""
+        config, key = self.recipe.data.evaluation, "data.evaluation"
+        assert config is not None, "checked when the recipe was read"
+        self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
+        cache = DataCache(self.transport.world, RunDirectory.of(self.recipe).data)
+        source, is_task = open_source(config, key, cache), self.recipe.has_tasks
+        encoder = make_encoder(self.tokenizer, config, key, is_task=is_task, reader=self._reader())
+        with self.display.reading(config.path) as progress:
+            dataset = open_dataset(source, encoder, self.recipe, cache, progress, self.recipe.evaluation.max_prompts)
+        self._say(key, dataset, config.path)
+        return dataset
+
+    def _reader(self) -> Callable[[], ImageReader]:
+        """Opens what the model says of images; it keeps pixels, and each dataset has its own."""
+        role = answering(self.plan.instances).role
+        config = self.recipe.model_of(role)
+        assert config is not None
+        return partial(open_reader, config, role, self.tokenizer)
+
+    def evaluator(self, held_out: Dataset, judging: Judging) -> Evaluator | PreferenceEvaluator | JudgeHelper | None:
+        """The evaluator of this rank, if it takes part in evaluations."""
+        return make_evaluator(self.recipe, self.plan, held_out, self.tokenizer, judging)
+
+    def _say_source(self, verb: str, path: str, *, on_hub: bool) -> None:
+        self.display.say(f"{verb} [bold]{escape(path)}[/]{' from the hub' if on_hub else ''}")
+
+    def _say(self, key: str, dataset: TrainingSet, path: str) -> None:
+        self.display.say(f"{key}: {dataset.summary(f'[bold]{escape(path)}[/]')}")
+
+
+def warning_of_drift(recipe: Recipe, config: ModelConfig, tokenizer: Tokenizer) -> str:
+    """What to say before a run whose episodes are written by a chat template that is not append-only; else nothing."""
+    data = recipe.data.train_sets().values()
+    if recipe.environment is None or not any(writer_of(tokenizer, one).is_chat for one in data):
+        return ""
+    report = check_template(tokenizer, end_tokens(config, tokenizer))
+    if report.is_append_only:
+        return ""
+    return f"the chat template is {report.verdict()}. `leaderless template {config.path}` shows the tokens."
+
+
+def _print_own(display: Display, text: str) -> None:
+    """Print a line about this rank alone, on the first rank's screen or in another rank's log."""
+    if display.is_shown:
+        display.say(escape(text))
+    else:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,172 @@
+"""Turns on a device that two ranks share: one of them trains, and the other one generates while it does not.
+
+The rank that trains goes first: it says that it wants the device, and the other one, which takes a turn for each step
+of its engine, lets it pass. Locks on two files say so. The system releases them when a process ends, however it does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from leaderless.distributed.activity import Activity
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.observability.clock import Clock
+from leaderless.planner import Plan, PlannedNode
+
+FOLDER = Path("/dev/shm")  # noqa: S108 - the file has a name that no other run has
+"""Folder of the files, in the memory of this machine, if there is such a one."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a device: locked by who wants it next, and by who has it."""
+
+    wanted: int
+    device: int
+
+
+class DeviceSharing:
+    """A rank's turns on its device, which it may share with another rank.
+
+    Attributes:
+        device: The device.
+        clock: Clock of the rank.
+    """
+
+    def __init__(
+        self, files: Files | None, device: torch.device, activity: Activity, clock: Clock, *, trains: bool
+    ) -> None:
+        """Take no turn yet.
+
+        Args:
+            files: Files of the device; None if no other rank uses it.
+            device: The device.
+            activity: Record of when this rank waits.
+            clock: Clock of the rank.
+            trains: Whether this rank trains, and not the other one.
+        """
+        self.device, self.clock = device, clock
+        self._files, self._activity, self._trains = files, activity, trains
+
+    def of(self, node: PlannedNode) -> AbstractContextManager[None]:
+        """A turn for a node, on the rank that trains; the other one takes a turn for each step of its engine."""
+        uses_device = self._trains and bool(node.spec.roles)
+        return self._training(self._files) if self._files and uses_device else nullcontext()
+
+    def for_step(self) -> AbstractContextManager[None]:
+        """A turn for a step of the engine."""
+        return self._generating(self._files) if self._files and not self._trains else nullcontext()
+
+    @contextmanager
+    def _training(self, files: Files) -> Iterator[None]:
+        with self._locked(files.wanted), self._locked(files.device):
+            yield
+            self._finish()
+
+    @contextmanager
+    def _generating(self, files: Files) -> Iterator[None]:
+        self._lock(files.wanted)
+        try:
+            self._lock(files.device)
+        finally:
+            fcntl.flock(files.wanted, fcntl.LOCK_UN)
+        try:
+            yield
+            self._finish()
+        finally:
+            fcntl.flock(files.device, fcntl.LOCK_UN)
+
+    @contextmanager
+    def _locked(self, file: int) -> Iterator[None]:
+        self._lock(file)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+    def _lock(self, file: int) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with self.clock.doing("wait_device"), self._activity.waiting("the device, which another rank uses"):
+                fcntl.flock(file, fcntl.LOCK_EX)
+
+    def _finish(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+@contextmanager
+def open_turns(plan: Plan, run: Path, device: torch.device, world: ProcessGroup) -> Iterator[DeviceSharing]:
+    """The turns of a rank; all ranks call it together, and the files are removed at the end.
+
+    Args:
+        plan: Plan of the run.
+        run: Directory of the run.
+        device: Device of this rank.
+        world: All ranks.
+
+    Raises:
+        RuntimeError: Two ranks that share a device do not see the same files.
+    """
+    files, clock, owner = None, Clock(), plan.helpers.get(world.rank, world.rank)
+    with ExitStack() as stack:
+        if owner in plan.helpers.values():
+            folder = FOLDER if FOLDER.is_dir() else Path(tempfile.gettempdir())
+            name = hashlib.sha256(f"{os.getuid()} {run.resolve()} {owner}".encode()).hexdigest()[:16]
+            wanted, held = (
+                stack.enter_context(_opened(folder / f"leaderless-{name}-{x}")) for x in ("wanted", "device")
+            )
+            files = Files(wanted, held)
+        if plan.helpers:
+            _check_files(plan, files, world)
+        yield DeviceSharing(files, device, world.activity, clock, trains=world.rank == owner)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+        path.unlink(missing_ok=True)
+
+
+def _check_files(plan: Plan, files: Files | None, world: ProcessGroup) -> None:
+    """Refuse ranks that would not take turns, as in containers that each have a memory of their own for files."""
+    number = 0 if files is None else os.fstat(files.device).st_ino
+    numbers = torch.cat(world.gather(torch.tensor([number]), "the files of devices that ranks share")).tolist()
+    for helper, owner in plan.helpers.items():
+        if numbers[helper] != numbers[owner]:
+            raise RuntimeError(
+                f"ranks {owner} and {helper} share a device, but not the folder {FOLDER}, where they take turns: start "
+                "them in one container, or leave `helpers` of the channel out"
+            )
+
+
+def place_of_device(plan: Plan, rank: int, local_rank: int, local_world_size: int) -> tuple[int, int]:
+    """The number of a rank's device among those that ranks of this machine use, and how many these are.
+
+    Raises:
+        RuntimeError: The rank shares the device of a rank of another machine.
+    """
+    here = range(rank - local_rank, rank - local_rank + local_world_size)
+    owners = [one for one in here if one not in plan.helpers]
+    owner = plan.helpers.get(rank, rank)
+    if owner not in owners:
+        raise RuntimeError(
+            f"rank {rank} is to generate on the device of rank {owner}, which is on another machine: this one has "
+            f"ranks {here.start} to {here.stop - 1}; change `helpers` of the channel"
+        )
+    return owners.index(owner), len(owners)

@@ -1,0 +1,339 @@
+"""Accuracy on held-out prompts, on all ranks of a model at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from leaderless.base.named_functions import load_own
+from leaderless.base.values import Json
+from leaderless.config import Recipe
+from leaderless.data.batch import Batch, make_sample_ids
+from leaderless.data.dataset import Dataset, make_batch
+from leaderless.data.prompts.encode import Tokenizer
+from leaderless.distributed.errors import memory_explained
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.environments.episode import Episode
+from leaderless.environments.journal import text_of
+from leaderless.observability.clock import Clock
+from leaderless.observability.episode_files import What
+from leaderless.planner import Layout, Plan, answering
+from leaderless.planner.workflow.products import PRODUCTS
+from leaderless.rewards.pool import Graded
+from leaderless.rewards.protocol import RewardInput
+from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, generate, prompts_of
+from leaderless.rollout.shared_engine import SharedEngine
+from leaderless.stages.context import Grader, ModelRole
+from leaderless.stages.episode_samples import Play, Played
+from leaderless.stages.play_episodes import play_tasks
+from leaderless.stages.recorded_samples import Record, TokenRecorder, describe_sample, thumbnails
+from leaderless.stages.reward import grade_of, group_of, last_said, reward_inputs, transcripts, with_environment
+from leaderless.stages.rollout import TOO_MUCH
+from leaderless.worker.asynchronous.episodes import EpisodesInFlight, LiveEpisodes
+from leaderless.worker.asynchronous.in_flight import EngineRequests, Events
+from leaderless.worker.asynchronous.journal import JournaledEpisodes, PastEpisodes
+from leaderless.worker.build.judging import JudgeHelper, Judging
+from leaderless.worker.evaluate.preferences import PreferenceEvaluator
+from leaderless.worker.evaluate.scores import ResponseScores
+
+Journal = Callable[[What, Callable[[], Iterable[str]]], None]
+"""Writes lines about episodes."""
+OwnEvaluation = Callable[[Recipe, ModelRole, Batch, int, Callable[[float], None], Record | None], list[Graded]]
+"""Function that evaluates runs of a kind; see `ProductFunctions.evaluation`."""
+EVALUATION_SEED_OFFSET = 1 << 31
+"""Recipes' seeds are smaller, so evaluation never samples with the noise of training."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Answers held-out prompts, divided among the ranks of the model that answers, and grades the responses."""
+
+    recipe: Recipe
+    dataset: Dataset
+    model: ModelRole
+    layout: Layout
+    process_group: ProcessGroup
+    tokenizer: Tokenizer
+    grade: Grader
+
+    def run(
+        self,
+        progress: Callable[[float], None],
+        record: Record | None = None,
+        journal: Journal | None = None,
+        step: int = 0,
+    ) -> dict[str, float]:
+        """Evaluate. All ranks of the layout call it together.
+
+        Args:
+            progress: Function that receives the finished fraction, between 0 and 1.
+            record: Function that receives, on the first rank, the samples to keep for people.
+            journal: Function that receives this rank's episodes in an environment.
+            step: Step of training whose weights the model has.
+
+        Returns:
+            `evaluation/mean@k`, and for several responses to a prompt `evaluation/pass@k` and `evaluation/maj@k`;
+            `evaluation/failed` counts the responses that could not be graded, which are left out; see `ResponseScores`.
+        """
+        config, process_group = self.recipe.evaluation, self.process_group
+        rows = self.dataset.rows[: config.max_prompts].tolist()
+        shard = self.layout.shard_of(process_group.rank)
+        mine = rows[len(rows) * shard // self.layout.dp : len(rows) * (shard + 1) // self.layout.dp]
+        is_first = process_group.rank == self.layout.ranks[0]
+        graded = self._answer(mine, progress, record if is_first else None, journal, step)
+        k = config.responses_per_prompt
+        scores = ResponseScores(self.recipe)
+        for index in range(len(mine) if self.layout.represents(process_group.rank) else 0):
+            scores.add(graded[index * k : (index + 1) * k])
+        return scores.numbers(scores.metrics.reduce(process_group))
+
+    def _answer(
+        self,
+        rows: Sequence[int],
+        progress: Callable[[float], None],
+        record: Record | None,
+        journal: Journal | None,
+        step: int,
+    ) -> list[Graded]:
+        """The graded responses to some rows, those to one row next to each other."""
+        has_images = self.dataset.encoder.images is not None
+        batch = make_batch(rows, self.dataset.read(rows), has_responses=False, has_images=has_images)
+        if own := PRODUCTS[self.recipe.product].evaluation:
+            evaluate = cast("OwnEvaluation", load_own(own))
+            return evaluate(self.recipe, self.model, batch, self._seed, progress, record)
+        with memory_explained(TOO_MUCH), self.model.generating() as engine:
+            answers = self._answers(engine, batch, progress, journal, step)
+        k = self.recipe.evaluation.responses_per_prompt
+        data = self.recipe.data.evaluation
+        assert data is not None
+        values = [row for row in batch.objects("rows") if isinstance(row, Mapping) for _ in range(k)]
+        texts = transcripts(self.tokenizer, [a.tokens for a in answers], self.recipe, [a.is_sampled for a in answers])
+        groups = [group_of(number) for number in batch.ids.tolist() for _ in range(k)]
+        inputs = reward_inputs([data] * len(values), values, texts, [a.is_truncated for a in answers], groups)
+        graded = self._grade(inputs, answers, [str(row[data.source]) if data.source else None for row in values])
+        self._write_grades(answers, graded, journal)
+        if record is not None:
+            recorder, pictures = TokenRecorder(self.tokenizer), thumbnails(batch)
+            kept = zip(inputs, graded, answers, strict=True)
+            record(
+                [
+                    {"sample_id": answer.sample_id, "group_id": int(batch.ids[index // k]), **self._facts(answer)}
+                    | ({"images": shown} if (shown := pictures.pop(int(batch.ids[index // k]), None)) else {})
+                    | describe_sample(
+                        sample, one, recorder.describe(answer.tokens, {"rollout": answer.log_probs}, answer.is_sampled)
+                    )
+                    for index, (sample, one, answer) in enumerate(islice(kept, k * self.recipe.run.recorded_prompts))
+                ]
+            )
+        return graded
+
+    def _grade(
+        self, inputs: Sequence[RewardInput], answers: Sequence[_Answer], sources: Sequence[str | None]
+    ) -> list[Graded]:
+        """The grades of all answers."""
+        assert len(inputs) == len(answers)
+        return self.grade(inputs, sources)
+
+    def _write_grades(self, answers: Sequence[_Answer], graded: Sequence[Graded], journal: Journal | None) -> None:
+        """Write the grades of episodes into the journal."""
+
+    def _facts(self, answer: _Answer) -> dict[str, Json]:  # noqa: ARG002
+        """Further facts about an answer that is kept for people."""
+        return {}
+
+    def _answers(
+        self,
+        engine: RolloutEngine,
+        batch: Batch,
+        progress: Callable[[float], None],
+        journal: Journal | None,  # noqa: ARG002 - of episodes
+        step: int,  # noqa: ARG002
+    ) -> list[_Answer]:
+        """What follows each prompt, `evaluation.responses_per_prompt` times."""
+        config, rollout, done = self.recipe.evaluation, self.recipe.rollout, 0
+        k = config.responses_per_prompt
+        ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()
+        requests = [
+            Request(prompt, ids[i * k : (i + 1) * k], images=images)
+            for i, (prompt, images) in enumerate(prompts_of(batch))
+        ]
+        params = SamplingParams(config, rollout.max_response_tokens, rollout.stop, self._seed)
+
+        def report(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done / len(ids))
+
+        groups = generate(engine, requests, params, report)
+        completions = zip(ids, (completion for group in groups for completion in group), strict=True)
+        return [
+            _Answer(number, c.tokens, [True] * len(c.tokens), c.log_probs, is_truncated=c.is_truncated)
+            for number, c in completions
+        ]
+
+    @property
+    def _seed(self) -> int:
+        return self.recipe.seed + EVALUATION_SEED_OFFSET
+
+
+class EpisodeEvaluator(Evaluator):
+    """Plays held-out tasks in an environment; of several conversations of an episode, the last to end counts."""
+
+    def _answers(
+        self,
+        engine: RolloutEngine,
+        batch: Batch,
+        progress: Callable[[float], None],
+        journal: Journal | None,
+        step: int,
+    ) -> list[_Answer]:
+        """The episodes of each task."""
+        config, data = self.recipe.evaluation, self.recipe.data.evaluation
+        assert data is not None
+        k = config.responses_per_prompt
+        play = Play([config] * k, 0, k, self._seed)
+        sets = [data] * len(batch)
+        if isinstance(engine, SharedEngine):  # it works on what is generated continuously, too
+            played = self._play_meanwhile(engine, play, batch, progress, journal, step)
+        else:
+            played = play_tasks(engine, play, batch, sets, self.recipe, self.tokenizer, progress)
+        if journal is not None:
+            journal("played", played.journal)
+        ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()
+        return [_answer_of(number, episode) for number, episode in zip(ids, played.episodes, strict=True)]
+
+    def _play_meanwhile(
+        self,
+        engine: SharedEngine,
+        play: Play,
+        tasks: Batch,
+        progress: Callable[[float], None],
+        journal: Journal | None,
+        step: int,
+    ) -> Played:
+        """The episodes of an engine that works on those of training, too.
+
+        The steps that it takes count for both, so what they ask is noted as well, and asked again where a run is
+        followed.
+        """
+        requests = EngineRequests(engine.view(), Events(), play.distributions)
+        source: LiveEpisodes | JournaledEpisodes
+        if journal is None or self.recipe.run.follow is None:
+            source = LiveEpisodes(self.recipe, self.tokenizer, Clock(), self.recipe.data.evaluation)
+        else:
+            folder = Path(self.recipe.run.directory) / self.recipe.run.follow / "episodes"
+            past = PastEpisodes(folder, self.process_group.rank, "evaluation", step)
+            (events,) = (line["events"] for line in past.asked(step) if "events" in line)
+            requests.events.expected = cast("Sequence[Sequence[int | str]]", events)
+            source = JournaledEpisodes(requests, past, self.tokenizer, play.seed)
+        in_flight = EpisodesInFlight(requests, source, self.recipe, play, None, self.recipe.data.evaluation)
+        num_done = 0
+        try:
+            in_flight.begin(tasks)
+            while in_flight.is_busy:
+                num_done += sum(advance.is_finished for advance in in_flight.step())
+                progress(num_done / len(tasks))
+        finally:
+            in_flight.close()
+        if journal is not None:
+            noted = [*requests.events.facts, {"events": cast("Json", requests.events.happened)}]
+            journal("asked", lambda: map(text_of, noted))
+        data = self.recipe.data.evaluation
+        assert data is not None
+        return in_flight.played(tasks, [data] * len(tasks), self.tokenizer)
+
+    def _grade(
+        self, inputs: Sequence[RewardInput], answers: Sequence[_Answer], sources: Sequence[str | None]
+    ) -> list[Graded]:
+        """The grades of all answers: of the environment, with rewards of the recipe for the last message."""
+        inputs = [last_said(one) for one in inputs]
+        whole = [place for place, answer in enumerate(answers) if answer.failure is None]
+        found: dict[int, Graded] = {}
+        if self.recipe.reward.options():
+            graded = self.grade([inputs[place] for place in whole], [sources[place] for place in whole])
+            found = dict(zip(whole, graded, strict=True))
+        return [
+            with_environment(found.get(place), answer.reward, answer.failure) for place, answer in enumerate(answers)
+        ]
+
+    def _write_grades(self, answers: Sequence[_Answer], graded: Sequence[Graded], journal: Journal | None) -> None:
+        """Write the grades of episodes into the journal."""
+        if journal is not None:
+            lines = [text_of(grade_of(a.sample_id, a.actor, one)) for a, one in zip(answers, graded, strict=True)]
+            journal("graded", lambda: lines)
+
+    def _facts(self, answer: _Answer) -> dict[str, Json]:
+        """Further facts about an answer that is kept for people."""
+        return {"joint_id": answer.sample_id}
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What follows a prompt: a response, or a conversation.
+
+    Attributes:
+        sample_id: Unique number.
+        tokens: Tokens.
+        is_sampled: Mask over the tokens: those that the model sampled.
+        log_probs: Log-probabilities of these.
+        is_truncated: Whether it was cut at a limit.
+        reward: Reward of the environment.
+        failure: Reason why the episode has failed; None if it has not.
+        actor: Place of the agent that ended it among those of the environment.
+    """
+
+    sample_id: int
+    tokens: Sequence[int]
+    is_sampled: Sequence[bool]
+    log_probs: Sequence[float]
+    is_truncated: bool
+    reward: float = 0.0
+    failure: Json = None
+    actor: int = 0
+
+
+def _answer_of(sample_id: int, episode: Episode) -> _Answer:
+    samples = [] if episode.cause else episode.trace.samples()
+    if not samples:
+        return _Answer(
+            sample_id, [], [], [], is_truncated=False, failure={"cause": episode.cause, "error": episode.error}
+        )
+    last = samples[-1]
+    rewards = (node.said.reward for node in episode.trace.said() if node.said and node.said.agent == last.agent)
+    head = last.head_length
+    is_cut = episode.is_cut or last.is_truncated
+    tokens, is_sampled = last.tokens[head:], last.is_trained[head:]
+    actor = episode.agents.index(last.agent)
+    return _Answer(sample_id, tokens, is_sampled, last.log_probs, is_truncated=is_cut, reward=sum(rewards), actor=actor)
+
+
+def make_evaluator(
+    recipe: Recipe, plan: Plan, held_out: Dataset, tokenizer: Tokenizer, judging: Judging
+) -> Evaluator | PreferenceEvaluator | JudgeHelper | None:
+    """Make the evaluator of this rank; None if it takes no part in evaluations under the plan.
+
+    Args:
+        recipe: The recipe.
+        plan: The plan.
+        held_out: Held-out rows.
+        tokenizer: Tokenizer of the policy.
+        judging: Models of this rank, and what grades responses.
+    """
+    instance, transport, roles = answering(plan.instances, recipe.evaluation.role), judging.transport, judging.roles
+    is_compared = held_out.encoder.config.preferences is not None
+    if transport.rank not in instance.layout:
+        return None if is_compared else judging.helper(instance)
+    model, layout = roles.of(instance.role, instance.layout), instance.serving_layout
+    process_group = transport.process_group(layout.ranks)
+    if is_compared:
+        own, ranks = recipe.as_seen_by(instance.role), instance.layout.ranks
+        return PreferenceEvaluator(own, held_out, model, instance.layout, transport.process_group(ranks))
+    assert isinstance(model, ModelRole), "checked by the planner"
+    grade = judging.grader_of_evaluation(instance)
+    kind = EpisodeEvaluator if recipe.product == "episodes" else Evaluator
+    return kind(recipe.as_seen_by(instance.role), held_out, model, layout, process_group, tokenizer, grade)

@@ -1,0 +1,148 @@
+"""Lets a run continue under another plan, at the border of a step and in the same processes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from leaderless.base.devices import trim_host_memory
+from leaderless.data.batch import Batch
+from leaderless.data.buffer.surplus import Surplus
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.observability.clock import Tracer
+from leaderless.planner import Plan
+from leaderless.planner.placement.replanning import MANY, check_adoptable
+from leaderless.worker.asynchronous.async_state import GroupDivision, RemainingPrompts, remaining_after
+from leaderless.worker.asynchronous.channels import Flight, between_loops
+from leaderless.worker.asynchronous.journal import cut_journals
+from leaderless.worker.build.join import add_process_groups
+from leaderless.worker.build.parts import Parts, Progress
+from leaderless.worker.chain import Chain
+from leaderless.worker.evaluate.evaluator import make_evaluator
+from leaderless.worker.replan.move_rows import move_rows
+
+
+def adopt(plan: Plan, parts: Parts, progress: Progress, chain: Chain, tracer: Tracer) -> tuple[Parts, Chain]:
+    """Move what a run keeps to the layouts of another plan. All ranks of the world call it together.
+
+    Everything that a checkpoint would hold goes straight to the ranks that hold it under the new plan, so the run
+    continues as if it had been stopped here and resumed with that plan.
+
+    Args:
+        plan: Plan to continue with, for the same recipe and ranks.
+        parts: Parts of this worker so far; its models are moved.
+        progress: Position of the run, whose node states are moved.
+        chain: Chain of this rank so far, which is closed.
+        tracer: Timer of all that the rank does.
+
+    Returns:
+        The parts and the chain to continue with.
+
+    Raises:
+        RecipeError: One of the plans cannot be changed while the run goes on.
+    """
+    old, world = parts.plan, parts.transport.world
+    check_adoptable(parts.recipe, old, plan)
+    places = _places(old, progress, world)
+    chain.channels.drain(range(progress.trained + 1, max(place.most for place in places) + 1))
+    add_process_groups(plan, parts.transport)
+    in_flight = range(progress.trained + 1, max(place.made for place in places) + 1)
+    progress.remaining = _give_up(plan, parts, progress, chain)
+    states = _node_states(old, progress, world)
+    surplus = _move_surplus(old, plan, chain.buffer.surplus, world)
+    flight = _move_flight(old, plan, chain.channels.flight(), in_flight, world)
+    for loader in chain.loaders.values():
+        loader.close()
+    chain.channels.close()
+    parts.roles.adopt(plan)
+    trim_host_memory()
+    parts.roles.sync_all()
+    evaluator, judging = None, parts.judging.under(plan)
+    if parts.held_out is not None:
+        evaluator = make_evaluator(parts.recipe, plan, parts.held_out, parts.tokenizer, judging)
+    parts = replace(parts, plan=plan, evaluator=evaluator, judging=judging)
+    is_asked_to_stop, num_roll_backs = chain.channels.is_asked_to_stop, chain.num_roll_backs
+    chain = Chain(parts, progress, tracer)
+    chain.num_roll_backs, chain.channels.is_asked_to_stop = num_roll_backs, is_asked_to_stop
+    progress.nodes = {name: states[name] for name in progress.nodes}
+    place = places[plan.loops.index(plan.loop_of(world.rank))]
+    progress.step, progress.data_position = place.made, place.data_position
+    for loader in chain.loaders.values():
+        loader.position = progress.data_position
+    chain.buffer.surplus = Surplus(surplus)
+    chain.channels.open_journals()
+    chain.channels.refill(flight)
+    return parts, chain
+
+
+def _node_states(plan: Plan, progress: Progress, world: ProcessGroup) -> dict[str, dict[str, float]]:
+    """The state of every node, on all ranks; the first rank of a node has it."""
+    by_rank: dict[int, list[str]] = {}
+    for node in plan.nodes:
+        by_rank.setdefault(node.layout.ranks[0], []).append(node.name)
+    states: dict[str, dict[str, float]] = {}
+    for rank, names in by_rank.items():
+        mine = {name: progress.nodes[name] for name in names} if world.rank == rank else {}
+        states |= json.loads(world.broadcast_text(json.dumps(mine), rank, "the state of nodes"))
+    return states
+
+
+class _Place(NamedTuple):
+    """The place of a loop: iterations that all its ranks have made, and the most of them, and its place in the data."""
+
+    made: int
+    most: int
+    data_position: int
+
+
+def _places(plan: Plan, progress: Progress, world: ProcessGroup) -> list[_Place]:
+    """The places of all loops, on all ranks."""
+    here = [-progress.step, progress.step, progress.data_position]
+    mine = [here if world.rank in loop.ranks else [-MANY, 0, 0] for loop in plan.loops]
+    known = world.max(torch.tensor(mine), "the places of loops").tolist()
+    return [_Place(-made, most, position) for made, most, position in known]
+
+
+def _give_up(plan: Plan, parts: Parts, progress: Progress, chain: Chain) -> RemainingPrompts | None:
+    """Give up what ranks that generate continuously are in the middle of; returns what this rank begins again.
+
+    All ranks call it together. The groups are those that a checkpoint would give to each rank.
+    """
+    world, recipe = parts.transport.world, parts.recipe
+    if not plan.continuous_loops or not progress.trained:
+        return None
+    generation, before = chain.generation, parts.plan.loop_of(world.rank)
+    loop = plan.continuous_loops[0]
+    known = [] if generation is None else [generation.snapshot()]
+    starts = torch.tensor([0 if generation is None else generation.start + 1])
+    start = int(world.max(starts, "the starts of ranks that generate"))
+    division = GroupDivision(loop.portions, recipe.batch.prompts_per_step, recipe.steps)
+    shard = loop.ranks.index(world.rank) if world.rank in loop.ranks else None
+    made, remaining, _ = remaining_after(known, world, shard, division, start=start, logged=recipe.steps)
+    if generation is not None:
+        cut_journals(parts.directory, before.name, before.ranks.index(world.rank), len(before.ranks), made)
+    return remaining
+
+
+def _move_surplus(old: Plan, new: Plan, surplus: Surplus, world: ProcessGroup) -> Batch | None:
+    """The surplus groups that this rank keeps under a new plan: those that it would read from a checkpoint."""
+    if old.repeat is None or new.repeat is None:
+        return None
+    return move_rows(old.repeat.layout, new.repeat.layout, surplus.batch, world, "the surplus groups")
+
+
+def _move_flight(old: Plan, new: Plan, held: Flight, iterations: range, world: ProcessGroup) -> Flight:
+    """The rows between loops that this rank is to send under a new plan, as if it read them from a checkpoint."""
+    moved: Flight = {}
+    for was, channel in zip(between_loops(old), between_loops(new), strict=True):
+        for iteration in iterations:
+            for before, action in zip(was.reshards, channel.reshards, strict=True):
+                mine = held.get((was.name, iteration), {}).get(before)
+                what = f"the rows of iteration {iteration} of channel {channel.name}"
+                rows = move_rows(before.source_layout, action.source_layout, mine, world, what)
+                if rows is not None:
+                    moved.setdefault((channel.name, iteration), {})[action] = rows
+    return moved

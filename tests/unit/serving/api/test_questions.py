@@ -1,0 +1,121 @@
+"""A request that cannot be answered as asked is refused, with the name of the field."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from leaderless.serving.api.errors import ApiError
+from leaderless.serving.api.requests import ApiRequest, ChatQuestion, CompletionQuestion, read_question
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+COMPLETION = {"model": "m", "prompt": "Hi"}
+
+
+def refused(kind: type[ApiRequest], body: object) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read_question(body if isinstance(body, bytes) else json.dumps(body).encode(), kind)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"max_token": 3}, "max_token", "did you mean 'max_tokens'?"),
+        ({"zzz": 1}, "zzz", "unknown field zzz"),
+        ({"temperature": -1}, "temperature", "temperature=-1: must be greater than or equal to 0"),
+        ({"temperature": "1"}, "temperature", "must be a valid number"),
+        ({"top_p": 0}, "top_p", "must be greater than 0"),
+        ({"n": 0}, "n", "n=0: must be greater than or equal to 1"),
+        ({"n": 1.5}, "n", "must be a valid integer"),
+        ({"n": True}, "n", "must be a number"),
+        ({"seed": 1 << 63}, "seed", "must be less than"),
+        ({"stop": ["a", ""]}, "stop", "a text or a list of texts, none of them empty"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
+        (
+            {"stream": True, "stream_options": {"usage": 1}},
+            "stream_options.usage",
+            "unknown field stream_options.usage",
+        ),
+        ({"echo": True}, "echo", "echo=true is not supported"),
+        ({"best_of": 2}, "best_of", "ask for n responses"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "another distribution"),
+        ({"logit_bias": {"1": 5}}, "logit_bias", "another distribution"),
+        ({"suffix": "end"}, "suffix", "at the end only"),
+        ({"logprobs": 2}, "logprobs", "must be 0: the engine knows the log-probability of the sampled token only"),
+        ({"logprobs": True}, "logprobs", "must be"),
+        ({"max_tokens": 0}, "max_tokens", "must be greater than or equal to 1"),
+        ({"prompt": []}, "prompt", "give at least one prompt"),
+        ({"prompt": [1, "a"]}, "prompt", "a text, a list of texts, token ids, or a list of lists"),
+        ({"prompt": [-1]}, "prompt", "a text, a list of texts, token ids, or a list of lists"),
+        ({"prompt": [True]}, "prompt", "a text, a list of texts, token ids, or a list of lists"),
+        ({"prompt": None}, "prompt", "prompt must be given"),
+        ({"messages": []}, "messages", "unknown field messages"),
+    ],
+)
+def test_a_wrong_field_of_a_completion_is_named(fields: dict[str, object], param: str, words: str) -> None:
+    error = refused(CompletionQuestion, COMPLETION | fields)
+    assert error.param == param
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "must be given"),
+        ({"messages": [{"content": "Hi"}]}, "messages.0.role", "must be given"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content",
+            "of type text or image_url",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages.0.tool_calls", "unknown field"),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens", "give one of them"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs", "of the sampled token only"),
+        ({"logprobs": 0}, "logprobs", "must be a valid boolean"),
+        ({"tools": [{"type": "function"}]}, "tools", "put them into the messages"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "free text"),
+    ],
+)
+def test_a_wrong_field_of_a_chat_is_named(fields: dict[str, object], param: str, words: str) -> None:
+    error = refused(ChatQuestion, CHAT | fields)
+    assert error.param == param
+    assert words in error.message
+
+
+@pytest.mark.parametrize("body", [b"", b"[1", b"[]", b'{"n": NaN}', b"\xff", b"[" * 10000])
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    assert "JSON" in refused(CompletionQuestion, body).message
+
+
+def test_long_values_are_not_repeated() -> None:
+    assert len(refused(CompletionQuestion, COMPLETION | {"model": [0] * 1000}).message) < 100
+
+
+def test_fields_that_ask_for_nothing_are_taken() -> None:
+    nothing = {"best_of": 1, "echo": False, "frequency_penalty": 0.0, "logit_bias": {}, "suffix": None, "stop": None}
+    bare = read_question(json.dumps(COMPLETION).encode(), CompletionQuestion)
+    assert read_question(json.dumps(COMPLETION | nothing).encode(), CompletionQuestion) == bare
+    message = {"role": "user", "content": "Hi", "tool_calls": None, "refusal": None}
+    chat = CHAT | {"messages": [message], "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
+    assert read_question(json.dumps(chat).encode(), ChatQuestion) == read_question(
+        json.dumps(CHAT).encode(), ChatQuestion
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_a_prompt_is_text_or_tokens_one_or_several(prompt: object, prompts: list[object]) -> None:
+    assert read_question(json.dumps(COMPLETION | {"prompt": prompt}).encode(), CompletionQuestion).prompts == prompts
+
+
+def test_parts_of_a_message_are_lines() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = CHAT | {"messages": [{"role": "user", "name": "Eve", "content": parts}]}
+    (message,) = read_question(json.dumps(body).encode(), ChatQuestion).messages
+    assert message.to_json() == {"role": "user", "name": "Eve", "content": "a\nb"}
