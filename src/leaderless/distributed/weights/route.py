@@ -9,6 +9,9 @@ they would receive send nothing.
     trainers   0    1    2      each element of a bucket leaves its holder once
                 \  / \  /
     servers      3     4        each server receives half of the rows, then both gather both halves
+
+    weights    a  b  c, larger than a bucket   d
+    buckets   [ a b ] [ c 0-3 ] [ c 4-7 ] [ c 8-11 d ]     turns of c: rows of every rank's block
 """
 
 from __future__ import annotations
@@ -99,6 +102,8 @@ class WeightRoute:
         self.rank, self.is_gathered = rank, is_gathered
         self._buckets = dict[int, Sequence[Sequence[RouteTurn]]]()
         self._legs = dict[int, Sequence[RouteLeg]]()
+        # Takers that gather receive rows of their own, however the holders divide the weights: so nothing is sent
+        # twice.
         self.receivers = Pool(takers.layout, even_rows) if self.is_gathered else takers
         """Ranks that receive weights from the holders, and the block that each receives."""
 
@@ -137,8 +142,11 @@ class WeightRoute:
         room = most_bytes
         for name in self.shapes:
             rows, num_bytes = self.rows(name), self._bytes_at_once(name)
+            # A row is not divided. A weight that is not sent has a turn without bytes, which keeps its place in the
+            # order.
             count = max(1, min(-(-num_bytes // most_bytes), rows))
             for index in range(count):
+                # A bucket finds memory by the name of a weight, so that it has one turn of each.
                 if buckets[-1] and (index or room < num_bytes // count):
                     buckets.append([])
                     room = most_bytes
@@ -168,11 +176,14 @@ class WeightRoute:
         for bucket in buckets:
             sent, received = dict[int, list[WeightPiece]](), dict[int, list[WeightPiece]]()
             for turn in bucket:
+                # Between two ranks goes one piece of a turn at most. So both list the pieces of a message in the same
+                # order, that of the turns, and the message needs no header.
                 for sender, receiver, block in self._parts(turn):
                     if sender == self.rank:
                         sent.setdefault(receiver, []).append(WeightPiece(turn.name, block))
                     elif receiver == self.rank:
                         received.setdefault(sender, []).append(WeightPiece(turn.name, block))
+            # What a rank sends to itself is copied, and in no message.
             own = sent.pop(self.rank, [])
             legs.append(RouteLeg(dict(sorted(sent.items())), dict(sorted(received.items())), own))
         return legs
@@ -192,12 +203,15 @@ class WeightRoute:
             for receiver in self._receivers(held, number, wanted):
                 block = self.receivers.block(turn.name, shape, receiver).rows(turn.first, turn.last)
                 common = block.common(held.block(number))
+                # Several ranks may hold the block: only one of them sends it.
                 if common.numel and receiver != self.rank and self._sender(held, number, receiver) == self.rank:
                     yield self.rank, receiver, common
 
     def _sender(self, held: WeightDivision, number: int, receiver: int) -> int:
         """The rank that sends a block, or a part of it: the receiver itself, or one of those that hold it, in turn."""
         layout, places = self.holders.layout, held.places(number)
+        # Nothing is sent to a rank that has it. Else the receiver's place chooses among the holders: they share the
+        # work evenly, and all ranks know who sends without asking.
         if receiver in layout and layout.place(receiver) in places:
             return receiver
         return layout.ranks[places[self.receivers.layout.place(receiver) % len(places)]]
@@ -206,6 +220,8 @@ class WeightRoute:
         """The ranks to which this rank sends from its block, and those that it would send to if they had none."""
         layout, places, numbers = self.receivers.layout, held.places(number), wanted.touching(held.block(number))
         mine = places.index(self.holders.layout.place(self.rank))
+        # Blocks with consecutive numbers lie on consecutive places. So every len(places)-th place from the first one
+        # that falls to this rank is a receiver, and no rank looks at the places between.
         if isinstance(numbers, range) and numbers:
             first, last = wanted.places(numbers[0])[0], wanted.places(numbers[-1])[-1]
             yield from layout.ranks[first + (mine - first) % len(places) : last + 1 : len(places)]

@@ -4,6 +4,16 @@ Every message ends with the policy version of its weights and a checksum, which 
 that finds an error takes part to the end, so that no other one is left waiting, and raises it then. An accelerator
 compares checksums by itself, and after the last message the host reads what it has found, all at once: to wait for it
 after each message would stop the next ones. No stream that was damaged ends without the error.
+
+    message    pieces of weights | padding to a word | policy version | checksum of all before it
+
+    bucket 1   sent    gathered    used
+    bucket 2           sent        gathered    used
+    bucket 3                       sent        gathered    used
+    time       ------------------------------------------------>
+
+A bucket is sent from its holders to ranks that each want a part of it. Where all of these want everything, they gather
+the parts, and use whole weights while the next buckets are on their way.
 """
 
 from __future__ import annotations
@@ -123,6 +133,7 @@ def receive_weights(
         assert held is not None
         local = ((name, held.weights[name].local.to(route.dtype)) for name in route.shapes)
         return WeightStream(local, held.policy_version)
+    # The policy version arrives with the weights, so the gathering writes it into the stream that it fills.
     gathering = _Gathering(_Delivery(route, held, process_group), takers)
     stream = gathering.stream = WeightStream(gathering.weights())
     return stream
@@ -148,6 +159,8 @@ class _Delivery:
         self.group, self.device = process_group, process_group.payload_device
         self.what = route.what
         self.versions: set[int] = set()
+        # The first problem. It is raised after the last message, or ranks that exchange with this one would wait in
+        # vain.
         self.error = ""
         self._unread: list[_Found] = []
         self._is_well: Tensor | None = None  # of the messages that the host has not read about
@@ -157,6 +170,8 @@ class _Delivery:
     def _check_placement(self, held: HeldWeights) -> None:
         route = self.route
         for name, shape in route.shapes.items():
+            # What each message holds follows from the route on both sides: weights in another place would be sent as if
+            # they were right, under a checksum that matches.
             weight, expected = held.weights[name], route.holders.block(name, shape, route.rank)
             if weight.shape != shape or (weight.block != expected and expected.numel):
                 raise RuntimeError(
@@ -171,6 +186,8 @@ class _Delivery:
         def rounds() -> Iterator[Round]:
             most_bytes = bucket_bytes(self.device)
             for turns, leg in zip(self.route.buckets(most_bytes), self.route.legs(most_bytes), strict=True):
+                # Memory for a bucket is taken when its round begins, so that there is never more than for the rounds
+                # under way.
                 rooms = open_rooms(turns)
                 self._copy_own(leg.own, rooms)
                 arriving = [(sender, pieces, self._message(pieces)) for sender, pieces in leg.received.items()]
@@ -218,6 +235,8 @@ class _Delivery:
 
     def _take(self, arrived: Sequence[tuple[int, Sequence[WeightPiece], Tensor]], rooms: Rooms) -> None:
         """Write pieces where they belong."""
+        # All messages are checked before any is used: on a CPU nothing damaged is written. An accelerator is asked at
+        # the end, and until then no check holds up the copies.
         for sender, pieces, message in arrived:
             self.check([sender], *_read_seal(message[None]), _between([piece.name for piece in pieces]))
         if not self.error:
@@ -231,6 +250,8 @@ class _Delivery:
         Versions are [n] int64, and `is_intact` [n] says whether checksums match. From an accelerator the host reads
         both at once until it knows a version; from then on it reads them together, after the last message.
         """
+        # Until a version is known the host reads each message: the user of the stream needs the version with the first
+        # weight, and later messages are compared with it on the device.
         found = _Found(senders, names, torch.stack([versions, is_intact.to(versions.dtype)]))
         if not (_is_read_late(self.device) and self.versions):
             self._read([found])
@@ -246,6 +267,7 @@ class _Delivery:
         if self.error:
             return IN_ERROR
         version = next(iter(self.versions), NO_VERSION)
+        # On an accelerator the answer stays a tensor there: the next message carries it, and the host need not wait.
         return version if self._is_well is None else torch.where(self._is_well, version, IN_ERROR)
 
     def _read(self, found: Sequence[_Found]) -> None:
@@ -254,6 +276,7 @@ class _Delivery:
         versions, are_intact = torch.cat([one.versions_and_matches for one in found], dim=1).tolist()
         about = ((sender, one.names) for one in found for sender in one.senders)
         for (sender, names), version, intact in zip(about, versions, are_intact, strict=True):
+            # First the checksum: a damaged message has no version to trust.
             if not intact:
                 self._note(f"from rank {sender} arrived damaged: the checksum of {names} does not match")
             elif version == IN_ERROR:
@@ -265,6 +288,7 @@ class _Delivery:
             self._note(f"are of policy versions {several}: the ranks that train it are not at the same update")
 
     def _note(self, problem: str) -> None:
+        # The first problem is the cause; others follow from it.
         self.error = self.error or f"rank {self.route.rank}: {self.what} {problem}"
 
     def version(self) -> int:
@@ -287,6 +311,7 @@ class _Gathering:
         self._whole: dict[str, Tensor] = {}
         self._parts: deque[Tensor] = deque()
         held = delivery.held
+        # Weights that are not sent come in no message that has a version.
         if held is not None and self._route.local:
             delivery.versions.add(held.policy_version)
 
@@ -300,6 +325,7 @@ class _Gathering:
                 yield from self._finish(*under_way.popleft())
         while under_way:
             yield from self._finish(*under_way.popleft())
+        # Only now: an error may end the stream when all ranks have taken part in all messages.
         self._delivery.version()
 
     def _open_rooms(self, turns: Sequence[RouteTurn]) -> Rooms:
@@ -312,12 +338,14 @@ class _Gathering:
                     self._whole[turn.name] = torch.empty(shapes[turn.name], dtype=self._route.dtype, device=device)
             return {turn.name: (self._whole[turn.name], whole_block(shapes[turn.name])) for turn in sent}
         size = sum(math.prod(self._shape(turn)) for turn in sent) * self._route.dtype.itemsize
+        # Rows arrive in the memory from which they are gathered, with room for the seal behind them: no copy between.
         part = torch.empty(round_up(size) + TRAILER, dtype=torch.uint8, device=device)
         self._parts.append(part)
         rooms: dict[str, tuple[Tensor, WeightBlock]] = {}
         for turn, view in self._views(part[None], sent):
             block = self._route.receivers.block(turn.name, shapes[turn.name], self._route.rank)
             block = block.rows(turn.first, turn.last)
+            # A rank with fewer rows than others leaves the end unused, since a gather wants equal sizes.
             rooms[turn.name] = view[0, : block.sizes[0]], block
         return rooms
 
@@ -339,8 +367,10 @@ class _Gathering:
         if not self._parts:
             return None
         part, delivery = self._parts.popleft(), self._delivery
+        # Nothing of this bucket is sent. All ranks skip it, as that follows from the route.
         if len(part) == TRAILER:
             return None
+        # A rank in error gathers all the same, and says so in place of a version; else the others would wait for it.
         seal(part, delivery.state)
         return self._takers.gather_equal(part, delivery.what)
 
@@ -370,6 +400,8 @@ class _Gathering:
         if turn.first == 0:
             self._whole[turn.name] = rows.new_empty(shape)
         whole = self._whole[turn.name]
+        # The first `full` ranks have `num_rows` rows each, and the next rank has the rest: one copy for all of the
+        # former, and one for the latter.
         full = shape[0] // num_rows
         divided = whole[: full * num_rows].view(full, num_rows, *shape[1:])
         divided[:, turn.first : turn.last].copy_(rows[:full])
@@ -386,6 +418,7 @@ def round_up(num_bytes: int) -> int:
 def seal(message: Tensor, version: int | Tensor) -> None:
     """Write a policy version and a checksum of all before it to the end of [bytes] uint8."""
     words = message.view(torch.int64)
+    # The version first: the checksum covers it.
     words[-2] = version
     words[-1:] = checksums(message[None, :-WORD])
 
