@@ -2,6 +2,11 @@
 
 A conversation is a generator that yields the messages of a rank and is sent the messages that arrived. Its caller
 carries them: a process group, or a test in which one process plays all ranks.
+
+    column     0  1  2
+    block 0    0  1  2     to_block    4 sends to 3 and 5
+    block 1    3  4  5     across      4 sends to 1 and 7
+    block 2    6  7  8     route       4 sends to 2 by way of 5: its own block, the column of 2
 """
 
 from __future__ import annotations
@@ -68,6 +73,7 @@ class MeshPosition:
         """Send rows to the whole block; returns the rows of each of its places, in order."""
         members = self.mesh.members(self.block)
         width = rows.shape[1]
+        # All places list the rows in one order, that of the members, so that they compute the same from them.
         received = yield from self._leg(dict.fromkeys(members, rows.reshape(-1)), members)
         return [received[member].reshape(-1, width) for member in members]
 
@@ -79,7 +85,10 @@ class MeshPosition:
     def route(self, destinations: Int, rows: Int) -> Talk[Int]:
         """Send each row to a place, through this block's place in its column; returns the rows that arrive here."""
         members, width = self.mesh.members(self.block), rows.shape[1]
+        # First within the block to the column of the destination, then along that column: a place sends to about twice
+        # the square root of all places, and never to all of them.
         via = self.mesh.at(self.block, self.mesh.columns(destinations))
+        # The destination travels with each row: the place in between has to send it on.
         parcels = _parcels(via, np.concatenate([destinations[:, None], rows], axis=1), members)
         received = yield from self._leg(parcels, members)
         passing = np.concatenate([received[member] for member in members]).reshape(-1, width + 1)
@@ -98,6 +107,7 @@ class MeshPosition:
 
 def _parcels(places: Int, rows: Int, to: Sequence[int]) -> dict[int, Int]:
     """The rows for each place, as numbers; some get none."""
+    # Empty ones too: a place that waits for a message does not know that there are no rows for it.
     order = np.argsort(places, kind="stable")
     rows, places = rows[order], places[order]
     begins, ends = (np.searchsorted(places, np.asarray(to), side=side).tolist() for side in ("left", "right"))
@@ -106,6 +116,7 @@ def _parcels(places: Int, rows: Int, to: Sequence[int]) -> dict[int, Int]:
 
 def hold(process_group: ProcessGroup, talk: Talk[Result], what: str) -> Result:
     """Hold a conversation among the ranks of a process group, over host memory; all of them call it together."""
+    # The host computes with the numbers: through a device they would only be copied twice more.
     ranks, group = process_group.ranks, replace(process_group, payload_device=torch.device("cpu"))
     try:
         leg = next(talk)
@@ -136,6 +147,7 @@ def exchange_unannounced(messages: Mapping[int, Tensor], process_group: ProcessG
     place = MeshPosition(Mesh(len(ranks)), process_group.ranks.index(own))
     sizes = np.array([[place.number, len(message)] for message in others.values()], dtype=np.int64).reshape(-1, 2)
     found = hold(process_group, place.route(np.searchsorted(ranks, list(others)).astype(np.int64), sizes), what)
+    # Now each receiver knows who sends to it, and how many bytes, so that the messages go straight there.
     senders = zip(ranks[found[:, 0]].tolist(), found[:, 1].tolist(), strict=True)
     received = {sender: torch.empty(size, dtype=torch.uint8) for sender, size in sorted(senders)}
     group = replace(process_group, payload_device=torch.device("cpu"))

@@ -3,6 +3,16 @@
 Facts about the rows of a group meet on the group's home, a rank that follows from its number. The home checks that each
 row is held once, gives the units to the blocks that divide them, and sends the result to all ranks that send or receive
 rows of the group.
+
+    ranks with rows
+          |       facts about each row, to the home of its group
+    homes         each row is held once; rows are joined into units, with costs
+          |       units, to the block whose shard has them, or to one that follows from their number
+    blocks        surplus work goes to other blocks, then each block divides what it has
+          |       the shard of each unit, to its home
+    homes         all rows of a group have owners
+          |       facts about all rows of a group, with shards
+    ranks that have or receive rows of the group
 """
 
 from __future__ import annotations
@@ -86,16 +96,21 @@ def agree(meeting: Meeting, rank: int, facts: Int, earlier: EarlierWork | None) 
         earlier: Work of shards in earlier windows, of which only those of the rank's block count and grow.
     """
     action, place = meeting.action, meeting.place(rank)
+    # The number of a group alone decides, so that all ranks with rows of it find its home without asking.
     homes = spread(facts[:, GROUP], HOME, meeting.mesh.num_ranks)
     known = yield from place.route(homes, facts)
+    # Facts come by way of other ranks. In this order the first row of a unit, and the first spare of a row, is that of
+    # the lowest rank, as where all ranks know all rows.
     known = known[np.lexsort((known[:, ID], known[:, RANK], known[:, KIND]))]
     rows, spares, claims = (known[known[:, KIND] == kind] for kind in (HELD, SPARE, WANTED))
     first, is_claimed = yield from _check(action, place, rows, claims)
     if is_claimed:
+        # An earlier reshard has divided the rows: they keep their owners, so that all columns of a row are together.
         order = np.argsort(claims[:, ID])
         owners = claims[order, SHARD][np.searchsorted(claims[order, ID], rows[:, ID])]
     else:
         if earlier is not None:
+            # Groups of other windows are unknown, so that the part follows from the id and not from the place.
             parts = earlier.parts_of(rows[:, GROUP])
         else:
             parts = yield from _parts(place, rows[:, GROUP], action.num_updates)
@@ -115,8 +130,10 @@ def _check(action: Reshard, place: MeshPosition, rows: Int, claims: Int) -> Talk
     twice = ids[1:][ids[1:] == ids[:-1]]
     lowest = [int(twice.min(initial=NO_ID)), int(rows[:, RANK].min(initial=NO_ID))]
     mine = np.array([[*lowest, len(ids), len(wanted), int(not np.array_equal(ids, wanted))]])
+    # Two legs reach all ranks: the sums of a block are known in it, and go from there to every other block.
     block = yield from place.to_block(mine)
     world = yield from place.across(_joined(np.concatenate(block)))
+    # All ranks have the same numbers, so that all of them raise the error, and none is left waiting.
     double, first, num_held, num_wanted, num_unlike = _joined(world).tolist()
     if double != NO_ID:
         raise RuntimeError(f"edge {action.name}: row {double} is held by two shards")
@@ -124,6 +141,7 @@ def _check(action: Reshard, place: MeshPosition, rows: Int, claims: Int) -> Talk
         raise RuntimeError(
             f"edge {action.name}: {num_held} rows are held, but {num_wanted} are wanted, or they are not the same"
         )
+    # Where no rank has rows, any rank may send the types of the columns.
     return (first if num_held else action.source_layout.ranks[0]), num_wanted > 0
 
 
@@ -161,10 +179,13 @@ def _assigned(meeting: Meeting, place: MeshPosition, rows: Int, parts: Int, earl
     names = rows[:, GROUP if meeting.action.keep_groups else ID]
     units, unit_of_row = BlockUnits.of(names, rows[:, COST], rows[:, SHARD])
     origin, part_of_unit = np.full_like(units.names, place.number), np.empty_like(units.names)
+    # Rows of a group are of one part, and so are those of a unit.
     part_of_unit[unit_of_row] = parts
     columns = np.stack([units.names, units.costs, units.holders, origin, part_of_unit], axis=1)
     begins = first_blocks(units.names, units.holders, shards)
+    # To this rank's column of the block: so its ranks share what comes from outside.
     mine = yield from place.route(place.at(begins), columns)
+    # Now each rank of the block knows all of its units, so that all of them compute the same.
     block = np.concatenate((yield from place.to_block(mine)))
     begin, end = shards.of_block(here)
     loads = np.zeros((num_parts, shards.count), dtype=np.int64) if earlier is None else earlier.loads
@@ -179,6 +200,7 @@ def _assigned(meeting: Meeting, place: MeshPosition, rows: Int, parts: Int, earl
         return leaving(_units(block[chosen]).seen_from(shards, here), flows(of_part, shards, here), share, before[part])
 
     there = by_part(block[:, 4], leaving_of)
+    # All ranks of the block know which units leave it, but only the one that has brought a unit in sends it on.
     stay, go = block[there < 0], np.isin(mine[:, 0], block[there >= 0, 0])
     names_left, to = block[there >= 0, 0], there[there >= 0]
     order = np.argsort(names_left)
@@ -188,13 +210,16 @@ def _assigned(meeting: Meeting, place: MeshPosition, rows: Int, parts: Int, earl
     block = block[np.argsort(block[:, 0])]
 
     def divided(chosen: NDArray[np.bool_]) -> Int:
+        # A row of the loads is a view: what `divide` adds to it counts in the next window.
         before = None if earlier is None else earlier.loads[block[chosen, 4][0]]
         return divide(_units(block[chosen]), shards, here, before)
 
     owners = by_part(block[:, 4], divided)
+    # The rank that brought a unit into its last block sends the answer to the unit's home, whose place is column 3.
     carried = np.concatenate([mine[~go], arrived])
     answers = np.stack([carried[:, 0], owners[np.searchsorted(block[:, 0], carried[:, 0])]], axis=1)
     found = yield from place.route(carried[:, 3], answers)
+    # Units are in the order of their names, and so are the answers now.
     shard_of_unit: Int = found[np.argsort(found[:, 0]), 1]
     return shard_of_unit[unit_of_row]
 
@@ -211,11 +236,14 @@ def _news(meeting: Meeting, rows: Int, owners: Int, spares: Int) -> tuple[Int, I
     facts = facts[np.argsort(facts[:, GROUP], kind="stable")]
     groups, begins, counts = np.unique(facts[:, GROUP], return_index=True, return_counts=True)
     per_shard = meeting.target_ranks.shape[1]
+    # A rank hears of all rows of a group of which it has or gets some, as it must know who sends the prompt of the
+    # group, and to whom.
     number = np.searchsorted(groups, rows[:, GROUP])
     told = np.concatenate([rows[:, RANK], meeting.target_ranks[owners].reshape(-1)])
     pairs = np.unique(np.stack([np.concatenate([number, np.repeat(number, per_shard)]), told], axis=1), axis=0)
     lengths = counts[pairs[:, 0]]
     ends = np.cumsum(lengths)
+    # Where the facts of each pair's group lie: begin, begin + 1, ..., one group after the other.
     index = np.arange(int(lengths.sum())) + np.repeat(begins[pairs[:, 0]] - ends + lengths, lengths)
     return np.repeat(meeting.places(pairs[:, 1]), lengths), facts[index]
 
@@ -234,6 +262,7 @@ def _routes(meeting: Meeting, news: Int, first: int) -> RowRoutes:
         owners=rows[:, SHARD],
         source=meeting.action.source_layout,
         target=meeting.action.target_layout,
+        # A rank whose host is unknown is given one of its own, so that nothing is passed on to other ranks there.
         hosts={rank: meeting.hosts.get(rank, -1 - rank) for rank in near},
         spares=dict(zip(ranks.tolist(), ids, strict=False)),
         first_holder=first,

@@ -1,6 +1,12 @@
 """The databuffer gives every node the columns that it reads.
 
 Nodes on one layout share a table of rows; between layouts the ranks concerned exchange bytes, as `reshard` does.
+
+    one layout       rollout -- put --> [ table of rows ] -- get --> reward      the same tensors
+                                               |
+                                               | reshard: bytes of rows, from rank to rank
+                                               v
+    another layout                      [ table of rows ] -- get --> update
 """
 
 from __future__ import annotations
@@ -186,6 +192,7 @@ class Databuffer:
         held = rows_under(action.source_layout) if self.rank in action.source_layout else None
         spare = next(map(rows_under, _spare_layouts(action, self.rank)), None)
         key = _key(action.row_set, action.target_layout)
+        # Rows that are here already keep their owners: the target only gets further columns of them.
         target = tables.get(key) if self.rank in action.target_layout else None
         wanted = target.batch({}) if target is not None and action.target_layout.represents(self.rank) else None
         arrived = reshard(action, process_group, held, wanted, spare, earlier, agreeing)
@@ -215,7 +222,7 @@ class Databuffer:
         All ranks of both layouts call it, in the order of the plan. The context `timed` is entered while rows are sent.
         """
         under_way = self._under_way.setdefault(action, deque())
-        while len(under_way) >= WINDOWS_UNDER_WAY:
+        while len(under_way) >= WINDOWS_UNDER_WAY:  # bounds the memory of windows that wait
             under_way.popleft().result()
         process_group = self.transport.lane(WINDOWS, action.ranks)
 
@@ -237,7 +244,7 @@ class Databuffer:
     def close_windows(self) -> None:
         """Wait until all windows are here, and make one table of them."""
         with self.transport.activity.waiting("the last windows"):
-            self._background.run(lambda: None).result()
+            self._background.run(lambda: None).result()  # runs behind all exchanges and releases
         self._arrivals.clear()
         self._under_way.clear()
         for key in list(self._windows[0]):
@@ -246,7 +253,7 @@ class Databuffer:
             if whole is None:
                 self._tables[key] = RowTable.joined(parts)
                 continue
-            left = parts[0].columns.keys()
+            left = parts[0].columns.keys()  # others were released window by window
             whole.drop([column for column in whole.columns if column not in left])
             for part in parts:
                 part.drop(whole.columns)
@@ -356,7 +363,7 @@ def _readers(plan: Plan) -> dict[str, dict[str, str]]:
 
 def _last_readers(plan: Plan, rank: int) -> dict[Action, list[tuple[TableKey, ColumnKey]]]:
     """For each entry of a rank's chain, the columns that no later entry reads."""
-    last = {use: action for action in flat(plan.chain(rank)) for use in _reads(plan, action, rank)}
+    last = {use: action for action in flat(plan.chain(rank)) for use in _reads(plan, action, rank)}  # the last wins
     released: dict[Action, list[tuple[TableKey, ColumnKey]]] = {}
     for use, action in last.items():
         released.setdefault(action, []).append(use)
@@ -446,7 +453,7 @@ class RowTable:
 
     def _part(self, index: Tensor) -> RowTable:
         columns = {key: select_rows(column, index) for key, column in self.columns.items()}
-        prompt_index = None if self.prompt_index is None else self.prompt_index[index]
+        prompt_index = None if self.prompt_index is None else self.prompt_index[index]  # prompts are shared, not copied
         return RowTable(self.ids[index], self.prompt_ids, prompt_index, columns, dict(self.prompt_columns))
 
     @classmethod

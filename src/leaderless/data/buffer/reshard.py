@@ -1,4 +1,15 @@
-"""One reshard: all its ranks agree on the holders and new owners of rows, then send the bytes to the owners."""
+"""One reshard: all its ranks agree on the holders and new owners of rows, then send the bytes to the owners.
+
+    facts      id, group and cost of each row
+      |        few ranks: all know all rows, and compute the same; many ranks: they agree in blocks
+    routes     holder and new owner of each row
+      |        the lowest rank with rows sends them to the others
+    schemas    names and types of the columns
+      |        lengths of ragged rows first, so that both sides know every size
+    bytes      straight from holders to owners
+
+No ids and no headers go with the bytes: both sides compute from the routes what a message holds.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +71,7 @@ def reshard(
     Raises:
         RuntimeError: A row is held by two shards, or a wanted row is held by none.
     """
+    # The time until the slowest rank has come is a wait for others, and counts as one.
     with agreeing or nullcontext():
         routes = agree_on_routes(action, process_group, held, wanted, spare, earlier)
     schemas = _agree_on_schemas(action, process_group, routes, held)
@@ -110,6 +122,7 @@ def agree_at_once(
     source, target = action.source_layout, action.target_layout
     facts = torch.empty((0, 3), dtype=torch.int64)
     if held is not None:
+        # Ranks with the same rows report a part each, so that no row is counted twice.
         facts = _facts(action, held)[_represented(len(held), source, process_group.rank)]
     what = _rows_of(action)
     gathered = process_group.gather(facts, what)
@@ -121,6 +134,7 @@ def agree_at_once(
     if len(twice):
         raise RuntimeError(f"edge {action.name}: row {twice[0]} is held by two shards")
     spares: dict[int, Int] = {}
+    # The plan decides, not what this rank has: a gather that only some ranks begin would never end.
     if action.spare_layout is not None:
         known = process_group.gather(_NO_IDS if spare is None else spare.ids, what)
         spares = {rank: part.numpy() for rank, part in zip(process_group.ranks, known, strict=True) if len(part)}
@@ -130,11 +144,13 @@ def agree_at_once(
         owners = _claimed(action, shards, ids, claims)
     else:
         holding = np.repeat(shards, counts)
+        # A row whose holder has no shard of the target is cheapest where an earlier reshard has put it.
         for rank, known_ids in spares.items():
             if rank in target:
                 holding[(holding < 0) & np.isin(ids, known_ids)] = target.shard_of(rank)
         owners = _assigned(action, rows, holding, earlier)
     holders = np.repeat(np.array(process_group.ranks), counts)
+    # A rank whose host is unknown is given one of its own.
     hosts = {rank: process_group.hosts.get(rank, -1 - rank) for rank in process_group.ranks}
     first = int(holders.min()) if len(holders) else source.ranks[0]
     return RowRoutes(ids, group_ids, holders, owners, source, target, hosts, spares, first)
@@ -148,6 +164,7 @@ def _assigned(action: Reshard, rows: Int, holding: Int, earlier: EarlierWork | N
         parts = earlier.parts_of(group_ids)
 
         def assign_more(some: NDArray[np.bool_]) -> Int:
+            # A view: what is added to it counts in the next window.
             loads = earlier.loads[parts[some][0]]
             owners = assign(costs[some], units[some], holding[some], num_shards, loads)
             np.add.at(loads, owners, costs[some])
@@ -156,6 +173,7 @@ def _assigned(action: Reshard, rows: Int, holding: Int, earlier: EarlierWork | N
         return by_part(parts, assign_more)
     if action.num_updates == 1:
         return assign(costs, units, holding, num_shards)
+    # Each update is divided by itself: even work over the step alone would let ranks wait at each update.
     groups = np.unique(group_ids)
     parts = parts_of(group_ids, at_places(groups, first_places(len(groups), action.num_updates)))
     return by_part(parts, lambda some: assign(costs[some], units[some], holding[some], num_shards))
@@ -229,6 +247,7 @@ def _facts(action: Reshard, batch: Batch) -> Tensor:
     if batch.prompt_index is not None and "prompt_tokens" not in batch.columns:
         shared = prompts * torch.from_numpy(is_repeated(batch.prompt_index.numpy()))
     tokens = prompts + _lengths(batch, "tokens")
+    # At least 1, or rows without tokens would never fill a shard, and all of them would go to the same one.
     cost = torch.from_numpy(sequence_cost(tokens.numpy(), action.quadratic_tokens, shared.numpy())).clamp(min=1)
     return torch.stack([batch.ids, batch.group_ids, cost], dim=1)
 
