@@ -4,6 +4,13 @@ A unit of rows begins in the block of the shard that has it, or else in a block 
 compare the sums of their work, and blocks with a surplus give it to blocks with too little. Then each block divides its
 units, as `assign` does where all ranks know all rows. All of this is arithmetic on facts that the ranks of a block
 share.
+
+    block        0     1     2     3      as many shards in each
+    work         100   40    90    10     an even share is 60
+    surplus      |-------- 0 --------|------ 2 -----|      40 and 30, end to end
+    lack         |--- 1 ---|----------- 3 ----------|      20 and 50, end to end
+
+What lies above each other is given: block 0 gives 20 to block 1 and 20 to block 3, and block 2 gives 30 to block 3.
 """
 
 from __future__ import annotations
@@ -85,6 +92,7 @@ class Mesh:
     def at(self, blocks: Int | int, columns: Int | int) -> Int:
         """The place of each block that has a column."""
         blocks, columns = np.asarray(blocks), np.asarray(columns)
+        # In a block with one rank less, the first rank stands in for the column that is missing.
         begins = self.begins[blocks]
         found: Int = begins + np.where(columns < self.begins[blocks + 1] - begins, columns, 0)
         return found
@@ -95,6 +103,7 @@ class Mesh:
         column, size = place - int(self.begins[block]), len(self.members(block))
         played = [column, self.width - 1] if column == 0 and size < self.width else [column]
         found = [self.begins[:-1] + one for one in played]
+        # Those of the last column are only in blocks that are wide enough.
         inside = [places[places < self.begins[1:]] for places in found]
         return np.unique(np.concatenate(inside))
 
@@ -153,11 +162,13 @@ class BlockUnits:
         """The same units with the shards of a block counted from its first, and no other holders."""
         begin, end = shards.of_block(block)
         is_here = (self.holders >= begin) & (self.holders < end)
+        # A shard of another block cannot keep a unit here, so that its unit is free to move.
         return BlockUnits(self.names, self.costs, np.where(is_here, self.holders - begin, -1))
 
 
 def spread(numbers: Int, factor: int, count: int) -> Int:
     """[n] a place below `count` for each number, spread evenly, and the same on every rank."""
+    # The low bits of a product hardly mix, and numbers are often consecutive: the high bits choose.
     mixed = numbers.astype(np.uint64) * np.uint64(factor)
     mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(factor)
     return ((mixed >> np.uint64(33)) % np.uint64(count)).astype(np.int64)
@@ -176,6 +187,7 @@ def flows(work: Int, shards: Shards, block: int) -> Int:
         shards: Shards of the blocks, which should have even work.
         block: Block that gives.
     """
+    # A block's even share is in proportion to its shards.
     excess = work - int(work.sum()) * np.diff(shards.begins) // max(1, shards.count)
     has, lacks = np.maximum(excess, 0), np.maximum(-excess, 0)
     end = int(has[: block + 1].sum())
@@ -197,10 +209,13 @@ def leaving(units: BlockUnits, given: Int, share: int, before: Int) -> Int:
     destinations = np.full(len(units.names), -1, dtype=np.int64)
     if not len(given):
         return destinations
+    # Names decide between equal costs, so that all ranks of the block choose the same units.
     dearest_first = np.lexsort((units.names, -units.costs))
+    # What a shard may keep does not leave: moving it would only cost bytes.
     is_kept = kept(units.costs[dearest_first], units.holders[dearest_first], share, before.tolist()) >= 0
     free = dearest_first[~is_kept].tolist()
     costs, left = units.costs.tolist(), given[:, 1].tolist()
+    # The dearest first, as long as they fit: then few units move, and cheap ones fill what is left.
     for unit in free:
         most = max(range(len(left)), key=left.__getitem__)
         if costs[unit] <= left[most]:
@@ -221,6 +236,7 @@ def divide(units: BlockUnits, shards: Shards, block: int, loads: Int | None) -> 
     before = None if loads is None else loads[begin:end]
     owners = assign(here.costs, here.names, here.holders, end - begin, before)
     owners = begin + evened(here, owners, np.zeros(end - begin, dtype=np.int64) if before is None else before)
+    # `assign` and `evened` count earlier work, and add nothing to it.
     if loads is not None:
         np.add.at(loads, owners, units.costs)
     return owners
@@ -239,6 +255,8 @@ def evened(units: BlockUnits, owners: Int, before: Int) -> Int:
     shards = places[: len(costs)]  # a view
     loads = before + np.bincount(shards, weights=costs, minlength=num_shards).astype(np.int64)
     enough = int(loads.sum()) // num_shards * (EVEN + 1) // EVEN
+    # Each exchange makes the fullest shard smaller, but perhaps by little: the bound keeps the time in proportion to
+    # the shards.
     for _ in range(MAX_EXCHANGES * num_shards):
         fullest = int(loads.argmax())
         most, mine = int(loads[fullest]), np.flatnonzero(shards == fullest)
@@ -246,7 +264,9 @@ def evened(units: BlockUnits, owners: Int, before: Int) -> Int:
             break
         given = costs[mine][:, None]
         # [mine, others] work of the fuller of both shards after each exchange.
+        # An exchange within the fullest shard leaves it at least as full as it is, so that none is chosen.
         after = np.maximum(prices + (most - given), (loads[places] - prices) + given)
+        # Whatever gets close to the mean is good enough: among these, bytes decide.
         least = max(int(after.min()), enough)
         if least >= most:
             break
@@ -260,6 +280,7 @@ def evened(units: BlockUnits, owners: Int, before: Int) -> Int:
         shards[unit] = place
         loads[fullest] -= gain
         loads[place] += gain
+    # Units were sorted by name, so that the result does not depend on the order in which they have come.
     result = np.empty_like(owners)
     result[order] = shards
     return result

@@ -1,4 +1,13 @@
-"""Where the recipe's channels cut a workflow into loops, and cuts that could not work."""
+"""Where the recipe's channels cut a workflow into loops, and cuts that could not work.
+
+    ranks 0-3                            ranks 4-7
+    rollout -> reward  ===== rows ====>  old -> advantage -> update
+       ^                                                       |
+       +---------------------- weights ------------------------+
+
+Of this workflow `channels: {rollout: ...}` cuts the edges (===) that leave the ranks of `rollout`. The other edges join
+nodes: those on the left go through iterations in one loop, and those on the right in another one.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +68,12 @@ def find_cut(
 class _Cutter:
     def __init__(self, recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> None:
         self.recipe, self.nodes, self.instances = recipe, {node.name: node for node in nodes}, instances
+        # Nodes that share a rank, directly or through others, cannot work at the same time, so that a cut never divides
+        # them.
         pools = _pools(nodes)
         self.pool = {node.name: next(pool for pool in pools if node.layout.ranks[0] in pool) for node in nodes}
+        # A node waits for those that write its columns, and for those that make its rows, even if it reads none of
+        # them.
         sources = {node.name: {*node.reads.values(), *(x.name for x in makers(nodes, node.row_set))} for node in nodes}
         self.edges = [
             (source, node.name)
@@ -70,10 +83,12 @@ class _Cutter:
         ]
         # Nodes that join rows put them into one table.
         shared = (makers(nodes, node.row_set_after) for node in nodes if node.spec.rows == "join")
+        # So they go through iterations together, and no cut may part them.
         self.joins = [
             (self.pool[first.name], self.pool[second.name]) for made in shared for first, second in pairwise(made)
         ]
         of_instance = {instance: next(p for p in pools if instance.layout.ranks[0] in p) for instance in instances}
+        # Weights that are loaded in the step make their ranks wait for the trainer, as rows do.
         self.weights = [
             (of_instance[trained], of_instance[copy])
             for trained in instances
@@ -88,15 +103,20 @@ class _Cutter:
         for pool, name in named.items():
             if not any(self.pool[source] == pool for source, _ in cut):
                 raise self._without_edge(name)
+        # What is not cut joins: the pools at both ends go through iterations together.
         kept = [(self.pool[source], self.pool[target]) for source, target in self.edges if (source, target) not in cut]
+        # Weights to or from a named pool come back through a channel of their own, and join nothing.
         kept += [pair for pair in self.weights if named.keys().isdisjoint(pair)] + self.joins
         part_of = _joined(set(self.pool.values()), kept)
+        # A cut edge whose ends are joined by others is no cut: neither end could be ahead.
         for source, target in cut:
             if part_of[self.pool[source]] == part_of[self.pool[target]]:
                 raise self._joined_anyway(named[self.pool[source]], (source, target), cut)
         self._check_parts([frozenset(self._nodes_on(part)) for part in set(part_of.values())])
+        # Two parts are left, or an error has been raised: any cut edge shows which one generates.
         first, second = (part_of[self.pool[name]] for name in cut[0])
         name = named[self.pool[cut[0][0]]]
+        # Rows of the second part that went into the first would make each wait for the other's iteration.
         back = next((edge for edge in cut if part_of[self.pool[edge[0]]] == second), None)
         if back is not None:
             raise RecipeError.at(

@@ -1,4 +1,12 @@
-"""The order of all chain entries: loads, nodes, reshards, weights."""
+"""The order of all chain entries: loads, nodes, reshards, weights.
+
+    turn         1           2           3           4
+    rollout      window 1    window 2    window 3                  delay 0
+    reshard      window 1    window 2    window 3                  delay 0, in the background
+    reward                   window 1    window 2    window 3      delay 1, on other ranks
+
+A step that is divided into windows takes turns like these, in the same order on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +38,7 @@ def make_schedule(
     """
     schedule = entries_of(recipe, nodes)
     if repeated:
+        # The body ends with the node itself: what it sends waits until all rounds are done.
         done = 1 + schedule.index(RunNode(repeated[-1]))
         schedule[:done] = [_repeat(recipe, nodes, schedule[:done])]
     else:
@@ -41,6 +50,8 @@ def entries_of(recipe: Recipe, nodes: Sequence[PlannedNode]) -> list[Action]:
     """The loads, nodes and reshards of an iteration, each node followed by what is sent of its columns."""
     entries: list[Action] = list(_loads(recipe, nodes))
     for node in nodes:
+        # Columns leave right after their node, so that readers on other ranks can begin. The order is the same on all
+        # ranks: no two wait for each other crosswise.
         entries += [RunNode(node.name), *_reshards(recipe, nodes, node)]
     return entries
 
@@ -67,6 +78,7 @@ def delays_of(nodes: Sequence[PlannedNode]) -> dict[str, int]:
     for node in nodes:
         sources = {node.row_set, *node.reads.values()} - {DATA}
         if node.spec.streams and node.row_set_after != DATA and sources <= delays.keys():
+            # A window behind the slowest source, and one more where its rows first have to come from another layout.
             delays[node.name] = max(
                 (delays[name] + (not layouts[name].holds_rows_like(node.layout)) for name in sources), default=0
             )
@@ -77,10 +89,14 @@ def _in_windows(nodes: Sequence[PlannedNode], schedule: Sequence[Action], num_wi
     """The same schedule, with one entry that walks nodes window by window if any rows change ranks among these."""
     delays, layouts = delays_of(nodes), {node.name: node.layout for node in nodes}
     sources = {a: a.node if isinstance(a, RunNode) else a.source for a in schedule if isinstance(a, RunNode | Reshard)}
+    # A reshard is as far behind as the node whose columns it sends.
     behind = {action: delays[source] for action, source in sources.items() if source in delays}
+    # Windows only pay where rows are on their way while others are worked on.
     if num_windows == 1 or not any(isinstance(action, Reshard) for action in behind):
         return list(schedule)
     ranks = {r for a in behind for r in (layouts[a.node].ranks if isinstance(a, RunNode) else a.ranks)}
+    # They all come where the first of them was. A node in windows reads only from the data and from others in windows,
+    # so that nothing between them has to come first.
     first = next(place for place, action in enumerate(schedule) if action in behind)
     windowed = Windowed(tuple(behind), tuple(behind.values()), num_windows, tuple(sorted(ranks)))
     return [*schedule[:first], windowed, *(action for action in schedule[first:] if action not in behind)]
@@ -144,7 +160,9 @@ def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode)
         is_target = columns or (first is not None and not first.reads)
         if is_target and not layout.holds_rows_like(source.layout):
             rows = source.row_set_after
+            # Groups are kept if any reader needs them whole: later reshards of these rows keep the same owners.
             whole = keeps_groups(recipe, nodes, rows, layout)
+            # Where rows are trained in several updates, each update is balanced by itself.
             num_updates = recipe.batch.parts_per_step if _are_trained(nodes, rows, layout) else 1
             # Of the readers, one that trains has the most work.
             trained_first = sorted(peers, key=lambda node: node.spec.role_use != "train")
@@ -176,6 +194,7 @@ def with_history(nodes: Sequence[PlannedNode], schedule: Sequence[Action], befor
                 entry = _after(action, nodes, before)
             case Repeat() | Windowed():
                 entry = replace(action, body=tuple(with_history(nodes, action.body, before)))
+        # Entries within a body count for those behind it, and for later ones of the same body.
         before.append(entry)
         entries.append(entry)
     return entries
@@ -185,6 +204,7 @@ def _after(reshard: Reshard, nodes: Sequence[PlannedNode], schedule: Sequence[Ac
     """A reshard with what its target already has from earlier entries."""
     target = reshard.target_layout
     before = [action for action in schedule if isinstance(action, Reshard) and action.row_set == reshard.row_set]
+    # A layout has a row set if it has been sent some of its columns, has made the rows, or has loaded them.
     has_rows = [action.target_layout for action in before]
     has_rows += [node.layout for node in makers(nodes, reshard.row_set)]
     if reshard.row_set == DATA:
@@ -193,6 +213,7 @@ def _after(reshard: Reshard, nodes: Sequence[PlannedNode], schedule: Sequence[Ac
         action.target_layout
         for action in before
         if action.source == reshard.source
+        # All columns, or the bytes would have to be sent all the same; some ranks in common, or none could keep theirs.
         and set(reshard.columns) <= set(action.columns)
         and not set(target.ranks).isdisjoint(action.target_layout.ranks)
     ]
