@@ -1,4 +1,14 @@
-"""A model with its optimizer in fully sharded data parallelism (FSDP2); on one rank in float32, the plain module."""
+"""A model with its optimizer in fully sharded data parallelism (FSDP2); on one rank in float32, the plain module.
+
+    rank             0               1          along `dp`, for one unit, such as a layer
+    weights      | rows 0 |      | rows 1 |     float32; the moments of the optimizer lie likewise
+                      |   gather    |           when a pass comes to the unit, in `compute_dtype`
+    pass        | rows 0, 1 |   | rows 0, 1 |   each rank with samples of its own
+                      |    sum      |           in float32, and each rank keeps its rows
+    gradients    | rows 0 |      | rows 1 |
+
+Gradients are summed, and each rank updates the rows that it holds.
+"""
 
 from __future__ import annotations
 
@@ -115,6 +125,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self._module.eval()
         self.policy_version = 0
         self._optimizer_config, self._num_updates = optimizer, num_updates
+        # Parameters that are none of `trained_weights`, such as those below adapters, stay frozen.
         self._module.requires_grad_(False)
         for name, parameter in model.trained_weights():
             parameter.requires_grad_(optimizer is not None and not model.is_frozen(name))
@@ -148,6 +159,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self.routed = RoutedPasses(model.routers or Routers.of(self._module), process_group, device, num_alike)
         self._optimizer = None
         if optimizer:
+            # Only now: `fully_shard` and `complete` put other parameters in place of those that the model had.
             is_fused = may_be_fused(device, process_group)
             self._optimizer = make_optimizer(self._module.parameters(), optimizer, is_fused=is_fused)
 
@@ -157,6 +169,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
     def begin_pass(self, *, is_last: bool) -> None:
         """See `BoundedPasses`. Until the last pass, whole gradients are added up on each rank, in float32."""
+        # Ranks add up their gradients once an update, and not after each micro-batch.
         if self.units and self._keeps == "all":
             self.units[-1].set_requires_gradient_sync(is_last)
 
@@ -175,12 +188,15 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
         Divided experts belong to no layer's unit. If several ranks have the same ones, they are units of their own.
         """
+        # In float32 also where layers compute in half precision: sums over ranks would lose digits.
         policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         # Weights of choices, temperatures and what a body has done are not rounded on their way in.
         exact = replace(policy, cast_forward_inputs=False)
         kept = set[nn.Parameter]() if self._experts is None else self._experts.kept
+        # FSDP leaves these alone, and does not move them either.
         for weight in kept:
             weight.data = weight.data if weight.is_meta else weight.data.to(device)
+        # Inner units first: a unit takes all parameters within it that no other unit has taken.
         if (experts := self._experts) is not None and experts.gathered:
             copies, present = experts.mesh[COPIES], {*self._module.modules()}  # without those of other stages
             for module in [m for m in experts.gathered if m in present]:
@@ -189,6 +205,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             self._add_unit(module, mesh, policy, ignored_params=kept)
         for module in self.model.float32_modules():
             self._add_unit(module, mesh, replace(policy, param_dtype=torch.float32))
+        # The root takes what is left.
         self._add_unit(self._module, mesh, exact, ignored_params=kept)
         if self._keeps != "nothing":
             self.units[-1].set_reshard_after_forward(False)  # the root's, and that of all units within
@@ -196,6 +213,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     def _add_unit(self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, **options: object) -> None:
         """Shard a module over a mesh, whose gradients are summed and not averaged."""
         unit = fully_shard(module, mesh=mesh, mp_policy=policy, **options)  # type: ignore[call-overload]
+        # Averages would depend on the number of ranks; the denominators are in the loss.
         unit.set_force_sum_reduction_for_comms(True)
         if mesh.size() > 1:  # else torch would divide by 1 and copy the quotient
             unit.set_gradient_divide_factor(1.0)
@@ -256,6 +274,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         learning_rate = learning_rate_at(self._optimizer_config, self.policy_version, self._num_updates)
         if self.routed.is_used:
             self.routed.stop_pulling()
+        # A guard is asked before the error is raised, as it may skip an update whose norm is not finite.
         if allow is not None and not allow(grad_norm):
             self.discard_gradient()
             return UpdateInfo(grad_norm, learning_rate, is_made=False)
@@ -267,6 +286,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = learning_rate
         self._optimizer.step()
+        # Gradients take as much memory as the weights, which others need until the next update.
         self.discard_gradient()
         self.policy_version += 1
         return UpdateInfo(grad_norm, learning_rate)
@@ -430,6 +450,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         """What the optimizer keeps of a weight; made now if the weight has not been updated yet."""
         assert self._optimizer is not None
         moments: dict[str, Tensor] = self._optimizer.state[parameter]
+        # A checkpoint is loaded into these tensors, and must find them before the first update, too.
         if not moments:
             # Only a fused step counts on the device: others would wait for each number.
             place = self.device if self._optimizer.defaults["fused"] else "cpu"
@@ -441,7 +462,9 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     def state_loaded(self, policy_version: int) -> None:
         """See `Trainable`. All ranks call it together."""
         self.policy_version = policy_version
+        # Copies in half precision are those of other weights now.
         self._release_converted()
+        # Both stages have the words, but a checkpoint has them once: the last stage takes those of the first.
         if (words := self.model.shared_words) is not None:
             tensors = [words.detach()]
             if self._optimizer is not None and words.requires_grad:
@@ -450,6 +473,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
                 found = self._line.exchange(own)
                 if not self._line.stages.is_first:
                     own.copy_(found)
+        # The number of steps is in no checkpoint of the optimizer: it is the policy version.
         if self._optimizer is not None:
             for moments in self._optimizer.state.values():
                 moments["step"].fill_(float(policy_version))

@@ -2,6 +2,11 @@
 
 It is for a CUDA device without vLLM, which `rollout.engine: auto` prefers: it computes in the trainer's process, with
 any torch. Layers that ranks divide, quantized weights and kernels for large models are left to vLLM.
+
+    host      |start 1|start 2|....read 1|admit|start 3|....read 2|admit|start 4|....
+    device            |     pass 1      |         pass 2         |         pass 3 ...
+
+The host starts a pass before it reads the tokens of the last one, so that the device never waits for it.
 """
 
 from __future__ import annotations
@@ -143,9 +148,11 @@ class PagedEngine(NativeEngine):
 
     def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
         """See `RolloutEngine`."""
+        # Tokens in flight were drawn with the old weights, and are reported with their version.
         self._collect()
         self._report(self._running.held(self._in_order()))  # while their version is known
         super().load_weights(weights, keep_cache=keep_cache)
+        # Recorded passes read weights at fixed addresses: they are of no use where weights lie elsewhere now.
         addresses = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         if addresses != self._addresses:
             self._passes.clear()
@@ -198,8 +205,11 @@ class PagedEngine(NativeEngine):
             if self._is_stale:
                 self._read_again()
             while True:
+                # First the next pass, then the tokens of the last: the device has work while the host reads.
                 self._collect(but=self._launch())
+                # Behind the reading, since responses that have ended free seats and pages.
                 self._admit()
+                # Without something to report the caller would do nothing but call again.
                 if self._deltas or not self._flights:
                     break
         except BaseException:
@@ -215,9 +225,11 @@ class PagedEngine(NativeEngine):
         while self._flights and self._flights[0] is not but:
             flight = self._flights.pop(0)
             results = flight.read()
+            # The response of a seat may have ended, been preempted or aborted since, and another one may be there.
             is_there = self._running.departures[flight.seats] == flight.departures
             seats, (tokens, bits, *choices) = flight.seats[is_there], results[:, is_there]
             experts = [row.tobytes()[: self._num_choices] for row in np.stack(choices, 1)] if choices else ()
+            # Log-probabilities come as the bits of their float64: one copy brings everything.
             self._report(self._running.add(seats, tokens, bits.view(np.float64), experts))
 
     def _report(self, seats: Ints) -> None:
@@ -240,17 +252,20 @@ class PagedEngine(NativeEngine):
         seats = self._with_pages()
         if not len(seats):
             return None
+        # The rows are arranged once for all passes until a response comes or goes.
         if self._arranged is None or not np.array_equal(self._arranged[0], seats):
             self._arranged = seats, *self._running.arranged(seats)
         _, arrangement, draws = self._arranged
         plan, longest = self._send(seats, arrangement, draws)
         attention = PagedAttention(self._pages, plan, self._options.attend, longest)
         check_window(self._window, attention)
+        # Recorded passes read the numbers of a pass at fixed addresses.
         if self._num_allocations != self._staging.num_allocations:
             self._num_allocations = self._staging.num_allocations
             self._passes.clear()
         results = self._staging.drawn(len(plan.places))
         ways = list(dict.fromkeys(way for _, way in draws))
+        # A recorded pass draws in one way. Where rows are drawn in several ways, it ends with the logits.
         key = len(plan.places), ways[0] if len(ways) == 1 else None
         self._passes.run(key, lambda: self._compute(attention, results, key[1]))
         if key[1] is None:
@@ -258,6 +273,7 @@ class PagedEngine(NativeEngine):
             for way in ways:
                 rows = [row for (_, own), some in draws.items() if own == way for row in some]
                 self._draw(logits, plan, results, way, placed(torch.tensor(rows), self.device))
+        # Counted before it is read: noise and places of the next pass follow from the number of tokens alone.
         self._running.started[seats] += 1
         return self._fly(seats, results)
 
@@ -282,6 +298,8 @@ class PagedEngine(NativeEngine):
                 for seat, length in zip(seats[is_full].tolist(), lengths[is_full].tolist(), strict=True):
                     self._pages.extend(_segment(self._response(seat)), length + 1)
             except OutOfPagesError:
+                # What costs least first: a conversation that may never go on, then a wait for the device, then a
+                # response that has to be read again.
                 if len(self._kept):
                     self._kept.shrink(len(self._kept) - 1)
                 elif not has_collected:
@@ -299,12 +317,14 @@ class PagedEngine(NativeEngine):
         sequence = next(reversed(self._active.values()))
         self._report(self._running.held(np.array([sequence.seat])))
         prompt, own = sequence.prompt, sequence.completion.tokens
+        # Nothing is in flight: all that was drawn is read before a response loses its pages.
         new = own[len(own) + len(prompt.tokens) - sequence.num_tokens :]
         again = CachedPrompt((*prompt.tokens, *new), prompt.images, prompt.num_both)
         self._release(sequence)
         sequence.segment, sequence.prompt = None, again
         again.waiting.append(sequence)
         again.num_left = 1
+        # At the head of the line, so that it is not overtaken by responses that have not begun.
         self._continuing.appendleft(again)
 
     def _too_small(self, tokens: int) -> RuntimeError:
@@ -369,6 +389,7 @@ class PagedEngine(NativeEngine):
 
     def _fly(self, seats: Ints, results: Tensor) -> _Flight:
         """Have the results of responses, [2 or more, n or more], copied to the host behind all that was started."""
+        # To pinned memory, or the copy would block the host; the event lets the host wait for this copy alone.
         there = pinned(tuple(results.shape), torch.int64, self.device)
         there.copy_(results, non_blocking=True)
         event = None if self.device.type == "cpu" else mark(self.device)
@@ -387,6 +408,7 @@ class PagedEngine(NativeEngine):
             if is_idle and len(prompts) == 1 and not (self._read or self._flights):
                 raise self._too_small(len(prompts[0].tokens) + 1)
             return False
+        # Kept conversations only use pages that no response needs.
         while pages.num_free < needed and len(self._kept):
             self._kept.shrink(len(self._kept) - 1)
         return True
@@ -421,6 +443,7 @@ class PagedEngine(NativeEngine):
 
     def _release(self, sequence: Response, *, has_ended: bool = False) -> None:
         if sequence.segment is not None:
+            # Passes do not count the lengths of segments; what keeps or frees pages needs them now.
             sequence.segment.length = int(self._running.lengths(np.array([sequence.seat]))[0])
             self._running.leave(sequence.seat)
             self._order = self._arranged = None

@@ -5,6 +5,15 @@ own tokens, or siblings and tokens of the prompt that they share. Every item is 
 a row is merged. Long sequences are cut into several items, so that a device with few rows is busy, too; there are at
 most `SPARE_ITEMS` more items than rows, whatever the lengths. So the shapes of a pass depend on the number of its rows
 alone, which is rounded up to one of a few, and a recorded pass can be used again.
+
+    row 0     own tokens |   0   |       tokens of its prompt |   s   |  s+2  |
+    row 1     own tokens |   1   |                            |  s+1  |  s+3  |
+    row 2     own tokens |   2   |   3   |       no shared prompt
+
+    runs      row 0: first 0, 1 result, and first s, 2 results at distance 2
+
+Each box is the number of a result, and `s` the first one of shared prompts. Boxes of rows 0 and 1 below each other are
+one item, which reads its part of the prompt once for both.
 """
 
 from __future__ import annotations
@@ -133,6 +142,7 @@ def fields_of(data: Tensor, rows: int) -> Fields:
         begin = -(-end // ALIGNMENT) * ALIGNMENT
         return taken
 
+    # Pages come last: how many there are differs from pass to pass, and only what is used is copied.
     return Fields(
         noise=take(torch.float64, rows),
         positions=take(wide, rows),
@@ -149,6 +159,7 @@ def fields_of(data: Tensor, rows: int) -> Fields:
 def num_bytes(rows: int, pages: int) -> int:
     """Bytes for the numbers of a pass over some rows and pages."""
     num_items = rows + SPARE_ITEMS
+    # The last term is room for the gaps: each of the nine fields begins at a multiple of the alignment.
     return 4 * 8 * rows + 4 * (2 * num_items * ITEM_NUMBERS + 7 * rows + pages) + 9 * ALIGNMENT
 
 
@@ -214,22 +225,28 @@ class Arrangement:
             Most tokens of an item of own tokens and of one of a shared prompt, and the number of pages in the list.
         """
         page_size, rows, num_prompts = pages.page_size, len(lengths), len(self.prompt_slots)
+        # All lists of a kind are as wide as the longest, so that the pages of a row begin at its number times the
+        # width.
         width, prompt_width = self._widths(lengths, page_size)
         listed, begin = host.pages.numpy(), rows * width
         end = begin + num_prompts * prompt_width
         listed[:begin].reshape(rows, width)[:] = pages.table[self.own_slots, :width]
         listed[begin:end].reshape(num_prompts, prompt_width)[:] = pages.table[self.prompt_slots, :prompt_width]
         runs = host.runs.numpy()
+        # Rows behind the real ones have no results, and their outputs are zeros.
         runs[:] = 0
         each = np.arange(rows)
         own = _Texts(lengths, each, np.ones_like(each), each * width)
         first, parts, longest = _write_items(host.own.numpy(), own, SPARE_ITEMS, 0, page_size)
         runs[:rows, 0, 0], runs[:rows, 0, 1], runs[:rows, 0, 2] = first, parts, 1
         host.rows.numpy()[: len(self.rows)] = self.rows
+        # All rows of a tile read the same list of pages, that of their prompt.
         tables = begin + self.prompt_of_tile * prompt_width
         tiles = _Texts(self.tile_tokens, self.tile_begins, self.tile_counts, tables)
         spare = len(host.places) + SPARE_ITEMS
         first, parts, longest_shared = _write_items(host.shared.numpy(), tiles, spare, len(host.own), page_size)
+        # Results of an item lie next to each other, one a row, and those of the next item of the tile behind them: the
+        # distance is the number of rows of the tile.
         runs[self.rows, 1, 0] = first[self.tile_of] + self.member_of
         runs[self.rows, 1, 1], runs[self.rows, 1, 2] = parts[self.tile_of], self.tile_counts[self.tile_of]
         return longest, longest_shared, end
@@ -250,6 +267,8 @@ def _write_items(
         First result and number of items of each text, and most tokens of an item.
     """
     num_pages = -(-texts.tokens // page_size)
+    # Rounding up adds less than one part to each text. So there are at most SPARE_ITEMS more items than texts, and at
+    # most `spare_results` more results than rows: what `num_results` and `Fields` have room for.
     size = max(
         -(-LEAST_ITEM_TOKENS // page_size),
         -(-int(num_pages.sum()) // SPARE_ITEMS),
@@ -263,5 +282,6 @@ def _write_items(
     own[:, 0] = texts.tables[text] + part * size
     own[:, 1] = np.minimum(texts.tokens[text] - part * size * page_size, size * page_size)
     own[:, 2], own[:, 3], own[:, 4] = texts.first_rows[text], rows, results
+    # The shape of the pass does not change: items that are not needed have no tokens.
     items[len(text) :, 1] = 0
     return results[part == 0], parts, int(own[:, 1].max(initial=0))

@@ -3,6 +3,14 @@
 The pool is allocated once. A segment begins with pages of its own and takes another one when they are full, so that it
 never moves. Siblings share the segment of their prompt, which they read by its length, and go on in segments of their
 own. The first page belongs to nobody: rows that only fill up a shape write there.
+
+    page         0   1   2   3   4   5       table
+    nobody       x
+    prompt           P   P                   1 2     both siblings read it
+    sibling 1                a       a       3 5     it took page 5 when page 3 was full
+    sibling 2                    b           4
+
+    token t of a segment is at    table[slot, t // page_size] * page_size + t % page_size
 """
 
 from __future__ import annotations
@@ -44,6 +52,7 @@ class PagePool:
     def clear(self) -> None:
         """Free all pages; memory stays allocated."""
         self.table = np.zeros((16, LEAST_WIDTH), dtype=np.int32)
+        # Page 0 is not among them. Low numbers are at the end, where pages are taken.
         self._free = list(range(self.num_pages, 0, -1))
         self._slots = list(range(len(self.table) - 1, -1, -1))
         self._counts: dict[Segment, int] = {}
@@ -85,6 +94,7 @@ class PagePool:
             OutOfPagesError: There are not enough free pages.
         """
         if not self._slots:
+            # Twice as large, so that growing is rare.
             count = len(self.table)
             self.table = np.concatenate([self.table, np.zeros_like(self.table)])
             self._slots = list(range(2 * count - 1, count - 1, -1))
@@ -93,6 +103,7 @@ class PagePool:
         try:
             self.extend(segment, length + room)
         except OutOfPagesError:
+            # Or its slot would be lost.
             self.remove(segment)
             raise
         return segment
@@ -104,6 +115,7 @@ class PagePool:
             OutOfPagesError: There are not enough; it has no more than before.
         """
         before, count = self._counts[segment], self.pages_for(tokens)
+        # All or nothing: a caller that makes room and tries again finds the segment as it was.
         if count - before > len(self._free):
             raise OutOfPagesError(f"{count - before} pages are needed, and {len(self._free)} are free")
         while self.table.shape[1] < count:
@@ -122,12 +134,15 @@ class PagePool:
     def keep(self, segment: Segment) -> None:
         """See `Home`."""
         self._kept.add(segment)
+        # Room for tokens that do not come is of use to others.
         self._cut(segment, segment.length)
 
     def resume(self, segment: Segment, num_known: int, length: int) -> None:
         """See `Store`."""
         self._kept.discard(segment)
+        # The next turn has other tokens behind those that both have in common.
         self._cut(segment, num_known)
+        # With room for the first token of the response.
         self.extend(segment, length + 1)
         segment.length = length
 
@@ -140,6 +155,7 @@ class PagePool:
 
     def join(self, first: Segment, second: Segment) -> Segment:
         """See `Store`."""
+        # A copy: siblings may still read the prompt, and its last page is rarely full.
         joined = self.add(first.length + second.length, room=1)
         source = torch.cat([self.places(one, 0, one.length) for one in (first, second)])
         target = self.places(joined, 0, joined.length)
@@ -191,6 +207,7 @@ class PagePool:
     def room(self, layer: int, key: Tensor, value: Tensor) -> LayerKeysValues:
         """Return the keys and values of a layer, allocated for the first ones, [n, kv_heads, head_dim] each."""
         if layer not in self._layers:
+            # With page 0, which is not counted.
             tokens = (self.num_pages + 1) * self.page_size
             self._layers[layer] = key.new_zeros(tokens, *key.shape[1:]), value.new_zeros(tokens, *value.shape[1:])
         return self._layers[layer]
