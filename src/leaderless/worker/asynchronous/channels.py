@@ -2,6 +2,12 @@
 
 A rank posts the output of an iteration and continues. A thread of the channel, the lane, sends the posts in order, each
 when the ranks at the other end receive it. The lane and the receivers have process groups to themselves.
+
+    loop that generates                                 loop that trains
+    push -> outbox, lane     === note k, rows k ===>      pull_rows
+    take_weights <- inbox    <=== weights k, note k ===   lane, outbox <- push, end_iteration
+
+Each loop does this in its iteration k, whenever it gets there. Only where === is drawn, ranks of both ends meet.
 """
 
 from __future__ import annotations
@@ -63,6 +69,7 @@ class Note:
         Raises:
             RuntimeError: The ranks are not at the same iteration.
         """
+        # The negated iteration gives the lowest one, so that a single maximum compares all ranks.
         numbers = torch.tensor([-self.iteration, *map(int, astuple(self))])
         lowest, highest, *flags = process_group.max(numbers, f"channel {channel}").tolist()
         if -lowest != highest:
@@ -143,6 +150,7 @@ class Channels:
         if channel.sync is None:
             self._post_rows(channel, iteration, self._buffer.outgoing(channel))
             return
+        # A copy is begun now, as training changes the weights while the lane waits to send them.
         send = partial(self._send_weights, channel, iteration, self._parts.roles.copy_weights(channel.sync))
         self._outboxes[channel.name].post(iteration, send)
 
@@ -150,6 +158,7 @@ class Channels:
         """Take the rows that the iteration works on out of a channel."""
         iteration = self._progress.step
         with self._waiting("wait_rows", channel, iteration):
+            # The same order as in `_send_rows`: first the note, which says whether rows follow.
             is_abandoned = self._exchange(channel, Note(iteration)).is_abandoned
         if not is_abandoned:
             self._buffer.incoming(channel)
@@ -163,6 +172,7 @@ class Channels:
         with self._parts.clock.doing("wait_weights"), self._tracer.span("wait(weights)", iteration):
             loads, note = self.weights.take()
         with self._parts.clock.doing("weights"), self._tracer.span("weights", iteration):
+            # In this thread, which also steps the engine; the inbox only fills memory.
             for load in loads:
                 load()
         self._progress.trained = iteration
@@ -179,6 +189,7 @@ class Channels:
         for channel, sync in arriving:
             with self._tracer.span(f"receive({channel.name})", iteration, self._lanes[channel.name]):
                 loads.append(self._parts.roles.fetch(sync, partial(self._parts.transport.lane, channel.name)))
+        # The loop that trains puts the same note behind the weights of each role.
         for channel, _ in arriving:
             note = self._exchange(channel, Note(iteration))
         return loads, note
@@ -192,6 +203,7 @@ class Channels:
             version = self._parts.roles.trained()[channel.sync.role].policy_version
             self._note(channel, iteration, {"policy_version": version})
             note = Note(iteration, is_stopping=end.is_stopping, is_checkpoint_due=end.is_checkpoint_due)
+            # Behind the weights, which the same outbox sends in order.
             self._outboxes[channel.name].post(iteration, partial(self._send_note, channel, note))
 
     def meet(self) -> None:
@@ -217,6 +229,7 @@ class Channels:
 
     def finish(self) -> None:
         """Leave nothing in flight: rows that will not be trained are taken out by the loop that they were for."""
+        # The lane at the other end waits until this end receives, and the run could not end.
         for channel in self._to_here:
             if channel.kind == "rows":
                 for iteration in self._left(channel):
@@ -224,6 +237,8 @@ class Channels:
                     self._buffer.clear()
         for channel in self._from_here:
             if channel.kind == "rows" and self._is_continuous(channel.source):
+                # Ranks that generate continuously may stop in different iterations: those that have not made one say
+                # so, or others would wait for their notes.
                 for iteration in self._left(channel):
                     if iteration > self._progress.step:
                         self._outboxes[channel.name].post(iteration, partial(self._abandon, channel, iteration))
@@ -262,6 +277,7 @@ class Channels:
     def _left(self, channel: Channel) -> range:
         """Iterations whose rows may be in flight when the run stops."""
         first = self._progress.trained + 1
+        # A rank that generates continuously may complete one more share before it has to wait for weights.
         num_ahead = channel.capacity + self._is_continuous(channel.source)
         return range(first, min(first + num_ahead, self._parts.recipe.steps + 1))
 
@@ -312,15 +328,18 @@ class Channels:
         return range(self._progress.trained + 1, self._progress.step + 1)
 
     def _post_rows(self, channel: Channel, iteration: int, held: Held) -> None:
+        # Batches are never changed, so that the lane can send them later without a copy.
         self._rows[channel.name, iteration] = held
         self._outboxes[channel.name].post(iteration, partial(self._send_rows, channel, iteration, held))
 
     def _send_rows(self, channel: Channel, iteration: int, held: Held) -> None:
         """Send the rows of an iteration; the lane does it."""
         with self._tracer.span(f"send({channel.name})", iteration, self._lanes[channel.name]):
+            # A rank has not made its part, so that nothing is sent: what others have made would be no whole iteration.
             if self._exchange(channel, Note(iteration)).is_abandoned:
                 return
             self._note_rows(channel, iteration, held)
+            # Ranks that generate continuously only meet here, and could not compare when they made the rows.
             if self._is_continuous(channel.source):
                 for action, batch in held.items():
                     self._buffer.compare(
@@ -353,6 +372,7 @@ class Channels:
 
     def _exchange(self, channel: Channel, note: Note) -> Note:
         """Combine what the ranks of both ends note; all of them call it together."""
+        # Read here and not where the note is made, which may have waited in the lane for iterations.
         mine = replace(note, is_asked_to_stop=self.is_asked_to_stop())
         agreed = mine.exchange(self._parts.transport.lane(channel.name, ranks_of(channel)), channel.name)
         if agreed.is_asked_to_stop:
@@ -368,6 +388,7 @@ class Channels:
                 continue
             groups, num_rows = batch.group_ids, len(batch)
             if "policy_versions" in batch.columns and len(values := batch.jagged("policy_versions").values):
+                # The oldest is negated too, so that one maximum finds both ends.
                 versions = torch.stack([values.max(), -values.min()]).long()
         what = f"the rows of channel {channel.name}"
         span = span_of(process_group, groups.numpy(), what)

@@ -188,6 +188,8 @@ class EpisodesInFlight:
         advances = [Advance(group, has_begun=True, is_finished=False) for group in self._begun]
         has_done = bool(self._begun)
         self._begun.clear()
+        # Each is done before the next one is asked for: a journaled request is made from what its conversation was
+        # then.
         for happening in self._source.happened():
             advances += self._do(happening)
             has_done = True
@@ -195,6 +197,7 @@ class EpisodesInFlight:
             return advances  # a journal has weights or a canceled group before the next step
         if self._requests.is_busy:
             self._requests.step()
+        # Something has happened, which may have finished a group: the caller looks before this waits.
         elif not has_done:
             self._source.wait()
         return advances
@@ -300,13 +303,16 @@ class LiveEpisodes:
     def begin(self, group: EpisodeGroup) -> None:
         """Begin the episodes of a group."""
         played = (self._one(group, place) for place in group.places)
+        # All begin at once; the semaphore limits how many of them play.
         self._playing[group] = [asyncio.run_coroutine_threadsafe(one, self._loop) for one in played]
 
     async def _one(self, group: EpisodeGroup, place: EpisodePosition) -> None:
         """Play an episode; the thread does it."""
         async with self._free:
             try:
+                # Stored before its end is in the queue: the rank's own thread may take it as soon as it sees that.
                 group.episodes[place.number] = episode = await self._player.play(place)
+            # A canceled episode puts nothing into the queue: CancelledError is no Exception.
             except Exception as error:  # noqa: BLE001 - it is raised by the other thread
                 ended = EpisodeEnd(group, 0, 0, error)
             else:
@@ -325,6 +331,7 @@ class LiveEpisodes:
 
     def cancel(self, group: EpisodeGroup) -> None:
         """Cancel the episodes of a group that have not ended."""
+        # The event loop cancels it a little later. If it waits for a response then, it asks to drop it.
         for playing in self._playing.pop(group):
             playing.cancel()
 
@@ -336,6 +343,7 @@ class LiveEpisodes:
 
     def reset(self) -> None:
         """Forget all episodes."""
+        # First the episodes, which may still ask for something, and then the queue.
         self._cancel()
         self._playing.clear()
         for _ in self._queue.take():
@@ -391,6 +399,7 @@ class RequestQueue:
         try:
             return await answer
         except asyncio.CancelledError:
+            # Or the engine would go on with a response that nobody waits for.
             self.put(Happening("drop", sample_id, pending))
             raise
 
@@ -400,11 +409,13 @@ class RequestQueue:
 
     def put(self, happening: Happening) -> None:
         """Let the other thread know."""
+        # In this order: a thread that is woken finds something.
         self._waiting.append(happening)
         self._is_there.set()
 
     def take(self) -> Iterator[Happening]:
         """All that is in the queue, in order."""
+        # Before the queue is read, or what is put meanwhile would be there without a signal.
         self._is_there.clear()
         while self._waiting:
             yield self._waiting.popleft()
@@ -418,6 +429,7 @@ def _answer(answer: asyncio.Future[Completion], completion: Completion) -> None:
     """Give an episode its response, in the thread of its event loop."""
 
     def settle() -> None:
+        # It may have been canceled while the answer was on its way to this thread.
         if not answer.done():
             answer.set_result(completion)
 

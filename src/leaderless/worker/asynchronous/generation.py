@@ -2,6 +2,17 @@
 
 All that happens is a step of the engine, or happens between two steps. So the number of steps is a clock, and a journal
 of what happened at which step is enough to do it all again.
+
+    weights?    yes: stop here; the loop takes them, calls `weights_taken`, and then `next` again
+       | no
+    grades      groups whose responses are graded are finished
+    share?      yes: hand over its prompts
+       | no
+    cancel      groups that nobody would train
+    begin       as many groups as may be
+    step        of the engine, or a short wait for grades; with nothing to do, stop here for weights
+
+`Generation.next` goes through this again and again, from the top.
 """
 
 from __future__ import annotations
@@ -118,6 +129,7 @@ class Generation:
         self._prompts: dict[int, Batch] = {}  # of groups that are open
         self._handed: dict[int, list[int]] = {}  # groups of shares that are not trained
         self._canceled: list[int] = []
+        # What comes before `first` has been trained: the loader begins behind it.
         self._num_loaded = remaining.first - 1
         loader.position = self._num_loaded * loader.recipe.batch.prompts_per_step
         self._num_left = remaining.num_left
@@ -131,9 +143,12 @@ class Generation:
 
         None if weights are to be taken before: whoever takes them calls `weights_taken`, and then this again.
         """
+        # Weights may interrupt a share, and this is called again: its line of the journal is begun once.
         if not self._has_line:
             self._open_line()
         while not self._is_time_for_weights():  # as early as possible: every token sampled before is one update older
+            # Grades first, as they finish groups; then a share, so that no group is canceled that could be handed over;
+            # then room for others, which canceled groups leave.
             self._take_grades()
             share = self._quota.take(self._arrivals.trained)
             if share is not None:
@@ -150,10 +165,12 @@ class Generation:
     def weights_taken(self) -> None:
         """Go on with the weights of one more iteration, which the engine has now."""
         trained = self._arrivals.trained
+        # Weights that had come before a start of the run that is followed are taken without an event.
         if trained > self._trained_before:
             self._events.note("weights", trained)
         # An evaluation may have sampled tokens of groups with these weights: that must be noted before others come.
         self._note(self._in_flight.collect())
+        # What is trained need not be handed over again after a checkpoint.
         self._handed = {made: groups for made, groups in self._handed.items() if made > trained}
 
     def samples(self, prompts: Batch, context: StageContext) -> Batch:
@@ -198,6 +215,7 @@ class Generation:
             if advance.has_begun:
                 self._quota.sampled(advance.group, self._arrivals.trained)
             if advance.is_finished and self.grading is not None:
+                # Not finished yet: a share is handed over with its grades.
                 assert isinstance(self._in_flight, ResponsesInFlight), "episodes are graded with their share"
                 self.grading.begin(self._prompts[advance.group], self._in_flight.responses_of(advance.group))
             elif advance.is_finished:
@@ -206,6 +224,7 @@ class Generation:
     def _begin(self) -> None:
         """Begin as many groups as may be."""
         room = min(self._quota.room(self._arrivals.trained), self._num_left)
+        # Prompts of canceled groups are loaded already.
         while len(self._pending) < min(room, self._num_left - len(self._again)):
             self._load()
         chosen, self._pending = self._pending[:room], self._pending[room:]
@@ -247,6 +266,7 @@ class Generation:
             for group in self.grading.finished():
                 self._finish(group)
             return
+        # The thread that grades is faster or slower than it was: what counts is the step at which grades were taken.
         while (due := self._events.due()) is not None and due[0] == "graded":
             if not self.grading.await_group(due[1], self._beat):
                 raise self._unlike(f"has not finished group {due[1]}")
@@ -265,6 +285,7 @@ class Generation:
     def _waits_for_weights(self) -> bool:
         """Whether nothing goes on without new weights, as there is nothing to generate; else wait for grades."""
         if self._expected is not None:
+            # Nothing can be done, and the journal has no event here: this run has gone another way.
             if not (self._events.is_due("graded") or self._events.is_due("weights")):
                 raise self._unlike("waits for weights")
         elif self.grading is not None and self.grading.is_busy:
@@ -285,6 +306,7 @@ class Generation:
             groups=share,
             canceled=self._canceled,
         )
+        # The whole line is compared: a difference that shows only later could not be explained.
         if self._expected is not None and self._expected != self.line:
             raise self._unlike(f"has handed over groups {_some(share)}")
         if self.grading is not None:
@@ -317,8 +339,10 @@ class Generation:
         self._in_flight.reset()
         if self.grading is not None:
             self.grading.reset()
+        # A process counts from its own start, and the other one has begun again here.
         self._events.steps = 0
         lost = self._quota.forget()
+        # They are begun once more, in the order of the data, as a start from a checkpoint does it.
         self._num_left += len(lost)
         waiting = [*(self._prompts.pop(group) for group in lost), *self._pending, *self._again]
         self._pending, self._again = sorted(waiting, key=lambda prompt: int(prompt.ids)), []

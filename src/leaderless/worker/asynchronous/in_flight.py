@@ -1,6 +1,14 @@
 """Requests in flight in the engine of a rank that generates continuously: responses to prompts, and those of episodes.
 
 Both count the steps of the engine and note what happens between two of them, so that it can be done again.
+
+    steps       1      2               3      4            of the engine
+                       |               |      |
+    events             2 weights 6     |      4 end 310    each with the number of steps before it
+                       2 ask 310       |
+                                       3 drop 311
+
+A run that is followed does the same: what is due after as many steps happens before the next one.
 """
 
 from __future__ import annotations
@@ -77,6 +85,7 @@ class Events:
 
     def due(self) -> tuple[str, int] | None:
         """What has to happen before the next step, by the line that is followed: its kind, and what it is about."""
+        # Events come in order, so that as many as have happened say which one is next.
         if self.expected is None or len(self.happened) >= len(self.expected):
             return None
         steps, kind, about = self.expected[len(self.happened)]
@@ -148,6 +157,8 @@ class ResponsesInFlight:
             one = self._groups[group] = _Group([Completion() for _ in range(siblings)], [], siblings)
             group_ids = prompts.ids[row].expand(siblings)
             ids = make_sample_ids(group_ids, prompts.ids.new_tensor(range(siblings))).tolist()
+            # A request has one distribution: siblings that are drawn otherwise, such as a greedy one, need another
+            # request.
             for distribution in dict.fromkeys(self._distributions):
                 places = [place for place, wanted in enumerate(self._distributions) if wanted == distribution]
                 params = SamplingParams(distribution, longest, rollout.stop, seed, at_once(longest))
@@ -159,6 +170,7 @@ class ResponsesInFlight:
 
     def step(self) -> list[Advance]:
         """Let the engine take a step."""
+        # Before the step: what it brings happens behind it.
         self._events.steps += 1
         with memory_explained(TOO_MUCH):
             return self._advance(self._engine.step())
@@ -175,6 +187,7 @@ class ResponsesInFlight:
             number, places = self._places[delta.request]
             group = self._groups[number]
             response = group.responses[places[delta.sibling]]
+            # Before the tokens are added, as it asks for the first ones.
             has_begun = not response.tokens and bool(delta.tokens)
             response.add(delta)
             if delta.finish_reason is not None:
@@ -182,6 +195,7 @@ class ResponsesInFlight:
                 self.tally.responses += 1
                 self.tally.tokens += len(response.tokens)
             is_finished = group.num_left == 0
+            # Only its requests: the responses stay until they are handed over.
             if is_finished:
                 self._forget(group)
             if has_begun or is_finished:
@@ -195,6 +209,7 @@ class ResponsesInFlight:
             if request in self._places:
                 self._engine.abort(request)
         self._forget(group)
+        # Responses that have ended were counted when they did.
         self.tally.responses += group.num_left
         self.tally.tokens += sum(len(one.tokens) for one in group.responses if one.finish_reason is None)
         self.tally.voided += sum(len(one.tokens) for one in group.responses)
@@ -212,6 +227,7 @@ class ResponsesInFlight:
         """Forget all groups."""
         self._groups.clear()
         self._places.clear()
+        # An engine that sleeps drops all requests.
         self._engine.sleep(keep_weights=True)
 
     def close(self) -> None:
@@ -279,6 +295,7 @@ class EngineRequests:
 
     def ask(self, pending: PendingRequest) -> None:
         """Ask for a response. Of its prompt, only what its conversation did not have before is noted."""
+        # Each turn repeats the conversation: with all of it the journal would grow with the square of its length.
         request, params = pending.request, pending.params
         before, seen = self._before(request.conversation)
         kept = num_alike(seen, request.images, _num_same(before, request.prompt))
@@ -294,6 +311,7 @@ class EngineRequests:
         if news := [image for image in request.images if image.place >= kept]:
             facts["images"] = base64.b64encode(pack_images(news)).decode()
         self.events.note("ask", request.sample_ids[0], facts)
+        # Now, and again with the response: if that is dropped, the prompt is what the conversation was last.
         self._keep(pending)
         self._pending[self._engine.submit(request, params)] = pending
         self.work.known_tokens += pending.known_tokens
@@ -315,6 +333,7 @@ class EngineRequests:
 
     def drop(self, pending: PendingRequest) -> int:
         """Abort a response that nobody wants any more; returns the number of tokens that are lost."""
+        # Not by its sample: a canceled group that has begun again may have asked for the same.
         number = next((number for number, one in self._pending.items() if one is pending), None)
         if number is None:
             return 0  # it has ended
@@ -362,6 +381,7 @@ class EngineRequests:
             self.work.cached_tokens += min(delta.cached_tokens, pending.known_tokens)
             if delta.finish_reason is not None:
                 del self._pending[delta.request]
+                # Before it is delivered: the next request of the conversation is noted by what it was last.
                 self._keep(pending)
                 pending.deliver(pending.completion)
 
