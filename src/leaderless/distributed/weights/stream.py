@@ -187,7 +187,7 @@ class _Delivery:
             most_bytes = bucket_bytes(self.device)
             for turns, leg in zip(self.route.buckets(most_bytes), self.route.legs(most_bytes), strict=True):
                 # Memory for a bucket is taken when its round begins, so that there is never more than for the rounds
-                # under way.
+                # in progress.
                 rooms = open_rooms(turns)
                 self._copy_own(leg.own, rooms)
                 arriving = [(sender, pieces, self._message(pieces)) for sender, pieces in leg.received.items()]
