@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
 from leaderless.algorithms.body_decisions import Decisions, RewardGrain
@@ -56,8 +57,8 @@ class BodyGaeAdvantage(Advantage):
     writes: ClassVar[tuple[str, ...]] = ("returns",)
 
     @property
+    @override
     def values_steps(self) -> bool:
-        """See `Advantage`."""
         return self.reward == "action"
 
     def check(self, recipe: CheckedRecipe) -> None:
