@@ -76,7 +76,7 @@ class Clock:
 
 
 class _Doing:
-    """See `Clock.doing`. A generator would take several times as long."""
+    """Context of a state; a generator would take several times as long."""
 
     __slots__ = ("_before", "_clock", "_state")
 

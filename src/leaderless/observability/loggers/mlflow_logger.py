@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from leaderless.observability.loggers.protocol import LoggedRun, LoggedTable, Logger, Numbers
 
 if TYPE_CHECKING:
@@ -35,8 +37,9 @@ class MlflowLogger(Logger):
         self._identity = ""
         self._known: dict[str, int] = {}
 
+    @override
     def open(self, run: LoggedRun, identity: str) -> str:
-        """See `Logger`. The recipe is sent as parameters and as the file `config.yaml`."""
+        """Send the recipe as parameters and as the file `config.yaml`."""
         from mlflow import MlflowClient
 
         client = self._client = MlflowClient(self._uri)
@@ -51,8 +54,9 @@ class MlflowLogger(Logger):
         self._send_recipe(run)
         return self._identity
 
+    @override
     def write(self, numbers: Sequence[Numbers]) -> None:
-        """See `Logger`. Values that the server has from an attempt whose reply was lost are not sent again."""
+        """Skip values that the server already has from an attempt whose reply was lost."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -67,17 +71,17 @@ class MlflowLogger(Logger):
             self._opened.log_batch(self._identity, metrics=some, synchronous=True)
             self._known |= {metric.key: metric.step for metric in some}
 
+    @override
     def write_table(self, table: LoggedTable) -> None:
-        """See `Logger`."""
         columns = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
         self._opened.log_table(self._identity, columns, f"{table.name}/step-{table.step:06d}.json")
 
+    @override
     def write_file(self, path: Path) -> None:
-        """See `Logger`."""
         self._opened.log_artifact(self._identity, str(path))
 
+    @override
     def close(self) -> None:
-        """See `Logger`."""
         self._opened.set_terminated(self._identity)
 
     def _send_recipe(self, run: LoggedRun) -> None:

@@ -14,43 +14,46 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from typing_extensions import override
 
-from leaderless.observability.loggers.protocol import LoggedRun, LoggedTable, Numbers
+from leaderless.observability.loggers.protocol import LoggedRun, LoggedTable, Logger, Numbers
 
 MAX_TEXTS = 8
 """Number of rows of a table that are written, as texts."""
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(Logger):
     """Writes event files to the folder `tensorboard`; a log with a name has a folder of that name in it."""
 
     def __init__(self) -> None:
         self._folder = Path()
         self._writers: dict[str, EventFileWriter] = {}
 
+    @override
     def open(self, run: LoggedRun, identity: str) -> str:
-        """See `Logger`."""
         self._folder = run.directory / "tensorboard"
         if not identity:
             recipe = (run.directory / "config.yaml").read_text(encoding="utf-8")
             self._add("", 0, _text("recipe", [f"```yaml\n{recipe}\n```"]))
         return "tensorboard"
 
+    @override
     def rewind(self, log: str, step: int) -> bool:
-        """See `Logger`. Readers ignore events that stand before this one, of this step and later ones."""
+        """Write an event because of which readers ignore earlier events of this step and later ones."""
         self._writer(log).add_event(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=1)))
         return True
 
+    @override
     def write(self, numbers: Sequence[Numbers]) -> None:
-        """See `Logger`."""
         for log, step, values in numbers:
             summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
             self._add(log, step, summary)
         for writer in self._writers.values():
             writer.flush()
 
+    @override
     def write_table(self, table: LoggedTable) -> None:
-        """See `Logger`. Each row is a text in Markdown."""
+        """Write each row as a text in Markdown."""
         rows = table.rows[:MAX_TEXTS]
         texts = [
             "\n\n".join(f"**{name}**\n\n{_fenced(value)}" for name, value in zip(table.columns, row, strict=True))
@@ -59,12 +62,13 @@ class TensorBoardLogger:
         self._add("", table.step, _text(table.name, texts))
         self._writer("").flush()
 
+    @override
     def write_file(self, path: Path) -> None:
-        """See `Logger`. The file lies next to the events; a text says where."""
+        """Write a text with the path of the file, which stays where it is."""
         self._add("", 0, _text(path.name, [f"`{path}`"]))
 
+    @override
     def close(self) -> None:
-        """See `Logger`."""
         for writer in self._writers.values():
             writer.close()
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from leaderless.observability.loggers.protocol import LoggedRun, LoggedTable, Logger, Numbers
 
 if TYPE_CHECKING:
@@ -27,8 +29,9 @@ class TrackioLogger(Logger):
         self._project, self._space, self._server = project, space, server
         self._run: trackio.Run | None = None
 
+    @override
     def open(self, run: LoggedRun, identity: str) -> str:
-        """See `Logger`. Runs are found by name, so the name gets a unique ending."""
+        """Give the run a name with a unique ending, since runs are found by name."""
         import trackio
 
         name = identity or f"{run.name}-{secrets.token_hex(3)}"
@@ -45,24 +48,24 @@ class TrackioLogger(Logger):
         )
         return name
 
+    @override
     def write(self, numbers: Sequence[Numbers]) -> None:
-        """See `Logger`."""
         for _, step, values in numbers:
             self._opened.log(dict(values), step=step)
 
+    @override
     def write_table(self, table: LoggedTable) -> None:
-        """See `Logger`."""
         import trackio
 
         rows = trackio.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
         self._opened.log({table.name: rows}, step=table.step)
 
+    @override
     def write_file(self, path: Path) -> None:
-        """See `Logger`."""
         self._opened.log_artifact(path, name=f"{self._opened.name}-{path.stem}", type="report")
 
+    @override
     def close(self) -> None:
-        """See `Logger`."""
         self._opened.finish()
 
     @property

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from typing_extensions import override
+
 from leaderless.observability.loggers.protocol import LoggedRun, LoggedTable, Logger, Numbers
 
 if TYPE_CHECKING:
@@ -41,8 +43,9 @@ class WandbLogger(Logger):
         self._project, self._entity, self._group, self._tags, self._mode = project, entity, group, tags, mode
         self._run: wandb.Run | None = None
 
+    @override
     def open(self, run: LoggedRun, identity: str) -> str:
-        """See `Logger`. Numbers are plotted over `step`, as loops that run ahead are at other steps than training."""
+        """Plot numbers over `step`, as loops that run ahead are at other steps than training."""
         import wandb
 
         folder = run.directory / "loggers"
@@ -65,28 +68,28 @@ class WandbLogger(Logger):
         self._run.define_metric("*", step_metric=STEP)
         return str(self._run.id)
 
+    @override
     def write(self, numbers: Sequence[Numbers]) -> None:
-        """See `Logger`."""
         for _, step, values in numbers:
             self._opened.log({STEP: step, **values})
 
+    @override
     def write_table(self, table: LoggedTable) -> None:
-        """See `Logger`."""
         import wandb
 
         rows = wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows], allow_mixed_types=True)
         self._opened.log({STEP: table.step, table.name: rows})
 
+    @override
     def write_file(self, path: Path) -> None:
-        """See `Logger`."""
         import wandb
 
         artifact = wandb.Artifact(f"{self._opened.id}-{path.stem}", type="report")
         artifact.add_file(str(path))
         self._opened.log_artifact(artifact)
 
+    @override
     def close(self) -> None:
-        """See `Logger`."""
         self._opened.finish()
 
     @property
