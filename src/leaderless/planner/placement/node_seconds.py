@@ -65,7 +65,7 @@ class StepSeconds:
         self._known: dict[tuple[str, int, int, bool], Seconds] = {}
 
     def is_graded_ahead(self, node: PlannedNode) -> bool:
-        """See `PlannedNode`."""
+        """Whether other processes compute the node's rewards while its ranks generate."""
         return node.is_graded_ahead(self._recipe)
 
     def of(self, node: PlannedNode, num_shards: int, *, is_balanced: bool) -> Seconds:
