@@ -106,7 +106,7 @@ class ServerAsker:
         """Time of the monotonic clock before which the server wants no requests."""
 
     def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
-        """See `Asker`. Equal questions are asked once."""
+        """Ask the server, equal questions once; several threads send requests at the same time."""
         keys = [self._key(question.messages) for question in questions]
         first = {key: place for place, key in reversed([*enumerate(keys)])}
         places = sorted(first.values())
