@@ -49,8 +49,8 @@ class ValueModel(Decoder):
             if name == SCALAR_HEAD[1]:
                 nn.init.zeros_(weight)
 
+    @override
     def is_frozen(self, name: str) -> bool:
-        """See `Decoder`."""
         return self._is_reward_model and name == SCALAR_HEAD[1]
 
     def forward(
@@ -85,8 +85,9 @@ class ValueModel(Decoder):
         # A critic of text foresees what it can from the text.
         return super().pixels(images if self._is_reward_model else (), tokens, origin_of)
 
+    @override
     def float32_modules(self) -> list[nn.Module]:
-        """See `Decoder`. In bfloat16, 1 and 1.003 are the same value."""
+        """The head: in bfloat16, 1 and 1.003 are the same value."""
         return [self._head] if self.has_head else []
 
 

@@ -102,7 +102,7 @@ def attend_packed(
 def attend_padded(
     function: FusionAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """See `leaderless.models.attention.packed.attend_padded`."""
+    """Attend like `packed.attend_padded`, by Ascend's fused kernel."""
     hidden, mode = (_causal_mask(query.device), LEFT_UP) if mask is None else (~mask, 0)
     return function(query, key, value, query.shape[1], "BNSD", atten_mask=hidden, scale=scale, sparse_mode=mode)[0]
 

@@ -171,7 +171,7 @@ class PackedAttention:
         self._buckets = LengthBuckets(lengths, device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
-        """See `Attention`."""
+        """Attend within each sequence, one padded call for each bucket of lengths."""
         parts = ([bucket.take(values) for values in (query, key, value)] for bucket in self._buckets)
         return self._buckets.join([attend_padded(q, k, v, None, scale) for q, k, v in parts])
 
@@ -225,7 +225,7 @@ class _Context(FunctionCtx):
 
 
 class _Attention(torch.autograd.Function):
-    """See `attend_on_cpu`."""
+    """Attention by the fused kernel of the CPU, with its gradient; the arguments are described at `attend_on_cpu`."""
 
     @staticmethod
     def forward(

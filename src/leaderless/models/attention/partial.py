@@ -49,7 +49,7 @@ def gradients_of_some(
 
 
 def attend_by_products(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """See `attend_some`."""
+    """Compute the results of `attend_some` by matrix products, block by block of queries."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     output, normalizers = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=dtype)
     times = query.shape[1] // key.shape[1]
@@ -64,7 +64,7 @@ def attend_by_products(form: Form, query: Tensor, key: Tensor, value: Tensor) ->
 def gradients_by_products(
     form: Form, grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, normalizers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `gradients_of_some`."""
+    """Compute the results of `gradients_of_some` by matrix products, block by block of queries."""
     dtype, times = normalizers.dtype, query.shape[1] // key.shape[1]
     wide_key, wide_value = (tensor.repeat_interleave(times, 1).to(dtype) for tensor in (key, value))
     grad_query, grad_key, grad_value = (torch.zeros_like(one, dtype=dtype) for one in (query, wide_key, wide_value))

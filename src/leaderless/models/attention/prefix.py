@@ -55,7 +55,7 @@ class PrefixAttention:
             begin += family.num_tokens
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
-        """See `Attention`."""
+        """Attend within each prompt, then from its continuations to the prompt and themselves."""
         results: list[Tensor] = []
         for prompt, after in self._families:
             q, k, v = (one[prompt].transpose(0, 1)[None] for one in (query, key, value))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from typing_extensions import override
 
 from leaderless.distributed.in_flight import Passing
 from leaderless.models.attention.packed import Attention, LengthBuckets, heads_first, tokens_first
@@ -27,12 +28,12 @@ ROUND = "keys and values of other parts of a pass"
 class RingParallel(ContextParallel):
     """The ranks that divide the tokens of a pass into parts of equal size, of which each has two chunks."""
 
+    @override
     def chunks(self, place: int) -> tuple[int, ...]:
-        """See `ContextParallel`."""
         return place, 2 * self.size - 1 - place
 
-    def attention(self, families: Sequence[Family], device: torch.device, compute_dtype: torch.dtype) -> Attention:  # noqa: ARG002
-        """See `ContextParallel`."""
+    @override
+    def attention(self, families: Sequence[Family], device: torch.device, compute_dtype: torch.dtype) -> Attention:
         return RingAttention(families, self, device)
 
 
@@ -74,7 +75,7 @@ class RingAttention:
                 values = passing.wait()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
-        """See `Attention`; T is the number of this rank's tokens."""
+        """Attend from this rank's tokens, of which there are T, to the keys that pass by from rank to rank."""
         output: Tensor = _Ring.apply(query, key, value, self, scale)  # type: ignore[no-untyped-call]
         return output
 
@@ -120,7 +121,7 @@ class _Context(FunctionCtx):
 
 
 class _Ring(torch.autograd.Function):
-    """See `RingAttention`. Results and gradients are added up in at least float32."""
+    """Attention round the ring, and its gradient; results are added up in at least float32."""
 
     @staticmethod
     def forward(ctx: _Context, query: Tensor, key: Tensor, value: Tensor, plan: RingAttention, scale: float) -> Tensor:

@@ -93,7 +93,7 @@ class CpuAttention:
             begin = end
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
-        """See `Attention`."""
+        """Attend on the CPU, within blocks and from continuations to their prompts."""
         return attend_on_cpu(query, key, value, self._buckets, self._crossings, scale)
 
 
@@ -120,7 +120,7 @@ class VarlenAttention:
         )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
-        """See `Attention`. Where there are more keys than queries, the last query is aligned with the last key."""
+        """Attend in one call of FlashAttention, which aligns the last query of a block with its last key."""
         if self._copies is not None:
             key, value = self._copies.take(key), self._copies.take(value)
         output = self._attend(
@@ -149,7 +149,7 @@ class NpuAttention:
         self._copies = _copies(blocks, device) if any(block.before for block in blocks) else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
-        """See `Attention`."""
+        """Attend in one call of the fused kernel, with prompts copied for each continuation."""
         if self._copies is not None:
             key, value = self._copies.take(key), self._copies.take(value)
         return attend_packed(self._fused, query, key, value, self._query_ends, self._key_ends, scale)
@@ -168,6 +168,6 @@ class ExpandedAttention:
         self._own = placed(torch.tensor(is_own).nonzero().squeeze(1), device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Attention`."""
+        """Attend to copies of the prompts, and keep each token's own result."""
         query, key, value = (self._copies.take(values) for values in (query, key, value))
         return self._packed.attend(layer, query, key, value, scale).index_select(0, self._own)

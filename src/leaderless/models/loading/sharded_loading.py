@@ -168,7 +168,7 @@ class _Reader:
     sources: Mapping[str, Sequence[WeightSource]]
 
     def complete(self, whole: Callable[[str, Tensor], Tensor], device: torch.device) -> None:
-        """See `Decoder.complete`."""
+        """Read the values of all weights that have none, for a divided weight only this rank's part."""
         done: dict[nn.Parameter, nn.Parameter] = {}  # those that modules share stay shared
         for path, module in [*self.model.named_modules()]:
             for name, weight in [*module.named_parameters(recurse=False)]:

@@ -154,6 +154,6 @@ class _Watched:
         self.calls: Counter[int] = Counter()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Attention`."""
+        """Count the call of this layer, and attend."""
         self.calls[layer] += 1
         return self.attention.attend(layer, query, key, value, scale)

@@ -86,11 +86,11 @@ class DroppingAttention:
 
     @property
     def longest(self) -> int:
-        """See `Attention`."""
+        """Number of tokens of the longest sequence."""
         return self.attention.longest
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Attention`."""
+        """Attend as the pass does without dropout, which is for adapters alone."""
         return self.attention.attend(layer, query, key, value, scale)
 
 
@@ -158,7 +158,7 @@ class _Context(FunctionCtx):
 
 
 class _DroppedProduct(torch.autograd.Function):
-    """See `dropped_product`. The backward pass computes again what is dropped, so that this takes no memory."""
+    """The product and its gradient; the backward pass recomputes which values are dropped, to save memory."""
 
     @staticmethod
     def forward(ctx: _Context, values: Tensor, matrix: Tensor, dropout: Dropout, layer: int, first: int) -> Tensor:

@@ -95,7 +95,7 @@ class UlyssesAttention:
         self.longest = whole.longest
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Attention`; T is the number of this rank's tokens.
+        """Attend to all tokens with a part of the heads; T is the number of this rank's tokens.
 
         Keys and values of a head that several ranks need are sent to each of them.
         """

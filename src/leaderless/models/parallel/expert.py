@@ -183,7 +183,7 @@ class _Shared:
     sharers: ProcessGroup
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """See `_Experts`."""
+        """Apply the experts to a part of the tokens, and gather the results of the other parts."""
         count = len(hidden_states)
         inputs = (_divided(values, self.sharers) for values in (hidden_states, top_k_index, top_k_weights))
         results: Tensor = _Joined.apply(self.forward(*inputs), self.sharers, count)  # type: ignore[no-untyped-call]

@@ -172,7 +172,7 @@ class _SummedLinear(nn.Linear):
 
 
 class _SummedLora(LoraLinear):
-    """See `_SummedLinear`. What the adapter adds is a part of a rank's addend, so that it needs no sum of its own."""
+    """A linear layer with an adapter whose inputs are divided over ranks; one sum serves both."""
 
     peers: ProcessGroup
 

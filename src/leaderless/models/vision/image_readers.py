@@ -116,8 +116,9 @@ class FamilyImageReader(ImageReader):
         places = torch.cat([torch.arange(image.place, image.place + image.num_tokens) for image in images])
         return Pixels(torch.cat(values), torch.cat(grids), places)
 
+    @override
     def arranged(self, tokens: list[int]) -> list[int]:
-        """See `ImageReader`."""
+        """The prompt as it is; most families take images anywhere."""
         return tokens
 
     @abstractmethod
