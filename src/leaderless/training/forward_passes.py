@@ -105,11 +105,11 @@ class BoundedPasses:
         return self._process_group
 
     def adapt_to_memory(self, on_lowered: Callable[[int], None]) -> None:
-        """See `Trainable`."""
+        """From now on lower the bound of a pass where memory runs out, and call a function with each new bound."""
         self._on_lowered = on_lowered
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """See `Trainable`."""
+        """Cut a batch for the memory bound; a plain module on a CPU gets passes of a limited size."""
         enough_tokens = CPU_PASS_TOKENS if self.device.type == "cpu" and self.is_plain else None
         bound = self.micro_batch_tokens * self.num_parts
         return make_micro_batches(batch, bound, self._process_group, enough_tokens)
@@ -131,7 +131,7 @@ class BoundedPasses:
         return Jagged(values.cpu(), lengths, "response_tokens")
 
     def passes(self, batch: Batch) -> Passes:
-        """See `Trainable`."""
+        """The micro-batches of a batch, which begin again with smaller ones where memory runs out."""
         return Passes(self, batch)
 
     def begin_pass(self, *, is_last: bool) -> None:

@@ -41,24 +41,24 @@ from leaderless.training.token_keys import token_keys
 
 
 class FsdpEngine(ShardedModel[CausalLM]):
-    """See `TrainEngine`."""
+    """A language model that is trained and scored under FSDP."""
 
     def log_probs(self, batch: Batch) -> Jagged:
-        """See `TrainEngine`."""
+        """Log-probabilities of the sampled tokens, by passes without entropies."""
         return self.scores(batch, lambda micro_batch: self.forward(micro_batch, "none").log_probs)
 
     def balance_experts(self, batch: Batch, coefficient: float) -> None:
-        """See `RoutedEngine`."""
+        """Count the loads in a pass over the batch, and add their gradient in the passes that follow."""
         with self.routed.counting():
             self.log_probs(batch)
             self.routed.pull(self.routed.loads(), coefficient)
 
     def base(self) -> TrainEngine:
-        """See `AdaptedEngine`."""
+        """The same model with its adapters switched off while it scores."""
         return cast("TrainEngine", _Base(self))
 
     def forward(self, micro_batch: MicroBatch, entropy: Entropy = "value") -> TokenOutputs:
-        """See `TrainEngine`."""
+        """Score a micro-batch; the last stage of a pipeline computes the logits and sends the others its results."""
         if self.line is not None and not self.line.stages.is_last:
             log_probs, *others = self.line.results(micro_batch, self.hidden_states, 1 + (entropy != "none"))
             return TokenOutputs(log_probs, others[0] if others else log_probs[:0])
@@ -91,7 +91,7 @@ class _Base:
         self._engine = engine
 
     def log_probs(self, batch: Batch) -> Jagged:
-        """See `TrainEngine`."""
+        """Log-probabilities with the adapters switched off."""
         with without_adapters(self._engine.model):
             return self._engine.log_probs(batch)
 
@@ -100,14 +100,14 @@ class _Base:
 
 
 class FsdpValueEngine(ShardedModel[ValueModel]):
-    """See `ValueEngine`."""
+    """A value model that is trained and scored under FSDP."""
 
     def values(self, batch: Batch) -> Jagged:
-        """See `ValueEngine`."""
+        """Value before each sampled token, without gradient."""
         return self.scores(batch, self.forward)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """See `ValueEngine`."""
+        """Values of a micro-batch; only the last stage of a pipeline computes them, and sends them to the others."""
         if self.line is not None and not self.line.stages.is_last:
             (found,) = self.line.results(micro_batch, self.hidden_states, 1)
             return found

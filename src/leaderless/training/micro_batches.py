@@ -90,7 +90,7 @@ class MicroBatch:
     origins: Origins | None = None
 
     def origin_of(self, place: int) -> tuple[str, range]:
-        """See `Origins.at`."""
+        """Sample or prompt that a token belongs to, and the places of all of its tokens; see `Origins.at`."""
         return ("no sample", range(len(self.tokens))) if self.origins is None else self.origins.at(place)
 
     @classmethod

@@ -99,7 +99,7 @@ class RoutedPasses:
         self._pull = None
 
     def loads(self) -> Tensor | None:
-        """See `RoutedEngine.expert_loads`."""
+        """Loads in the passes whose gradient has been added up, over all ranks; None without known experts."""
         if self._routers is None:
             return None
         nothing = torch.zeros(2, self._routers.num_layers, self._routers.num_experts, device=self._device)

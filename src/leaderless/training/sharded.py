@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from typing_extensions import override
 
 from leaderless.base.devices import trim_host_memory
 from leaderless.config.models import ModelConfig, OptimizerConfig
@@ -84,7 +85,7 @@ class WeightSharding(NamedTuple):
 
 
 class ShardedModel(BoundedPasses, Generic[Model_co]):
-    """See `Trainable`.
+    """A model whose weights are sharded over the ranks of a layout, to be trained and scored.
 
     Master weights, gradients and optimizer are float32 and sharded over the ranks of the layout; layers are gathered
     one by one as they compute, in the model's `compute_dtype`. Gradients are summed over ranks and never averaged: the
@@ -167,20 +168,21 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         """Let peers divide the tokens of each pass, so that together they take as many times more."""
         self.peers, self.num_parts = peers, peers.size
 
+    @override
     def begin_pass(self, *, is_last: bool) -> None:
-        """See `BoundedPasses`. Until the last pass, whole gradients are added up on each rank, in float32."""
+        """Add up whole gradients on each rank until the last pass, in float32."""
         # Ranks add up their gradients once an update, and not after each micro-batch.
         if self.units and self._keeps == "all":
             self.units[-1].set_requires_gradient_sync(is_last)
 
     @property
     def is_value_model(self) -> bool:
-        """See `Trainable`."""
+        """Whether the model has a scalar head and no logits."""
         return isinstance(self.model, ValueModel)
 
     @property
     def vocab_size(self) -> int:
-        """See `Trainable`."""
+        """Number of tokens with an embedding."""
         return self.model.vocab_size
 
     def _shard(self, mesh: DeviceMesh, device: torch.device) -> None:
@@ -231,15 +233,16 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         names = set(getattr(self.model.model, "_no_split_modules", None) or ())
         return [module for module in self._module.modules() if type(module).__name__ in names]
 
+    @override
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """See `Trainable`."""
+        """Cut a batch, and prepare the pipeline for the micro-batches, if there is one."""
         cut = super().micro_batches(batch)
         if self.line is not None:
             self.line.expect(cut)
         return cut
 
+    @override
     def end_passes(self, *, is_done: bool) -> None:
-        """See `BoundedPasses`."""
         self._release_converted()
         if self.line is not None and is_done:
             self.line.finish()
@@ -256,7 +259,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         return scores
 
     def discard_gradient(self) -> None:
-        """See `Trainable`."""
+        """Discard the gradient, and the memory that it has taken."""
         assert self._optimizer is not None
         has_gradient = any(parameter.grad is not None for parameter in self._module.parameters())
         self._optimizer.zero_grad()
@@ -267,7 +270,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             self._trim_memory()
 
     def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
-        """See `Trainable`."""
+        """Clip the gradient over all shards, step the optimizer and clear the gradient."""
         assert self._optimizer is not None
         assert self._optimizer_config is not None
         grad_norm = self._clip(self._optimizer_config.max_grad_norm)
@@ -298,7 +301,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         return self.line
 
     def expert_loads(self) -> Tensor | None:
-        """See `RoutedEngine`."""
+        """Loads of the experts, if the model has any that are known."""
         return self.routed.loads() if self.routed.is_used else None
 
     def _clip(self, max_norm: float) -> float:
@@ -347,7 +350,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             trim_host_memory()
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainable`."""
+        """Every trained weight, whole, gathered from all shards one at a time."""
         held = HeldWeights.of(self.local_weights(), self.policy_version)
         ranks = self._process_group.ranks
         layout = Layout(ranks, self._num_shards, tp=len(ranks) // self._num_shards)
@@ -363,7 +366,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         yield from receive_weights(route, self._process_group, self._process_group, held)
 
     def local_weights(self) -> Iterator[LocalWeight]:
-        """See `Trainable`."""
+        """This rank's shards; of other stages' weights, empty ones."""
         if self.line is None:
             for name, parameter in self.named_weights():
                 yield LocalWeight.of(name, self._whole(name, parameter))
@@ -376,7 +379,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
                 yield LocalWeight.nothing(name, tuple(shape), self.device)
 
     def merged_weights(self) -> Iterator[LocalWeight]:
-        """See `AdaptedEngine`."""
+        """This rank's part of every weight, with its adapter merged into it."""
         layers = {id(layer.weight): layer for _, layer in adapted_layers(self._module)}
         modules = [module for _, module in adapted_experts(self._module)]
         experts = {id(module.weight(name)): (module, name) for module in modules for name in EXPERT_WEIGHTS}
@@ -409,7 +412,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         yield from ((name, weight) for name, weight in self.model.trained_weights() if weight is not again)
 
     def weight_shapes(self) -> Mapping[str, torch.Size]:
-        """See `Trainable`."""
+        """Shape of every trained weight, of all stages."""
         if self.line is not None:
             return self.line.stages.shapes
         return {name: self._whole(name, parameter).shape for name, parameter in self.named_weights()}
@@ -429,13 +432,13 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         )
 
     def write_description(self, folder: Path) -> None:
-        """See `Trainable`."""
+        """Write `config.json` and its like, and the description of adapters if there are any."""
         self.model.write_description(folder)
         if self._config.lora is not None:
             describe_adapters(folder, self.weight_shapes(), self._config)
 
     def state(self) -> dict[str, Tensor]:
-        """See `Trainable`."""
+        """Sharded weights and moments of Adam, the very tensors that training changes."""
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_weights():
             state[f"weights.{name}"] = self._whole(name, parameter.detach())
@@ -460,7 +463,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         return moments
 
     def state_loaded(self, policy_version: int) -> None:
-        """See `Trainable`. All ranks call it together."""
+        """Take over written tensors and their version. All ranks call it together, as some stages share the words."""
         self.policy_version = policy_version
         # Copies in half precision are those of other weights now.
         self._release_converted()

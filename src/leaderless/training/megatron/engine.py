@@ -58,7 +58,7 @@ class Server(Protocol):
 
 
 class MegatronEngine(BoundedPasses):
-    """See `TrainEngine`. Weights and optimizer are Megatron's; this rank asks for them where it needs them.
+    """A language model whose weights and optimizer are Megatron's; this rank asks for them where it needs them.
 
     What the passes of an update add to the gradient is collected, and computed in the optimizer step; see
     `MegatronModel`. Of weights that are read, each shard of rows keeps a part, in host memory.
@@ -83,11 +83,11 @@ class MegatronEngine(BoundedPasses):
         self._close = weakref.finalize(self, server.close)
 
     def log_probs(self, batch: Batch) -> Jagged:
-        """See `TrainEngine`."""
+        """Log-probabilities of the sampled tokens, by passes without entropies."""
         return self.scores(batch, lambda micro_batch: self.forward(micro_batch, "none").log_probs)
 
     def forward(self, micro_batch: MicroBatch, entropy: Entropy = "value") -> TokenOutputs:
-        """See `TrainEngine`."""
+        """Score a micro-batch in Megatron's processes; the backward pass records the slopes for the optimizer step."""
         self.process_group.activity.beat()
         one = _texts(micro_batch, has_entropies=entropy != "none")
         log_probs, entropies = cast("Sequence[Sequence[float]]", self._call("score", cast("Json", asdict(one))))
@@ -108,7 +108,7 @@ class MegatronEngine(BoundedPasses):
         return self._server.call_numbered(f"/{name}", body)
 
     def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
-        """See `Trainable`."""
+        """Send all recorded passes with their slopes, so that Megatron computes the gradient, and makes the step."""
         optimizer = self._setup.optimizer
         assert optimizer is not None
         body: Json = {"passes": self._passes, "slopes": self._slopes}
@@ -128,7 +128,7 @@ class MegatronEngine(BoundedPasses):
         return UpdateInfo(grad_norm, learning_rate)
 
     def discard_gradient(self) -> None:
-        """See `Trainable`."""
+        """Forget the recorded passes, here and in Megatron's processes."""
         self._passes, self._slopes = [], []
         self._call("discard", {})
 
@@ -138,7 +138,7 @@ class MegatronEngine(BoundedPasses):
         self._weights, self._state = None, {}
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainable`."""
+        """Every weight, whole, gathered from the ranks' copies."""
         yield from self._whole(self._held("weights"))
 
     def _whole(self, held: HeldWeights) -> Iterator[tuple[str, Tensor]]:
@@ -149,7 +149,7 @@ class MegatronEngine(BoundedPasses):
         yield from receive_weights(route, group, group, held)
 
     def local_weights(self) -> Iterator[LocalWeight]:
-        """See `Trainable`. They are a copy of Megatron's, which is made anew after each update."""
+        """This rank's part of a copy of Megatron's weights, which is made anew after each update."""
         yield from self._held("weights").weights.values()
 
     def _held(self, kind: str) -> HeldWeights:
@@ -199,15 +199,15 @@ class MegatronEngine(BoundedPasses):
             staging.close()
 
     def weight_shapes(self) -> Mapping[str, torch.Size]:
-        """See `Trainable`."""
+        """Shape of every weight in `transformers`, not in Megatron."""
         return self._shapes
 
     def write_description(self, folder: Path) -> None:
-        """See `Trainable`."""
+        """Write `config.json` and its like, from a model of `transformers` without weights."""
         self._model.write_description(folder)
 
     def state(self) -> dict[str, Tensor]:
-        """See `Trainable`. Megatron takes it over in `state_loaded`."""
+        """A copy of weights and optimizer; Megatron takes over what is written to it in `state_loaded`."""
         self._state = {}
         for kind in KINDS if self._setup.optimizer is not None else KINDS[:1]:
             for name, weight in self._held(kind).weights.items():
@@ -225,7 +225,7 @@ class MegatronEngine(BoundedPasses):
         return DTensor.from_local(weight.local, mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
 
     def state_loaded(self, policy_version: int) -> None:
-        """See `Trainable`."""
+        """Send Megatron the tensors of `state`, which have been written to."""
         for kind in KINDS if self._setup.optimizer is not None else KINDS[:1]:
             values = {name: self._state[_key(kind, name)] for name in self._shapes}
             held = HeldWeights.of(

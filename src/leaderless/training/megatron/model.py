@@ -35,7 +35,7 @@ def check_versions() -> None:
 
 
 class MegatronModel:
-    """See `TrainEngine`, most of whose methods have their counterpart here. All processes call everything together.
+    """The model in Megatron's processes; most methods of `TrainEngine` have a counterpart, called by all together.
 
     Losses are computed by the rank: a pass without gradient gives it log-probabilities, and what comes back are the
     derivatives of the loss by them. Their sum of products with the log-probabilities has the gradient of the loss. All

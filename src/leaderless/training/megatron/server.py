@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from leaderless.distributed.remote.http_messages import Handler, SharedMemory, bind
 from leaderless.distributed.weights.packed import PackedWeight, checksum
@@ -70,12 +71,12 @@ class MegatronCalls:
 
 
 class _Handler(Handler):
-    """See `Handler`."""
+    """Answers requests of ranks by `MegatronCalls`."""
 
     calls: ClassVar[MegatronCalls]
 
+    @override
     def answer(self, name: str, body: Mapping[str, Any]) -> object:
-        """See `Handler`."""
         return self.calls.answer(name, body)
 
 
