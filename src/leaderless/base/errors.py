@@ -43,7 +43,7 @@ class RecipeError(ValueError):
         return cls([Problem(key, message)])
 
     def placed(self, place_of: Callable[[str], str]) -> RecipeError:
-        """The same error, in which each problem has a place: its own, or that of its key."""
+        """The same error, in which each problem has a place: its own, or the place of its key."""
         return RecipeError(
             [problem if problem.place else replace(problem, place=place_of(problem.key)) for problem in self.problems]
         )

@@ -1,4 +1,4 @@
-"""What all sections of a recipe have in common."""
+"""The common base of all sections of a recipe."""
 
 from __future__ import annotations
 
