@@ -1,4 +1,4 @@
-"""What an advantage is given, what it returns, and what it declares."""
+"""Inputs, output and declarations of an advantage."""
 
 from __future__ import annotations
 

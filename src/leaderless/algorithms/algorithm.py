@@ -1,4 +1,4 @@
-"""What an advantage and a loss have in common: a section of the recipe that `type` selects, with its mathematics."""
+"""The common base of advantages and losses: a section of the recipe that `type` selects, with its mathematics."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Decisions:
         owner: [D] int64, episode of each decision.
         last: [D] int64, last unit of each.
         num_steps: [D] int64, executed steps of each.
-        within: [total] int64, steps of its decision that are before that of the unit; 0 if it is the only unit.
+        within: [total] int64, steps of its decision before the unit's own step; 0 if it is the only unit.
         is_first: [D] bool, whether it is the first decision of its episode.
     """
 
@@ -67,7 +67,7 @@ class Decisions:
         return cls(which, owner, last, steps[last] - before, within, is_first)
 
     def gained(self, rewards: Tensor, discount: float) -> Tensor:
-        """[D]: sum_i discount^i r_i over the units of each decision, of which i steps are before that of a unit."""
+        """[D]: sum_i discount^i r_i over the units of each decision, with i the number of its steps before a unit's."""
         return rewards.new_zeros(len(self.last)).index_add_(0, self.which, rewards * discount**self.within)
 
     def gained_by_step(self, rewards: Tensor, discount: float) -> Tensor:

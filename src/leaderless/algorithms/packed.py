@@ -1,4 +1,4 @@
-"""Packed values, the tokens of one sample after those of another, and ratios of probabilities.
+"""Packed values, the tokens of one sample after another's, and ratios of probabilities.
 
 Values of tokens are [total], with `lengths` [n] int64 summing to `total`; values of samples are [n]. Half-precision
 values are summed, and sums returned, in float32: in bfloat16, 256 + 1 is 256.
@@ -201,7 +201,7 @@ Aggregation = Literal[
 
 @dataclass(frozen=True)
 class EpisodeParts:
-    """What samples have to know of their episodes, of which other samples may be on other ranks.
+    """Facts about the episodes of samples, whose other samples may be on other ranks.
 
     Attributes:
         lengths: [n] int64, response tokens of the whole episode that each sample is a part of.

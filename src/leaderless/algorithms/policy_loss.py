@@ -1,6 +1,6 @@
-"""What a policy loss is given, what it returns, and what it declares.
+"""Inputs, output and declarations of a policy loss.
 
-The functions that compute losses take packed response tokens, those of one sample after those of another, and return
+The functions that compute losses take packed response tokens, one sample's after another's, and return
 the loss of each token:
 
 - `log_probs`: [total] under the current policy, with gradient.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The response tokens of a micro-batch, those of one sample after those of another, all on one device.
+    """The response tokens of a micro-batch, one sample's after another's, all on one device.
 
     Attributes:
         log_probs: [total] under the current policy, with gradient.
@@ -97,7 +97,7 @@ class LossOutput:
 
 
 class PolicyLoss(Algorithm):
-    """A loss of the policy. The names of its metrics are reported after that of the role, as in `policy/clip_fraction`.
+    """A loss of the policy. Its metrics are reported under the name of the role, as in `policy/clip_fraction`.
 
     Attributes:
         chooses_tokens: Whether it treats some tokens of a mini-batch differently, which `choose` finds.

@@ -1,6 +1,6 @@
-"""What a loss of preferences is given, what it returns, and what it declares.
+"""Inputs, output and declarations of a loss of preferences.
 
-All values are those of rows, [n]: pairs of a chosen and a rejected response to one prompt, or single responses that are
+All values belong to rows, [n]: pairs of a chosen and a rejected response to one prompt, or single responses that are
 desirable or not. The log-probability of a response is the sum over its tokens, its end included. Half-precision inputs
 are converted to float32, in which losses are computed and returned.
 """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def interpolated_log_probs(
     log_probs: Tensor, rollout_log_probs: Tensor, versions: Tensor, *, before: int, now: int
 ) -> Tensor:
-    """The log-probabilities before a step's updates, between those of the engine that sampled and the current ones.
+    """The log-probabilities before a step's updates, between the sampling engine's and the current ones.
 
     Formula: log q + a (log p - log q), with a = (before - version) / (now - version), the share of the way from the
     weights that sampled the token, in updates, that lay behind before the step; 1 if nothing has been updated since.
@@ -26,9 +26,9 @@ def interpolated_log_probs(
 
     Args:
         log_probs: Log-probabilities under the current policy; the result has no gradient.
-        rollout_log_probs: Those of the engine at sampling time.
+        rollout_log_probs: Log-probabilities of the engine at sampling time.
         versions: Version of the weights that sampled each token, int.
-        before: Version at the beginning of the step, at least that of each token.
+        before: Version at the beginning of the step, at least the version of each token.
         now: Current version.
     """
     new, behavior = widen(log_probs).detach(), widen(rollout_log_probs)

@@ -1,7 +1,7 @@
 """Shaped rewards, and whitening over all ranks.
 
 Tensors hold only the tokens that the policy sampled. What tools or an environment wrote between two turns is left out,
-so each token is followed by the next one that the policy chose. Values of tokens are [total], those of samples [n];
+so each token is followed by the next one that the policy chose. Values of tokens are [total], values of samples [n];
 `lengths`, [n] int64, are response tokens and sum to `total`; `is_valid`, [n] bool, is false where the reward failed.
 Results are at least float32.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """What is added to the reward of a response that comes close to the longest length allowed: -1 to 0, [n] float32.
+    """Penalty on the reward of a response that comes close to the longest length allowed: -1 to 0, [n] float32.
 
     Formula: 0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens.
 
@@ -89,8 +89,8 @@ def whiten(values: Tensor, is_counted: Tensor, moments: Moments, *, epsilon: flo
     Source: REINFORCE++, arXiv 2501.03262, global advantage normalization. The paper does not say whether its batch
     consists of responses or of tokens; its code normalizes over tokens, as is intended here.
 
-    Values that do not count may be anything, including NaN, and become 0. The moments are those of the values that
-    count, over all ranks; `epsilon` is above 0.
+    Values that do not count may be anything, including NaN, and become 0. The moments are over the values that
+    count, on all ranks; `epsilon` is above 0.
     """
     if moments.std == 0:
         return torch.zeros_like(values, dtype=torch.float32)

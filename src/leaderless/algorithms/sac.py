@@ -13,7 +13,7 @@ class Ensemble(nn.Module):
     """Several critics of states and actions with weights of their own, computed together.
 
     Each layer but the last is followed by layer normalization, which keeps values of actions that were never tried near
-    those of actions that were.
+    the values of tried ones.
 
     Source: Ball et al., arXiv 2302.02948, sections 4.2 (layer normalization) and 4.4 (ensembles).
     """

@@ -25,7 +25,7 @@ class Plays:
     """The tokens of all agents of each play, in the order in which they were sampled.
 
     Attributes:
-        order: [total] int64, the place of each token among those of the rows, play by play and turn by turn.
+        order: [total] int64, the place of each token among the tokens of the rows, play by play and turn by turn.
         lengths: [p] int64, sampled tokens of each play.
         turn_lengths: [t] int64, sampled tokens of each turn, in the same order; turns without any have no place.
         num_turns: [p] int64, turns of each play.
@@ -59,7 +59,7 @@ class Plays:
         return values[self.order]
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """Values in causal order, [total], as those of the rows' tokens."""
+        """Values in causal order, [total], from values of the rows' tokens."""
         result = torch.empty_like(values)
         result[self.order] = values
         return result

@@ -40,7 +40,7 @@ def cpgd_advantages(
 ) -> Tensor:
     """Centered and scaled rewards, [n] float32.
 
-    `signal_share` is that of groups with a signal, on all ranks; `max_weight` is at least 1.
+    `signal_share` is the share of groups with a signal, on all ranks; `max_weight` is at least 1.
     """
     groups = Groups.of(rewards, is_valid, group_ids)
     weight = min(max_weight, 1 / max(signal_share, 1e-12))

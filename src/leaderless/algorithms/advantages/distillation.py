@@ -51,6 +51,6 @@ class DistillationAdvantage(Advantage):
 def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     """How much more likely each token is under a teacher than under the student that sampled it, [total] float32.
 
-    Both are [total]; those of the student are from before this step's updates, and the advantages have no gradient.
+    Both are [total]; the student's are from before this step's updates, and the advantages have no gradient.
     """
     return (teacher_log_probs.detach().double() - log_probs.detach().double()).float()

@@ -1,4 +1,4 @@
-"""Dr. MAS: rewards relative to those of the same agent."""
+"""Dr. MAS: rewards relative to the same agent's rewards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class DrMasAdvantage(Advantage):
-    """Rewards relative to those of the same agent in the other plays of the group, without a critic.
+    """Rewards relative to the same agent's in the other plays of the group, without a critic.
 
     Formula: (r - mean_k) / (std_k + epsilon), or r - mean_k, with the statistics of agent k in its group.
 
     Source: Dr. MAS, arXiv 2602.08847, which shows that statistics over all agents inflate the gradient's norm. An agent
-    counts once for each play in which it has a place, not once for each of its turns. The standard deviation is that of
+    counts once for each play in which it has a place, not once for each of its turns. The standard deviation is for
     a sample (n - 1), as in `grpo`.
     """
 

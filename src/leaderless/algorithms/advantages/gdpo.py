@@ -23,7 +23,7 @@ class GdpoAdvantage(Advantage):
     """Each of several rewards relative to its group, added up by weight, over the deviation of all responses.
 
     Rewards with little variance in a group count as much as others of the same weight, and combinations of rewards that
-    have the same sum are told apart.
+    have the same sum are distinguished.
 
     Formula: S / (std(S) + epsilon) with S the sum over rewards k of w_k (r_k - mean_k) / (std_k + epsilon); mean_k and
     std_k are of the group, std(S) of all responses of the step.

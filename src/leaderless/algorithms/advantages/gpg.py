@@ -33,6 +33,6 @@ class GpgAdvantage(Advantage):
 
 
 def gpg_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor, *, signal_share: float) -> Tensor:
-    """Centered and scaled rewards, [n] float32; `signal_share` is that of groups with a signal, on all ranks."""
+    """Centered and scaled rewards, [n] float32; `signal_share` is the share of groups with a signal, on all ranks."""
     groups = Groups.of(rewards, is_valid, group_ids)
     return groups.keep_signal(groups.centered() / max(signal_share, 1e-12))

@@ -45,7 +45,7 @@ class GrpoAdvantage(Advantage):
 def grpo_advantages(
     rewards: Tensor, is_valid: Tensor, group_ids: Tensor, *, normalize_by_std: bool, epsilon: float
 ) -> Tensor:
-    """Group-relative advantages, [n] float32; without the division, those of Dr. GRPO.
+    """Group-relative advantages, [n] float32; without the division, as in Dr. GRPO.
 
     `epsilon`, above 0, is added to the standard deviation.
     """

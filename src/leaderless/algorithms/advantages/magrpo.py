@@ -21,7 +21,7 @@ class MagrpoAdvantage(Advantage):
     Formula: (R - mean) / (std + epsilon), or R - mean, with R the sum of the rewards of all agents of a play.
 
     Source: MAGRPO, arXiv 2508.04652, with one advantage for a whole play in place of one for each of its turns. Every
-    play counts once in the statistics, however many agents it has. The standard deviation is that of a sample (n - 1),
+    play counts once in the statistics, however many agents it has. The standard deviation is for a sample (n - 1),
     as in `grpo`.
     """
 

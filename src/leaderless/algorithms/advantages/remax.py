@@ -25,7 +25,7 @@ class RemaxAdvantage(Advantage):
     stage: ClassVar[str] = "remax"
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's responses, those of greedy ones included."""
+        """Compute the advantages of this rank's responses, greedy ones included."""
         is_greedy, group_ids, is_valid = inputs.column("is_greedy"), inputs.group_ids, inputs.is_valid
         order = torch.argsort(group_ids[is_greedy])
         place = order[torch.searchsorted(group_ids[is_greedy][order], group_ids)]
@@ -34,7 +34,7 @@ class RemaxAdvantage(Advantage):
 
 
 def remax_advantages(rewards: Tensor, is_valid: Tensor, greedy_rewards: Tensor, is_greedy_valid: Tensor) -> Tensor:
-    """Rewards minus those of greedy responses, [n] float32; 0 where either reward failed.
+    """Rewards minus the rewards of greedy responses, [n] float32; 0 where either reward failed.
 
     `greedy_rewards`, [n], has the one for the prompt of each sample.
     """

@@ -100,7 +100,7 @@ def self_referential_rewards(
     episode_ids: Tensor | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """What episodes are worth; see `SrpoAdvantage`. Invalid ones are worth 0, and nothing depends on them.
+    """Values of episodes; see `SrpoAdvantage`. Invalid ones have the value 0, and nothing depends on them.
 
     Args:
         embeddings: [n, size].

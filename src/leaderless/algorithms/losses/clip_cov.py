@@ -24,8 +24,8 @@ class ClipCovLoss(PolicyLoss):
 
     The covariance of a token is (log p - mean log p) (A - mean A), with the means over the mini-batch on all ranks.
 
-    Formula: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), of which sg[...] at the chosen tokens: those
-    of a covariance in range with noise < probability.
+    Formula: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), of which sg[...] at the chosen tokens, with a
+    covariance in range and noise < probability.
 
     Source: Clip-Cov, arXiv 2505.22617. For the other tokens, the paper's formula has the plain surrogate and its code
     the clipped one; this follows the code. There, chosen tokens have loss 0; here they keep their value and lose only
@@ -57,7 +57,7 @@ class ClipCovLoss(PolicyLoss):
             yield "algorithm.policy_loss.lowest is above highest, so that no token could be chosen: lower it"
 
     def choose(self, inputs: ChoiceInputs) -> Tensor:
-        """Choose the tokens that lose their gradient, among those of all ranks."""
+        """Choose the tokens that lose their gradient, among the tokens of all ranks."""
         count, covariance = covariances_of(inputs)
         in_range = is_within(covariance, self.lowest, self.highest)
         num_in_range = float(inputs.sum_over_ranks(in_range.sum().double()))

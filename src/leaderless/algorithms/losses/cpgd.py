@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class CpgdLoss(PolicyLoss):
     """A clipped log-ratio, and a penalty for drifting away from the old policy.
 
-    The penalty D has the value of the k3 estimate of KL(old || current), e^x - 1 - x, and its gradient (e^x - 1) times
-    that of log p, the factor cut at drift_clip.
+    The penalty D has the value of the k3 estimate of KL(old || current), e^x - 1 - x, and the gradient of log p, times
+    (e^x - 1) cut at drift_clip.
 
     Formula: -min(x A, clip(x, log(1 - clip_low), log(1 + clip_high)) A) + drift_coefficient D, with x the log-ratio.
 

@@ -23,7 +23,7 @@ class GmpoLoss(ResponseLoss):
     Formula: -A exp(mean of c), with c the log-ratio, at most clip_high if A > 0 and at least -clip_low if A < 0.
 
     Source: GMPO, arXiv 2507.20673: the clipped product of its objective. For A < 0 its published code cuts at the other
-    bound, which has the same value in all its experiments; this follows the paper. The bounds are those of the
+    bound, which has the same value in all its experiments; this follows the paper. The bounds apply to the
     log-ratio: the paper's range (e^-0.4, e^0.4) is 0.4 and 0.4.
     """
 

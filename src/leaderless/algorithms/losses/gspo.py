@@ -18,7 +18,7 @@ class GspoLoss(ResponseLoss):
     """The clipped objective with the ratio of whole responses.
 
     Each token has the value of s and the gradient of its own probability (GSPO-token). If all tokens of a response
-    share one advantage, as in group-relative methods, value and gradient are those of GSPO.
+    share one advantage, as in group-relative methods, value and gradient are the same as in GSPO.
 
     Formula: -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), with s = exp(mean of the response's log-ratios).
 

@@ -39,7 +39,7 @@ class KlCovLoss(PolicyLoss):
     chooses_tokens: ClassVar[bool] = True
 
     def choose(self, inputs: ChoiceInputs) -> Tensor:
-        """Choose the tokens of largest covariance, among those of all ranks."""
+        """Choose the tokens of largest covariance, among the tokens of all ranks."""
         count, covariance = covariances_of(inputs)
         highest = inputs.sum_over_ranks(covariance.double().abs().sum())
         num_chosen = max(1, int(self.fraction * count))

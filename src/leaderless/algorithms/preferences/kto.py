@@ -19,8 +19,8 @@ class KtoLoss(PreferenceLoss):
     Formula: w (1 - sigmoid(s (beta log r - z))), z = beta max(0, KL), with r the ratio of policy to reference; s is 1
     and w `desirable_weight` for a desirable response, -1 and `undesirable_weight` for another one.
 
-    Source: KTO, arXiv 2402.01306, section 4.1, without its constant. The response that stands in for the policy's is
-    that of the usable row before in the dataset, so that neither the order of training nor the number of ranks matters;
+    Source: KTO, arXiv 2402.01306, section 4.1, without its constant. The response that stands in for the policy's comes
+    from the usable row before in the dataset, so that neither the order of training nor the number of ranks matters;
     its code takes one of the same batch.
     """
 

@@ -18,7 +18,7 @@ _HIGHEST = -1e-6
 
 
 class OrpoLoss(PreferenceLoss):
-    """Imitation of the chosen response, and odds that are to be larger than those of the rejected one.
+    """Imitation of the chosen response, and odds that are to be larger than the rejected one's.
 
     Formula: -beta log sigmoid(log odds(P_chosen) - log odds(P_rejected)) + sft_coefficient NLL_chosen, with P the
     geometric mean of the probabilities of a response's tokens and odds(P) = P / (1 - P).

@@ -10,7 +10,7 @@ from leaderless.algorithms.preference_loss import PreferenceInputs, PreferenceOu
 
 
 class RobustLoss(RatioLoss):
-    """The logistic loss, corrected for labels that are the wrong way round: its expectation is that of clean labels.
+    """The logistic loss, corrected for labels that are the wrong way round: clean labels have the same expectation.
 
     It has no lower bound, and an identical pair has the loss ln 2.
 
