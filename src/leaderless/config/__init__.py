@@ -1,4 +1,4 @@
-"""What a user may set, and how it is read and checked. Imports no torch.
+"""Settings of a user, and how they are read and checked. Imports no torch.
 
 The names of other modules are loaded on first use, so that a process that needs one section of a recipe reads no other.
 """

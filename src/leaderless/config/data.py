@@ -82,7 +82,7 @@ class DatasetConfig(Section):
 
     @property
     def preferences(self) -> Preferences | None:
-        """What rows say about what is preferred; None for nothing."""
+        """Form of the preferences in rows; None if there are none."""
         if self.chosen is not None:
             return "pairs"
         return "singles" if self.desirable is not None else None
@@ -209,7 +209,7 @@ class DataConfig(Section):
 
     @property
     def preferences(self) -> Preferences | None:
-        """What the training data say about what is preferred; None for nothing."""
+        """Form of the preferences in the training data; None if there are none."""
         return next(iter(self.train_sets().values())).preferences
 
     @property

@@ -96,7 +96,7 @@ class PairwiseConfig(Section):
 
 
 class JudgeOptions(RewardOptions):
-    """What a language model says a response is worth, from 0 to 1."""
+    """The value of a response in the judgment of a language model, from 0 to 1."""
 
     timeout_s: float = Field(default=60.0, gt=0)
     """Seconds that one verdict may take, with all requests that are repeated, and the waits between them; after that it
@@ -171,7 +171,7 @@ class JudgeOptions(RewardOptions):
         return self
 
     def _source_problems(self) -> Iterator[str]:
-        """What is wrong with where the judge answers: on a server, or as a role."""
+        """Problems with the place where the judge answers: on a server, or as a role."""
         if self.role is None:
             if self.url is None:
                 yield (
@@ -215,12 +215,12 @@ class JudgeOptions(RewardOptions):
 
     @property
     def mode(self) -> Literal["score", "rubric", "pairwise"]:
-        """What the judge is asked for."""
+        """The task of the judge."""
         return "pairwise" if self.pairwise else "rubric" if self.rubric else "score"
 
     @property
     def template(self) -> str:
-        """What the judge is asked, with places."""
+        """The question to the judge, with places."""
         general = {"score": SCORE_TEMPLATE, "rubric": RUBRIC_TEMPLATE, "pairwise": PAIR_TEMPLATE}
         return self.prompt or general[self.mode]
 

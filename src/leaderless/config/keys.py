@@ -93,7 +93,7 @@ def _forms(annotation: object) -> dict[str, object]:
 
 
 def _child(annotation: object, sections: Sequence[type[BaseModel]], part: str) -> object:
-    """The annotation of a key, given that of the section or mapping that contains it."""
+    """The annotation of a key, from the annotation of the section or mapping that contains it."""
     for section in sections:
         if part in section.model_fields:
             return section.model_fields[part].annotation

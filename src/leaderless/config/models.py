@@ -55,7 +55,7 @@ class OptimizerConfig(Section):
 
     @property
     def peak(self) -> float:
-        """Peak learning rate; where none is given, that of all weights."""
+        """Peak learning rate; where none is set, the rate of all weights."""
         return LEARNING_RATE if self.learning_rate is None else self.learning_rate
 
     def for_adapters(self) -> Self:
@@ -67,7 +67,7 @@ class LoraConfig(Section):
     """Adapters of low rank (LoRA, arXiv 2106.09685), which are trained in place of the weights.
 
     A matrix W computes as W + scale * B A, with A of shape [rank, inputs] and B of shape [outputs, rank]. The defaults
-    are those of "LoRA Without Regret" (Schulman et al., 2025): all linear layers, alpha 32, a small rank, which is
+    are from "LoRA Without Regret" (Schulman et al., 2025): all linear layers, alpha 32, a small rank, which is
     enough for what rewards can teach, and ten times the learning rate of full training.
     """
 
@@ -176,5 +176,5 @@ class ModelConfig(ShorthandSection):
 
     @property
     def name(self) -> str:
-        """What to call the model in messages."""
+        """Name of the model in messages."""
         return self.path or (self.body.type if self.body else "")

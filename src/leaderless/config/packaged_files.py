@@ -1,4 +1,4 @@
-"""What comes with the package, so that a command needs no copy of the repository. Imports no torch."""
+"""Files that come with the package, so that a command needs no copy of the repository. Imports no torch."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Product = Literal["text", "episodes", "online", "bodies"]
 
 
 class Recipe(Section):
-    """What to train, on which data, and how; the planner decides on which ranks."""
+    """A model to train, the data and the method; the planner decides on which ranks."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run and of its folder."""

@@ -34,8 +34,8 @@ class RecipeSource:
     def place_of(self, key: str | Sequence[str]) -> str:
         """Where a setting, by its dotted path or its parts, was written, or the first one in it.
 
-        If there is none, the place is that of the nearest section around it; for a setting of a role, that of the
-        general setting if there is one.
+        If there is none, the place of the nearest section around it counts; for a setting of a role, the place of
+        the general setting if there is one.
         """
         path = tuple(key.split(".")) if isinstance(key, str) else tuple(key)
         inside = next((place for other, place in self.places.items() if path and other[: len(path)] == path), "")
