@@ -100,7 +100,7 @@ class Display:
     def reading(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """Show how much of a dataset has been read before the first step: a bar, or a line now and then.
 
-        The function that it yields takes the number of rows read so far, and that of all rows.
+        The function that it yields takes the number of rows read so far, and the number of all rows.
         """
         columns = TextColumn("reading {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         is_live = self.is_shown and self.console.is_terminal

@@ -101,7 +101,7 @@ class EpisodeJournal:
 
 
 def kept(kind: Kind, steps: Iterable[int], num_newest: int, last: int) -> set[int]:
-    """The steps whose episodes are kept when those of the last one have been written.
+    """The steps whose episodes are kept once the last step's have been written.
 
     Of training, they are the newest, and about as many of the steps before, evenly spread from the first; of
     evaluations, twice as many of the newest.
@@ -115,7 +115,7 @@ def kept(kind: Kind, steps: Iterable[int], num_newest: int, last: int) -> set[in
 
 
 def episode_files(folder: Path) -> list[EpisodeFile]:
-    """The files of a journal, by kind, step and rank; files of rewards come before those of episodes."""
+    """The files of a journal, by kind, step and rank; files of rewards come before files of episodes."""
     found: list[EpisodeFile] = []
     for kind, step, path in _folders(folder):
         for file in path.iterdir():

@@ -97,7 +97,7 @@ class Metrics:
     _name: Callable[[str], str] = field(default=str)
 
     def named(self, name: Callable[[str], str]) -> Metrics:
-        """The same metrics for a node whose metrics have longer names, such as those of one of several roles."""
+        """The same metrics for a node whose metrics have longer names, such as for one of several roles."""
         return replace(self, _name=name)
 
     def mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:

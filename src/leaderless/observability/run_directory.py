@@ -144,7 +144,7 @@ class RunDirectory:
         return self.journal / f"{channel.replace('->', '-to-').replace('=>', '-to-')}.jsonl"
 
     def metrics_of(self, log: str) -> Path:
-        """The file of a log with a name; that of the training loop has none."""
+        """The file of a log with a name; the training loop's has none."""
         return self.metrics.with_name(f"metrics-{log}.jsonl") if log else self.metrics
 
     def read_metrics(self) -> Iterator[dict[str, float]]:

@@ -29,7 +29,7 @@ class MlflowLogger(Logger):
         """Prepare to send.
 
         Args:
-            uri: Address, such as `http://tracking:5000`; by default that of MLFLOW_TRACKING_URI.
+            uri: Address, such as `http://tracking:5000`; by default MLFLOW_TRACKING_URI.
             experiment: Name of the experiment, which is created where it does not exist.
         """
         self._uri, self._experiment = uri, experiment

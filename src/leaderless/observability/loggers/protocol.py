@@ -31,7 +31,7 @@ class Numbers(NamedTuple):
     """Numbers of one step, reduced over all ranks; those that are not finite are NaN.
 
     Attributes:
-        log: Name of the log; empty for that of the loop that trains. Loops that run ahead, and evaluations on their
+        log: Name of the log; empty for the loop that trains. Loops that run ahead, and evaluations on their
             ranks, have logs of their own, which may be at other steps.
         step: Number of the step.
         values: Numbers by name, such as `reward/mean`.

@@ -294,7 +294,7 @@ def matched(run: RunFiles) -> Iterator[tuple[str, Topic, Mapping[str, Series]]]:
 
 
 def charts_of(run: RunFiles) -> tuple[Charts, int]:
-    """The charts that have something to show, those of custom metrics last, and the number of metrics left out."""
+    """The charts that have something to show, custom metrics last, and the number of metrics left out."""
     found: dict[str, list[Chart]] = {}
     drawn: set[str | None] = set()
     for title, topic, series in matched(run):

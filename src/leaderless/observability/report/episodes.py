@@ -60,7 +60,7 @@ class EpisodePages:
         return frozenset(self._folders)
 
     def of(self, steps: Sequence[RecordedStep]) -> list[tuple[RecordedStep, Mapping[str, Conversation]]]:
-        """The conversations that the samples of steps are from; those of the first steps are left out first."""
+        """The conversations that the samples of steps are from; the first steps are left out first."""
         room, found = EPISODE_BUDGET_BYTES, list[tuple["RecordedStep", Mapping[str, Conversation]]]()
         for step in reversed(steps):
             wanted = {sample.episode for group in step.groups for sample in group.samples if sample.episode}

@@ -69,7 +69,7 @@ def render(template: str, **values: object) -> str:
 def report_values(
     run: RunFiles, curves: Sequence[tuple[str, Sequence[view.Card]]], curve_notes: Sequence[str]
 ) -> dict[str, object]:
-    """What the templates of a page about one run need, given its curves under their headings and notes on them."""
+    """Values for the templates of a page about one run, given its curves under their headings and notes on them."""
     times, parts = view.times(run)
     pools = view.pools(run)
     cards = [card for _, group in curves for card in group] + ([times] if times else []) + pools
@@ -89,7 +89,7 @@ def report_values(
 
 
 def outcome_values(run: RunFiles) -> dict[str, object]:
-    """What the template of the outcome of a run needs."""
+    """Values for the template of the outcome of a run."""
     return {
         "run": run,
         "figures": view.figures(run),

@@ -30,7 +30,7 @@ HELD_OUT_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What was found in a run directory; a file that is missing leaves its attribute empty.
+    """Contents of a run directory; a file that is missing leaves its attribute empty.
 
     The picture is safe to stand in the page. The series are metrics by name. Samples, of training and of held-out
     prompts, are those that the page shows. Notes say what is missing or could not be read.
@@ -67,7 +67,7 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class Logged:
-    """What the files of metrics hold: metrics by name, all steps, and the seconds that they took."""
+    """Contents of the files of metrics: metrics by name, all steps, and the seconds that they took."""
 
     series: Mapping[str, Series]
     steps: Sequence[int]

@@ -64,7 +64,7 @@ class JudgeView:
 
 @dataclass(frozen=True)
 class Detail:
-    """What one reward made of a response: a value, or the error that it failed with, and what a judge has said."""
+    """Result of one reward for a response: a value, or its error, and the words of a judge."""
 
     name: str
     value: float | None
@@ -76,7 +76,7 @@ class Detail:
 class Sample:
     """A response as recorded, or several equal ones.
 
-    The state is that of a `JudgeView`, and a failed reward is None. The role that sampled it is empty in runs with a
+    The state is as in `JudgeView`, and a failed reward is None. The role that sampled it is empty in runs with a
     single one, and the number of the episode in runs without an environment.
     """
 
@@ -156,7 +156,7 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Samples:
-    """What the page shows of one kind of files in `samples/`, within a budget, and what could not be read."""
+    """Part of the page about one kind of files in `samples/`, within a budget, and what could not be read."""
 
     steps: tuple[RecordedStep, ...] = ()
     num_recorded_steps: int = 0
@@ -311,7 +311,7 @@ def _spread(steps: Sequence[int], count: int) -> Sequence[int]:
 
 
 def _with_newest_tokens(steps: Sequence[RecordedStep]) -> tuple[RecordedStep, ...]:
-    """The steps without the tokens that do not fit; those of the first steps are left out first."""
+    """The steps without the tokens that do not fit; the first steps lose theirs first."""
     room, kept = TOKEN_BUDGET_BYTES, list[RecordedStep]()
     for step in reversed(steps):
         on_page = {sample.sample_id for group in step.groups for sample in group.samples}

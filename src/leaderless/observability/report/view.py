@@ -1,4 +1,4 @@
-"""What the templates of the page show about a run, as plain values."""
+"""Plain values about a run for the templates of the page."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def failures(run: RunFiles) -> Events:
 
 
 def guards(run: RunFiles) -> Events:
-    """What guards have seen and done."""
+    """Observations and actions of guards."""
     events = [event for event in run.events if event.get("event") == "guard"]
     actions = Counter(as_text(event.get("action")) for event in events)
     counts = ", ".join(f"{actions[a]} {noun}" + "s" * (actions[a] > 1) for a, noun in _ACTIONS.items() if actions[a])
@@ -156,7 +156,7 @@ def curves(run: RunFiles) -> tuple[Sequence[tuple[str, Sequence[Card]]], Sequenc
 
 
 def times(run: RunFiles) -> tuple[Card | None, Sequence[Part]]:
-    """What the seconds of a step are spent on: a stacked chart over the steps, and the rows of a table."""
+    """Use of the seconds of a step: a stacked chart over the steps, and the rows of a table."""
     parts = {name.removeprefix("time/"): one for name, one in run.matching(TIME_PATTERN).items()}
     whole = parts.pop("step", None)
     if not parts and whole is None:
@@ -187,7 +187,7 @@ def times(run: RunFiles) -> tuple[Card | None, Sequence[Part]]:
 
 
 def pools(run: RunFiles) -> list[Card]:
-    """What the seconds of each pool of ranks are spent on: a stacked chart over the steps for each."""
+    """Use of the seconds of each pool of ranks: a stacked chart over the steps for each."""
     cards = []
     for number, (pool, names) in enumerate(by_pool(run.series).items()):
         steps, means = mean_per_run({state: run.series[name] for state, name in names.items()}, MAX_STACK_POINTS)
