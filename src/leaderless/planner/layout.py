@@ -92,8 +92,8 @@ class Layout:
     def peer_groups(self) -> Sequence[Callable[[int], tuple[int, ...]]]:
         """From a rank to its peers, for each of its process groups in a mesh of several axes; empty for one axis.
 
-        These are the peers along each axis, the shard, and the ranks with the same part of the model, unless they are
-        those of an axis, too; and those that divide experts or have the same ones, unless they are others of these.
+        These are the peers along each axis, the shard, and the ranks with the same part of the model, unless an axis
+        has the same ones; and the ranks that divide experts or have the same ones, unless they are others of these.
         """
         groups: tuple[Callable[[int], tuple[int, ...]], ...] = ()
         if len(self.axes) > 1:

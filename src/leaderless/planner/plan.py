@@ -32,7 +32,7 @@ _CHANNEL = ("name", "kind", "source", "target", "capacity", "max_staleness", "ma
 
 @dataclass(frozen=True)
 class Plan:
-    """What the planner makes of a recipe, its workflow and a cluster; the same object on every rank.
+    """Result of planning a recipe, its workflow and a cluster; the same object on every rank.
 
     Attributes:
         recipe_name: Name of the run.
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def schedule(self) -> tuple[Action, ...]:
-        """The chain entries of all loops, those of one loop after those of another."""
+        """The chain entries of all loops, one loop's after another's."""
         return tuple(action for loop in self.loops for action in loop.schedule)
 
     @property
@@ -136,7 +136,7 @@ class Plan:
         return tuple(dict.fromkeys(x.node.role for x in self.nodes if x.spec.samples and x.node.role))
 
     def chain(self, rank: int) -> tuple[Action, ...]:
-        """What one rank does in each iteration of its loop, in order."""
+        """Work of one rank in each iteration of its loop, in order."""
         return self._part_of(rank, self.loop_of(rank).schedule)
 
     def _part_of(self, rank: int, actions: Sequence[Action]) -> tuple[Action, ...]:
@@ -216,7 +216,7 @@ class Plan:
         }
 
     def _facts_of(self, action: Action) -> list[object]:
-        """What ranks must agree on to execute an entry together."""
+        """Facts that ranks must agree on to execute an entry together."""
         facts: list[object] = [str(action), format_ranks(self.ranks_of(action))]
         match action:
             case Load(layout, columns):

@@ -1,4 +1,4 @@
-"""What a plan consists of: nodes in their places, edges, loops and channels, models, and sizes."""
+"""Parts of a plan: nodes in their places, edges, loops and channels, models, and sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlannedNode:
         writes: Columns that it writes.
         row_set: Rows that it works on.
         row_set_after: Rows of its output.
-        max_staleness: Most optimizer steps between the weights that sampled its rows and those of its role.
+        max_staleness: Most optimizer steps between the weights that sampled its rows and its role's own.
         quadratic_tokens: Length at which attention costs its model as much as all matrix products; 0 for a node without
             a model, or with one of unknown size.
     """
@@ -103,7 +103,7 @@ class Loop:
     Attributes:
         name: Name of its first node.
         nodes: Its nodes, in order.
-        ranks: Ranks that its entries run on, ascending; those of two loops are disjoint.
+        ranks: Ranks that its entries run on, ascending; two loops have no common ranks.
         schedule: All chain entries of an iteration in the order of every rank; a rank executes those it takes part in.
         lag: Iterations that it is ahead of the loop that trains the role it generates with; 0 if it is the same loop.
         is_continuous: Whether its ranks work on several iterations at once, each on its own.
@@ -142,7 +142,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Channel:
-    """What joins two loops, or two iterations of one loop: rows or weights, some iterations of them in flight.
+    """Link of two loops, or of two iterations of one loop: rows or weights, some iterations of them in flight.
 
     Attributes:
         name: `rollout->policy` for rows, after the two loops; `policy=>rollout` for weights, after the role and the
@@ -169,7 +169,7 @@ class Channel:
 
     @property
     def transfers(self) -> tuple[Reshard | SyncWeights, ...]:
-        """What is sent of one iteration, in order."""
+        """Transfers of one iteration, in order."""
         return self.reshards if self.sync is None else (self.sync,)
 
     @property

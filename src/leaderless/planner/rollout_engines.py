@@ -1,4 +1,4 @@
-"""What rollout engines can do, as far as the planner needs to know. Imports no torch."""
+"""Abilities of rollout engines, as far as the planner needs to know. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RolloutEngineSpec:
     Attributes:
         implementation: Function that makes it, as `package.module:function`; only workers import it.
         axes: Axes of a layout other than `dp` along which an engine may have ranks, which take the same requests.
-        keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
+        keeps_weights: Whether it has weights of its own, besides the weights of a trainer on the same ranks.
         may_restart: Whether it may lose its weights and ask for them again, where it has one rank.
         is_probed: Whether it is always given a text with the trainer's log-probabilities, to compare with its own.
         updates: Possible treatments of keys and values when new weights arrive while requests are in progress: `keep`,
@@ -107,7 +107,7 @@ def rollout_engine(
     Args:
         axes: Axes of a layout, of `tp`, `pp` and `cp`, along which one engine may have several ranks, which are given
             the same requests and return the same tokens.
-        keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
+        keeps_weights: Whether it has weights of its own, besides the weights of a trainer on the same ranks.
         may_restart: Whether it may lose its weights and ask for them again, where it has one rank.
         is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
         updates: Possible treatments of keys and values when new weights arrive while requests are in progress: `keep`,

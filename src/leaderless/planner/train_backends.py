@@ -1,4 +1,4 @@
-"""What training back ends can do, as far as the planner needs to know. Imports no torch."""
+"""Abilities of training back ends, as far as the planner needs to know. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BackendSpec:
 
     Attributes:
         implementation: Function that makes its engines, as `package.module:function`; only workers import it.
-        for_bodies: Function that makes those of policies and critics of bodies; empty if it is the same.
+        for_bodies: Function that makes engines of policies and critics of bodies; empty if it is the same.
         trains: Whether it changes weights.
         scores: Whether it computes log-probabilities of language models.
         values: Whether it holds value models.

@@ -98,7 +98,7 @@ class Mesh:
         return found
 
     def below(self, place: int) -> Int:
-        """The places that this place sends to across blocks: those of its columns."""
+        """The places that this place sends to across blocks, in its columns."""
         block = int(self.blocks(np.array([place]))[0])
         column, size = place - int(self.begins[block]), len(self.members(block))
         played = [column, self.width - 1] if column == 0 and size < self.width else [column]

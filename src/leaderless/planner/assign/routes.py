@@ -47,12 +47,12 @@ class Delivery:
         return ranks
 
     def from_rank(self, sender: int) -> Parcel:
-        """What one rank sends."""
+        """Sent bytes of one rank."""
         return np.flatnonzero(self.senders == sender), np.flatnonzero(self.prompt_senders == sender)
 
 
 class SentBytes(NamedTuple):
-    """Rows or prompts that ranks get: [k] place of each among those of the edge, and the ranks that it goes between.
+    """Rows or prompts that ranks get: [k] place of each on the edge, and the ranks that it goes between.
 
     Ids ascend for each receiver. A sender is the receiver itself if that has it already.
     """
@@ -124,7 +124,7 @@ class RowRoutes:
         return distinct(self._source_shards * len(self.prompts) + self._prompts[1])
 
     def delivery(self, rank: int) -> Delivery:
-        """What a rank of the target layout gets."""
+        """Rows and prompts that a rank of the target layout gets."""
         if rank not in self._deliveries:
             rows, prompts = self.deliveries((rank,))
             of_rows = self.ids[rows.places], self.group_ids[rows.places], rows.senders
@@ -132,7 +132,7 @@ class RowRoutes:
         return self._deliveries[rank]
 
     def deliveries(self, ranks: Sequence[int]) -> tuple[SentBytes, SentBytes]:
-        """The rows and the prompts that some ranks of the target layout get, those of one rank after those of another.
+        """The rows and the prompts that some ranks of the target layout get, one rank's after another's.
 
         A row comes from the rank that represents it, a prompt from the lowest rank that sends samples of it.
         """

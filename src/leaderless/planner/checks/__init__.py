@@ -1,4 +1,4 @@
-"""What a plan refuses, and why: one function for each contract, in the order in which they are asked."""
+"""Reasons for which a plan is refused: one function for each contract, in the order in which they are asked."""
 
 from __future__ import annotations
 

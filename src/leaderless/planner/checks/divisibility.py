@@ -50,7 +50,7 @@ def check_divides(key: str, role: str, tp: int, counts: tuple[int, int, int]) ->
 
 
 def whole_experts(tp: int) -> str:
-    """What is wrong with layers that ranks along `tp` divide, but not their experts."""
+    """Problem with layers that ranks along `tp` divide, but not their experts."""
     return (
         f"ranks along tp={tp} divide attention, but each would have all experts: set ep, as to {tp}, so that they "
         "divide these, too; or leave out tp"
@@ -115,7 +115,7 @@ def _where(lora: LoraConfig) -> str:
 
 
 def only_for_text(name: str) -> str:
-    """What is wrong with dropout where a layer of this name has an adapter."""
+    """Problem with dropout where a layer of this name has an adapter."""
     return (
         f"{name} is in no decoder layer for text, and adapters can have dropout only there: set it to 0, or name other "
         "targets"

@@ -14,7 +14,7 @@ from leaderless.planner.workflow import Workflow
 
 @dataclass(frozen=True)
 class Draft:
-    """What is known of a plan so far: the settings and the nodes, then the models, then their sizes."""
+    """Known facts of a plan so far: the settings and the nodes, then the models, then their sizes."""
 
     recipe: Recipe
     workflow: Workflow

@@ -1,4 +1,4 @@
-"""What the files of a model say that are on this machine: its type, and its words."""
+"""Facts from the files of a model that are on this machine: its type, and its words."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_kinds(draft: Draft) -> None:
 
 
 def players_of(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> list[str]:
-    """The roles that play episodes: those of nodes that sample, and the one that answers held-out prompts."""
+    """The roles that play episodes: the roles of nodes that sample, and the one that answers held-out prompts."""
     roles = [role for node in nodes if node.spec.samples and (role := node.node.role) is not None]
     if instances and (recipe.evaluation.every_steps or not roles):
         roles.append(answering(instances, recipe.evaluation.role).role)

@@ -115,7 +115,7 @@ def check_evaluation(draft: Draft) -> None:
 
 
 def check_role_settings(draft: Draft) -> None:
-    """Settings of a role are those of something that the role does."""
+    """Settings of a role apply to something that the role does."""
     recipe, known = draft.recipe, {instance.role for instance in draft.instances}
     for role, config in recipe.roles.items():
         if role not in known:
@@ -135,7 +135,7 @@ def check_role_settings(draft: Draft) -> None:
 
 
 def check_role_advantages(draft: Draft) -> None:
-    """A role has no advantage of its own, or penalty in its rewards, where advantages are those of several roles."""
+    """A role has no advantage of its own, or penalty in its rewards, where advantages belong to several roles."""
     recipe = draft.recipe
     for role, config in recipe.roles.items():
         own, general = config.algorithm, recipe.algorithm

@@ -94,7 +94,7 @@ def _expert_rank(said: Mapping[str, object], path: Path, key: str) -> int | None
     """The rank of the adapters of experts that a folder describes; None if they have none.
 
     Raises:
-        RecipeError: Other weights than those of experts have adapters, only one of these has, or other ranks differ.
+        RecipeError: Weights other than experts' have adapters, only one of these has, or other ranks differ.
     """
     named, patterns = said.get("target_parameters") or [], said.get("rank_pattern") or {}
     assert isinstance(named, list)
@@ -191,7 +191,7 @@ def companions_of(recipe: Recipe, instances: Sequence[RoleInstance], instance: R
 
 
 def _served(recipe: Recipe, instance: RoleInstance) -> tuple[object, ...] | None:
-    """What instances have in common that generate with one engine; None if it adds no adapters."""
+    """Common property of instances that generate with one engine; None if it adds no adapters."""
     seen = recipe.as_seen_by(instance.role)
     model, spec = seen.model_of(instance.role), engine_for(seen.rollout, instance.engine)
     if model is None or model.lora is None or instance.is_critic or not instance.generates:
@@ -204,7 +204,7 @@ def _served(recipe: Recipe, instance: RoleInstance) -> tuple[object, ...] | None
 
 
 def _frozen(recipe: Recipe, instance: RoleInstance) -> tuple[object, ...] | None:
-    """What instances have in common whose weights are the same all the time; None if they are not."""
+    """Common property of instances whose weights are always the same; None if they are not."""
     recipe, layout = recipe.as_seen_by(instance.role), instance.layout
     model = recipe.model_of(instance.role)
     if model is None or model.lora is None or instance.is_critic or layout.ep > 1:
@@ -233,7 +233,7 @@ def described(folder: Path, key: str) -> ModelConfig:
 
 
 def describe(model: ModelConfig, targets: Sequence[str], expert_rank: int | None = None) -> dict[str, object]:
-    """What `peft` has to know of a model's adapters, on the linear layers of some names, and on experts with a rank."""
+    """Settings for `peft` of a model's adapters, on the linear layers of some names, and on experts with a rank."""
     lora = model.lora
     assert lora is not None, "only adapters are described"
     experts = [] if expert_rank is None else [f"experts.{name}" for name in EXPERT_WEIGHTS]

@@ -359,7 +359,7 @@ class _Cutter:
 
 
 def _pools(nodes: Iterable[PlannedNode]) -> set[Pool]:
-    """Ranks of nodes, those of nodes that share some joined."""
+    """Ranks of nodes; nodes that share some have one common set."""
     pools: set[Pool] = set()
     for node in nodes:
         touched = {pool for pool in pools if not pool.isdisjoint(node.layout.ranks)}

@@ -264,7 +264,7 @@ class ColumnFlow:
                     )
 
     def _check_old_log_probs(self, trainer: Node) -> None:
-        """A role is updated against its own log-probabilities, not against those of another role."""
+        """A role is updated against its own log-probabilities, not against another role's."""
         writer = self.sources[trainer.name].get(OLD_LOG_PROBS, DATA)
         if not self._trains_policy(trainer) or writer == DATA:
             return

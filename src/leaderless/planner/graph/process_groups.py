@@ -29,7 +29,7 @@ def process_groups(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def metric_pools(plan: Plan, loop: Loop) -> Iterator[tuple[int, ...]]:
-    """The ranks that add up metrics together: those of each entry, those of a node's shards, and all of the loop."""
+    """The ranks that add up metrics together: by entry, by shards of a node, and all of the loop."""
     entries = [*flat(loop.schedule)]
     nodes = (plan[action.node].layout.representatives for action in entries if isinstance(action, RunNode))
     yield from dict.fromkeys([*map(plan.ranks_of, entries), *nodes, loop.ranks])

@@ -13,7 +13,7 @@ SPARE_ITEMS = 256
 
 @dataclass(frozen=True)
 class CachePool:
-    """What an engine has.
+    """Pool of an engine's pages.
 
     Attributes:
         tokens: Tokens of all pages.
@@ -25,7 +25,7 @@ class CachePool:
 
 
 class CacheBound(NamedTuple):
-    """What engines may have where there is not room for everything.
+    """Limits of engines' pools where there is not room for everything.
 
     Attributes:
         most_tokens: Most tokens of a pool; None without a bound.
@@ -78,7 +78,7 @@ def buffers_bytes(most_rows: int, longest: int, num_heads: int, head_dim: int) -
 
     For each row, 32 bytes by which its token is drawn and written, 28 of the places of its work, 16 of what is drawn, 4
     of its number, and 8 of its last token; 20 bytes for each item of work; and 4 for each page that is listed, which
-    are those of as many prompts and responses of the greatest length as there are rows. Results of items of work are
+    are as many as fit prompts and responses of the greatest length as there are rows. Results of items of work are
     float32, with a normalizer each.
 
     Args:

@@ -52,7 +52,7 @@ class EngineMemory:
         return is_beside and self.cache.stays and self.has_pages
 
     def kept(self) -> Parts:
-        """What stays from pass to pass.
+        """Memory that stays from pass to pass.
 
         A recorded pass has memory of its own for everything that it computes, in which those with fewer rows find room,
         too; passes that are not recorded, such as the first ones and those that read prompts, do not use it.
@@ -69,7 +69,7 @@ class EngineMemory:
         }
 
     def moments(self) -> Iterator[Parts]:
-        """What a pass needs on top: one that reads prompts, and one that decodes or draws first tokens."""
+        """Memory that a pass needs on top: one that reads prompts, and one that decodes or draws first tokens."""
         size, width = self.model.size, self.model.width
         per_token, prompts = self._values_per_token() * width, self._num_prompts()
         read = min(PREFILL_TOKENS, prompts * self.followed.data.max_prompt_tokens)
@@ -112,7 +112,7 @@ class EngineMemory:
         return prompts * _slot(recipe.data.max_prompt_tokens) * (siblings > 1) + count * (largest + smaller)
 
     def _attention_over_slots(self) -> int:
-        """What attention to all slots of one layer makes: a copy of its keys or values, and float32 scores.
+        """Temporary memory for attention to all slots of one layer: a copy of its keys or values, and float32 scores.
 
         Scores are there three times: as they are, masked, and as weights.
         """

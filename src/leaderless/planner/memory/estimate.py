@@ -178,7 +178,7 @@ class LanguageRank(RankMemory[ModelMemory]):
         return EngineMemory(self.recipe, model, self.bounds.cache, self.is_cpu, self.bounds.max_sequences)
 
     def waiting(self) -> Parts:
-        """What waits until other ranks take it: rows, and copies of a rank's share of weights, in the type of engines.
+        """Rows that wait until other ranks take them, and copies of a rank's share of weights, in the type of engines.
 
         New weights wait until the engine takes them. Engines that may start again have theirs once more, and others
         move what they add adapters to out of their way.
@@ -236,7 +236,7 @@ class LanguageRank(RankMemory[ModelMemory]):
             yield f"weights of {role} travel", self._travel(model)
 
     def _travel(self, model: ModelMemory) -> Parts:
-        """What is needed to send and to take new weights."""
+        """Memory for sending and receiving new weights."""
         # An engine replaces a weight when all of it has come: for a moment the largest one is there twice.
         parts = {"largest weight": _largest_weight(model)} if model.instance.is_engine_only else {}
         if model.has_adapters and not model.instance.is_engine_only and not model.engine.takes_adapters:
@@ -265,7 +265,7 @@ class LanguageRank(RankMemory[ModelMemory]):
         yield from (held | moment for moment in engine.moments())
 
     def _scoring(self, model: ModelMemory) -> Parts:
-        """A pass without gradient holds a layer's own values, and those of one chunk of logits."""
+        """A pass without gradient holds a layer's own values, and the values of one chunk of logits."""
         size, batch = model.part, self.recipe.batch
         prompts = -(-batch.prompts_per_step // batch.windows_per_step)
         work = self._pass(model, prompts)

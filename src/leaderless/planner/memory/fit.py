@@ -43,7 +43,7 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool, has_pa
     pools of native engines are bounded until it does, for sequences may wait for each other. What is left then goes
     into large chunks of logits, into what ranks keep whole, and into what engines keep while they sleep. A plan with a
     model of unknown size is taken to fit. `available` are the bytes that each rank may use. Without pages, as on
-    accelerators other than those of CUDA, keys and values are not bounded.
+    accelerators other than CUDA's, keys and values are not bounded.
     """
     tokens = plan.batch.micro_batch_tokens
     longest = longest_part(recipe, plan.instances)
@@ -104,7 +104,7 @@ def _shortage(recipe: Recipe, plan: Plan, memory: DeviceMemory, tokens: int | No
 
 
 def _remedies(recipe: Recipe, plan: Plan, memory: DeviceMemory, tokens: int | None) -> str:
-    """What to lower; what changes no number comes first."""
+    """Settings to lower, first those without an effect on numbers."""
     remedies: list[str] = []
     phase = max(memory.phases, key=memory.totals.__getitem__)
     role, _, does = phase.rpartition(" ")

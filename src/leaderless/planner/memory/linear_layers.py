@@ -91,7 +91,7 @@ def num_adapter_weights(rank: int, layers: Iterable[Linear]) -> tuple[int, int]:
 
     Args:
         rank: Rows of the first matrix of each.
-        layers: Layers that have them; those of a part that sees are not divided.
+        layers: Layers that have them; layers of a vision tower are not divided.
     """
     total = whole = 0
     for name, inputs, outputs in layers:

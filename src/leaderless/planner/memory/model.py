@@ -113,7 +113,7 @@ class ModelMemory:
         return -(-self.part.num_trained * FLOAT32_BYTES // self.shards)
 
     def adapted_bytes(self) -> int:
-        """What an engine that is not the trainer's has for adapters: a base of its own, or weights with these merged.
+        """Memory of an engine apart from the trainer's for adapters: a base of its own, or weights with these merged.
 
         The latter are copies of what a rank holds, and there while they are sent.
         """
@@ -129,7 +129,7 @@ class ModelMemory:
         return engine_for(self.sampling, self.instance.engine)
 
     def sent_bytes(self) -> int:
-        """What its engine is sent."""
+        """Bytes of the weights that are sent to its engine."""
         return (self.size.num_trained if self.adds_adapters else self.size.num_parameters) * self.width
 
     def engine_bytes(self) -> int:
@@ -215,7 +215,7 @@ class ModelMemory:
         return size.num_layers * (size.hidden_size if self.config.gradient_checkpointing else self.layer_values())
 
     def copied_bytes(self, work: PassMemory) -> int:
-        """What a layer copies for its attention and keeps for its backward pass.
+        """Memory that a layer fills for its attention and keeps for its backward pass.
 
         These are keys and values of prompts, for each sibling. In float32 all tokens are laid out, and keys and values
         for each query head: queries, keys, values and results are kept so, and of the tokens themselves only the
@@ -227,13 +227,13 @@ class ModelMemory:
         return work.copies * self._key_values * self.width
 
     def attention_bytes(self, work: PassMemory, *, is_begin: bool) -> int:
-        """What the backward pass of a layer's attention needs on top of what its feed-forward part has released.
+        """Memory for the backward pass of a layer's attention beyond what its feed-forward part has released.
 
         FlashAttention-2, as torch has it, adds up the gradients of queries in float32, with 128 rows more for each
-        sequence, and computes those of keys and values for each query head, if there are fewer key heads, before it
-        adds these up. All others are in the type of the model. FlashAttention-3 needs less. The feed-forward part has
-        released its four inner vectors of each token by then, and when the backward pass begins the three that it
-        made.
+        sequence, and computes the gradients of keys and values for each query head, if there are fewer key heads,
+        before it adds these up. All others are in the type of the model. FlashAttention-3 needs less. The feed-forward
+        part has released its four inner vectors of each token by then, and when the backward pass begins the three
+        that it made.
         """
         if not work.sequences or self.width == FLOAT32_BYTES:
             return 0

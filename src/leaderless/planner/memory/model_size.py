@@ -44,17 +44,17 @@ _OF_ADAPTERS = ("num_adapter_parameters", "num_whole_adapter_parameters", "num_e
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What memory and cost depend on, for a decoder-only transformer.
+    """Sizes of a decoder-only transformer on which memory and cost depend.
 
     Tied weights are counted once. The weights of all layers are `num_layer_parameters`; the others are embeddings, head
     and last norm. `intermediate_size` is the width of the feed-forward layer that a token goes through, over all of its
-    experts. The longest sequence has `max_positions` tokens. Adapters add `num_adapter_parameters`, of which
-    ranks that divide layers have `num_whole_adapter_parameters` each; those of experts are
-    `num_expert_adapter_parameters`. Of the weights, `num_expert_parameters` are those of the `num_experts` of all
-    layers; a token goes through `num_chosen_experts` in each. In a model that sees images, layers include those of
-    `vision`. The head is the input embedding if it `is_tied`. The layers of the whole model with adapters, linear ones
-    and experts, are `adapted`. Where adapters drop some of their inputs, the widest have `dropped_inputs`: of
-    the layers whose inputs ranks along `tp` do not divide, and of others.
+    experts. The longest sequence has `max_positions` tokens. Adapters add `num_adapter_parameters`, of which ranks that
+    divide layers have `num_whole_adapter_parameters` each; experts' adapters have `num_expert_adapter_parameters`. Of
+    the weights, `num_expert_parameters` belong to the `num_experts` of all layers; a token goes through
+    `num_chosen_experts` in each. In a model that sees images, layers include the layers of `vision`. The head is the
+    input embedding if it `is_tied`. The layers of the whole model with adapters, linear ones and experts, are
+    `adapted`. Where adapters drop some of their inputs, the widest have `dropped_inputs`: of the layers whose inputs
+    ranks along `tp` do not divide, and of others.
     """
 
     num_parameters: int
@@ -137,7 +137,7 @@ class ModelSize:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def part(self, tp: int, ep: int = 1) -> ModelSize:
-        """What a rank has that divides the layers with others, and the words, if their number allows it.
+        """Share of a rank that divides the layers with others, and the words, if their number allows it.
 
         Each rank has all of the part that sees. Experts are divided by `tp`, or by `ep` if it is more than 1.
         """
@@ -163,7 +163,7 @@ class ModelSize:
         )
 
     def stage(self, pp: int, stage: int) -> ModelSize:
-        """What a stage of a pipeline has: some layers, and the first one the embeddings, the last one the head.
+        """Share of a stage of a pipeline: some layers, and the first one the embeddings, the last one the head.
 
         The first one has the part that sees, too. Where the head is the embedding, both of these stages have it.
         """

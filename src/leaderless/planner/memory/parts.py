@@ -33,7 +33,7 @@ LARGE_MAX_LOGITS = 1 << 28
 
 @dataclass(frozen=True)
 class Room:
-    """What ranks with accelerators use memory for that is left.
+    """Use of the memory that is left on ranks with accelerators.
 
     Attributes:
         keeps: Meaning of `training.keep_whole: auto`.
@@ -62,7 +62,7 @@ class DeviceMemory:
 
     Attributes:
         resident: Parts that stay through a step, by what they are for.
-        phases: Parts on top of these in each phase of a step; only one phase is under way at a time.
+        phases: Parts on top of these in each phase of a step; only one phase runs at a time.
         apart: Parts of phases outside of steps: loading, resuming, and other commands.
         host: Parts in the memory of the host, on an accelerator.
     """

@@ -28,7 +28,7 @@ Model = TypeVar("Model")
 
 
 class Bounds(NamedTuple):
-    """What a rank may hold at the same time, and where it computes.
+    """Limits of the work of a rank, and where it computes.
 
     Attributes:
         pass_tokens: Most tokens of a pass; of a body, steps of its environment.
@@ -74,11 +74,11 @@ class RankMemory(ABC, Generic[Model]):
 
     @abstractmethod
     def resident(self, model: Model) -> Iterator[tuple[str, int]]:
-        """What stays of a model."""
+        """Memory that a model takes all the time."""
 
     @abstractmethod
     def phases(self, model: Model) -> Iterator[tuple[str, Parts]]:
-        """What a model needs on top in each phase; a phase may have several moments, of which the fullest counts."""
+        """Memory that a model adds in each phase; a phase may have several moments, of which the fullest counts."""
 
     @abstractmethod
     def saved_bytes(self) -> int:
@@ -86,11 +86,11 @@ class RankMemory(ABC, Generic[Model]):
 
     @abstractmethod
     def waiting(self) -> Parts:
-        """What stays in the memory of the host, besides copies of checkpoints."""
+        """Data that stay in the memory of the host, besides copies of checkpoints."""
 
     @abstractmethod
     def loading(self) -> Parts:
-        """What is in the memory of the host at the fullest moment while models are read."""
+        """Data in the memory of the host at the fullest moment while models are read."""
 
     def commands(self, libraries: Parts, resumed: Parts) -> Mapping[str, Parts]:  # noqa: ARG002
         """Phases outside of a run's own steps: after the libraries, or when it is resumed."""

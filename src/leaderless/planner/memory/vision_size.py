@@ -41,11 +41,11 @@ def sees(name: str) -> bool:
 
 @dataclass(frozen=True)
 class VisionSize:
-    """What memory depends on.
+    """Sizes of a vision tower on which memory depends.
 
     A token of the prompt stands for `patches_per_token`, which go through `num_layers` of width `hidden_size`;
-    `intermediate_size` is that of their feed-forward part, which `is_gated` or not. A patch has `patch_values` numbers.
-    What some of its layers have seen is added behind the first `num_added` layers for text.
+    `intermediate_size` is the width of their feed-forward part, which `is_gated` or not. A patch has `patch_values`
+    numbers. What some of its layers have seen is added behind the first `num_added` layers for text.
     """
 
     num_parameters: int

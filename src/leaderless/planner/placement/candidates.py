@@ -86,7 +86,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What the user allows to be chosen.
+    """Choices that the user allows.
 
     Attributes:
         max_lag: Most iterations that generation may be ahead.
@@ -94,7 +94,7 @@ class Allowed:
         alone: Nodes without a model that may have ranks of their own.
         max_ahead: Most iterations that continuous generation may be ahead; 0 if there must be none.
         cache: Treatment of the caches of responses in progress when new weights arrive.
-        helpers: Workers, the last ones, that have no device of their own, and generate on those of ranks that train.
+        helpers: Workers, the last ones, that have no own device, and generate on the devices of ranks that train.
     """
 
     max_lag: int = 0

@@ -27,11 +27,11 @@ Values = TypeVar("Values", Lengths, Seconds)
 
 
 class Rates(NamedTuple):
-    """What the share of each rank takes in an engine that begins the next response as soon as one has ended.
+    """Seconds for the share of each rank in an engine that begins the next response as soon as one has ended.
 
     Attributes:
         work: [draws, shards] seconds for which the share takes up the engine: what a step costs is shared by the
-            responses that are under way.
+            responses in progress.
         alone: [draws, shards] seconds until its last response has ended, if the engine has nothing else to do.
         longest: [draws, shards] the part of `alone` in which the longest response is waited for, at the pace of an
             engine that has nothing else to do; zeros if other responses do not slow it down.
@@ -104,7 +104,7 @@ class StepSeconds:
         return windows
 
     def rates(self, node: PlannedNode, portions: Sequence[int]) -> Rates:
-        """What a node takes for shards that divide prompts in the proportion of some portions, and never pause."""
+        """Seconds of a node for shards that divide prompts in the proportion of some portions, and never pause."""
         return self._of_parts(self._profile.stages.get(node.name, StageSeconds()), portions)
 
     def _of_parts(self, law: StageSeconds, portions: Sequence[int]) -> Rates:

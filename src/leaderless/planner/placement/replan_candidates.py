@@ -1,4 +1,4 @@
-"""Layouts that a run under way may take on: the best of the search by the seconds that its own nodes have taken.
+"""Layouts that a running run may change to: the best of the search by the seconds that its own nodes have taken.
 
 Everything here is a pure function of facts that all ranks have agreed on, so all of them find the same layouts.
 """
@@ -114,7 +114,7 @@ def _turned(candidate: Candidate, world_size: int) -> Iterator[Candidate]:
 
 
 def _profile_of(recipe: Recipe, plan: Plan, nodes: Mapping[str, NodeSeconds]) -> Profile:
-    """What has been measured as a profile, in which the rows of a step take as long as each other."""
+    """Measured seconds as a profile, in which the rows of a step take as long as each other."""
     num_rows = recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt
     stages: dict[str, StageSeconds] = {}
     for node in plan.nodes:

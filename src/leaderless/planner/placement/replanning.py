@@ -1,4 +1,4 @@
-"""Plans for a run that is under way: other layouts, the seconds they would take, and the choice among them.
+"""Plans for a run that has started: other layouts, the seconds they would take, and the choice among them.
 
 Everything here is a pure function of facts that all ranks have agreed on, so all of them make the same choice.
 """
@@ -175,7 +175,7 @@ class NodeSeconds:
 def step_seconds(
     plan: Plan, nodes: Mapping[str, NodeSeconds], besides: Mapping[str, float] | None = None, links: Links | None = None
 ) -> float:
-    """Seconds of a step, from those of its nodes: those of the slowest loop, which the others wait for.
+    """Seconds of a step, from the seconds of its nodes: the duration of the slowest loop, which the others wait for.
 
     Args:
         plan: Plan of the step.
@@ -199,9 +199,9 @@ def loop_seconds(plan: Plan, loop: Loop, nodes: Mapping[str, NodeSeconds], links
 
 
 def lost_seconds(plan: Plan, took: Mapping[str, float]) -> float:
-    """Seconds that are spent again after a switch, from those of an iteration of each loop.
+    """Seconds that are spent again after a switch, from the seconds of an iteration of each loop.
 
-    Ranks that generate continuously give up what is under way: half of the iterations that may be, as some have only
+    Ranks that generate continuously lose their unfinished work: half of the iterations that may be, as some have only
     begun.
     """
     return max(((loop.lag + 1) / 2 * took[loop.name] for loop in plan.continuous_loops), default=0.0)

@@ -43,7 +43,7 @@ class Option:
 
 @dataclass(frozen=True)
 class PlacementChoice:
-    """What has been chosen, and why.
+    """Chosen layout, with the reason.
 
     Attributes:
         best: The choice.
@@ -215,7 +215,7 @@ def _bytes_of_helpers(recipe: Recipe, plan: Plan) -> int:
 
 
 def allowed_by(recipe: Recipe, base: Plan) -> Allowed:
-    """What a recipe lets the planner choose: it keeps the channels and windows that it sets itself.
+    """Choices that a recipe leaves to the planner, which keeps the channels and windows that it sets itself.
 
     Raises:
         RecipeError: Continuous generation is allowed, but not to be an iteration ahead; or there are helpers next to

@@ -25,14 +25,14 @@ class Links:
     byte_s: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, ranks: Iterable[int]) -> float:
-        """Seconds of a byte among some ranks: those of their slowest host, if they are on several."""
+        """Seconds of a byte among some ranks: the rate of their slowest host, if they are on several."""
         if not self.byte_s:
             return 0.0
         hosts = {self.hosts[rank] for rank in ranks}
         return max((self.byte_s.get(host, 0.0) for host in hosts), default=0.0) if len(hosts) > 1 else 0.0
 
     def sending(self, sources: Sequence[int], targets: Sequence[int]) -> float:
-        """Seconds of a byte that each target receives, from some of the sources: those of the slowest host.
+        """Seconds of a byte that each target receives, from some of the sources: at the rate of the slowest host.
 
         What goes out of a slow host does so once for each target elsewhere; each target on it receives its own.
         """
@@ -48,7 +48,7 @@ def find_slow(hosts: Mapping[int, int], pair_s: Sequence[float], num_bytes: int)
     """Which hosts are slow.
 
     Each host is tested with the one before it and the one after it, and is as fast as the faster test. So a slow host
-    shows if its neighbors are not slow as well; two hosts alone cannot be told apart.
+    shows if its neighbors are not slow as well; two hosts alone cannot be distinguished.
 
     Args:
         hosts: Number of each rank's host.

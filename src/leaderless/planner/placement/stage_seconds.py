@@ -23,7 +23,7 @@ SETTINGS = (
 
 
 class Point(NamedTuple):
-    """What a shard worked on in one run of a node, and the seconds that it took.
+    """Work of a shard in one run of a node, and the seconds that it took.
 
     `lengths` are the tokens of each response in order, if the node has sampled them, and `waits` the seconds for which
     its episode has waited for the environment, if it is one of an episode.

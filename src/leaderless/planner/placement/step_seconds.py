@@ -21,7 +21,7 @@ class Predicted:
 
     Attributes:
         seconds: Duration, on average.
-        error: Relative error to be expected: that of the laws of its nodes, weighted by their seconds.
+        error: Relative error to be expected: the errors of its nodes' laws, weighted by their seconds.
         nodes: Seconds of each node's slowest rank.
     """
 

@@ -32,7 +32,7 @@ def print_choice(choice: PlacementChoice, console: Console) -> None:
 
 
 def without_helpers(choice: PlacementChoice) -> str:
-    """What the workers with a device of their own could do alone, and what follows from it."""
+    """Layout and seconds of the workers with their own device alone, and the consequences."""
     without = choice.without
     assert without is not None, "there are helpers"
     num_workers, seconds = without.plan.world_size, without.predicted.seconds
@@ -44,7 +44,7 @@ def without_helpers(choice: PlacementChoice) -> str:
 
 
 def print_predicted(predicted: Predicted, console: Console, head: str = "") -> None:
-    """Print the seconds of a step, and those of its nodes, after a head."""
+    """Print the seconds of a step, and of its nodes, after a head."""
     title = f"{head}a step: {predicted.seconds:.3g} s ±{predicted.error:.0%}"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("node")

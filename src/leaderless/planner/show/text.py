@@ -156,7 +156,7 @@ def _print(console: Console, content: Table | Text) -> None:
 
 
 def _table(*titles: str, rows: Iterable[Sequence[str | Text]], right: Sequence[int] = ()) -> Table:
-    """A table whose cells fold; those of columns in `right` are aligned to the right."""
+    """A table whose cells fold; columns in `right` are aligned to the right."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, show_header=any(titles), padding=(0, 1))
     for number, title in enumerate(titles):
         side: JustifyMethod = "right" if number in right else "left"
@@ -192,7 +192,7 @@ def _nodes(plan: Plan) -> Table:
 
 
 def _columns(node: PlannedNode) -> Text:
-    """What a node reads, by the node that it comes from, and what it writes."""
+    """Columns that a node reads, by the node that they come from, and columns that it writes."""
     by_source: dict[str, list[str]] = {}
     for column, source in node.reads.items():
         by_source.setdefault(source, []).append(column)
@@ -217,7 +217,7 @@ def _repeat(repeat: Repeat) -> Table:
 
 
 def _costs(plan: Plan) -> Iterator[str]:
-    """What continuous generation costs where lengths differ much."""
+    """Cost of continuous generation where lengths differ much."""
     for rank, owner in plan.helpers.items():
         yield f"Rank {rank} generates on the device of rank {owner}, while that one does not use it."
     for loop in plan.continuous_loops:

@@ -1,1 +1,1 @@
-"""What a step would take on a cluster that is described in a file: the real plan and assignment, modeled costs."""
+"""Duration of a step on a cluster that is described in a file: the real plan and assignment, modeled costs."""

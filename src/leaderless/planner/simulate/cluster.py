@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 class DeviceConfig(Section):
-    """One device, that of one rank."""
+    """Device of one rank."""
 
     memory_gib: float = Field(gt=0)
     """Memory of the device; where a rank computes on its host's processors, its share of the host's."""
@@ -47,7 +47,7 @@ class LinkConfig(Section):
 
 
 class LinksConfig(Section):
-    """What carries bytes, by how far they go."""
+    """Links that carry bytes, by how far they go."""
 
     device: LinkConfig
     """Inside a rank: rows copied from and to buffers, and from and to the device."""

@@ -156,7 +156,7 @@ class ModelCost:
         return self.generation_seconds(questions, shards[asked])
 
     def _sums(self, rows: SimulatedRows, shards: Int) -> float:
-        """What ranks send to each other of the fullest shard's tokens, in one direction, pass by pass.
+        """Seconds in which ranks send each other values of the fullest shard's tokens, in one direction, pass by pass.
 
         Those that divide layers sum their results, and those that divide experts exchange tokens.
         """
@@ -169,7 +169,7 @@ class ModelCost:
         return num_passes * (self.sum_seconds(each) * (self.layout.tp > 1) + exchanged)
 
     def _filling(self, rows: SimulatedRows, shards: Int) -> float:
-        """Time of a pipeline's passes, in that of its busy stages: it has to fill, and to become empty again."""
+        """Time of a pipeline's passes, as a multiple of its busy stages': it has to fill, and to become empty again."""
         return 1 + (self.layout.pp - 1) / max(1, self._num_passes(rows, shards))
 
     def _num_passes(self, rows: SimulatedRows, shards: Int) -> int:

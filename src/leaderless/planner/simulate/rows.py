@@ -49,13 +49,13 @@ class SimulatedRows:
         return self.prompt_tokens + self.response_tokens
 
     def shared_tokens(self, shards: Int) -> Int:
-        """[n] tokens that need no computing: those of a prompt that an earlier row on the same shard has, too."""
+        """[n] tokens that need no computing: a prompt that an earlier row on the same shard has, too."""
         if not self.are_samples or not len(self):
             return np.zeros(len(self), dtype=np.int64)
         return self.prompt_tokens * is_repeated(shards * (int(self.groups[-1]) + 1) + self.groups)
 
     def costs(self, columns: Iterable[str], shards: Int, quadratic_tokens: int) -> Int:
-        """[n] cost of each row in the databuffer's assignment: that of the tokens that are sent."""
+        """[n] cost of each row in the databuffer's assignment: from the tokens that are sent."""
         chosen, nothing = frozenset(columns), np.zeros(len(self), dtype=np.int64)
         responses = self.response_tokens if "tokens" in chosen else nothing
         if "prompt_tokens" not in chosen:
@@ -64,7 +64,7 @@ class SimulatedRows:
         return np.maximum(sequence_cost(tokens, quadratic_tokens, shared), 1)
 
     def row_bytes(self, columns: Iterable[str]) -> Int:
-        """[n] bytes of the values of rows without those of their prompts, in memory and as they are sent."""
+        """[n] bytes of the values of rows without their prompts, in memory and as they are sent."""
         return self._bytes(columns, are_of_prompts=False)
 
     def prompt_bytes(self, columns: Iterable[str]) -> Int:
@@ -88,7 +88,7 @@ class SimulatedRows:
         return len(ragged[0]), len(ragged[1])
 
     def held_bytes(self, columns: Iterable[str]) -> Int:
-        """[n] bytes of rows in memory: the id, that of the prompt, lengths, and the rows' own columns."""
+        """[n] bytes of rows in memory: the id, the prompt's id, lengths, and the rows' own columns."""
         chosen = tuple(columns)
         return self.row_bytes(chosen) + 2 * ID_BYTES + HELD_LENGTH_BYTES * self.num_lengths(chosen)[0]
 

@@ -48,7 +48,7 @@ class Loaded:
 class Worked:
     """A node that has run: its rows before and after, with [n] rank that sends each of them, and its number of updates.
 
-    The seconds are those of each shard, [dp], once all ranks of the node have begun.
+    The seconds count for each shard, [dp], once all ranks of the node have begun.
     """
 
     node: PlannedNode
@@ -83,7 +83,7 @@ Event = Loaded | Worked | Moved | Synced
 
 
 def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) -> tuple[Event, ...]:
-    """What happens in one step, or in one iteration of every loop, in the order of the plan.
+    """Events of one step, or in one iteration of every loop, in the order of the plan.
 
     Raises:
         RecipeError: The workflow repeats nodes, or the size of a model is not known.
@@ -172,7 +172,7 @@ class Estimate:
     """One step.
 
     Attributes:
-        seconds: Duration of the step; of several loops, which work at the same time, that of the slowest.
+        seconds: Duration of the step; of several loops, which work at the same time, the duration of the slowest.
         tokens_per_s: Prompt and response tokens per second, over all ranks.
         transition_seconds: Sum over all reshards, including those that run at the same time.
         interface_bytes: Bytes through the busiest interface in the busiest reshard, in and out together.
@@ -242,7 +242,7 @@ class Walk:
         self.peak_bytes = max(self.peak_bytes, held_bytes + cost.process_bytes)
 
     def estimate(self, events: Sequence[Event], processes_per_host: int) -> Estimate:
-        """What the step took, once all of its events have been walked."""
+        """Estimate for the step, once all of its events have been walked."""
         cluster, took = self.network.cluster, max(float(self.clocks.max()), self.travel_s)
         worked = [event for event in events if isinstance(event, Worked)]
         sampled = [event for event in worked if event.node.spec.samples] or worked[-1:]

@@ -1,4 +1,4 @@
-"""What one reshard sends and costs, and what new weights cost on their way to serving ranks."""
+"""Bytes and cost of one reshard, and the cost of sending new weights to serving ranks."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Parcels:
 
 
 def parcels_of(routes: SimulatedRoutes, columns: Sequence[str], network: Network) -> Parcels:
-    """What every rank of the target layout gets, found as the ranks themselves find it."""
+    """Rows that every rank of the target layout gets, found as the ranks themselves find it."""
     rows, count, real = routes.rows, network.num_ranks, _as_in_databuffer(routes, network)
     of_rows, of_prompts = real.deliveries(routes.target.ranks)
     # Rows of a group are neighbors: the first of them stands for its prompt.
@@ -179,7 +179,7 @@ def put_cost(ranks: Int, network: Network) -> Cost:
 
 
 def updates_cost(rows: SimulatedRows, holders: Int, num_updates: int, ranks: Int, network: Network) -> Cost:
-    """What ranks agree on to train: with which groups the updates of a step begin, and sums over all at each update."""
+    """Cost of agreement among training ranks: on the first groups of a step's updates, and on sums at each update."""
     sums_of_updates = num_updates * SUMS_PER_UPDATE
     num_hops = 2 * Mesh(len(ranks)).width if is_in_blocks(len(ranks)) else 2 * (len(ranks) - 1)
     cost = _hops(sums_of_updates * num_hops, sums_of_updates * num_hops * ID_BYTES, ranks, network)

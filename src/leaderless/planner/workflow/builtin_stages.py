@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 def log_probs_column(node: Node, workflow: Workflow) -> str:
     """Name of the column for log-probabilities under the role of a node; it says whose they are.
 
-    They are the old ones where the role is trained, unless several roles sampled the rows, and those of the reference
+    They are the old ones where the role is trained, unless several roles sampled the rows, and the reference's
     where its role is `reference`, or `planner_reference` on rows that `planner` sampled.
     """
     role = node.role
@@ -302,7 +302,7 @@ ROLLOUT_WRITES = (
 
 
 class Rollout(NamedTuple):
-    """What the rollout of a product reads, writes, reports and refuses, as far as that is its own."""
+    """Columns, reports and refusals that only the rollout of one product has."""
 
     reads: tuple[str, ...]
     writes: Callable[[Recipe], Sequence[str]]

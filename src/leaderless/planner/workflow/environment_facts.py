@@ -1,4 +1,4 @@
-"""What a plan has to know of the environment that a recipe names.
+"""Facts for a plan about the environment that a recipe names.
 
 Environments are classes and functions of users, and so is this module's knowledge of them: it is asked for by name, as
 the code of stages is.
@@ -25,7 +25,7 @@ def agents_of(config: EnvironmentConfig) -> tuple[str, ...]:
 
 
 def tools_of(config: EnvironmentConfig) -> tuple[str, ...]:
-    """Names of the tools of an environment, and of those that the recipe adds, apart from those of servers.
+    """Names of the tools of an environment, and of tools that the recipe adds, without tools of servers.
 
     Raises:
         RecipeError: As of `agents_of`; or a tool cannot be described, or two have the same name.

@@ -25,7 +25,7 @@ JUDGE_METRICS = ("failed_share", "cached_share", "requests", "latency_s", "contr
 
 
 def reward_names(recipe: Recipe) -> list[str]:
-    """Names of the rewards of a sample: those of the recipe, and what comes with episodes."""
+    """Names of the rewards of a sample: the rewards of the recipe, and what comes with episodes."""
     return [*recipe.reward.options(), *([ENVIRONMENT] if recipe.has_tasks else [])]
 
 

@@ -40,7 +40,7 @@ class StageSpec:
 
     Attributes:
         implementation: Function that runs it, as `package.module:function`; only workers import it.
-        implementations: Those of products for which it is another one: of `episodes`, `online` and `bodies`, and of
+        implementations: Functions of products for which it is another one: of `episodes`, `online` and `bodies`, and of
             `continuous` generation.
         reads: Columns that it needs.
         writes: Columns that it adds or replaces.
@@ -57,8 +57,8 @@ class StageSpec:
         streams: Whether it can process some groups of a step before the others are there, as no number depends on other
             groups.
         roles: Use of each role of the node, by the name of its parameter: to generate, score, train or judge.
-        critics: Those of its roles that are value models, not language models, by the names of their parameters.
-        takes_own_rows: Whether it uses its role on those of its rows that the role sampled, or the role that it is the
+        critics: Roles of the node that are value models, not language models, by the names of their parameters.
+        takes_own_rows: Whether it uses its role on the rows that the role sampled, or the role that it is the
             reference of.
         grades: Whether responses are graded on its ranks, so that it asks those judges that are models of the recipe.
         idle_steps: Number of first steps in which it does not train its role, as a function of the recipe.
