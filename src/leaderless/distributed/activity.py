@@ -1,4 +1,4 @@
-"""What a rank is doing, and when it last did something. Imports no torch."""
+"""Activity of a rank, and the time of its last sign of life. Imports no torch."""
 
 from __future__ import annotations
 

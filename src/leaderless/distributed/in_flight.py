@@ -1,4 +1,4 @@
-"""Messages under way: their operations, where they arrive, and memory that must not be freed before."""
+"""Messages in flight: their operations, where they arrive, and memory that must not be freed before."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Queued:
 
 
 class Backlog(deque[Queued]):
-    """Messages for which only the accelerator waits, those of all process groups of a rank, in their order."""
+    """Messages for which only the accelerator waits, in all process groups of a rank, in their order."""
 
     def add(self, process_group: ProcessGroup, what: str, device: torch.device, most: int) -> None:
         """Add a message on a device, and wait until at most some are left; a CPU has waited already."""
@@ -71,7 +71,7 @@ class Backlog(deque[Queued]):
 
 @dataclass
 class PendingGather:
-    """A gather under way: memory that it fills, and memory that must not be freed before."""
+    """A gather in flight: memory that it fills, and memory that must not be freed before."""
 
     process_group: ProcessGroup
     gathered: Tensor
@@ -117,7 +117,7 @@ class Sending:
 
 @dataclass
 class RoundUnderWay:
-    """A round under way: its operations, where bytes arrive, and memory that must not be freed before.
+    """A round in flight: its operations, where bytes arrive, and memory that must not be freed before.
 
     Attributes:
         works: Operations.

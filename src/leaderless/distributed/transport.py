@@ -71,7 +71,7 @@ class ProcessGroup:
         hosts: Number of each rank's machine; ranks that are not named are on machines of their own.
         activity: Record of when this rank waits for others.
         timeout_s: Longest wait for an exchange on an accelerator.
-        backlog: Messages for which only the accelerator waits, those of all process groups of this rank.
+        backlog: Messages for which only the accelerator waits, in all process groups of this rank.
     """
 
     ranks: tuple[int, ...]
@@ -136,7 +136,7 @@ class ProcessGroup:
         return _combined(self._swap(block, mesh.below(place).tolist(), mesh.above(place).tolist(), what), operation)
 
     def _swap(self, values: Tensor, to: Sequence[int], senders: Sequence[int], what: str) -> list[Tensor]:
-        """Values of one shape sent to some places, and those of some places in their order, through host memory."""
+        """Values of one shape from some places, in their order, in return for values to some; through host memory."""
         own, here = self.rank, values.contiguous()
         message = here.reshape(-1).view(torch.uint8)
         received = {self.ranks[place]: torch.empty_like(here) for place in senders if self.ranks[place] != own}
@@ -184,7 +184,7 @@ class ProcessGroup:
         return received
 
     def pass_on(self, values: Tensor, what: str) -> Passing:
-        """Begin to send values to the next rank, and to receive those of the one before, of the same shape.
+        """Begin to send values to the next rank, and to receive values of the same shape from the previous one.
 
         All ranks call it together, and wait for the result at any time later. The last rank sends to the first.
         """
@@ -196,7 +196,7 @@ class ProcessGroup:
     def send(self, values: Tensor, receiver: int, what: str) -> Sending:
         """Begin to send values to one rank, as numbered in the whole run, which calls `receive`.
 
-        The messages of a process group follow one another, also those of other ranks: an accelerator sends and receives
+        The messages of a process group follow one another, also between other ranks: an accelerator sends and receives
         them in the order in which a rank has asked for them, and each waits for its other end.
         """
         return Sending(self, values, self._batch([(receiver, values)], [], what), what)
@@ -209,7 +209,7 @@ class ProcessGroup:
     def _batch(
         self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], what: str
     ) -> Sequence[dist.Work]:
-        """Begin to send values to some ranks, and to receive those of some, in the memory that the backend reads."""
+        """Begin to send values to some ranks, and to receive values from some, in the memory that the backend reads."""
         operations = [
             *(dist.P2POp(dist.irecv, values, peer, group=self.handle) for peer, values in received),
             *(dist.P2POp(dist.isend, values, peer, group=self.handle) for peer, values in sent),
@@ -233,7 +233,7 @@ class ProcessGroup:
         return arrived
 
     def unlike_first(self, text: str, what: str) -> tuple[int, ...]:
-        """The ranks whose text is not that of the first, the same answer on all; only digests are sent."""
+        """The ranks whose text differs from the first rank's, the same answer on all; only digests are sent."""
         digests = torch.cat(self.gather(torch.tensor([digest(text.encode())]), what))
         return tuple(self.ranks[place] for place in (digests != digests[0]).nonzero().squeeze(1).tolist())
 
@@ -251,7 +251,7 @@ class ProcessGroup:
         return bytes(encoded.numpy()).decode()
 
     def exchange(self, messages: Mapping[int, Tensor], senders: Sequence[int], what: str) -> dict[int, Tensor]:
-        """Send messages, [num_bytes] uint8 each, to other ranks, and receive those of some senders, directly."""
+        """Send messages, [num_bytes] uint8 each, to other ranks, and receive messages from some senders, directly."""
         sizes = {sender: torch.zeros(8, dtype=torch.uint8) for sender in senders}
         lengths = {receiver: torch.tensor([len(message)]).view(torch.uint8) for receiver, message in messages.items()}
         self._finish(self._begin(sorted(lengths.items()), sorted(sizes.items()), what), what)
@@ -293,7 +293,7 @@ class ProcessGroup:
         return PendingGather(self, gathered, data, work, what)
 
     def broadcast(self, values: Tensor, source: int, what: str) -> Tensor:
-        """The values of the rank `source`, as numbered in the whole run; those of others only have the same shape."""
+        """The values of the rank `source`, as numbered in the whole run; other ranks' only have the same shape."""
         result = values.clone()
         if self.size > 1:
             with self._waiting(what):
@@ -467,7 +467,7 @@ class Transport:
     def add_lane(self, name: str, ranks: tuple[int, ...], patience: int = 1) -> None:
         """Make a process group of some ranks, ascending, for a background thread. All ranks of the world call it.
 
-        Its bytes are sent from host memory: on an accelerator they would compete with those of the main thread.
+        Its bytes are sent from host memory: on an accelerator they would compete with the main thread's.
 
         Args:
             name: Name of the lane; process groups of other lanes may have the same ranks.

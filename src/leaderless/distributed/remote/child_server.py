@@ -95,7 +95,7 @@ class ChildServer:
     def start(self, command: Sequence[str], greeting: str, variables: Mapping[str, str] | None = None) -> None:
         """Start the server, send it a line, and wait until it answers `/health`.
 
-        Its environment is that of this process, without what describes this worker, and with `variables`.
+        It has the environment of this process, without what describes this worker, and with `variables`.
 
         Raises:
             EngineError: It has ended, or does not answer in time.

@@ -44,7 +44,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for one response, which `id` identifies; sampling settings are those of `SamplingConfig`.
+    """A request for one response, which `id` identifies; sampling settings are as in `SamplingConfig`.
 
     A prompt with images has one token for each; `images` are their files in base64, and with all tokens that these
     become it has `num_tokens`. Tokens that are `impossible` are never drawn. `adapter` names the
@@ -73,7 +73,7 @@ class Gain(NamedTuple):
     `finish_reason` is `stop` or `length`, or None while the response continues; `policy_version` is the version of the
     weights that sampled the tokens. `cached_tokens` counts tokens of the prompt whose keys and values the engine still
     had; it may be repeated with each gain. `experts` are the choices for tokens that have been read, in base64, one
-    entry for each: first those of the prompt, then those of the response but its last one.
+    entry for each: first for the prompt, then for the response but its last one.
     """
 
     id: int

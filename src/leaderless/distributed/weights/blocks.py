@@ -143,7 +143,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class LocalWeight:
-    """What a rank holds of a weight.
+    """Part of a weight that a rank holds.
 
     Attributes:
         name: Name of the weight in `transformers`.
@@ -159,7 +159,7 @@ class LocalWeight:
 
     @classmethod
     def of(cls, name: str, value: Tensor) -> LocalWeight:
-        """What this rank holds of a tensor, distributed or whole; a single number is taken as a row."""
+        """Part of a tensor that this rank holds, distributed or whole; a single number is taken as a row."""
         value = value.detach()
         if not isinstance(value, DTensor):
             value = value if value.ndim else value.view(1)
@@ -177,7 +177,7 @@ class LocalWeight:
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """All weights of one policy version as a rank holds them, by name: those of a live model, or a copy."""
+    """All weights of one policy version as a rank holds them, by name: the weights of a live model, or a copy."""
 
     weights: Mapping[str, LocalWeight]
     policy_version: int

@@ -57,7 +57,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself: the tensors in it, by name, and further texts."""
+    """Contents of a file: the tensors in it, by name, and further texts."""
 
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]

@@ -13,7 +13,7 @@ from leaderless.planner.memory.pipeline_stages import count_layers, stage_of
 
 
 def stage_rows(names: Iterable[str]) -> Placement:
-    """Divide weights over the ranks of their stage, as `tensor_rows`; the names are those of all weights of a model."""
+    """Divide weights over the ranks of their stage, as `tensor_rows`; `names` covers all weights of a model."""
     return partial(_rows_of_stage, count_layers(names))
 
 
@@ -30,7 +30,7 @@ def _rows_of_stage(num_layers: int, name: str, shape: Shape, layout: Layout) -> 
 class _StageDivision(WeightDivision):
     """Blocks of the ranks of one stage, of which every shard of rows has a number; other ranks have empty blocks.
 
-    The numbers of blocks are those among the ranks of the stage; those of other ranks are negative.
+    Blocks are numbered among the ranks of the stage; blocks of other ranks have negative numbers.
     """
 
     within: WeightDivision

@@ -60,7 +60,7 @@ class WeightPiece:
 
 @dataclass(frozen=True)
 class RouteLeg:
-    """What a rank sends, receives and already has of a bucket.
+    """Parts of a bucket that a rank sends, receives and already has.
 
     Attributes:
         sent: Pieces for each receiver.
@@ -94,7 +94,7 @@ class WeightRoute:
             shapes: Shapes of the whole weights, by name, in their order.
             holders: Ranks that have the weights.
             takers: Ranks that want them.
-            dtype: Type in which they are sent: that of the takers.
+            dtype: Type in which they are sent, the takers' own.
             rank: This rank, which is a holder, a taker or both.
             is_gathered: Whether the takers, who want everything, gather it among themselves.
         """
@@ -166,7 +166,7 @@ class WeightRoute:
         return max(block.numel for block in largest) * self.dtype.itemsize
 
     def legs(self, most_bytes: int) -> Sequence[RouteLeg]:
-        """What this rank sends and receives of each bucket."""
+        """Parts of each bucket that this rank sends and receives."""
         if most_bytes not in self._legs:
             self._legs[most_bytes] = self._make_legs(self.buckets(most_bytes))
         return self._legs[most_bytes]

@@ -144,7 +144,7 @@ Rooms = Mapping[str, tuple[Tensor, WeightBlock]]
 
 
 class _Found(NamedTuple):
-    """What has been found about messages of weights: [2, n] int64 versions, and 1 where the checksum matches."""
+    """Findings about messages of weights: [2, n] int64 versions, and 1 where the checksum matches."""
 
     senders: Sequence[int]
     names: str
@@ -263,7 +263,7 @@ class _Delivery:
 
     @property
     def state(self) -> int | Tensor:
-        """What other ranks must know: the policy version, or that something is wrong, as far as the device knows."""
+        """News for other ranks: the policy version, or that something is wrong, as far as the device knows."""
         if self.error:
             return IN_ERROR
         version = next(iter(self.versions), NO_VERSION)
@@ -302,7 +302,7 @@ class _Delivery:
 
 
 class _Gathering:
-    """The second leg: ranks that have received their rows of whole weights gather those of all of them."""
+    """The second leg: ranks that have received their rows of whole weights gather the rows of all of them."""
 
     stream: WeightStream
 
@@ -329,7 +329,7 @@ class _Gathering:
         self._delivery.version()
 
     def _open_rooms(self, turns: Sequence[RouteTurn]) -> Rooms:
-        """Memory for this rank's rows of a bucket: those of a single taker are at once where they belong."""
+        """Memory for this rank's rows of a bucket: a single taker's are at once where they belong."""
         sent = [turn for turn in turns if turn.name not in self._route.local]
         shapes, device = self._route.shapes, self._delivery.device
         if self._takers.size == 1:

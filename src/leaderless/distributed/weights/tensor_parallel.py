@@ -38,7 +38,7 @@ def divided_dim(name: str, shape: Shape, tp: int) -> int | None:
 
 
 def is_of_experts(name: str, shape: Shape) -> bool:
-    """Whether a weight, or what the optimizer keeps of it, is that of all experts of a layer, one row for each."""
+    """Whether a weight, or what the optimizer keeps of it, covers all experts of a layer, one row for each."""
     return len(shape) == 3 and ("", *name.split("."))[-2] == "experts"
 
 
@@ -54,7 +54,7 @@ def copies_dim(shape: Shape, ep: int, num_copies: int) -> int:
 def tensor_rows(name: str, shape: Shape, layout: Layout) -> WeightDivision:
     """Give each of the ranks along `tp` its part of a weight, and divide the rows of a part over ranks along others.
 
-    Experts are divided along `ep`, and those of a rank over the ranks with the same ones.
+    Experts are divided along `ep`, and the experts of a rank over the ranks with the same ones.
     """
     if layout.ep > 1 and is_of_experts(name, shape):
         count = len(layout.ranks)
