@@ -125,7 +125,7 @@ class Dataloader:
         return replace(prompt, row=prompt.row | {DATASET_COLUMN: _name(key)})
 
     def numbers(self) -> dict[str, float]:
-        """Metrics `data/position` and `data/epoch`: in a mixture the lowest epoch, and that of each dataset."""
+        """Metrics `data/position` and `data/epoch`: in a mixture the lowest epoch, and the epoch of each dataset."""
         by_name = {f"data/epoch/{_name(key)}": epoch for key, epoch in self.epochs.items()}
         return {
             "data/position": self.position,

@@ -49,7 +49,7 @@ class Feed(Protocol):
     """The usable rows of a dataset, epoch after epoch without end."""
 
     def take(self, places: Sequence[int]) -> list[Prompt]:
-        """Read rows at ascending places in the endless sequence, none before those of an earlier call."""
+        """Read rows at ascending places in the endless sequence, none before the places of an earlier call."""
 
     def epoch(self, num_rows: int) -> float:
         """Number of passes through the dataset when all ranks together have taken some rows."""
@@ -138,7 +138,7 @@ class _DatasetFeed(Feed):
 
 
 def image_column(images: Sequence[Sequence[PromptImage]], name: str) -> Jagged:
-    """A column of images: those of each row."""
+    """A column with the images of each row."""
     packed = [pack_images(some) for some in images]
     values = torch.from_numpy(np.frombuffer(b"".join(packed), dtype=np.uint8).copy())
     return Jagged(values, torch.tensor([len(one) for one in packed], dtype=torch.int64), column_of(name).axis or name)
@@ -154,7 +154,7 @@ def make_batch(
 ) -> Batch:
     """Prompts as a batch: `prompt_tokens` and `rows`, and other columns that the data have.
 
-    These are `images`, `tokens` and `response_mask` if there are responses, and those of preferences.
+    These are `images`, `tokens` and `response_mask` if there are responses, and the columns of preferences.
     """
     columns: dict[str, Column] = {
         "prompt_tokens": Jagged.from_lists([p.encoded.prompt for p in prompts], torch.int64, "prompt_tokens"),
@@ -255,7 +255,7 @@ class _Scan:
         return {"rows": rows, "levels": levels, "num_overlong": np.array([num_used - len(rows)])}
 
     def _look(self, rows: range, num_before: int) -> list[tuple[int, float]]:
-        """Those of some rows that may be used, and their levels."""
+        """Rows among some that may be used, and their levels."""
         key, curriculum = self.encoder.key, _curriculum(self.encoder.config)
         kept: list[tuple[int, float]] = []
         batches = [rows[first : first + BATCH_ROWS] for first in range(0, len(rows), BATCH_ROWS)]

@@ -93,7 +93,7 @@ def agree(meeting: Meeting, rank: int, facts: Int, earlier: EarlierWork | None) 
         meeting: All ranks of the reshard.
         rank: This one.
         facts: [n, 6] facts about its rows.
-        earlier: Work of shards in earlier windows, of which only those of the rank's block count and grow.
+        earlier: Work of shards in earlier windows, of which only the work of the rank's block counts and grows.
     """
     action, place = meeting.action, meeting.place(rank)
     # The number of a group alone decides, so that all ranks with rows of it find its home without asking.

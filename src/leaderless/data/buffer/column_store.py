@@ -155,7 +155,7 @@ class HeldRows:
         return texts.sizes[places]
 
     def column(self, name: str) -> ByteColumn:
-        """The memory of a column; for objects, that of the texts whose lengths have been requested."""
+        """The memory of a column; for objects, the memory of the texts whose lengths have been requested."""
         if name not in self._columns:
             column = self.batch.columns[name]
             if isinstance(column, tuple):

@@ -1,4 +1,4 @@
-"""The groups at given positions among those of all ranks, in the order of their ids.
+"""The groups at given positions among the groups of all ranks, in the order of their ids.
 
 Few ranks gather the ids of all groups. With many ranks, each gets the ids of a range, and the number of ids in other
 ranges.
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 def span_of(process_group: ProcessGroup, mine: Int, what: str) -> Span:
-    """The different groups of all ranks, which call it together; `mine` are those of this one."""
+    """The different groups of all ranks, which call it together; `mine` are this rank's groups."""
     count, ends = select(process_group, mine, lambda count: np.array([0, count - 1]), what)
     return Span(count, *ends.tolist()) if count else Span(0)
 

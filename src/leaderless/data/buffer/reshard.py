@@ -50,7 +50,7 @@ def reshard(
 
     They agree on the assignment: few ranks gather the id, group and cost of every row, 24 bytes a row; many agree in
     blocks, so that no rank has to know every row. The lengths of ragged rows are sent first, then all bytes in pieces,
-    straight from the columns of a row's holder to those of its owner. Ranks that hold the same rows share the sending,
+    straight from the columns of a row's holder to its owner's columns. Ranks that hold the same rows share the sending,
     a prompt is sent once to each owner of some of its samples, and peers on one host get one copy from another host.
 
     Args:
@@ -157,7 +157,7 @@ def agree_at_once(
 
 
 def _assigned(action: Reshard, rows: Int, holding: Int, earlier: EarlierWork | None) -> Int:
-    """[n] shard of each row, [n, 3] id, group and cost; those of each update are divided for themselves."""
+    """[n] shard of each row, [n, 3] id, group and cost; each update's rows are divided for themselves."""
     ids, group_ids, costs = rows.T
     units, num_shards = group_ids if action.keep_groups else ids, action.target_layout.dp
     if earlier is not None:

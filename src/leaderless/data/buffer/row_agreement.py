@@ -59,7 +59,7 @@ def unlike_in_blocks(layout: Layout, rank: int, facts: Int) -> Talk[Unlike]:
 
 
 def _joined(rows: Int) -> Int:
-    """[4] of some ranks, from those of parts of them: the lowest with other rows, and as `_two_types` puts out."""
+    """[4] of some ranks, from results of parts of them: the lowest with other rows, and as `_two_types` puts out."""
     firsts, types, seconds = rows[:, 1], rows[:, 2], rows[:, 3]
     joined = _two_types(firsts[firsts < NOBODY], types[firsts < NOBODY])
     # A part whose first rank has the first types of all may have another rank that differs.

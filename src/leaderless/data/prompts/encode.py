@@ -106,7 +106,7 @@ class RowEncoder:
             tokenizer: Tokenizer of the policy.
             config: Section of the dataset.
             key: Key of that section, for errors.
-            is_task: Whether rows are tasks of an environment. Tasks have no prompts: one token stands for that of each,
+            is_task: Whether rows are tasks of an environment. Tasks have no prompts: one token stands for each prompt,
                 until its episodes have begun.
             reader: Function that opens the facts about how the model reads images, where prompts have some.
             needed: Further columns that every row must have, by the settings that name them; None for none.

@@ -15,7 +15,7 @@ from leaderless.data.sources.row_sources import Row
 
 
 class ImagePrompts:
-    """What makes images of rows parts of their prompts.
+    """Conversion of images of rows into parts of their prompts.
 
     Attributes:
         reader: Facts about how the model reads images.

@@ -51,7 +51,7 @@ class PromptImage(NamedTuple):
 
 
 class ImageReader(Protocol):
-    """What has to be known of a model to put images into its prompts.
+    """Facts about a model that are needed to put images into its prompts.
 
     Attributes:
         token: Id of the token that stands for each part of an image.
@@ -105,7 +105,7 @@ def collapsed(tokens: Sequence[int], images: Sequence[PromptImage]) -> list[int]
 
 
 def num_alike(first: Sequence[PromptImage], second: Sequence[PromptImage], num_tokens: int) -> int:
-    """How many of the tokens that two texts begin with, of which they have so many in common, stand for the same."""
+    """Number of the `num_tokens` common first tokens of two texts that stand for the same."""
     for one, other in zip_longest(first, second):
         if one != other:
             return min(num_tokens, *(image.place for image in (one, other) if image is not None))

@@ -86,7 +86,7 @@ def _parts(content: Json) -> list[Json]:
 
 
 def image_folder(path: str) -> Path:
-    """The folder at which the paths of a dataset's images begin: that of its files.
+    """The folder at which the paths of a dataset's images begin: the folder of its files.
 
     Args:
         path: The setting `path` of the dataset.

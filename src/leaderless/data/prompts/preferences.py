@@ -33,7 +33,7 @@ def make_encoder(
 class PreferenceEncoder(RowEncoder):
     """Makes prompts and responses of rows with preferences.
 
-    A response is text, or the messages that follow those of the prompt: then it is what the chat template adds for
+    A response is text, or the messages that follow the prompt's: then it is what the chat template adds for
     them, up to the last end-of-sequence token.
     """
 
@@ -90,7 +90,7 @@ class PreferenceEncoder(RowEncoder):
         return is_default and self.config.chosen is not None and "{" not in self.config.template and name not in row
 
     def _divided(self, answers: dict[str, Json], place: str) -> tuple[Json, dict[str, Json]]:
-        """What two responses share at their beginning, and the rest of each.
+        """Tokens that two responses share at their beginning, and the rest of each.
 
         A space before the first difference belongs to the responses, as tokenizers take it for a part of words.
         """

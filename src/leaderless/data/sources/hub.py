@@ -62,7 +62,7 @@ class HubRows:
     """Base of the readers of a dataset on the hub."""
 
     def __init__(self, config: DatasetConfig, **options: bool) -> None:
-        """Find a dataset; the options are those of `datasets.load_dataset`."""
+        """Find a dataset; the options are passed to `datasets.load_dataset`."""
         unreachable = unreachable_hub(config.path)
         import datasets
 
