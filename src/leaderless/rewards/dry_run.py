@@ -22,7 +22,7 @@ from leaderless.rewards.registry import make_rewards
 
 @dataclass(frozen=True)
 class Score:
-    """What one reward found a response to be worth.
+    """Value that one reward found for a response.
 
     Attributes:
         value: Value before weighting; None where the reward failed.
@@ -115,7 +115,7 @@ def read_responses(path: Path) -> list[str]:
 
 
 def _scores(reward: Reward, samples: Mapping[str, RewardInput], timeout_s: float) -> dict[str, Score]:
-    """What one reward finds the responses to a row to be worth, by their kind."""
+    """Values that one reward finds for the responses to a row, by their kind."""
     if not isinstance(reward, Judge):
         return {kind: _score(reward, sample, timeout_s) for kind, sample in samples.items()}
     judged = zip(samples, reward.grade([*samples.values()]), strict=True)
@@ -123,7 +123,7 @@ def _scores(reward: Reward, samples: Mapping[str, RewardInput], timeout_s: float
 
 
 def _judged(judged: Judged) -> Score:
-    """What a judge finds, with its words."""
+    """Value that a judge finds, with its words."""
     outcome, said = judged.outcome, str(judged.notes.get("said", ""))
     value = None if outcome.error else outcome.value
     return Score(value, None, outcome.error or "", "", outcome.seconds, said)

@@ -38,7 +38,7 @@ class RewardInput:
         row: Row of the dataset with all of its columns.
         is_truncated: Whether the response was cut at the longest allowed length.
         transcript: Everything after the prompt, in order, by whoever wrote it; by default the response alone. Of an
-            episode of several samples it is that of the last.
+            episode of several samples it is the response of the last.
         group: Number that the responses to the same prompt share; None where it is not known.
     """
 

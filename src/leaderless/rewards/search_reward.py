@@ -108,7 +108,7 @@ def expected_texts(answer: Json) -> list[str]:
 
 
 def information_in(transcript: Sequence[Passage]) -> list[str]:
-    """What the environment has found for the policy."""
+    """Documents that the environment has found for the policy."""
     return [text for passage in transcript if not passage.is_sampled for text in _INFORMATION.findall(passage.text)]
 
 

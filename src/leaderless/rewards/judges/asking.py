@@ -31,7 +31,7 @@ TICK_S = 0.25
 
 @dataclass(frozen=True, eq=False)
 class JudgeQuestion:
-    """What a judge is asked.
+    """Question to a judge.
 
     Attributes:
         messages: Messages of a chat.
@@ -44,7 +44,7 @@ class JudgeQuestion:
 
 @dataclass(frozen=True)
 class JudgeReply:
-    """What has come of a question.
+    """Outcome of a question.
 
     Attributes:
         verdict: Verdict as parsed; None if the question failed.
@@ -232,7 +232,7 @@ class _Call:
 
         Args:
             num_threads: Largest number of threads.
-            limit_s: Seconds after which a question is given up.
+            limit_s: Seconds after which a question is abandoned.
             look_after: Function to call now and then.
             on_news: Function to call after replies.
         """

@@ -17,7 +17,7 @@ from leaderless.observability.run_directory import write_atomically
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """What a judge has said.
+    """Answer of a judge.
 
     Attributes:
         text: Its words.

@@ -64,7 +64,7 @@ class ChatClient:
         self._lock = threading.Lock()
 
     def body(self, messages: Sequence[Message]) -> dict[str, Json]:
-        """What is sent to ask for an answer to messages."""
+        """Body of a request for an answer to messages."""
         options = self._options
         fields: dict[str, Json] = {
             "model": options.model,

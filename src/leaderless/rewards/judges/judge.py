@@ -29,10 +29,10 @@ ALONE = (
 
 @dataclass(frozen=True)
 class JudgeUsage:
-    """What it took to grade a response, for metrics.
+    """Effort of grading a response, for metrics.
 
     Attributes:
-        questions: Questions about it; those of a comparison count for one of its responses.
+        questions: Questions about it; questions of a comparison count for one of its responses.
         cached: Questions whose answers were known.
         requests: Requests that were sent.
         seconds: Time until they were answered, in sum over those that were sent.
@@ -71,7 +71,7 @@ class JudgeUsage:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a judge finds a response to be worth.
+    """Value of a response in the judgment of a judge.
 
     Attributes:
         outcome: Value from 0 to 1, or the reason why there is none.
@@ -122,7 +122,7 @@ class Judge:
             asker: Client that asks the model, of a judge that has none.
 
         Raises:
-            RecipeError: The judge is a role, and no run is under way that has its model.
+            RecipeError: The judge is a role, and no running run has its model.
         """
         asker = asker or self._asker
         if asker is None:
@@ -215,7 +215,7 @@ class Judge:
     def _of_response(
         self, place: int, rates: Mapping[int, float], compared: Sequence[_Compared], problems: Mapping[int, str]
     ) -> Judged:
-        """What a response is worth by its comparisons."""
+        """Value of a response by its comparisons."""
         own = [one for one in compared if place in {one.pair.first, one.pair.second}]
         asked, words, seconds = JudgeUsage(), [], 0.0
         for one in own:
@@ -253,7 +253,7 @@ class _Compared:
             self.worth, self.agrees = outcome_of(*choices)
 
     def words(self, place: int) -> str:
-        """What is recorded about the comparison with a response."""
+        """Record of the comparison with a response."""
         if self.worth is None:
             return f"[failed] {self.error}"
         worth = self.worth if place == self.pair.first else 1.0 - self.worth

@@ -25,7 +25,7 @@ def pairs_of(responses: Sequence[str], group: Sequence[int], opponents: int) -> 
 
     Args:
         responses: All responses.
-        group: Places of those of the group.
+        group: Places of the responses of the group.
         opponents: Number of responses that each is compared with, of those that follow it.
     """
     place_of = {responses[place]: place for place in reversed(group)}
@@ -43,7 +43,7 @@ def _hash(text: str) -> bytes:
 
 
 def outcome_of(straight: Choice, swapped: Choice) -> tuple[float, bool]:
-    """What the first response of a pair is worth, and whether the judge has said the same both times.
+    """Value of the first response of a pair, and whether the judge has said the same both times.
 
     Args:
         straight: Verdict with the first response in the first place.

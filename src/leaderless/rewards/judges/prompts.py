@@ -1,4 +1,4 @@
-"""What a judge is asked: templates, filled with a response and its row. Imports no torch."""
+"""Questions to a judge: templates, filled with a response and its row. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Message = Mapping[str, str]
 
 
 def messages_for(options: JudgeOptions, sample: RewardInput, more: Mapping[str, str]) -> tuple[Message, ...]:
-    """What a judge is asked about a response.
+    """Question to a judge about a response.
 
     Args:
         options: Settings of the judge.

@@ -27,7 +27,7 @@ _CHOICES: Mapping[str, Choice] = {"A": "first", "B": "second", "1": "first", "2"
 
 
 class VerdictError(ValueError):
-    """What a judge has said cannot be read as a verdict."""
+    """The answer of a judge cannot be read as a verdict."""
 
 
 def score_reader(options: JudgeOptions, key: str) -> Callable[[str], float]:

@@ -40,7 +40,7 @@ def setting_of(scratch: str) -> Setting:
 
 @cache
 def interpreter() -> str:
-    """The interpreter itself; that of a virtual environment would read its settings, which a program may not."""
+    """The interpreter itself; a virtual environment's would read its settings, which a program may not."""
     return str(Path(sys.executable).resolve())
 
 

@@ -38,7 +38,7 @@ class Confined:
         limits: Limits of what it may use.
         stdin: File descriptor of its standard input; not closed here.
         kept: Further file descriptors that it keeps.
-        cpu_s: Seconds of processor time after which it ends even if nobody watches it; None for those of one run.
+        cpu_s: Seconds of processor time after which it ends even if nobody watches it; None for the limit of one run.
 
     Attributes:
         pid: Number of the process, and of its process group.

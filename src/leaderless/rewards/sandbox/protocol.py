@@ -1,4 +1,4 @@
-"""What a sandbox is: what encloses the supervisor that runs programs. Imports no torch."""
+"""Sandboxes, which enclose the supervisor that runs programs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Sandbox(ABC):
         return f"cannot run programs safely: no {'; no '.join(missing)}; {_WEAKER}"
 
     def lacks(self) -> str | None:
-        """What this sandbox needs besides the kernel, and this machine does not have."""
+        """Missing requirement of this sandbox on this machine, besides the kernel."""
         return None
 
     def layers(self) -> Layers:

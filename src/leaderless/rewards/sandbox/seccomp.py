@@ -54,7 +54,7 @@ def number_of(name: str) -> int | None:
 
 
 def install(*, has_listener: bool) -> int | None:
-    """Filter the system calls of this process and its children forever; it must have given up new privileges.
+    """Filter the system calls of this process and its children forever; it must have renounced new privileges.
 
     Calls that start processes and create files ask the owner of the listener, the file descriptor that is returned;
     without one they are refused. Raises an OSError if the kernel refuses, for example because of another listener.
