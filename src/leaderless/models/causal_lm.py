@@ -61,7 +61,7 @@ class CausalLM(Decoder):
     ) -> Tensor | TokenOutputs:
         """Compute logits [R, vocabulary] float32 at selected tokens, or scores of the targets, [R] int64, that follow.
 
-        The first arguments are those of `Decoder.hidden_states`; the temperature, one for all or [R], divides the
+        The first arguments are as for `Decoder.hidden_states`; the temperature, one for all or [R], divides the
         logits. A model that sees images gets them, or what it has seen of them.
         """
         seen = () if images is None else (images,)
@@ -88,7 +88,7 @@ class CausalLM(Decoder):
         return linear_in_float32(hidden, self.head.weight, self.head.bias if self.offsets is None else self.offsets)
 
     def check_images(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> None:  # noqa: ARG002
-        """Refuse a prompt whose tokens that stand for images are not those of its images.
+        """Refuse a prompt whose tokens that stand for images do not match its images.
 
         Raises:
             ValueError: There are more, fewer, or others.

@@ -100,7 +100,7 @@ def _layers(model: Decoder) -> list[nn.Module]:
 
 
 def _example(values: Tensor, weight: Tensor) -> Tensor:
-    """What layers are made of: a norm, a product, and an activation."""
+    """Parts of layers: a norm, a product, and an activation."""
     scale = values.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt()
     return values + silu(linear((values.float() * scale).to(values.dtype), weight)) * values
 

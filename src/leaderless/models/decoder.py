@@ -98,7 +98,7 @@ class Decoder(nn.Module):
         Tokens are [T] int64, sequences one after the other, positions [T] int64 their places in the sequence, and
         `select` [R] int64 the indices of the selected ones, or `Repeats` if some are selected again. A later stage of a
         pipeline takes hidden states [T, hidden_size] in the place of tokens, and one that is not the last computes
-        those of all tokens.
+        hidden states of all tokens.
         """
         check_window(self._sliding_window, attention)
         kind = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
         tokens: Tensor,  # noqa: ARG002
         origin_of: Callable[[int], tuple[str, range]] | None = None,  # noqa: ARG002
     ) -> Pixels | None:
-        """What the model needs of the images of a pass; None for a model of text.
+        """Values that the model needs of the images of a pass; None for a model of text.
 
         Args:
             images: Images in the order of their tokens.
@@ -159,8 +159,8 @@ class Decoder(nn.Module):
                 of it; the whole pass without it.
 
         Raises:
-            RuntimeError: There are images, but the model reads text alone; or the tokens that stand for images are not
-                those of the images.
+            RuntimeError: There are images, but the model reads text alone; or the tokens that stand for images do not
+                match the images.
         """
         if images:
             raise RuntimeError(f"a pass has {len(images)} images, but the model reads text alone")
@@ -293,7 +293,7 @@ def reserved_tokens(config: ModelConfig, role: str) -> frozenset[int]:
 
 
 def _described(config: ModelConfig) -> PreTrainedConfig:
-    """What a model says of itself; errors are those of `transformers`."""
+    """Description of a model by its own files; errors come from `transformers`."""
     described: PreTrainedConfig = AutoConfig.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
@@ -311,7 +311,7 @@ def empty_decoder(
     """Make a model like `load_decoder`, but with weights that have only names and shapes, on torch's device `meta`.
 
     What it computes from its description, such as the frequencies of positions, has values, and so have adapters if
-    they are asked for: the other weights are to be those of another model.
+    they are asked for: the other weights are to come from another model.
     """
     described, key = load_model_config(config, role), f"models.{role}"
     if has_scalar_head:

@@ -1,4 +1,4 @@
-"""What scoring computes of logits besides products, as kernels that read them once; `torch.compile` makes them."""
+"""Computations of scoring on logits besides products, as kernels that read them once; `torch.compile` makes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 def summarize(logits: Tensor, divisor: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probabilities of targets, normalizers and entropies, [n] each, by blocks of words.
 
-    A block has its largest logit m, the sum of exp(z - m), and the sum of (z - m) exp(z - m); from those of all blocks
+    A block has its largest logit m, the sum of exp(z - m), and the sum of (z - m) exp(z - m); from these of all blocks
     follow the sums over all words. So no logit is needed twice.
 
     Args:
@@ -78,7 +78,7 @@ def bent_slope(
 ) -> Tensor:
     """The same with a loss that depends on entropies: (p - 1_t) g + p (log p + H) h.
 
-    All but logits are [n, 1], also g, the gradients of log-probabilities, and h, those of entropies.
+    All but logits are [n, 1], also g, the gradients of log-probabilities, and h, the gradients of entropies.
     """
     log_p = logits / divisor - normalizers
     probabilities = log_p.exp()

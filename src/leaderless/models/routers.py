@@ -67,7 +67,7 @@ class Routers:
     """The routers of a model, whose choices can be seen and made.
 
     Attributes:
-        now: The pass that is under way. Its backward pass may compute layers again, so it stays until the next one.
+        now: The current pass. Its backward pass may compute layers again, so it stays until the next one.
         layers: Layers that have experts, by their number among all layers.
     """
 
@@ -83,7 +83,7 @@ class Routers:
 
     @classmethod
     def of(cls, model: nn.Module) -> Routers | None:
-        """The routers of a model; None if it has none that are known, or more experts than can be told apart."""
+        """The routers of a model; None if it has none that are known, or more experts than can be distinguished."""
         found = {name: module for name, module in model.named_modules() if type(module).__name__ in ROUTERS}
         most = max((cast("int", router.num_experts) for router in found.values()), default=0)
         if not found or most > MOST_EXPERTS:
@@ -110,7 +110,7 @@ class Routers:
         """Begin a pass; `replayed` is [T, layers * k] uint8, and see `RoutedPass`.
 
         Raises:
-            RuntimeError: The recorded choices are those of another model.
+            RuntimeError: The recorded choices come from another model.
         """
         if replayed is not None:
             if replayed.shape[1] != self.num_layers * self.num_chosen:
@@ -123,7 +123,7 @@ class Routers:
 
 
 class _Router:
-    """What takes the place of a router's forward pass."""
+    """Replacement of a router's forward pass."""
 
     def __init__(self, routers: Routers, layer: int, router: nn.Module) -> None:
         self._routers, self._layer, self._forward = routers, layer, router.forward

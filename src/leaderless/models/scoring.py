@@ -91,7 +91,7 @@ def score_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Compute [R] log-probabilities of tokens, and [R] entropies of the distributions they were drawn from.
 
-    The tokens, targets [R] int64, are predicted at the hidden states [R, hidden_size]. The temperature is that of all
+    The tokens, targets [R] int64, are predicted at the hidden states [R, hidden_size]. There is one temperature for all
     tokens, or [R] float32, above 0. Results are at least float32; without entropies the latter are [0]. Where the head
     has a part of the words only, so has each of the ranks with the others, and together they compute the same results.
     A gradient of the hidden states is an addend of each rank then. To the logits, offsets [vocabulary] may be added in
@@ -211,7 +211,7 @@ class _Scores(torch.autograd.Function):
 
 
 class _OfTokens(NamedTuple):
-    """What the slopes of tokens depend on besides logits, [R] each; those of entropies only if the loss does."""
+    """Values besides logits on which slopes of tokens depend, [R] each; of entropies only if the loss does."""
 
     targets: Tensor
     normalizers: Tensor
@@ -221,7 +221,7 @@ class _OfTokens(NamedTuple):
 
 
 def _slope(logits: Tensor, whole: _OfTokens, settings: _Settings, chunk: slice, dtype: torch.dtype) -> Tensor:
-    """The slope of a chunk, [rows, vocabulary], from logits that it may overwrite; with a gradient, that of entropies.
+    """The slope of a chunk, [rows, vocabulary], from logits that it may overwrite; with a gradient, also of entropies.
 
     Where the loss depends on entropies, it is multiplied by the gradients of both.
     """

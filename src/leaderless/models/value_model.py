@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class ValueModel(Decoder):
     """A token classifier of `transformers` with one output: it predicts the reward that is still to come.
 
-    A reward model, whose number is that of a whole response, has no offset: its bias stays 0.
+    A reward model, whose number rates a whole response, has no offset: its bias stays 0.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -35,7 +35,7 @@ class ValueModel(Decoder):
         self._is_reward_model = False
 
     def become_reward_model(self, key: str) -> None:
-        """Be trained and described as a model that scores whole sequences; `key` is that of the model, for errors.
+        """Be trained and described as a model that scores whole sequences; `key` is the model's, for errors.
 
         Raises:
             RecipeError: `transformers` has no sequence classifier of the family.

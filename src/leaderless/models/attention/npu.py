@@ -65,7 +65,7 @@ def trial_error(function: FusionAttention, device: torch.device) -> float:
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """What the trial compares with: [queries, heads, head_dim], the last query aligned with the last key."""
+    """Reference result of the trial: [queries, heads, head_dim], the last query aligned with the last key."""
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * 0.25
     hidden = torch.ones(len(query), len(key), dtype=torch.bool).triu(len(key) - len(query) + 1)

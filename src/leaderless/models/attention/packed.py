@@ -209,7 +209,7 @@ def attend_on_cpu(
     """Compute causal attention within sequences, and attention of some tokens to a prompt too.
 
     Queries are [T, query_heads, head_dim], keys and values [T, kv_heads, head_dim]. Every token is in a bucket;
-    those of continuations are in a crossing too, with their prompt.
+    tokens of continuations are in a crossing too, with their prompt.
     """
     output: Tensor = _Attention.apply(query, key, value, buckets, crossings, scale)  # type: ignore[no-untyped-call]
     return output

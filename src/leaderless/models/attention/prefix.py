@@ -42,7 +42,7 @@ class _Continuations:
 
 
 class PrefixAttention:
-    """See the module, and `Attention`."""
+    """Attention in which each token of a prompt attends to all of the prompt; see the module."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
         """Plan the calls for consecutive families."""

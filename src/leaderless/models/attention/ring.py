@@ -38,14 +38,14 @@ class RingParallel(ContextParallel):
 
 
 class Rectangle(NamedTuple):
-    """Tokens of a rank that each attend to all of some tokens of a rank, by their places among those of each."""
+    """Tokens of a rank that each attend to all of some tokens of a rank, by their places among each rank's tokens."""
 
     queries: slice
     keys: slice
 
 
 class RingAttention:
-    """Attention of a rank's tokens to those of all ranks, in parts that need no mask."""
+    """Attention of a rank's tokens to the tokens of all ranks, in parts that need no mask."""
 
     def __init__(self, families: Sequence[Family], ranks: RingParallel, device: torch.device) -> None:
         """Plan the calls for consecutive families, whose tokens fill all chunks."""
@@ -67,7 +67,7 @@ class RingAttention:
         ]
 
     def around(self, values: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The values of each rank by its place, from this one's on, while those of the next are on their way."""
+        """The values of each rank by its place, from this one's on, while the next rank's are on their way."""
         for step in range(self.peers.size):
             passing = self.peers.pass_on(values, ROUND) if step < self.peers.size - 1 else None
             yield (self.place - step) % self.peers.size, values
@@ -86,7 +86,7 @@ def _cut(tokens: range, chunk: int, length: int) -> range:
 
 
 def _pairs(families: Sequence[Family], a: int, b: int, length: int) -> Iterator[tuple[range, range]]:
-    """Queries in chunk `a` and keys in chunk `b` that each of them sees, but for those of its own piece of a block."""
+    """Queries in chunk `a` and keys in chunk `b` that each of them sees, without its own piece of a block."""
     if b > a:
         return
     begin = 0
@@ -103,7 +103,7 @@ def _pairs(families: Sequence[Family], a: int, b: int, length: int) -> Iterator[
 def _rectangle(
     queries: range, keys: range, of_query: tuple[int, int], of_key: tuple[int, int], length: int
 ) -> Rectangle:
-    """Tokens of two chunks, each given by its place among those of its rank and its number."""
+    """Tokens of two chunks, each given by its place among the chunks of its rank and its number."""
 
     def local(tokens: range, place: int, chunk: int) -> slice:
         offset = (place - chunk) * length

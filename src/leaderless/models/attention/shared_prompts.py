@@ -104,7 +104,7 @@ def _copies(blocks: Sequence[PromptBlock], device: torch.device) -> Repeats:
 
 
 class VarlenAttention:
-    """FlashAttention over blocks of any length; the keys of a prompt are copied before those of each continuation."""
+    """FlashAttention over blocks of any length; the keys of a prompt are copied before each continuation's."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
         """Plan the call for consecutive families."""
@@ -138,7 +138,7 @@ class VarlenAttention:
 
 
 class NpuAttention:
-    """Ascend's fused attention over blocks, whose keys are those of `VarlenAttention`."""
+    """Ascend's fused attention over blocks, with the same keys as `VarlenAttention`."""
 
     def __init__(self, families: Sequence[Family], device: torch.device, fused: FusionAttention) -> None:
         """Plan the call for consecutive families."""

@@ -180,7 +180,7 @@ def _try(renderer: _Renderer, conversation: Conversation, end: str) -> TemplateT
 
 
 def _written(prompt: str, rendered: str, answer: Message, end: str) -> str:
-    """What the model writes in a turn, up to and including the end token."""
+    """Text that the model writes in a turn, up to and including the end token."""
     visible = visible_text(answer)
     common = _num_equal(prompt, rendered)
     turn = rendered[common:]

@@ -1,4 +1,4 @@
-"""What is known of a chat template: the tokens that it adds, and where it is not append-only."""
+"""Facts about a chat template: the tokens that it adds, and where it is not append-only."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TemplateDifference:
 
 @dataclass(frozen=True)
 class TemplateTrial:
-    """What a template does to a conversation.
+    """Effect of a template on a conversation.
 
     Attributes:
         conversation: Name of the conversation.
@@ -81,7 +81,7 @@ class TemplateTrial:
 
 @dataclass(frozen=True)
 class TemplateReport:
-    """What is known of a chat template.
+    """Facts about a chat template.
 
     Attributes:
         end: Text of the token that ends an answer; empty if there is none.

@@ -47,7 +47,7 @@ def trial_model(described: PreTrainedConfig, kind: type[AutoModel], *, trust_rem
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
-        Exception: Of any kind; the settings cannot be those of a small model.
+        Exception: Of any kind; the settings cannot describe a small model.
     """
     small = shrunk(described)
     with torch.random.fork_rng(devices=[]):  # without a look at accelerators, which would begin to use all of them
@@ -81,7 +81,7 @@ def _parts(described: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def _shrink(part: PreTrainedConfig) -> None:
-    """Make the description of a part that of a smaller one."""
+    """Change the description of a part into one of a smaller part."""
     if hasattr(part, "attn_config"):
         raise ValueError("its attention is described apart, so that the sizes that go together are not known")
     layers, heads = getattr(part, "num_hidden_layers", None), getattr(part, "num_attention_heads", None)

@@ -1,4 +1,4 @@
-"""Weights in the form in which they are saved: `transformers` joins those of experts, and other software does not."""
+"""Weights in the form in which they are saved: `transformers` joins weights of experts, and other software does not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unchanged(name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
 
 
 def saved_form(config: ModelConfig, role: str) -> SavedForm:
-    """How weights of a model are saved, one by one; those of a model without experts are left as they are."""
+    """How weights of a model are saved, one by one; a model without experts keeps them as they are."""
     return form_of(empty_causal_lm(config.model_copy(update={"lora": None}), role).model)
 
 

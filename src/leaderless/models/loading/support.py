@@ -88,7 +88,7 @@ def reads_both_ways(described: PreTrainedConfig) -> bool:
 
 
 def attention_names(described: PreTrainedConfig) -> str | dict[str, str]:
-    """Names of the attention of a model and of its parts; a vision tower keeps that of torch."""
+    """Names of the attention of a model and of its parts; a vision tower keeps torch's."""
     if not sees_images(described):
         return ATTENTION_NAME
     return {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}

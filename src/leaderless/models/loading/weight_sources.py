@@ -193,7 +193,7 @@ def _joined(
 def _divided(
     targets: Sequence[str], name: str, wanted: Mapping[str, Tensor], files: WeightFiles
 ) -> dict[str, Sequence[WeightSource]]:
-    """A tensor whose rows are those of several weights, as many for each."""
+    """A tensor of the rows of several weights, the same number for each."""
     own, found, begin = files.tensors[name].shape, dict[str, Sequence[WeightSource]](), 0
     rows = -(-own[0] // len(targets))
     for weight in targets:

@@ -45,7 +45,7 @@ def key_of(name: str) -> int:
 
 @dataclass(frozen=True)
 class Dropout:
-    """What is dropped in one pass.
+    """Dropout of one pass.
 
     Attributes:
         keys: Keys of the tokens of the pass, [T] int64.

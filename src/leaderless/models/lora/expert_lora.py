@@ -32,7 +32,7 @@ GROUPED_BYTES = 16
 
 @dataclass
 class ExpertAdapters:
-    """What the adapters of a module with experts are.
+    """Description of the adapters of a module with experts.
 
     Attributes:
         scale: Factor of their products.
@@ -92,7 +92,7 @@ class LoraExperts(nn.Module):
         return self.weight(f"{name}_{A}"), self.weight(f"{name}_{B}")
 
     def _adapted(self, rows: Tensor, name: str, ends: Tensor) -> Tensor:
-        """Rows times a weight with its adapters: those of expert i are the rows up to `ends[i]`."""
+        """Rows times a weight with its adapters: expert i has the rows up to `ends[i]`."""
         weight, (a, b) = self.weight(name), self.matrices(name)
         surplus = -a.shape[1] % (GROUPED_BYTES // a.element_size())
         inner = _grouped_mm(rows, pad(a, (0, 0, 0, surplus)).mT, ends)
@@ -104,7 +104,7 @@ class LoraExperts(nn.Module):
 
         Args:
             weight: [n, m, inputs], m rows of n experts.
-            offsets: The first of these experts, among those of the matrices, and the first of these rows.
+            offsets: The first of these experts, among the experts of the matrices, and the first of these rows.
             matrices: A and B of some experts.
         """
         (first, begin), (count, rows, _) = offsets, weight.shape
@@ -167,14 +167,14 @@ def _has_known_form(module: nn.Module) -> bool:
 
 
 def to_peft(name: str, matrix: Tensor) -> Tensor:
-    """A matrix of an adapter as `peft` has it; only those of experts differ."""
+    """A matrix of an adapter as `peft` has it; only experts' matrices differ."""
     if matrix.ndim < 3:
         return matrix
     return matrix.flatten(0, 1) if name.endswith(A) else matrix.permute(1, 2, 0).flatten(1)
 
 
 def from_peft(name: str, matrix: Tensor, num_experts: int) -> Tensor:
-    """A matrix of experts from that of `peft`; the reverse of `to_peft`."""
+    """A matrix of experts from the matrix of `peft`; the reverse of `to_peft`."""
     if name.endswith(A):
         return matrix.view(num_experts, -1, matrix.shape[1])
     return matrix.view(len(matrix), -1, num_experts).permute(2, 0, 1)

@@ -52,7 +52,7 @@ class LoraLinear(nn.Linear):
         is_on: Whether the adapter takes part.
         key: Key of the layer, for dropout.
         first_input: Place of this rank's inputs among all, where ranks divide them.
-        current: The pass that is under way, which may drop some of the adapter's inputs.
+        current: The current pass, which may drop some of the adapter's inputs.
     """
 
     def __init__(self, base: nn.Linear, config: LoraConfig, name: str) -> None:
@@ -162,7 +162,7 @@ def give_adapters_values(model: PreTrainedModel, settings: ModelConfig, key: str
 
 
 def share_weights(model: PreTrainedModel, donor: PreTrainedModel) -> None:
-    """Let a model use the memory of another one's weights, all but those of adapters; neither may change them.
+    """Let a model use the memory of another one's weights, all but the adapters'; neither may change them.
 
     Later, weights whose rows ranks cannot divide evenly are copied, since their parts are filled up.
 
@@ -290,7 +290,7 @@ def merge_adapters(model: PreTrainedModel) -> None:
 
 
 def trained_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """The weights that training changes: those of adapters and of a scalar head, or all if there are no adapters."""
+    """The weights that training changes: adapters and a scalar head, or all if there are no adapters."""
     weights = list(model.named_parameters())
     if not any(is_adapter(name) for name, _ in weights):
         yield from weights

@@ -78,9 +78,9 @@ class ContextParallel:
         return UlyssesAttention(attention_over(families, device, compute_dtype), self.peers)
 
     def gather(self, values: Tensor, places: Sequence[Tensor], order: Tensor) -> Tensor:
-        """Results for all selected tokens [R] from those of this rank's part, with a gradient for the latter.
+        """Results for all selected tokens [R] from the results of this rank's part, with a gradient for the latter.
 
-        `places` are those of each part, and `order` all of them, one part after the other, on the device of the values.
+        `places` belong to each part; `order` has all of them, one part after the other, on the device of the values.
         """
         result: Tensor = _Gather.apply(values, self, [len(place) for place in places], order)  # type: ignore[no-untyped-call]
         return result
@@ -116,7 +116,7 @@ class UlyssesAttention:
 
 
 def _repeated(values: Tensor, query_heads: int, size: int) -> Tensor:
-    """Keys or values with each head as often as it takes for ranks to divide them like those of the queries."""
+    """Keys or values with each head as often as it takes for ranks to divide them like the heads of the queries."""
     heads = values.shape[1]
     if heads % size == 0:
         return values

@@ -98,7 +98,7 @@ class ExpertParallel:
         return Shard(copies_dim(shape, self.peers.size, self._num_copies))
 
     def whole(self, name: str, local: Tensor) -> DTensor:
-        """What a rank holds of a weight of `shapes`, or of what the optimizer keeps of it, as a part of the whole."""
+        """Part of the whole that a rank holds of a weight of `shapes`, or of its moments in the optimizer."""
         shape = self.shapes[name]
         placements = [Shard(0), Shard(copies_dim(tuple(shape), self.peers.size, self._num_copies))]
         strides = torch.empty(shape, device="meta").stride()
@@ -126,7 +126,7 @@ def _num_experts(module: nn.Module) -> int:
 
 
 class _Experts:
-    """What takes the place of a module's forward pass."""
+    """Replacement of a module's forward pass."""
 
     def __init__(self, module: nn.Module, peers: ProcessGroup) -> None:
         """Know the module whose experts ranks divide, and how they compute."""
@@ -240,7 +240,7 @@ class _Joined(torch.autograd.Function):
 
 
 def _moved(values: Tensor, peers: ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
-    """What other ranks have sent here, after some rows for each of them have been sent."""
+    """Rows that other ranks have sent here, after some rows for each of them have been sent."""
     moved: Tensor = _Moved.apply(values.contiguous(), peers, sent, received)  # type: ignore[no-untyped-call]
     return moved
 

@@ -43,7 +43,7 @@ class PipelineParallel:
         back: Second process group of the same ranks, for messages to earlier stages. In one process group, messages of
             both directions would wait for each other in its queue.
         shapes: Shapes of all weights that are trained, whole, by name.
-        base_shapes: Shapes of all weights but those of adapters, whole, by name.
+        base_shapes: Shapes of all weights but the adapters', whole, by name.
         hidden_size: Numbers in the hidden state of a token.
         is_tied: Whether the head is the embedding, which both the first and the last stage have and train.
     """

@@ -1,4 +1,4 @@
-"""Logits of which each rank has those of some words."""
+"""Logits that ranks divide by words."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class VocabularyPart:
         return self.peers.ranks.index(self.peers.rank) * self.num_words
 
     def of(self, values: Tensor | None) -> Tensor | None:
-        """Of values for all words, [vocabulary], those of this rank's; None of none."""
+        """Values for this rank's words, from values for all, [vocabulary]; None for None."""
         return None if values is None else values[self.first : self.first + self.num_words]
 
     def place_of(self, word: int | None) -> int | None:
-        """The place of a word among those of this rank; None if it is not here."""
+        """The place of a word among this rank's words; None if it is not here."""
         place = -1 if word is None else word - self.first
         return place if 0 <= place < self.num_words else None
 
     def locate(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        """The places of words among those of this rank, and whether they are here; where not, the place is any."""
+        """The places of words among this rank's words, and whether they are here; where not, the place is any."""
         places = words - self.first
         are_here = (places >= 0) & (places < self.num_words)
         return places.clamp(0, self.num_words - 1), are_here
@@ -48,7 +48,7 @@ class VocabularyPart:
     def softmax(self, logits: Tensor, targets: Tensor, are_here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities of this rank's words, from [n, words] logits, and for all words [n] normalizers and logits.
 
-        The latter are those of the targets, [n, 1] places and whether they are here. A probability is the exponential
+        The latter belong to the targets, [n, 1] places and whether they are here. A probability is the exponential
         of a logit less the normalizer.
         """
         largest = self.peers.max(logits.amax(dim=-1), SUMS, most_ahead=MESSAGES_AHEAD)

@@ -1,6 +1,6 @@
 """Token and sequence classifiers of the families that see images, of which `transformers` has none.
 
-They are made as `transformers` makes those of families of text: a layer without a head, and a linear one behind it.
+They are made like the classifiers of families of text: a layer without a head, and a linear one behind it.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Pixels:
         values: [p, values of a patch] float32, image by image; or [images, 3, height, width].
         grids: [images, 3] int64: frames, rows and columns of patches; [0] where all images have the same.
         places: [n] int64, tokens of the pass, or of a rank's part of it, that stand for parts of the images.
-        read: [n] int64, the numbers of these parts among those of all images; None if they are all, in their order.
+        read: [n] int64, the numbers of these parts among the parts of all images; None if they are all, in their order.
         patches: Numbers that the tower needs of the grids; see `patches_of`.
     """
 

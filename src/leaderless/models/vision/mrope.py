@@ -1,4 +1,4 @@
-"""What a model has seen of the images in a pass, and the positions of their tokens."""
+"""Results of the vision tower for the images in a pass, and the positions of their tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from leaderless.models.uploads import placed
 
 @dataclass(frozen=True)
 class ImagePositions:
-    """What the vision tower has computed of the images of a pass.
+    """Results of the vision tower for the images of a pass.
 
     Attributes:
         places: [n] int64, tokens of the pass that stand for parts of the images.
-        embeddings: [n, hidden_size], in place of those of the tokens.
+        embeddings: [n, hidden_size], in place of the tokens' embeddings.
         added: [n, hidden_size] each, added to the outputs of the first layers.
     """
 
@@ -39,7 +39,7 @@ class ImagePositions:
         return hidden.index_add(0, self.places, self.added[layer].to(hidden.dtype))
 
     def only(self, is_read: Tensor) -> ImagePositions:
-        """What is seen at some of the tokens, of which [n] bool, on the host, is a mask; see `placed`."""
+        """Results at some of the tokens, of which [n] bool, on the host, is a mask; see `placed`."""
         if bool(is_read.all()):
             return self
         rows = placed(is_read.nonzero().squeeze(1), self.places.device)
@@ -58,7 +58,7 @@ def grid_positions(positions: Tensor, families: Sequence[Family], images: Sequen
         positions: [T] int64, place of each token in its sample.
         families: Prompts and their continuations, of which the pass consists.
         images: Images with the places of their tokens in the pass, in order. One of a prompt moves the positions of
-            what follows in all of its continuations, and one of a continuation those of this continuation alone.
+            what follows in all of its continuations, and one of a continuation moves them in this continuation alone.
     """
     result = torch.stack([positions] * 3)
     begin, waiting = 0, list(images)

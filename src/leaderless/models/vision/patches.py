@@ -1,4 +1,4 @@
-"""What a vision tower has to know of the patches of images, computed on the host.
+"""Facts about the patches of images for a vision tower, computed on the host.
 
 The towers of `transformers` compute it from the sizes of images on the device, and read it back to cut the attention of
 each layer, for which the host would wait.

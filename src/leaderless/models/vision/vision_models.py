@@ -154,7 +154,7 @@ class VisionDecoder(Decoder):
 
 
 def _add_seen(by_mask: Callable[..., Tensor], hidden: Tensor, where: Tensor, added: Tensor) -> Tensor:
-    """Add what is seen to [1, T, hidden_size] behind a layer, at [n] places; at those of a mask as the model does.
+    """Add what is seen to [1, T, hidden_size] behind a layer, at [n] places; at the places of a mask as the model does.
 
     To find the places of a mask, the host would wait for the device.
     """
