@@ -1,4 +1,4 @@
-"""What trains and scores a model, however it is sharded."""
+"""Engines that train and score a model, however it is sharded."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class BodySetup:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What a back end needs to make an engine on one of the ranks of a layout. All of them make it together.
+    """Settings for a back end that makes an engine on one of the ranks of a layout. All of them make it together.
 
     Attributes:
         role: Role of the model.
@@ -122,7 +122,7 @@ class EngineSetup:
     max_logits: int | None = None
 
     def mesh(self) -> DeviceMesh:
-        """The ranks of the layout as a mesh whose axes are those of the layout, `dp` the outermost."""
+        """The ranks of the layout as a mesh with the axes of the layout, `dp` the outermost."""
         axes, kind = self.layout.axes, self.device.type
         groups = [self.axis_groups[axis].torch_group for axis in axes]
         if len(axes) == 1:
@@ -217,7 +217,7 @@ class Trainable(Protocol):
         """Write the files that `transformers` reads next to the weights, such as `config.json`; one rank calls it."""
 
     def local_weights(self) -> Iterator[LocalWeight]:
-        """What this rank holds of every weight, named as in `transformers`, in the memory that training changes.
+        """This rank's part of every weight, named as in `transformers`, in the memory that training changes.
 
         Of a model with adapters these are the adapters' weights.
         """
@@ -254,7 +254,7 @@ class AdaptedEngine(TrainEngine, Protocol):
     """An engine of a back end that trains adapters of a language model."""
 
     def merged_weights(self) -> Iterator[LocalWeight]:
-        """What this rank holds of every weight of the model, with adapters merged into those that they adapt.
+        """This rank's part of every weight of the model, with adapters merged into the weights that they adapt.
 
         All ranks call it together.
         """
@@ -277,7 +277,7 @@ class BodyTrainable(Trainable, Protocol):
     """A policy of a body, or its critic."""
 
     def add_states(self, batch: Batch, total: Callable[[Tensor], Tensor]) -> None:
-        """Let a model that normalizes states know those of a step, after its updates.
+        """Show a model that normalizes states the states of a step, after its updates.
 
         Args:
             batch: This rank's episodes.

@@ -86,7 +86,7 @@ class BoundedPasses:
         device: Device that computes.
         micro_batch_tokens: Most tokens of one pass on this rank.
         num_parts: Ranks that divide the tokens of each pass.
-        is_plain: Whether a pass is that of a plain module, which gathers and converts no weights.
+        is_plain: Whether a pass goes through a plain module, which gathers and converts no weights.
         can_start_again: Whether passes that ran out of memory begin again with smaller ones.
     """
 
@@ -116,7 +116,7 @@ class BoundedPasses:
 
     @torch.no_grad()
     def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor]) -> Jagged:
-        """A number for each sampled token of a batch, from a function that computes those of a micro-batch."""
+        """A number for each sampled token of a batch, from a function that computes them for a micro-batch."""
         lengths = response_lengths(batch.jagged("response_mask"))
         values = torch.empty(int(lengths.sum()), device=self.device)
         passes = self.passes(batch)

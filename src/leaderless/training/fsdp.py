@@ -128,7 +128,7 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
 
 
 class _Part:
-    """What this rank computes of a pass: all of it, or a part of its tokens."""
+    """Part of a pass that this rank computes: all of it, or a part of its tokens."""
 
     def __init__(self, engine: ShardedModel[CausalLM] | ShardedModel[ValueModel], micro_batch: MicroBatch) -> None:
         self._engine, self._micro_batch, self._peers = engine, micro_batch, engine.peers
@@ -137,7 +137,7 @@ class _Part:
         self._order = torch.empty(0, dtype=torch.int64)  # all of these places, on the device
 
     def of(self, values: Tensor) -> Tensor:
-        """Of numbers for all selected tokens, [R], those of this part."""
+        """Numbers for this part, from numbers for all selected tokens, [R]."""
         return values[self._places[self._peers.place]] if self._peers else values
 
     def inputs(self) -> tuple[tuple[Tensor, Tensor, Attention, Tensor | Repeats], tuple[Pixels, ...]]:
@@ -194,7 +194,7 @@ class _Part:
         return DroppingAttention(attention, Dropout(placed(keys, engine.device), rate))
 
     def gather(self, results: Tensor) -> Tensor:
-        """Results for all selected tokens, from those of this part."""
+        """Results for all selected tokens, from the results of this part."""
         results = results[: len(self.of(self._micro_batch.select))]
         return self._peers.gather(results, self._places, self._order) if self._peers else results
 
@@ -291,7 +291,7 @@ def _compile(model: Decoder, setup: EngineSetup, key: str) -> str:
 
 
 def _open(setup: EngineSetup) -> ShardedModelFiles:
-    """The model, without values: ranks read their parts, or share those of a donor, once it is divided."""
+    """The model, without values: ranks read their parts, or share a donor's values, once it is divided."""
     if setup.is_critic or not isinstance(setup.donor, FsdpEngine) or isinstance(setup.donor.model, VisionLM):
         return open_model(setup.model, setup.role, is_critic=setup.is_critic, num_ranks=len(setup.layout.ranks))
     model, donor = empty_causal_lm(setup.model, setup.role, has_adapters=True), setup.donor.model.model
@@ -308,5 +308,5 @@ def _sizes(model: Decoder) -> tuple[int, int, int]:
 
 
 def _at_least_one(indices: Tensor) -> Tensor:
-    """Indices, or that of the first token if there are none: a model always scores at least one token."""
+    """Indices, or the first token's if there are none: a model always scores at least one token."""
     return indices if len(indices) else torch.zeros(1, dtype=torch.int64)

@@ -22,8 +22,8 @@ class ConvertedWeights:
     """Copies that a module on one rank computes with; the weights themselves are those that training changes.
 
     The first pass makes them, in a few kernels, and they stay until `release`. The module has them only while a pass
-    goes through it, forward or backward. The gradient of a copy is added to that of its weight, in float32, as soon as
-    it is there.
+    goes through it, forward or backward. The gradient of a copy is added to its weight's, in float32, as soon as it is
+    there.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ def convert_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _adder(weight: nn.Parameter) -> Callable[[Tensor], None]:
-    """A function that adds the gradient of a copy to that of its weight."""
+    """A function that adds the gradient of a copy to the gradient of its weight."""
 
     def add(copy: Tensor) -> None:
         gradient, copy.grad = copy.grad, None

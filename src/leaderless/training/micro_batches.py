@@ -41,7 +41,7 @@ class Origins:
     after: Tensor
 
     def at(self, place: int) -> tuple[str, range]:
-        """What a token of the pass belongs to, a prompt or what follows it in a sample, and the places of all of it."""
+        """Prompt, or continuation in a sample, that a token of the pass belongs to, and the places of all of it."""
         ids, after = iter(self.ids.tolist()), iter(self.after.tolist())
         begin, found = 0, ("no sample", range(place, place))
         for siblings, before in zip(self.siblings.tolist(), self.before.tolist(), strict=True):
@@ -72,7 +72,7 @@ class MicroBatch:
         response_lengths: [m] int64, number of sampled tokens of each sample.
         temperature: Temperature at which all tokens were sampled or, if they differ, [R] float32.
         images: Images of the prompts and of what follows them, in the order of their tokens.
-        experts: [T, layers * k] uint8, experts of each token, those of a prompt from one of its samples; `UNKNOWN`
+        experts: [T, layers * k] uint8, experts of each token, for a prompt from one of its samples; `UNKNOWN`
             where routers choose, and None if they always do.
         origins: Samples and prompts that the tokens are from; None without samples.
     """
@@ -104,7 +104,7 @@ class MicroBatch:
 def longest_sample(batch: Batch) -> int:
     """Number of tokens that a pass takes for the longest sample, prompt and continuation; 0 without any.
 
-    Of samples that are only used together, it is that of all of them.
+    Of samples that are only used together, it is the length of all of them.
     """
     samples = _Samples.of(batch)
     if samples.are_together:
@@ -229,7 +229,7 @@ def _families(samples: _Samples, max_tokens: int) -> list[_Siblings]:
 
 
 def _fill(families: Sequence[_Siblings], enough_tokens: int) -> list[list[_Siblings]]:
-    """What goes into each micro-batch: the largest first, each where there is still room."""
+    """Contents of each micro-batch: the largest first, each where there is still room."""
     packs: list[list[_Siblings]] = []
     filled: list[int] = []
     for family in sorted(families, key=lambda family: -family.num_tokens):
@@ -244,7 +244,7 @@ def _fill(families: Sequence[_Siblings], enough_tokens: int) -> list[list[_Sibli
 
 
 def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
-    """One micro-batch of some rows; those of a prompt stand together."""
+    """One micro-batch of some rows; rows of a prompt stand together."""
     rows = torch.tensor([row for family in families for row in family.rows])
     sizes = torch.tensor([len(family.rows) for family in families])
     firsts = sizes.cumsum(0) - sizes
@@ -296,7 +296,7 @@ def _images(
 
     Args:
         samples: The samples.
-        rows: [m] int64, those of the pass.
+        rows: [m] int64, rows of the pass.
         prompts: [n] int64, prompts of the pass.
         before: [m] int64, length of the prompt of each sample.
         begins: Places in the pass of each prompt and of what follows it in each sample.
@@ -320,10 +320,10 @@ def _packed_experts(
     """The experts of the tokens of a pass; None where none are recorded.
 
     Args:
-        experts: Those of each sample, of its prompt and its inputs; none where they were not recorded.
+        experts: Experts of each sample, of its prompt and its inputs; none where they were not recorded.
         family_of_row: Prompt of each sample.
-        lengths: Those of each prompt, and of the inputs of each sample.
-        places: Indices of the tokens of prompts in the pass, and of those of inputs.
+        lengths: Lengths of each prompt, and of the inputs of each sample.
+        places: Indices of the tokens of prompts in the pass, and of the tokens of inputs.
     """
     (before, after) = lengths
     num_tokens, is_known = before[family_of_row] + after, experts.lengths > 0
@@ -346,7 +346,7 @@ def _packed_experts(
 
 
 def _common(temperatures: Tensor) -> float | Tensor:
-    """The temperature of all tokens, if they have the same one; else that of each, [R] float32."""
+    """The temperature of all tokens, if they have the same one; else the temperature of each, [R] float32."""
     if not len(temperatures):
         return 1.0
     if bool((temperatures != temperatures[0]).any()):

@@ -17,10 +17,10 @@ An accelerator sends and receives the messages of a process group one after the 
 asks for them, and each waits for its other end. No rank waits for ever, because all ranks ask in one order. It is, for
 micro-batch k of stages 0 to p-1,
 
-    forth   hidden states of k from 0 to 1, from 1 to 2, ..., from p-2 to p-1, then those of k + 1
+    forth   hidden states of k from 0 to 1, from 1 to 2, ..., from p-2 to p-1, then of k + 1
     back    results of k from p-1 to 0, to 1, ..., to p-2, gradients of k from p-1 to p-2, ..., from 1 to 0, then k + 1
 
-so that of the messages that are not there, the first one of a process group is the next one on both of its ranks, as
+so that among the messages that are not there, the first one of a process group is the next one on both of its ranks, as
 soon as they get to it. What a rank does before that depends on earlier messages alone: a forward pass on hidden states
 that are already there, and a backward pass of k on its results and gradients, for which the last stage needs no later
 hidden states. In one process group for both directions, hidden states of k + 1 would be ahead of results of k on one
@@ -111,7 +111,7 @@ class StageQueue:
     def results(self, micro_batch: MicroBatch, compute: Callable[[MicroBatch], Tensor], count: int) -> Sequence[Tensor]:
         """On an earlier stage, `count` results [R] float32 of the last stage for a micro-batch.
 
-        Their backward pass is that of this stage, with the gradient that comes from the next one.
+        Their backward pass is this stage's, with the gradient that comes from the next one.
 
         Args:
             micro_batch: The next of those that are expected.
@@ -160,7 +160,7 @@ class _Context(FunctionCtx):
 
 
 class _Results(torch.autograd.Function):
-    """What the last stage has computed, in the place of the hidden states that have been sent."""
+    """Results of the last stage, in the place of the hidden states that have been sent."""
 
     @staticmethod
     def forward(

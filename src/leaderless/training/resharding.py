@@ -1,4 +1,4 @@
-"""Moves the state of a trained model from the ranks of one layout to those of another."""
+"""Moves the state of a trained model from the ranks of one layout to the ranks of another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine has to do with the experts of its model: it replays choices of them, and balances their loads."""
+"""Work of an engine on the experts of its model: it replays their choices, and balances their loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RoutedEngine(Protocol):
     def balance_experts(self, batch: Batch, coefficient: float) -> None:
         """Until the optimizer step, add the gradient of the loss of unequal loads over a batch, times a coefficient.
 
-        The loss is that of the Switch Transformer (arXiv 2101.03961, eq. 4-6): E sum_i f_i P_i, with the share f_i of
+        The loss is the Switch Transformer's (arXiv 2101.03961, eq. 4-6): E sum_i f_i P_i, with the share f_i of
         choices that fall on expert i of E, and the mean P_i of its probability; the mean over layers. Both are over all
         sampled tokens of the batch on all ranks, so it takes a pass over the batch to know f. With equal loads it is 1.
 
@@ -83,7 +83,7 @@ class RoutedPasses:
     def leave(self, hidden: Tensor) -> Tensor:
         """Count a pass that leaves this stage of a pipeline with hidden states.
 
-        Others begin before its backward pass, which may compute layers again: then it is under way again.
+        Others begin before its backward pass, which may compute layers again: then it is the current pass again.
         """
         self.end()
         if self._routers is not None and hidden.requires_grad:
@@ -133,6 +133,6 @@ class RoutedPasses:
 
 
 def _resume(routers: Routers, one: RoutedPass, gradient: Tensor) -> Tensor:
-    """Let the pass whose hidden states get a gradient be the one that is under way."""
+    """Let the pass whose hidden states get a gradient be the current one."""
     routers.now = one
     return gradient

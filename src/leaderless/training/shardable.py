@@ -1,4 +1,4 @@
-"""What a model must have to be sharded and trained."""
+"""Requirements of a model that is sharded and trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Shardable(Protocol):
-    """What `ShardedModel` needs of a model, which is also a module of torch; see `Decoder`."""
+    """Model that `ShardedModel` can train, which is also a module of torch; see `Decoder`."""
 
     @property
     def model(self) -> nn.Module:

@@ -75,7 +75,7 @@ class WeightSharding(NamedTuple):
 
     Attributes:
         mesh: Ranks; by default all of the process group, along `dp`. Weights are divided along the axis `dp` and are
-            the same along others, except that those of a divided model have parts along `tp`, and divided experts a
+            the same along others, except that weights of a divided model have parts along `tp`, and divided experts a
             mesh of their own.
         keeps: Parts that each rank keeps whole; see `TrainingConfig.keep_whole`.
     """
@@ -111,7 +111,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     ) -> None:
         """Shard a model, which is whole or without values on every rank; without an optimizer it is frozen.
 
-        A pass has at most `micro_batch_tokens`; `num_updates` are those of the whole run, for the schedule. A model
+        A pass has at most `micro_batch_tokens`; `num_updates` counts the whole run's, for the schedule. A model
         that one rank holds is not divided: where it computes in half precision, either its layers are converted one by
         one, as ranks gather them, or, if it is kept whole, all of it is converted once for many passes.
         """
@@ -222,14 +222,14 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self.units.append(unit)
 
     def _convert(self) -> ConvertedWeights:
-        """Have the model compute with converted weights, which are those of this rank alone."""
+        """Have the model compute with converted weights, which this rank alone has."""
         for module in self._layers():
             convert_inputs(module, self.compute_dtype)
         kept = set[nn.Parameter]() if self._experts is None else self._experts.kept
         return ConvertedWeights(self._module, self.compute_dtype, self.model.float32_modules(), kept)
 
     def _layers(self) -> list[nn.Module]:
-        """The decoder layers, and those of the part that sees."""
+        """The decoder layers, and the layers of the vision tower."""
         names = set(getattr(self.model.model, "_no_split_modules", None) or ())
         return [module for module in self._module.modules() if type(module).__name__ in names]
 
@@ -248,7 +248,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             self.line.finish()
 
     def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor]) -> Jagged:
-        """A number for each sampled token of a batch, from a function that computes those of a micro-batch."""
+        """A number for each sampled token of a batch, from a function that computes them for a micro-batch."""
         scores = super().scores(batch, score)
         if self.units:
             # FSDP keeps the root, or all units, gathered after a forward pass, for a backward pass that does not come.
@@ -398,7 +398,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             yield own
 
     def _merged_experts(self, own: LocalWeight, module: LoraExperts, name: str) -> Tensor:
-        """What this rank holds of a weight of experts, with their adapters; it may have those of some experts alone."""
+        """This rank's part of a weight of experts, with their adapters; it may have only some of the experts."""
         a, b = map(_gathered, module.matrices(name))
         first = 0 if self._experts is None else len(a) * self._experts.peers.ranks.index(self._experts.peers.rank)
         return module.merged(own.local, (own.block.offsets[0] - first, own.block.offsets[1]), (a, b))
@@ -450,7 +450,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         return state
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What the optimizer keeps of a weight; made now if the weight has not been updated yet."""
+        """Moments of a weight in the optimizer; made now if the weight has not been updated yet."""
         assert self._optimizer is not None
         moments: dict[str, Tensor] = self._optimizer.state[parameter]
         # A checkpoint is loaded into these tensors, and must find them before the first update, too.

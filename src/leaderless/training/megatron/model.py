@@ -256,7 +256,7 @@ def _parts(optimizer: Any) -> Iterator[Any]:  # noqa: ANN401
 
 
 def _moments(optimizer: Any) -> dict[Tensor, dict[str, Tensor]]:  # noqa: ANN401
-    """What Adam keeps of each weight, by the float32 weight; zeros before the first update."""
+    """Moments of Adam for each weight, by the float32 weight; zeros before the first update."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if one.optimizer is not None:
             one.init_state_fn(one.optimizer, one.config)

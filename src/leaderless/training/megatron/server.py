@@ -22,7 +22,7 @@ ALIGNMENT = 16
 
 
 class MegatronCalls:
-    """What a rank may call. Tensors of a model are sent through memory that both processes see."""
+    """Functions that a rank may call. Tensors of a model are sent through memory that both processes see."""
 
     def __init__(self, model: MegatronModel) -> None:
         self._model, self._memory = model, SharedMemory()
