@@ -37,7 +37,7 @@ class EpisodeJournal:
     """Writes the episodes of a rank in the background."""
 
     def __init__(self, directory: RunDirectory, rank: int, kept_steps: int) -> None:
-        """Prepare to write; see `kept` for the steps whose files are kept, 0 for no journal."""
+        """Keep the files of the steps that `kept` returns; with 0 steps there is no journal."""
         self._directory, self._rank, self._kept_steps = directory, rank, kept_steps
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None

@@ -22,12 +22,14 @@ class FileLine(NamedTuple):
 class GrowingFile:
     """A file of JSON objects, one a line, that a run appends to, and replaces where it continues from a checkpoint.
 
+    Args:
+        path: Path of the file, which need not exist yet.
+
     Attributes:
         num_replaced: Number of times that the file was replaced by another one.
     """
 
     def __init__(self, path: Path) -> None:
-        """Prepare to read; the file need not exist."""
         self.path = path
         self.num_replaced = 0
         self._inode, self._offset = -1, 0

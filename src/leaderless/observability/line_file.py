@@ -17,7 +17,7 @@ class LineFile:
     """A file that one process appends to, and any may read; each line is numbered, as by `step`."""
 
     def __init__(self, path: Path, number: str, may_fail: MayFail = nullcontext) -> None:
-        """Prepare to write. `number` names the integer of a line; writing happens in the context `may_fail`."""
+        """Number lines by their integer of the name `number`; writing happens in the context `may_fail`."""
         self.path, self._number, self._may_fail = path, number, may_fail
         self._unwritten = ""
 

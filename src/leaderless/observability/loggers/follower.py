@@ -18,17 +18,16 @@ BATCH_STEPS = 500
 
 
 class Follower:
-    """Follows the folder of a run for one logger. Only checksums and one batch are kept in memory."""
+    """Follows the folder of a run for one logger. Only checksums and one batch are kept in memory.
+
+    Args:
+        run: Run that is followed.
+        logger: Logger, which is open.
+        sent: Journal of its sent data.
+        tables_every_steps: Steps between tables; 0 for none.
+    """
 
     def __init__(self, run: LoggedRun, logger: Logger, sent: SentJournal, tables_every_steps: int) -> None:
-        """Prepare to send.
-
-        Args:
-            run: Run that is followed.
-            logger: Logger, which is open.
-            sent: Journal of its sent data.
-            tables_every_steps: Steps between tables; 0 for none.
-        """
         self._run, self._logger, self._sent, self._every = run, logger, sent, tables_every_steps
         self._files: dict[str, GrowingFile] = {}
         self._batch: list[tuple[Numbers, bytes]] = []

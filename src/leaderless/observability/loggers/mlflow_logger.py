@@ -23,15 +23,14 @@ PARAMETERS_PER_REQUEST = 100
 
 
 class MlflowLogger(Logger):
-    """Sends a run to an MLflow server, or to the files or the database of `uri`."""
+    """Sends a run to an MLflow server, or to the files or the database of `uri`.
+
+    Args:
+        uri: Address, such as `http://tracking:5000`; by default MLFLOW_TRACKING_URI.
+        experiment: Name of the experiment, which is created where it does not exist.
+    """
 
     def __init__(self, uri: str | None = None, experiment: str = "leaderless") -> None:
-        """Prepare to send.
-
-        Args:
-            uri: Address, such as `http://tracking:5000`; by default MLFLOW_TRACKING_URI.
-            experiment: Name of the experiment, which is created where it does not exist.
-        """
         self._uri, self._experiment = uri, experiment
         self._client: MlflowClient | None = None
         self._identity = ""

@@ -36,7 +36,6 @@ class LoggerProcess:
     """Opens a logger, lets it follow a run, and retries failures."""
 
     def __init__(self, name: str, config: LoggerConfig, directory: RunDirectory, say: Callable[[str], None]) -> None:
-        """Prepare to send; `say` shows a line to the user."""
         self._name, self._config, self._directory, self._say = name, config, directory, say
         self._over = threading.Event()
         self._failures = 0

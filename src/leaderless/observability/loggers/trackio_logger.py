@@ -16,16 +16,15 @@ if TYPE_CHECKING:
 
 
 class TrackioLogger(Logger):
-    """Writes a run to Trackio's store on this machine, where `trackio show` reads it, or to a server or a Space."""
+    """Writes a run to Trackio's store on this machine, where `trackio show` reads it, or to a server or a Space.
+
+    Args:
+        project: Name of the project.
+        space: Space of the hub to write to, such as `team/runs`.
+        server: Address of a Trackio server to write to.
+    """
 
     def __init__(self, project: str = "leaderless", space: str | None = None, server: str | None = None) -> None:
-        """Prepare to write.
-
-        Args:
-            project: Name of the project.
-            space: Space of the hub to write to, such as `team/runs`.
-            server: Address of a Trackio server to write to.
-        """
         self._project, self._space, self._server = project, space, server
         self._run: trackio.Run | None = None
 

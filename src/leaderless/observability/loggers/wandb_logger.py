@@ -19,7 +19,15 @@ STEP = "step"
 
 
 class WandbLogger(Logger):
-    """Sends a run to Weights & Biases, under an identity that stays the same when it continues."""
+    """Sends a run to Weights & Biases, under an identity that stays the same when it continues.
+
+    Args:
+        project: Name of the project.
+        entity: User or team; the user's own by default.
+        group: Name shared by runs that belong together.
+        tags: Tags of the run.
+        mode: `offline` writes to the folder of the run, for `wandb sync`.
+    """
 
     def __init__(
         self,
@@ -29,15 +37,6 @@ class WandbLogger(Logger):
         tags: Sequence[str] = (),
         mode: Literal["online", "offline"] = "online",
     ) -> None:
-        """Prepare to send.
-
-        Args:
-            project: Name of the project.
-            entity: User or team; the user's own by default.
-            group: Name shared by runs that belong together.
-            tags: Tags of the run.
-            mode: `offline` writes to the folder of the run, for `wandb sync`.
-        """
         if mode not in {"online", "offline"}:
             raise ValueError(f"option mode='{mode}' of the logger wandb must be online or offline")
         self._project, self._entity, self._group, self._tags, self._mode = project, entity, group, tags, mode

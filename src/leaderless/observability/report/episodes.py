@@ -40,15 +40,14 @@ _ID = re.compile(r'\{"id":(\d+),')
 
 
 class EpisodePages:
-    """Conversations of a run, read from its journal."""
+    """Conversations of a run, read from its journal.
+
+    Args:
+        folder: Folder of the journal, which may be missing.
+        kind: `step` or `evaluation`.
+    """
 
     def __init__(self, folder: Path, kind: str) -> None:
-        """Look which steps there are.
-
-        Args:
-            folder: Folder of the journal, which may be missing.
-            kind: `step` or `evaluation`.
-        """
         found = [(path, _FOLDER.fullmatch(path.name)) for path in (folder.iterdir() if folder.is_dir() else ())]
         self._folders = {int(match[2]): path for path, match in found if match and match[1] == kind and path.is_dir()}
         self._room = READ_BUDGET_BYTES
