@@ -52,7 +52,7 @@ class RowSets:
     """
 
     def __init__(self, workflow: Workflow) -> None:
-        """Complete a workflow.
+        """Add the nodes that join and select rows to a workflow.
 
         Raises:
             RecipeError: A stage is unknown, rows cannot be joined, or a selection cannot have rows.
