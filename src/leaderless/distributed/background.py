@@ -113,7 +113,7 @@ class Outbox:
     """
 
     def __init__(self, name: str, capacity: int, timeout_s: float, activity: Activity) -> None:
-        """Start without posts; `timeout_s` is the longest wait for the other end, recorded in `activity`."""
+        """Wait for the other end at most `timeout_s`, which is recorded in `activity`."""
         self.name = name
         self._capacity, self._timeout_s, self._activity = capacity, timeout_s, activity
         self._lane = Background(f"channel {name}")
@@ -160,17 +160,16 @@ class Outbox:
 
 
 class Inbox(Generic[T]):
-    """Receives in a thread while its rank continues: one iteration at a time."""
+    """Receives in a thread while its rank continues: one iteration at a time.
+
+    Args:
+        name: Name of what is received.
+        fetch: Function that receives an iteration, in the thread.
+        timeout_s: Longest wait for one.
+        activity: Record of when this rank waits.
+    """
 
     def __init__(self, name: str, fetch: Callable[[int], T], timeout_s: float, activity: Activity) -> None:
-        """Start without receiving.
-
-        Args:
-            name: Name of what is received.
-            fetch: Function that receives an iteration, in the thread.
-            timeout_s: Longest wait for one.
-            activity: Record of when this rank waits.
-        """
         self.name = name
         self._fetch, self._timeout_s, self._activity = fetch, timeout_s, activity
         self._thread = Background(f"inbox {name}")

@@ -55,7 +55,16 @@ class EngineError(RuntimeError):
 
 
 class ChildServer:
-    """An HTTP server in another process, on the loopback interface, with a token that only this rank knows."""
+    """An HTTP server in another process, on the loopback interface, with a token that only this rank knows.
+
+    Args:
+        name: Server in words, for errors.
+        log: File that gets the server's output.
+        start_timeout_s: Longest time until its first answer.
+        answer_timeout_s: Longest time without an answer after that.
+        beat: Function that is called while it starts, as a sign of life.
+        section: Section of the recipe that has both limits.
+    """
 
     def __init__(
         self,
@@ -66,16 +75,6 @@ class ChildServer:
         beat: Callable[[], None],
         section: str = "rollout.external",
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            name: Server in words, for errors.
-            log: File that gets the server's output.
-            start_timeout_s: Longest time until its first answer.
-            answer_timeout_s: Longest time without an answer after that.
-            beat: Function that is called while it starts, as a sign of life.
-            section: Section of the recipe that has both limits.
-        """
         self._section = section
         self._name, self._log, self._beat = name, log, beat
         self._start_timeout_s, self.answer_timeout_s = start_timeout_s, answer_timeout_s

@@ -74,7 +74,17 @@ class RouteLeg:
 
 
 class WeightRoute:
-    """The way of a role's weights from one layout to another."""
+    """The way of a role's weights from one layout to another.
+
+    Args:
+        what: Name of the weights for errors and the live page, such as "weights of role 'policy'".
+        shapes: Shapes of the whole weights, by name, in their order.
+        holders: Ranks that have the weights.
+        takers: Ranks that want them.
+        dtype: Type in which they are sent, the takers' own.
+        rank: This rank, which is a holder, a taker or both.
+        is_gathered: Whether the takers, who want everything, gather it among themselves.
+    """
 
     def __init__(
         self,
@@ -87,17 +97,6 @@ class WeightRoute:
         *,
         is_gathered: bool = False,
     ) -> None:
-        """Describe a way; what passes it is computed on first use.
-
-        Args:
-            what: Name of the weights for errors and the live page, such as "weights of role 'policy'".
-            shapes: Shapes of the whole weights, by name, in their order.
-            holders: Ranks that have the weights.
-            takers: Ranks that want them.
-            dtype: Type in which they are sent, the takers' own.
-            rank: This rank, which is a holder, a taker or both.
-            is_gathered: Whether the takers, who want everything, gather it among themselves.
-        """
         self.what, self.shapes, self.holders, self.takers, self.dtype = what, shapes, holders, takers, dtype
         self.rank, self.is_gathered = rank, is_gathered
         self._buckets = dict[int, Sequence[Sequence[RouteTurn]]]()
