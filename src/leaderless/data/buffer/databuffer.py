@@ -64,7 +64,7 @@ class Databuffer:
     """
 
     def __init__(self, plan: Plan, transport: Transport) -> None:
-        """Prepare for this rank's chain; the transport has the process groups of all its reshards."""
+        """Take the chain of this rank; the transport has the process groups of all its reshards."""
         self.plan = plan
         self.transport = transport
         self.rank = transport.rank

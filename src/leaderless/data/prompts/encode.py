@@ -88,7 +88,17 @@ class Written(NamedTuple):
 
 
 class RowEncoder:
-    """Makes prompts, and responses to imitate, from a dataset's rows."""
+    """Makes prompts, and responses to imitate, from a dataset's rows.
+
+    Args:
+        tokenizer: Tokenizer of the policy.
+        config: Section of the dataset.
+        key: Key of that section, for errors.
+        is_task: Whether rows are tasks of an environment. Tasks have no prompts: one token stands for each prompt,
+            until its episodes have begun.
+        reader: Function that opens the facts about how the model reads images, where prompts have some.
+        needed: Further columns that every row must have, by the settings that name them; None for none.
+    """
 
     def __init__(
         self,
@@ -100,17 +110,6 @@ class RowEncoder:
         reader: Callable[[], ImageReader] | None = None,
         needed: Mapping[str, str] | None = None,
     ) -> None:
-        """Decide how prompts are written.
-
-        Args:
-            tokenizer: Tokenizer of the policy.
-            config: Section of the dataset.
-            key: Key of that section, for errors.
-            is_task: Whether rows are tasks of an environment. Tasks have no prompts: one token stands for each prompt,
-                until its episodes have begun.
-            reader: Function that opens the facts about how the model reads images, where prompts have some.
-            needed: Further columns that every row must have, by the settings that name them; None for none.
-        """
         self.tokenizer, self.config, self.key, self._is_task = tokenizer, config, key, is_task
         self.needed = needed or {}
         self.images: ImagePrompts | None = None

@@ -14,7 +14,6 @@ class RequestSet(TrainingSet, Feed):
     """Tasks that stand for groups of requests."""
 
     def __init__(self, encoder: RowEncoder) -> None:
-        """Take the encoder of tasks."""
         self.encoder = encoder
 
     @override
