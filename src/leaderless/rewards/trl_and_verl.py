@@ -47,7 +47,7 @@ class TrlReward:
     """
 
     def __init__(self, function: AnyFunction, names: frozenset[str] | None) -> None:
-        """Wrap a function; `names` are the arguments that it takes, None for all."""
+        """Call a function with its arguments of these names, or with all of them if None."""
         self._function, self._names = function, names
 
     def __call__(self, sample: RewardInput, /) -> float:
@@ -70,7 +70,7 @@ class VerlReward:
     """
 
     def __init__(self, function: AnyFunction, names: frozenset[str] | None) -> None:
-        """Wrap a function; `names` are the arguments that it takes, None for all."""
+        """Call a function with its arguments of these names, or with all of them if None."""
         self._function, self._names = function, names
 
     def __call__(self, sample: RewardInput, /) -> float | RewardResult:

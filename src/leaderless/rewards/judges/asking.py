@@ -96,7 +96,7 @@ class ServerAsker:
     """Asks a server with OpenAI's API. See `Asker`."""
 
     def __init__(self, options: JudgeOptions, cache: AnswerCache) -> None:
-        """Connect to nothing yet.
+        """Read the key of the server; nothing connects before the first question.
 
         Raises:
             ValueError: The environment does not have the key of the server.

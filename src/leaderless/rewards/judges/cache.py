@@ -38,6 +38,11 @@ class AnswerCache:
     """The newest answers of judges, in memory and in a file that one process appends to.
 
     Files of other processes in the same folder are read at the beginning, so that a run may resume on other ranks.
+
+    Args:
+        file: File of this process; None to keep answers in memory alone.
+        size: Largest number of answers to keep.
+        may_fail: Context in which files are written.
     """
 
     def __init__(
@@ -46,13 +51,6 @@ class AnswerCache:
         size: int,
         may_fail: MayFail = nullcontext,
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            file: File of this process; None to keep answers in memory alone.
-            size: Largest number of answers to keep.
-            may_fail: Context in which files are written.
-        """
         self._file, self._size, self._may_fail = file, size, may_fail
         self._answers: dict[str, JudgeAnswer] = {}
         self._num_lines = 0

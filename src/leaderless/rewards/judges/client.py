@@ -52,7 +52,7 @@ class ChatClient:
     """Asks a server; several threads may use it at the same time. Proxies are not used, and redirects not followed."""
 
     def __init__(self, options: JudgeOptions) -> None:
-        """Connect to nothing yet.
+        """Read the key of the server; nothing connects before the first request.
 
         Raises:
             ValueError: The environment does not have the key.

@@ -85,19 +85,18 @@ class Judged:
 
 
 class Judge:
-    """Grades responses by what a language model says of them. It is a `Reward`, too, for single responses."""
+    """Grades responses by what a language model says of them. It is a `Reward`, too, for single responses.
+
+    Args:
+        options: Settings.
+        asker: Client that asks the model; None for one that comes with the responses, as the engine of a role does.
+        key: Setting that has them, for errors.
+
+    Raises:
+        RecipeError: The function that finds verdicts cannot be loaded.
+    """
 
     def __init__(self, options: JudgeOptions, asker: Asker | None, key: str = "reward.judge") -> None:
-        """Ask nothing yet.
-
-        Args:
-            options: Settings.
-            asker: Client that asks the model; None for one that comes with the responses, as the engine of a role does.
-            key: Setting that has them, for errors.
-
-        Raises:
-            RecipeError: The function that finds verdicts cannot be loaded.
-        """
         self.options, self._asker, self._key = options, asker, key
         self._read = verdict_reader(options, key)
 
