@@ -30,7 +30,6 @@ class ValueModel(Decoder):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Wrap a model; see `Decoder`."""
         super().__init__(model)
         self._is_reward_model = False
 

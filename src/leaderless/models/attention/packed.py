@@ -166,7 +166,6 @@ class PackedAttention:
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """Plan calls for sequences of some lengths; see `LengthBuckets`."""
         self.longest = max(lengths)
         self._buckets = LengthBuckets(lengths, device)
 

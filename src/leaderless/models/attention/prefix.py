@@ -45,7 +45,6 @@ class PrefixAttention:
     """Attention in which each token of a prompt attends to all of the prompt; see the module."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        """Plan the calls for consecutive families."""
         self.longest = max(family.longest for family in families)
         self._families: list[tuple[slice, _Continuations | None]] = []
         begin = 0

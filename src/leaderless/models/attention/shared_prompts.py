@@ -81,7 +81,6 @@ class CpuAttention:
     """Attention of tokens to their own blocks, and of continuations to their prompts, joined into one result."""
 
     def __init__(self, families: Sequence[Family]) -> None:
-        """Plan the calls for consecutive families."""
         self.longest = max(family.longest for family in families)
         self._buckets = LengthBuckets([len(block.own) for block in blocks_of(families)], torch.device("cpu"))
         self._crossings: list[tuple[slice, slice]] = []
@@ -107,7 +106,6 @@ class VarlenAttention:
     """FlashAttention over blocks of any length; the keys of a prompt are copied before each continuation's."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        """Plan the call for consecutive families."""
         self.longest = max(family.longest for family in families)
         blocks = list(blocks_of(families))
         lengths = torch.tensor([[0, 0], *([len(block.own), len(block.before) + len(block.own)] for block in blocks)])
@@ -141,7 +139,6 @@ class NpuAttention:
     """Ascend's fused attention over blocks, with the same keys as `VarlenAttention`."""
 
     def __init__(self, families: Sequence[Family], device: torch.device, fused: FusionAttention) -> None:
-        """Plan the call for consecutive families."""
         self.longest, self._fused = max(family.longest for family in families), fused
         blocks = list(blocks_of(families))
         self._query_ends = list(accumulate(len(block.own) for block in blocks))
@@ -159,7 +156,6 @@ class ExpandedAttention:
     """Attention of continuations that each have a copy of their prompt."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        """Plan the calls for consecutive families."""
         blocks = list(blocks_of(families))
         self._copies = _copies(blocks, device)
         self._packed = PackedAttention([len(block.before) + len(block.own) for block in blocks], device)

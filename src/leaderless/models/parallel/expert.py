@@ -129,7 +129,6 @@ class _Experts:
     """Replacement of a module's forward pass."""
 
     def __init__(self, module: nn.Module, peers: ProcessGroup) -> None:
-        """Know the module whose experts ranks divide, and how they compute."""
         self._module, self._peers = module, peers
         self._num_own = _num_experts(module) // peers.size
         self._own = _without_weights(module)
