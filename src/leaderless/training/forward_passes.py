@@ -31,7 +31,7 @@ class Passes:
     """
 
     def __init__(self, engine: BoundedPasses, batch: Batch) -> None:
-        """Prepare; the batch is cut when the first micro-batch is asked for."""
+        """Cut the batch only when the first micro-batch is asked for."""
         self._engine, self._batch = engine, batch
         self.number = 0
         self._is_again = False

@@ -59,7 +59,7 @@ class StageQueue:
     """This rank's place in the line of stages, and the micro-batches that are in it."""
 
     def __init__(self, stages: PipelineParallel, device: torch.device, dtype: torch.dtype) -> None:
-        """Hidden states have the type `dtype` and are sent from and to the device."""
+        """Send hidden states of the type `dtype` from and to the device."""
         self.stages, self._device, self._dtype = stages, device, dtype
         self._coming: deque[MicroBatch] = deque()
         self._begun: deque[_Begun] = deque()

@@ -49,7 +49,7 @@ class RoutedPasses:
     def __init__(
         self, routers: Routers | None, process_group: ProcessGroup, device: torch.device, num_alike: int
     ) -> None:
-        """Know the routers of a model, if it has any; `num_alike` ranks have the same tokens in the same layers."""
+        """Take the routers of a model, if it has any; `num_alike` ranks have the same tokens in the same layers."""
         self._routers, self._process_group, self._device = routers, process_group, device
         self._num_alike = num_alike
         self.is_used = routers is not None
