@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 VERSION = "0.1.0"
 REMEDY = "pip install --upgrade leaderless, in this environment"
-"""What to do about packages of other versions."""
+"""Remedy for packages of other versions."""
 
 
 def unfit_versions() -> Iterator[str]:
