@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RewardGrain = Literal["chunk", "action"]
-"""What has a reward and a value of its own."""
+"""Unit with its own reward and value."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Preferences = Literal["pairs", "singles"]
-"""What rows say about what is preferred: one of two responses, or that a response is desirable or not."""
+"""Form of the preferences in rows: one of two responses is preferred, or a response is desirable or not."""
 
 
 @dataclass(frozen=True)

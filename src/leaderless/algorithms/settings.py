@@ -134,7 +134,7 @@ class AlgorithmConfig(Section):
     """Correction for samples that do not come from exactly the policy that is trained."""
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
     """Log-probabilities before the updates of a step, from which ratios are taken: `recomputed` by a pass over the
-    samples, or `interpolated` between those of the engine that sampled and the current ones, by the number of updates
+    samples, or `interpolated` between the sampling engine's and the current ones, by the number of updates
     that lie between (A-3PO)."""
     replay_experts: bool = False
     """Let a model with experts use for each token those that the engine chose when it sampled, with weights of its own

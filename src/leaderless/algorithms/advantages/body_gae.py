@@ -38,7 +38,7 @@ class BodyGaeAdvantage(Advantage):
     decay: float = Field(default=0.95, ge=0, le=1)
     """Lambda: 1 relies on rewards alone, 0 on the critic's next value."""
     reward: RewardGrain = "chunk"
-    """What has a reward, a value and an advantage of its own: each decision, or each of its steps."""
+    """Unit with its own reward, value and advantage: each decision, or each of its steps."""
     whiten: bool = True
     """Normalize advantages to mean 0 and deviation 1 over all that was decided in the step."""
     epsilon: float = Field(default=1e-8, gt=0)

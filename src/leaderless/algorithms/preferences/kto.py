@@ -30,7 +30,7 @@ class KtoLoss(PreferenceLoss):
         "divergence": "estimated divergence of the policy from the reference, at least 0"
     }
     desirable_weight: float = Field(default=1.0, ge=0)
-    """Weight of desirable responses; that of all of them together should be 1 to 4/3 times that of undesirable ones."""
+    """Weight of desirable responses; all of them together should weigh 1 to 4/3 times as much as undesirable ones."""
     undesirable_weight: float = Field(default=1.0, ge=0)
     """Weight of undesirable responses."""
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _HIGHEST = -1e-6
-"""Mean log-probability beyond which odds stay as they are: those of probability 1 are infinite."""
+"""Mean log-probability beyond which odds stay as they are: at probability 1 they are infinite."""
 
 
 class OrpoLoss(PreferenceLoss):
