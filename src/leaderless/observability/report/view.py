@@ -22,7 +22,7 @@ MAX_STACK_POINTS = 400
 MAX_STACK_PARTS = 8
 """Parts of that chart, as many as there are colors."""
 OUTSIDE_STEP = frozenset({"evaluate", "checkpoint"})
-"""What a worker does between steps, which `time/step` does not include."""
+"""Work of a worker between steps, which `time/step` does not include."""
 _FAILURES = {"restart": "started again", "stall": "nothing moved", "resumed": "back at work"}
 _ACTIONS = {"warn": "warning", "skip": "skipped update", "roll_back": "roll-back", "stop": "stop"}
 
