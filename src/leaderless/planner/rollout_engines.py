@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 KEY = "rollout.engine"
 """Setting that names an engine."""
 UPDATES = ("keep", "recompute")
-"""What can become of keys and values of responses in progress when new weights come."""
+"""Possible treatments of keys and values of responses in progress when new weights come."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from leaderless.planner.plan_parts import RoleInstance
 
 PREFIX, SUFFIX = "base_model.model.", ".weight"
-"""What `peft` puts before and after the names of matrices in its files."""
+"""Texts that `peft` puts before and after the names of matrices in its files."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 A, B = "lora_A", "lora_B"
 """Names of the two matrices of an adapter, as `peft` calls them."""
@@ -35,7 +35,7 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
     "alora_invocation_tokens": ([], None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""What adapters can be here, by entries of their description. Other ways to begin, such as PiSSA, change the base."""
+"""Supported values in the description of adapters, by name. Other ways to begin, such as PiSSA, change the base."""
 
 
 def lora_of(model: ModelConfig, key: str) -> LoraConfig | None:

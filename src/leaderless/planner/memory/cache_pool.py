@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 PAGE_TOKENS = 64
-"""Tokens of a page: few enough that little of the last one is unused, so many that lists of pages are short."""
+"""Tokens of a page: few enough to waste little of the last page, and enough to keep lists of pages short."""
 SPARE_ITEMS = 256
 """Most items of work that lengths add to the number of rows; with them a device has work for all its processors."""
 

@@ -27,6 +27,6 @@ PREFILL_TOKENS = 8192
 ROUNDS_AHEAD = 2
 """Rounds of an exchange that are in progress at a time: one is filled while another is sent."""
 ROUND_BYTES = 1 << 25
-"""What a rank sends to all its peers in one round, and what it receives, about."""
+"""Approximate bytes that a rank sends to all its peers in one round, and receives."""
 PIECE_BYTES = (1 << 16, 1 << 22)
 """Least and most of that for one parcel."""

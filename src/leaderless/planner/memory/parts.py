@@ -24,11 +24,11 @@ channels. Each process group has a communicator of its own, which is connected a
 WORKSPACE_BYTES = 200 * MIB
 """Memory that torch gives to libraries of an accelerator, and does not take back.
 
-cuBLAS and cuBLASLt have 32 MiB each on Hopper, and less on others, for every thread and stream that multiplies: that of
-forward passes, that of backward passes, and that in which passes are recorded. Numbers of two micro-batches on their
+cuBLAS and cuBLASLt have 32 MiB each on Hopper, and less on others, for every thread and stream that multiplies: in
+forward passes, in backward passes, and where passes are recorded. Numbers of two micro-batches on their
 way from the host have 4 MiB each. Compiled layers and attention over pages need no memory besides their results."""
 LARGE_MAX_LOGITS = 1 << 28
-"""Those of accelerators with room for them, which read and write the gradient of the head for each chunk."""
+"""The same on accelerators with room for them, which read and write the gradient of the head for each chunk."""
 
 
 @dataclass(frozen=True)

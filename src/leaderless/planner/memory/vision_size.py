@@ -28,7 +28,7 @@ UNSAID: Mapping[str, Mapping[str, int]] = {
     },
     "gemma": {"head_dim": 256, "max_position_embeddings": 8192},
 }
-"""What layers for text have where their section does not say: published files leave out what is as `transformers` has
+"""Values of layers for text where their section does not say: published files leave out what is as `transformers` has
 it by default."""
 SIGHT = {"visual", "vision_tower", "multi_modal_projector"}
 """Modules that see images."""
@@ -93,7 +93,7 @@ class VisionSize:
 
 
 NO_VISION = VisionSize(0, 0, 0, 0, 0, is_gated=False)
-"""What a model has that sees nothing."""
+"""Vision size of a model that sees nothing."""
 
 
 def text_config(config: Mapping[str, object]) -> dict[str, object]:

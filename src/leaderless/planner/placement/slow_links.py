@@ -9,7 +9,7 @@ from statistics import median
 LEAST_S = 0.01
 """Seconds of a test below which no host counts as slow."""
 MUCH_SLOWER = 4.0
-"""A host is slow if its test takes so many times as long as that of the median host."""
+"""A host is slow if its test takes this many times as long as the median host's."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class StageSeconds(Section):
     pause_tokens: float = Field(default=0.0, ge=0)
     """Time for which a response keeps its place without sampling, as when an environment answers, in tokens."""
     waits: bool = False
-    """Whether the longest row is that of the episode that ends last: it waits for its environment, too."""
+    """Whether the longest row belongs to the episode that ends last: it waits for its environment, too."""
     error: float = Field(default=0.0, ge=0)
     """Mean relative error of the law over the measurements that it was made of."""
 

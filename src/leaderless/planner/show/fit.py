@@ -19,7 +19,7 @@ from leaderless.planner.show.text import print_section
 from leaderless.planner.simulate.cluster import GIB
 
 KEPT = {"all": "weights and gradients", "weights": "weights", "nothing": "nothing"}
-"""What ranks keep whole, by the value of `training.keep_whole`."""
+"""Parts that ranks keep whole, by the value of `training.keep_whole`."""
 
 
 @dataclass(frozen=True)

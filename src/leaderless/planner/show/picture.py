@@ -43,7 +43,7 @@ LEGEND: dict[Kind, str] = {
     "order": "order only: no column is read",
 }
 Values = dict[str, object]
-"""What the template gets of one element."""
+"""Values of one element for the template."""
 
 
 class _Line(NamedTuple):

@@ -63,7 +63,7 @@ class CoordinatorConfig(Section):
     hop_latency_us: float = Field(ge=0)
     """One hop of the small collectives by which ranks agree, over TCP."""
     hop_bandwidth_gb_per_s: float = Field(gt=0)
-    """What one TCP connection of these collectives carries."""
+    """Bandwidth of one TCP connection of these collectives."""
     assignment_us_per_row: float = Field(ge=0)
     """Assigning rows to shards; every rank does it for all rows."""
 
@@ -98,7 +98,7 @@ class ClusterConfig(Section):
     host: HostConfig
     """One machine."""
     links: LinksConfig
-    """What carries bytes."""
+    """Links that carry bytes."""
     coordinator: CoordinatorConfig
     """The data coordinator."""
     dataloader: DataloaderConfig

@@ -26,13 +26,13 @@ from leaderless.planner.simulate.network import MICRO, Network, NetworkTransfer,
 from leaderless.planner.simulate.rows import LENGTH_BYTES, Int, SimulatedRoutes, SimulatedRows
 
 TYPES_BYTES = 24
-"""What ranks of a node compare before rows are sent: digests of types and ids, and the number of rows."""
+"""Facts that ranks of a node compare before rows are sent: digests of types and ids, and the number of rows."""
 COMPARED_BYTES = 32
-"""What is known of a block when its ranks have compared: ranks that differ, and a digest of types."""
+"""Facts about a block when its ranks have compared: ranks that differ, and a digest of types."""
 FACT_BYTES = 24
 """Id, group and cost of a row, which all ranks gather."""
 ROUTED_BYTES = 56
-"""What a rank says of a row, or hears of it, with the rank that it is for."""
+"""Facts that a rank sends about a row, or receives, with the rank that it is for."""
 UNIT_BYTES = 40
 """Number, cost, holder, origin and update of what a block divides."""
 ID_BYTES = 8

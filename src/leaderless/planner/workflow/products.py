@@ -48,4 +48,4 @@ PRODUCTS: Mapping[Product, ProductFunctions] = {
         evaluation="leaderless.embodied.evaluation:evaluate_bodies",
     ),
 }
-"""The functions of each kind of run; those of its stages are in the contracts of these."""
+"""The functions of each kind of run; the functions of its stages are in their contracts."""

@@ -25,7 +25,7 @@ RoleUse = Literal["generate", "score", "train"]
 AnyUse = RoleUse | Literal["judge"]
 """The same, or to ask it about samples, as only the node that computes rewards does."""
 RowEffect = Rows | Literal["extend", "join"]
-"""The same, adding samples to given ones, or adding rows to those of other nodes, as only nodes of the planner do."""
+"""The same, adding samples to given ones, or adding rows to rows of other nodes, as only nodes of the planner do."""
 
 Names = Sequence[str] | Callable[["Recipe", "Node"], Sequence[str]]
 """Names of columns or metrics, or a function of the recipe and the node that gives them."""
