@@ -55,7 +55,7 @@ IN_BLOCKS_BYTES = 1 << 16
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older releases of torch
 
 Round = tuple[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]]
-"""What a rank sends and receives at a time, by peer: uint8 in host memory, or in that of the device that moves payload;
+"""Messages that a rank sends and receives together, by peer: uint8 in host memory, or on the device that moves payload;
 `received` is filled in place."""
 
 

@@ -40,7 +40,7 @@ TRAILER = 2 * WORD
 NO_VERSION, IN_ERROR = -1, -2
 """Versions in the message of a rank that has received nothing so far, and of one that has found an error."""
 GATHERS_AHEAD = 2
-"""Buckets whose gathers are under way at a time, or being used."""
+"""Buckets whose gathers run at a time, or that are being used."""
 
 
 class WeightStream:

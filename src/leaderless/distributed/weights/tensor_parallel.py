@@ -21,7 +21,7 @@ NARROWING = {"o_proj", "down_proj"}
 ROWS, COLUMNS = {"weight", "bias", "lora_B"}, {"weight", "lora_A"}
 """Of a layer that widens, what has an output in each row; of one that narrows, what has an input in each column."""
 WORDS = {"embed_tokens", "lm_head"}
-"""Embeddings of which each rank has those of some words, if the ranks divide their number."""
+"""Embeddings of which each rank has some words', if the ranks divide their number."""
 
 
 def divided_dim(name: str, shape: Shape, tp: int) -> int | None:
