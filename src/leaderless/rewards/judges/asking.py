@@ -25,7 +25,7 @@ MIN_FAILURES = 8
 MAX_QUOTED = 4000
 """Characters of an answer that a reminder quotes."""
 LEEWAY_S = 5.0
-"""Seconds beyond its deadline after which a question is given up, whatever its thread is doing."""
+"""Seconds beyond its deadline after which a question is abandoned, whatever its thread is doing."""
 TICK_S = 0.25
 
 

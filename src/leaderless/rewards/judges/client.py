@@ -26,7 +26,7 @@ MAX_ERROR_CHARACTERS = 300
 """Characters of a server's error that are shown."""
 _PIECE = 1 << 16
 _TRANSIENT = {408, 409, 425, 429}
-"""Statuses after which it helps to ask again, besides those of a server in trouble."""
+"""Statuses after which it helps to ask again, besides the statuses of a server in trouble."""
 _REMEDIES = {
     400: "look at the judge's `model` and `request`",
     401: "look at the key in the variable that api_key_env names",

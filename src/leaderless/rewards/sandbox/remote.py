@@ -30,7 +30,7 @@ _ITEMS: Mapping[type, Callable[..., Iterator[object]]] = {
     set: set.__iter__,
     frozenset: frozenset.__iter__,
 }
-"""The types' own iterators, as those of a subclass may show other items."""
+"""The types' own iterators, as a subclass's may show other items."""
 
 
 class UnfitTestError(BaseException):
