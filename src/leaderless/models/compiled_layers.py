@@ -22,7 +22,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 BACKEND = "inductor"
-"""What turns graphs into kernels; tests have others, which need no compiler."""
+"""Compiler that turns graphs into kernels; tests have others, which need no compiler."""
 MAX_VARIANTS = 64
 """Kernels that one function may have: for passes with and without a gradient, types, adapters, and several models."""
 TOLERANCE = 0.05

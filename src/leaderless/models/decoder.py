@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 64
 """Addresses of tensors that torch allocates on the CPU are multiples of it."""
 SCALAR_HEAD = ("score.weight", "score.bias")
-"""What `transformers` calls the head of a token or sequence classifier."""
+"""Name in `transformers` of the head of a token or sequence classifier."""
 
 
 Completion = Callable[[Callable[[str, Tensor], Tensor], torch.device], None]

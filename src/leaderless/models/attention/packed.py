@@ -195,7 +195,7 @@ def attend_padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
 
 Crossing = tuple[slice, slice]
-"""The tokens of a prompt, and those of all continuations, which attend to it."""
+"""The tokens of a prompt, and the tokens of all continuations, which attend to it."""
 
 flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 """Output and normalizer for queries, keys and values [batch, heads, n, head_dim]; `torch` has no public name for it."""

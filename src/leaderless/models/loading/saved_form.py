@@ -15,7 +15,7 @@ from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.models.parallel.expert import num_experts
 
 SavedForm = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-"""From the name of a weight and the weight to those of which it is made in a folder."""
+"""From the name of a weight and the weight to the weights of which it is made in a folder."""
 
 
 def unchanged(name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:

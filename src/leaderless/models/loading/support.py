@@ -22,7 +22,7 @@ from leaderless.planner.checks.model_files import BOTH_WAYS, SEEING
 LLAVA_TEXT = ("llama", "qwen2", "qwen3")
 """Types of the layers for text that such a model of type llava may have."""
 PALIGEMMA_TEXT = ("gemma",)
-"""The same of type paligemma; those of PaliGemma 2 have windows and softcapped logits."""
+"""The same of type paligemma; models of PaliGemma 2 have windows and softcapped logits."""
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _LENGTHS = (5, 9)
 """Lengths of the two sequences with which a model is tried."""

@@ -28,7 +28,7 @@ from leaderless.planner.checks.divisibility import whole_experts
 from leaderless.planner.memory.vision_size import sees
 
 SAME_LAYERS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
-"""Families whose layers are those of another one, which says how they can be divided while they do not."""
+"""Families with the layers of another one, which says how they can be divided while they do not."""
 HEAD_NORMS = {"q_norm", "k_norm"}
 """Norms of single heads: all ranks have their weights, but each computes the gradient of its own heads."""
 

@@ -42,7 +42,7 @@ def register_classifiers(described: PreTrainedConfig) -> None:
     names = next(filter(None, map(get_checkpoint_conversion_mapping, (language_model, described.model_type))), None)
     for ending, (auto_class, generic) in _KINDS.items():
         name = whole.__name__.removesuffix("Model") + ending
-        made = type(name, (generic, family), {"__doc__": f"See `{generic.__name__}`.", "__module__": __name__})
+        made = type(name, (generic, family), {"__doc__": f"Made like `{generic.__name__}`.", "__module__": __name__})
         if names is not None:
             register_checkpoint_conversion_mapping(name, names, overwrite=True)
         auto_class.register(type(described), made, exist_ok=True)  # else it skips families of its own

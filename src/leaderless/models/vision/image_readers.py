@@ -29,7 +29,7 @@ from leaderless.models.uploads import placed
 from leaderless.models.vision.patches import placed_patches
 
 KEPT_BYTES = 256 << 20
-"""Pixels that a model keeps of the images that it has read last: those of a step are needed by several passes."""
+"""Pixels that a model keeps of the images that it has read last: the images of a step are needed by several passes."""
 
 
 @dataclass(frozen=True)
