@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
-"""What a model keeps of each weight: itself in float32, and Adam's two moments, which a frozen model does not have."""
+"""Tensors that a model keeps for each weight: itself in float32, and Adam's moments, which a frozen model lacks."""
 
 
 @dataclass(frozen=True)
