@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue
 from leaderless.base.section import ShorthandSection
 
 Grain = Literal["token", "action", "chunk"]
-"""What has a log-probability of its own: each number of an action, each action, or those of a decision together."""
+"""Unit with its own log-probability: each number of an action, each action, or all actions of a decision."""
 
 
 class PolicyConfig(ShorthandSection):
@@ -48,12 +48,12 @@ class BodyConfig(ShorthandSection):
     max_steps: int = Field(default=256, ge=1)
     """Steps after which an episode is truncated, if the environment does not end it before."""
     log_prob: Grain = "token"
-    """What has a log-probability and an advantage of its own: each number of an action, each action (one step), or all
+    """Unit with its own log-probability and advantage: each number of an action, each action (one step), or all
     actions of a decision together."""
     demonstrations: str | None = None
     """Folder of demonstrations, for workflows that imitate them."""
     encoder: str = Field(default="convolution", min_length=1)
-    """What makes vectors of episodes, for workflows that compare them, such as `srpo`: `convolution`, a small network
+    """Source of vectors of episodes, for workflows that compare them, such as `srpo`: `convolution`, a small network
     with fixed random weights, or the folder of a V-JEPA 2 of transformers."""
     encoded_frames: int = Field(default=16, ge=2)
     """Frames of an episode that it looks at, spread evenly."""

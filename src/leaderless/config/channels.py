@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from leaderless.base.section import Section
 
 Stragglers = Literal["wait", "defer", "cancel"]
-"""What happens to groups that are not finished when training needs rows."""
+"""Treatment of groups that are not finished when training needs rows."""
 
 
 class ChannelConfig(Section):
@@ -26,12 +26,12 @@ class ChannelConfig(Section):
     """`fixed_lag`: a whole iteration is generated with the same weights, so that nothing depends on time. `continuous`:
     each rank generates groups of several iterations at once, and takes new weights between two tokens."""
     stragglers: Stragglers = "wait"
-    """What happens, in continuous mode, to groups that are not finished when training needs rows. `wait`: training
+    """Treatment, in continuous mode, of groups that are not finished when training needs rows. `wait`: training
     waits for them. `defer`: groups of later iterations that are finished take their places, and they are trained in a
-    later step, within `max_staleness`. `cancel`: the same, and those that would become too old are given up, and begun
+    later step, within `max_staleness`. `cancel`: the same, and groups that would become too old are dropped, and begun
     again after all others."""
     cache: Literal["keep", "recompute"] = "keep"
-    """What happens, in continuous mode, to the keys and values of responses in progress when new weights come."""
+    """Treatment, in continuous mode, of the keys and values of responses in progress when new weights come."""
 
     portions: Sequence[Annotated[int, Field(ge=1)]] = ()
     """In continuous mode, how the ranks that generate divide the prompts of an iteration, in proportion. With

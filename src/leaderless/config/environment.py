@@ -48,10 +48,10 @@ class EnvironmentConfig(ShorthandSection):
     max_turns: int = Field(default=8, ge=1)
     """Number of messages of the policy after which an episode that is not over is cut."""
     max_episode_tokens: int = Field(default=2048, ge=1)
-    """Tokens after a prompt of `data.max_prompt_tokens`, of what the policy says and what it is told, at which an
-    episode is cut."""
+    """Tokens of the policy and of the environment after a prompt of `data.max_prompt_tokens`, at which an episode is
+    cut."""
     on_overflow: Literal["cut", "fail"] = "cut"
-    """What becomes of an episode that is longer: it is cut and keeps its reward so far, or it fails."""
+    """Treatment of an episode that is longer: it is cut and keeps its reward so far, or it fails."""
     act_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds that one answer of the environment may take, or that a program may take between two questions; then the
     episode fails."""
@@ -64,7 +64,7 @@ class EnvironmentConfig(ShorthandSection):
     which may crash or hang without harm. Environments that use global random numbers ask for processes by
     themselves."""
     images: bool = False
-    """Whether what the policy is told may have images, for a model that sees them; see
+    """Whether messages to the policy may have images, for a model that sees them; see
     [Models that see images](../guides/images.md#images-in-episodes)."""
     tools: tuple[ToolConfig, ...] = ()
     """Tools that the policy may call, in addition to the environment's methods marked with `@tool`."""
@@ -76,7 +76,7 @@ class EnvironmentConfig(ShorthandSection):
     tool_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds that a call of a tool may take; then the episode fails."""
     max_result_characters: int = Field(default=4000, ge=2)
-    """Characters of a tool's result that the policy is told; the middle of a longer one is left out."""
+    """Characters of a tool's result that the policy reads; the middle of a longer one is left out."""
 
 
 def custom_reader(name: str, key: str = FORMAT_KEY) -> Callable[..., object] | None:

@@ -52,7 +52,7 @@ class CriterionConfig(ShorthandSection):
     shorthand: ClassVar[str] = "text"
 
     text: str
-    """What the judge is asked, such as `Is the answer right?`."""
+    """Question to the judge, such as `Is the answer right?`."""
     weight: float = Field(default=1.0, gt=0)
     """Weight in the mean over the criteria."""
 
@@ -111,7 +111,7 @@ class JudgeOptions(RewardOptions):
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     """Name of the environment variable that has the key of the server; the key itself is never in a recipe."""
     prompt: str = ""
-    """What the judge is asked, a text with places: `{prompt}`, `{response}`, `{answer}`, `{transcript}`, `{low}`,
+    """Question to the judge, a text with places: `{prompt}`, `{response}`, `{answer}`, `{transcript}`, `{low}`,
     `{high}`, and `{NAME}` for a column of the row; with a rubric also `{rubric}`, its criteria, and `{form}`, an
     example of the JSON object; to compare, `{first}` and `{second}` in place of `{response}`. Empty for a general
     one."""
@@ -131,14 +131,14 @@ class JudgeOptions(RewardOptions):
     """Number of times that a request is repeated after a failure, and that the judge is reminded of the form of the
     verdict if it cannot be read; then the verdict counts as failed."""
     max_requests: int = Field(default=16, ge=1)
-    """Number of requests that each worker has under way at a time."""
+    """Number of requests that each worker makes at a time."""
     temperature: float = Field(default=0.0, ge=0)
     """Temperature of what the judge says; above 0 verdicts are random, and the first one is kept."""
     max_answer_tokens: int = Field(default=512, ge=1)
     """Largest number of tokens of what the judge says."""
     max_question_tokens: int | None = Field(default=None, ge=1)
     """Largest number of tokens of a question to a role, for which its memory is planned; a longer question fails. By
-    default those of the longest prompt with its response, or with both responses of a comparison, and 1,024 for the
+    default enough for the longest prompt with its response, or with both responses of a comparison, and 1,024 for the
     template."""
     request: Mapping[str, JsonValue] = {}
     """Further fields of each request to a server, such as `response_format`; null removes one, such as `max_tokens`."""

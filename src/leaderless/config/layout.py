@@ -28,7 +28,7 @@ class LayoutConfig(Section):
     """Context-parallel size."""
     ep: int = Field(default=1, ge=1)
     """Expert-parallel size: neighboring ranks that divide the experts of every layer, and send each other tokens for
-    them. It divides the number of ranks, with `pp` that of each stage; ranks with the same experts divide their
+    them. It divides the number of ranks, with `pp` the number of each stage; ranks with the same experts divide their
     weights. With 1, experts are gathered like other weights."""
     groups: Literal["auto", "whole"] = "auto"
     """`whole` keeps all responses to a prompt on one rank when rows are resharded, `auto` only if the node needs it."""

@@ -21,7 +21,7 @@ class LoggerConfig(ShorthandSection):
     options: Mapping[str, JsonValue] = {}
     """Arguments of its constructor, such as `project`."""
     tables_every_steps: int = Field(default=10, ge=0)
-    """Steps between tables of recorded samples and of episodes, from step 1 on; 0 for none. Those of evaluations are
+    """Steps between tables of recorded samples and of episodes, from step 1 on; 0 for none. Tables of evaluations are
     sent as well, unless it is 0."""
     finish_s: float = Field(default=60.0, gt=0)
     """Seconds after the last step in which to send what is left; what does not get through by then stays in the folder

@@ -14,7 +14,7 @@ class McpServerConfig(Section):
 
     command: tuple[str, ...] = ()
     """Program that answers on standard input and output, with its arguments. It gets the variables of `env` and a few
-    others, such as `PATH` and `HOME`, but no secrets of the run; what it writes to standard error goes to that of the
+    others, such as `PATH` and `HOME`, but no secrets of the run; its standard error goes to the standard error of the
     run."""
     env: Mapping[str, str] = {}
     """Environment variables of the program."""

@@ -78,10 +78,10 @@ class LoraConfig(Section):
     rslora: bool = False
     """Scale by `alpha / sqrt(rank)` instead (arXiv 2312.03732)."""
     targets: Literal["all-linear"] | Sequence[str] = "all-linear"
-    """Linear layers that get adapters: those of all decoder layers, or those whose names end like one of a list. The
+    """Linear layers that get adapters: all in the decoder layers, or the ones whose names end like one of a list. The
     part of a model that sees has adapters only where the list names its layers."""
     expert_rank: int | Literal["auto"] | None = None
-    """Rank of the adapters that each expert of a mixture gets, next to those of `targets`; without it, experts stay as
+    """Rank of the adapters that each expert of a mixture gets, besides those in `targets`; without it, experts stay as
     they are. `auto` is `rank` divided by the number of experts that a token goes through, and at least 1, as in "LoRA
     Without Regret". Their scale is `alpha / expert_rank`. vLLM and SGLang need `rollout.external.merge_adapters`."""
     adapter: str | None = None

@@ -27,7 +27,7 @@ from leaderless.config.source import merge_settings
 from leaderless.config.training import TrainingConfig
 
 Product = Literal["text", "episodes", "online", "bodies"]
-"""Kinds of samples: responses to prompts, episodes in an environment or of clients, and those of bodies."""
+"""Kinds of samples: responses to prompts, episodes in an environment or of clients, and of bodies."""
 
 
 class Recipe(Section):
@@ -39,7 +39,7 @@ class Recipe(Section):
     """A built-in workflow, a YAML file, or `package.module:function` that returns a `Workflow`."""
     models: Mapping[str, ModelConfig]
     """Model of each role, such as `policy`; by default, `reference` and `critic` start from the policy's model, and
-    `planner_reference` and `planner_critic` from that of the role `planner`."""
+    `planner_reference` and `planner_critic` from the model of the role `planner`."""
     data: DataConfig
     """Training and held-out data."""
     reward: RewardsConfig = RewardsConfig()

@@ -22,7 +22,7 @@ class ScheduleConfig(Section):
     min_gain: float = Field(default=0.1, ge=0, lt=1)
     """Least share of a step's seconds that another layout is expected to save."""
     horizon_steps: int = Field(default=50, ge=1)
-    """Steps over which savings count, if so many are left."""
+    """Steps over which savings count, or all remaining ones if fewer are left."""
     payback: float = Field(default=2.0, gt=0)
     """Least savings over these steps, in multiples of the seconds that a switch takes."""
 

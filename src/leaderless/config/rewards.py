@@ -123,7 +123,7 @@ class RewardsConfig(Section):
     """The share of its row's tests that the response's program passes, run in a sandbox; see
     [A reward that runs programs](../guides/code.md)."""
     judge: JudgeOptions | None = None
-    """What a language model says the response is worth, from 0 to 1; see [Judges](../guides/judges.md)."""
+    """Value of the response in the judgment of a language model, from 0 to 1; see [Judges](../guides/judges.md)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -32,7 +32,7 @@ class RoleConfig(Section):
     optimizer: OptimizerConfig | None = None
     """Optimizer of this role; what is not given is as in `optimizer`."""
     training: TrainingConfig | None = None
-    """What holds, scores and trains this role's model; what is not given is as in `training`."""
+    """Settings of the engine that holds, scores and trains this role's model; by default as in `training`."""
 
 
 def origin_of(role: str) -> str | None:

@@ -150,7 +150,7 @@ class EvaluationConfig(SamplingConfig):
     max_prompts: int | None = Field(default=None, ge=1)
     """Number of held-out rows to use, from the first; all by default."""
     metric: str | None = None
-    """Reward that decides whether a response is correct; by default the one of largest weight, or without any that of
-    the `environment`."""
+    """Reward that decides whether a response is correct; by default the one of largest weight, or the
+    environment's if there is none."""
     correct_at: float = 1.0
     """Value of that reward, before weighting, from which a response is correct."""

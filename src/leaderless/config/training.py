@@ -10,7 +10,7 @@ from leaderless.base.named_functions import is_function_name
 from leaderless.base.section import Section
 
 Whole = Literal["nothing", "weights", "all"]
-"""What each rank keeps whole of a model that ranks divide; see `TrainingConfig.keep_whole`."""
+"""Part of a divided model that each rank keeps whole; see `TrainingConfig.keep_whole`."""
 
 
 class MegatronConfig(Section):
@@ -29,10 +29,10 @@ class TrainingConfig(Section):
     """Training and scoring of models."""
 
     backend: str = Field(default="fsdp")
-    """What holds, scores and trains the models: `fsdp` (PyTorch's fully sharded data parallelism), `megatron`
+    """Engine that holds, scores and trains the models: `fsdp` (PyTorch's fully sharded data parallelism), `megatron`
     (Megatron-Core in an environment of its own), or a custom back end as `package.module:function`."""
     keep_whole: Literal["auto"] | Whole = "auto"
-    """What each rank keeps whole of a model whose weights ranks divide, besides the layers that compute: `nothing`;
+    """Part of a divided model that each rank keeps whole, in addition to the layers that compute: `nothing`;
     `weights` between the forward and the backward pass, so that they are gathered once a pass and not twice; or `all`,
     that is also gradients until the last micro-batch of an update, so that ranks add them up once an update and not
     after each micro-batch. `auto` is, on accelerators, the most for which the estimated memory has room, and `nothing`
