@@ -290,7 +290,7 @@ class ColumnFlow:
             return
         is_writer = writer == DATA or column in self.writes[writer]
         spec = self.specs.get(writer)
-        # It scores those of its rows that one role has sampled, and hands on scores of the others.
+        # It scores the rows that one role has sampled, and keeps the scores of the others.
         if is_writer and spec is not None and spec.takes_own_rows and spec.role_use == "score":
             mine = scored_agent(self.workflow[writer])
             if mine in agents:

@@ -322,7 +322,7 @@ class LanguageRank(RankMemory[ModelMemory]):
             yield begins | scored | inner
         else:
             yield begins | scored
-            # The gradient of the head waits for that of the embedding, which may be the same.
+            # The gradient of the head waits for the embedding's, which may be the same.
             yield begins | inner | {"gradient of the head": embedding * width * (scored["gradient of the head"] > 0)}
         # A unit's whole gradient as it was computed, and in float32 on its way to the ranks that hold its parts; gloo
         # sums in a copy of its own.

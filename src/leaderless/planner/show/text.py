@@ -228,7 +228,7 @@ def _costs(plan: Plan) -> Iterator[str]:
         elif loop.stragglers == "defer":
             yield f"Finished groups overtake others; training waits for one whose tokens would be over {bound} old."
         else:
-            yield f"Finished groups overtake others; one whose tokens would be over {bound} old is given up."
+            yield f"Finished groups overtake others; one whose tokens would be over {bound} old is dropped."
             yield "Such prompts are begun again after all others, so that long responses are trained late."
 
 

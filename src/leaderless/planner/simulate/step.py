@@ -131,7 +131,7 @@ def _synced(plan: Plan, recipe: Recipe, models: Models, action: SyncWeights) -> 
 
 def _work(node: PlannedNode, models: Models, placement: RowPlacement, recipe: Recipe) -> Worked:
     rows, shards = placement.rows(node.row_set), placement.shards(node.row_set, node.layout)
-    # What joins rows puts those of one node into a table that holds others, too.
+    # A node that joins rows puts the rows of one node into a table that holds others, too.
     row_set_after = node.row_set if node.spec.rows == "join" else node.row_set_after
     after, shards_after = placement.rows(row_set_after), placement.run(node)
     took = np.zeros(node.layout.dp)

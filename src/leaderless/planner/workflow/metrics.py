@@ -117,7 +117,7 @@ METRICS: dict[str, Metric] = {
     "sac/temperature": Metric("weight of the entropy", _SAC),
     "body/steps_per_s": Metric("steps of environments per second of rollout, with decisions, over all ranks", _BODY),
     "episode/turns": Metric("mean number of messages of the policy in an episode", _PLAYED),
-    "episode/tokens": Metric("mean number of tokens of an episode, with what the policy is told", _PLAYED),
+    "episode/tokens": Metric("mean number of tokens of an episode, with the messages to the policy", _PLAYED),
     "episode/told_tokens": Metric("mean number of those that the policy did not sample", _PLAYED),
     "episode/samples": Metric("mean number of training sequences that an episode becomes", _PLAYED),
     "episode/cut": Metric("share of episodes that ended at a limit of turns or tokens", _PLAYED),
@@ -143,7 +143,7 @@ METRICS: dict[str, Metric] = {
     "tool/misread": Metric("share of calls that cannot be read, or name no tool", _TOOLS),
     "tool/calls/<name>": Metric("mean number of calls of one tool in an episode", _TOOLS),
     "tool/refused/<name>": Metric("share of its calls that have wrong arguments, or that it refused", _TOOLS),
-    "online/requests": Metric("requests of clients since the step before; those that are under way count", _ONLINE),
+    "online/requests": Metric("requests of clients since the step before, unfinished ones included", _ONLINE),
     "online/failed": Metric("requests that were answered with an error of the server", _ONLINE),
     "online/acceptance": Metric("mean reward that clients' feedback has given to the step's responses", _ONLINE),
     "online/waiting": Metric("responses with feedback that wait for the next step", _ONLINE),
@@ -157,7 +157,7 @@ METRICS: dict[str, Metric] = {
     ),
     "online/latency_p95_s": Metric("the same, exceeded by one request in twenty; on the slowest rank", _ONLINE),
     "online/latency_training_s": Metric(
-        "mean seconds of requests that came, or were under way, while the rank was training", _ONLINE
+        "mean seconds of requests that came, or were unfinished, while the rank was training", _ONLINE
     ),
     "online/latency_training_p95_s": Metric(
         "the same, exceeded by one request in twenty; on the slowest rank", _ONLINE
@@ -166,17 +166,17 @@ METRICS: dict[str, Metric] = {
     "staleness/oldest": Metric("mean of the same for the oldest token of each sample", _STALE),
     "staleness/share/<age>": Metric("share of samples whose oldest token is that many updates old", _STALE),
     "generation/response_tokens": Metric(
-        "mean number of tokens of the responses that ended or were given up since the last share: what was generated, "
+        "mean number of tokens of the responses that ended or were dropped since the last share: what was generated, "
         "next to `rollout/response_tokens`, what is trained",
         _CONTINUOUS,
     ),
-    "generation/voided_tokens": Metric("tokens of groups that were given up", _CONTINUOUS),
+    "generation/voided_tokens": Metric("tokens of groups that were dropped", _CONTINUOUS),
     "generation/canceled": Metric(
-        "groups that were given up because they would have been too old, and are begun again after all others",
+        "groups that were dropped because they would have been too old, and are begun again after all others",
         _CONTINUOUS,
     ),
     "generation/deferred": Metric("groups of the step that later groups have overtaken", _CONTINUOUS),
-    "generation/open": Metric("groups that are under way when a share is complete, over all ranks", _CONTINUOUS),
+    "generation/open": Metric("unfinished groups when a share is complete, over all ranks", _CONTINUOUS),
     "group/no_signal": Metric("share of groups without an advantage, which change no weight"),
     **_of("advantage", ADVANTAGES),
     "sampling/kept": Metric("groups that dynamic sampling kept", _ROUNDS),
