@@ -122,7 +122,7 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
         Topic("Turns", "Mean messages of the policy in an episode.", ("episode/turns",)),
         Topic(
             "Tokens of an episode",
-            "Mean tokens with all that the policy is told, and those that it did not sample.",
+            "Mean tokens with all messages to the policy, and tokens that it did not sample.",
             ("episode/tokens", "episode/told_tokens"),
         ),
         Topic(

@@ -264,7 +264,7 @@ def _misread_calls(run: RunFiles) -> ReportFinding | None:
     return ReportFinding(
         "Many calls of tools cannot be read",
         f"{mean:.0%} of the calls in {recent} cannot be read, or name no tool.",
-        "The policy is told what is wrong, and loses a turn.",
+        "The policy gets a message about the error, and loses a turn.",
         "Compare environment.tool_format with how the model was trained to write calls; read such turns below.",
     )
 
