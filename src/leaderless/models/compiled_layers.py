@@ -61,7 +61,7 @@ def compiled(
     """Compile a function for any number of tokens, with kernels for each of several models that share it."""
     limit: dict[str, Any] = {}
     if "recompile_limit" in signature(torch.compile).parameters:
-        # In torch 2.13 a setting of Dynamo is that of a thread, and backward passes of a GPU have threads of their own.
+        # In torch 2.13 a setting of Dynamo belongs to a thread, and backward passes of a GPU have their own threads.
         limit = {"recompile_limit": MAX_VARIANTS}
     else:
         from torch._dynamo import config as dynamo

@@ -37,7 +37,7 @@ def register_classifiers(described: PreTrainedConfig) -> None:
         return
     whole = MODEL_MAPPING[type(described)]
     family = next(one for one in whole.__mro__[1:] if issubclass(one, PreTrainedModel))
-    # Files name weights as those of the language model do.
+    # Files name weights as the language model's files do.
     language_model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(described)].__name__
     names = next(filter(None, map(get_checkpoint_conversion_mapping, (language_model, described.model_type))), None)
     for ending, (auto_class, generic) in _KINDS.items():
