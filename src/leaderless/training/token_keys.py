@@ -25,7 +25,7 @@ def token_keys(micro_batch: MicroBatch, seed: int, update: int) -> Tensor:
     if origins is None:
         return torch.zeros(len(micro_batch.tokens), dtype=torch.int64)
     siblings = origins.siblings
-    # A prompt comes before its siblings, so the segments before it are those of all earlier prompts and samples.
+    # A prompt comes before its siblings, so the segments before it belong to all earlier prompts and samples.
     prompts = torch.arange(len(siblings)) + siblings.cumsum(0) - siblings
     is_prompt = torch.zeros(len(siblings) + len(origins.ids), dtype=torch.bool).index_fill_(0, prompts, value=True)
     lengths = torch.empty_like(is_prompt, dtype=torch.int64)
