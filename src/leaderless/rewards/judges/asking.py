@@ -267,7 +267,7 @@ class _Call:
                 reply = JudgeReply(error=f"{type(error).__name__}: {error}")
             with self._lock:
                 if number in self._replies:
-                    return  # it was given up, and another thread took this one's place
+                    return  # it was abandoned, and another thread took this one's place
                 self._add(number, reply)
 
     def _add(self, number: int, reply: JudgeReply) -> None:
