@@ -372,7 +372,7 @@ def test_the_last_lines_hold_what_has_failed_and_what_was_measured(
     call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outcomes: list[dict[str, Any]]
 ) -> None:
     frames = (
-        'File "/r/src/leaderless/weights/route.py", line 9, in send',
+        'File "/r/src/leaderless/distributed/weights/route.py", line 9, in send',
         'File "/v/site-packages/x/tests/x.py", line 3, in f',
     )
     raises = f"printf '%s\\n' '{frames[0]}' '{frames[1]}' 'RuntimeError: out of luck'; exit 1"
