@@ -12,7 +12,7 @@ from leaderless.rollout.wrapped_engine import WrappedEngine
 
 
 class SharedEngine(WrappedEngine):
-    """See `RolloutEngine`. What one view has asked for goes on while another one takes steps."""
+    """One view of an engine that several share; requests of a view continue while another one takes steps."""
 
     def __init__(self, engine: RolloutEngine, turn: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Share an engine that nobody uses yet; the shared engine is a view itself. Each step takes a turn."""
@@ -30,7 +30,7 @@ class SharedEngine(WrappedEngine):
 
     @override
     def sleep(self, *, keep_weights: bool) -> None:
-        """See `RolloutEngine`. All views lose their requests."""
+        """Put the engine to sleep; all views lose their requests."""
         for deltas, _ in self._owners.values():
             deltas.clear()
         self._owners.clear()
@@ -44,7 +44,7 @@ class SharedEngine(WrappedEngine):
 
     @override
     def step(self) -> list[Delta]:
-        """See `RolloutEngine`. What other views have got by it waits for their next step."""
+        """Take a step; what other views have got by it waits for their next step."""
         if not self._deltas:
             with self._turn():
                 deltas = super().step()
@@ -66,7 +66,7 @@ class SharedEngine(WrappedEngine):
 
     @override
     def abort(self, request: int) -> None:
-        """See `RolloutEngine`. Nothing more is heard of the request."""
+        """Abort a request; no later step reports it."""
         super().abort(request)
         self._owners.pop(request, None)
         self._deltas[:] = [delta for delta in self._deltas if delta.request != request]

@@ -44,7 +44,7 @@ def compared(engine: RolloutEngine, shard: ProcessGroup) -> Iterator[RolloutEngi
 
 
 class _Witness(WrappedEngine):
-    """See `RolloutEngine`. An engine, with a digest of all requests, tokens and experts."""
+    """An engine, with a digest of all requests, tokens and experts."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         super().__init__(engine)

@@ -9,6 +9,7 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from leaderless.base.devices import trim_host_memory
 from leaderless.distributed.remote.child_server import EngineError
@@ -45,8 +46,8 @@ class Serving(Protocol):
         """End the engine."""
 
 
-class Colocated:
-    """See `Serving`. The ranks also train or score the model, and each phase begins with the trainer's weights.
+class Colocated(Serving):
+    """Engine on ranks that also train or score the model; each phase begins with the trainer's weights.
 
     The weights are a part of each phase: between phases, memory belongs to the trainer. On one rank whose engine
     computes in the type of the trainer's weights, these are used as they are.
@@ -91,14 +92,14 @@ class Colocated:
         self._served_version = -1
         self._num_phases, self._expected_phases = 0, math.inf
 
+    @override
     @property
     def policy_version(self) -> int:
-        """See `Serving`."""
         return self._trainer.policy_version
 
+    @override
     @contextmanager
     def phase(self) -> Iterator[RolloutEngine]:
-        """See `Serving`."""
         version = self._trainer.policy_version
         if self._served_version != version:
             self._served_version = version
@@ -155,13 +156,13 @@ class Colocated:
             self._does_anyone_need(is_needed=True)
             has_weights = self._bring_once(is_mine=True)
 
+    @override
     def close(self) -> None:
-        """See `Serving`."""
         self.engine.close()
 
 
-class Fed:
-    """See `Serving`. The ranks only generate; those that train the model elsewhere send its weights.
+class Fed(Serving):
+    """Engine on ranks that only generate; those that train the model elsewhere send its weights.
 
     There is no trainer here to ask for weights again. For an engine that may fail and start again, its rank keeps a
     copy of them in host memory.
@@ -193,9 +194,9 @@ class Fed:
         self._probe: Probe | None = None
         self._version = NO_VERSION
 
+    @override
     @property
     def policy_version(self) -> int:
-        """See `Serving`."""
         return self._version
 
     def reroute(self, route: WeightRoute) -> None:
@@ -274,17 +275,18 @@ class Fed:
         weights = WeightStream(iter(self._kept), self._version, self._probe)
         self.engine.load_weights(weights, keep_cache=self._keep_cache)
 
+    @override
     @contextmanager
     def phase(self) -> Iterator[RolloutEngine]:
-        """See `Serving`. The engine stays awake, since nothing else needs its memory."""
+        """Lend the engine, which stays awake, since nothing else needs its memory."""
         if self._version == NO_VERSION:
             raise RuntimeError(f"rank {self._route.rank}: {self._route.what} have not been sent yet")
         self.engine.wake(self._reload)
         with compared(self.engine, self._shard) as engine:
             yield engine
 
+    @override
     def close(self) -> None:
-        """See `Serving`."""
         self.engine.close()
 
 

@@ -82,7 +82,7 @@ class _Response:
 
 
 class ExternalEngine:
-    """See `RolloutEngine`.
+    """`RolloutEngine` that a driver runs outside this package.
 
     An engine that dies, hangs or answers with an error is started again, once from one `wake` to the next: it is given
     its weights again, and responses in progress continue from the tokens that they had. A part of an engine that spans
@@ -132,7 +132,7 @@ class ExternalEngine:
             self._is_started = True
 
     def wake(self, reload: Callable[[], None]) -> None:
-        """See `RolloutEngine`."""
+        """Start the engine if it is not running, and wake it; it is started again if that fails."""
         self._reload, self._may_restart = reload, self._report is not None
         if self._is_awake:
             return
@@ -146,7 +146,7 @@ class ExternalEngine:
         self._is_awake = True
 
     def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:  # noqa: ARG002
-        """See `RolloutEngine`. The rest of each response in progress is asked for again, so all is computed again."""
+        """Send weights, check the probe, and ask for the rest of each response again, so that all is computed again."""
         self.policy_version = None
         try:
             self._driver.load(weights.each(self.form))
@@ -162,7 +162,7 @@ class ExternalEngine:
             self.policy_version = weights.policy_version
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """See `RolloutEngine`."""
+        """Forget all requests and put the engine to sleep."""
         self._forget()
         if not self._is_awake:
             return
@@ -185,7 +185,7 @@ class ExternalEngine:
         self.start()
 
     def submit(self, request: Request, params: SamplingParams) -> int:
-        """See `RolloutEngine`."""
+        """Send each response as a separate request; one that already has `max_tokens` ends at once."""
         self._num_requests += 1
         number, fresh = self._num_requests, []
         for sibling, (sample_id, completion) in enumerate(zip(request.sample_ids, request.begin(), strict=True)):
@@ -223,7 +223,7 @@ class ExternalEngine:
         )
 
     def step(self) -> list[Delta]:
-        """See `RolloutEngine`."""
+        """Report what the engine has sampled; if it fails, it is started again."""
         while self._responses and not self._deltas:
             try:
                 for gain in self._driver.step():
@@ -304,7 +304,7 @@ class ExternalEngine:
         return news
 
     def abort(self, request: int) -> None:
-        """See `RolloutEngine`."""
+        """Report responses as aborted at once; an engine that fails meanwhile is left to the next step."""
         ids = [number for number, response in self._responses.items() if response.request == request]
         self._deltas += [Delta(request, self._responses.pop(number).sibling, (), (), "aborted") for number in ids]
         self._abort(ids)
@@ -319,10 +319,10 @@ class ExternalEngine:
         self._deltas.clear()
 
     def forget(self, conversation: int) -> None:
-        """See `RolloutEngine`. The engine decides by itself what it keeps."""
+        """Do nothing: the engine decides by itself what it keeps."""
 
     def close(self) -> None:
-        """See `RolloutEngine`."""
+        """Stop the engine."""
         self._forget()
         self._driver.close()
         self.policy_version, self._is_started, self._is_awake = None, False, False

@@ -8,17 +8,19 @@ from dataclasses import replace
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from typing_extensions import override
+
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
 from leaderless.distributed.remote.child_server import EngineError
 from leaderless.distributed.remote.messages import Ask, Gain
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.planner import Layout, RoleInstance
-from leaderless.rollout.external.engine import ENDS
+from leaderless.rollout.external.engine import ENDS, Driver
 
 
 class AdapterDriver(Protocol):
-    """See `Driver`. Adapters have names, and what is done with some leaves what is in progress with others alone."""
+    """A `Driver` whose adapters have names; work with some does not disturb what is in progress with others."""
 
     def start(self) -> None:
         """Start the engine, asleep, without adapters."""
@@ -185,8 +187,8 @@ class Hosts:
         return host
 
 
-class LoraSlot:
-    """See `Driver`. An engine as a role sees that has its own adapters there.
+class LoraSlot(Driver):
+    """Engine as one role sees it, which has its own adapters there.
 
     Attributes:
         role: Role that uses it, after which its adapters are named.
@@ -198,21 +200,22 @@ class LoraSlot:
         self._host, self.role, self._start = host, role, 0
         self.gains: list[Gain] = []
 
+    @override
     def start(self) -> None:
-        """See `Driver`."""
         self._start = self._host.enter(self)
 
+    @override
     def wake(self) -> None:
-        """See `Driver`."""
         self._host.wake(self, self._start)
 
-    def sleep(self, *, keep_weights: bool) -> None:  # noqa: ARG002
-        """See `Driver`. The engine sleeps once all of its roles do, and keeps all weights."""
+    @override
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Put the engine to sleep once all of its roles sleep; it keeps all weights."""
         self._abort_all()
         self._host.sleep(self, self._start)
 
+    @override
     def load(self, weights: WeightStream) -> None:
-        """See `Driver`."""
         self._abort_all()
         with self._host.used(self._start) as driver:
             driver.load(weights, self.role)
@@ -221,26 +224,28 @@ class LoraSlot:
         self.gains.clear()
         self._host.abort(self, self._start)
 
+    @override
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
-        """See `Driver`."""
         with self._host.used(self._start) as driver:
             return driver.prompt_log_probs(tokens, self.role)
 
+    @override
     def submit(self, asks: Sequence[Ask]) -> None:
-        """See `Driver`."""
         self._host.submit(self, self._start, asks)
 
+    @override
     def step(self) -> list[Gain]:
-        """See `Driver`. What other roles have got by it waits for their next step, even if it is aborted meanwhile."""
+        """Take a step; what other roles have got by it waits for their next step, even if it is aborted meanwhile."""
         if not self.gains:
             self._host.step(self._start)
         gains, self.gains = self.gains, []
         return gains
 
+    @override
     def abort(self, ids: Sequence[int]) -> None:
-        """See `Driver`."""
         self._host.abort(self, self._start, ids)
 
+    @override
     def close(self) -> None:
-        """See `Driver`. The engine stops with the last of its roles, or if it has failed."""
+        """Stop the engine with the last of its roles, or if it has failed."""
         self._host.leave(self)

@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from leaderless.base.values import Json
 from leaderless.distributed.remote.child_server import ChildServer, EngineError, bound_command
@@ -21,6 +22,7 @@ from leaderless.distributed.remote.messages import Ask, Gain, Settings
 from leaderless.distributed.weights.buckets import LocalStaging, make_buckets
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.rollout.external.engine import ENDS
+from leaderless.rollout.external.lora_slots import AdapterDriver
 from leaderless.rollout.external.vllm_process.adapters import AdapterFolder
 from leaderless.rollout.external.vllm_process.experts import packed
 
@@ -36,8 +38,8 @@ JOIN_S = 10.0
 """Longest wait for the end of a stream of aborted responses."""
 
 
-class SglangServer:
-    """See `Driver`. One SGLang server, which serves only this rank.
+class SglangServer(AdapterDriver):
+    """One SGLang server, which serves only this rank.
 
     Nothing of this package runs inside SGLang, so no checksum is compared there. Every token comes with the policy
     version of the weights that sampled it, and the probe shows that these are the trainer's.
@@ -53,8 +55,8 @@ class SglangServer:
         self._streams: list[threading.Thread] = []
         self._news: queue.SimpleQueue[Gain | EngineError] = queue.SimpleQueue()
 
+    @override
     def start(self) -> None:
-        """See `Driver`."""
         self._server.prepare()
         self._versions.clear()
         self._server.start(bound_command(self._python, START, *self._arguments()), self._server.token)
@@ -91,12 +93,13 @@ class SglangServer:
             given += ["--lora-target-modules", *sorted({one for some in targets for one in some})]
         return given + [f"--{flag}" for flag in flags]
 
+    @override
     def wake(self) -> None:
-        """See `Driver`."""
         self._server.call("/resume_memory_occupation", {"tags": ["weights", "kv_cache"]})
 
-    def sleep(self, *, keep_weights: bool) -> None:  # noqa: ARG002
-        """See `Driver`. SGLang always keeps a copy of the weights in host memory."""
+    @override
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Release memory; SGLang always keeps a copy of the weights in host memory."""
         self._abort_all()
         self._server.call("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
 
@@ -107,8 +110,9 @@ class SglangServer:
             stream.join(JOIN_S)
         self._forget()
 
+    @override
     def load(self, weights: WeightStream, adapter: str = "") -> None:
-        """See `Driver`. SGLang gets CUDA IPC handles of the buckets; on the CPU, their bytes.
+        """Send CUDA IPC handles of the buckets to SGLang; on the CPU, their bytes.
 
         It keeps the keys and values of earlier adapters until it needs their memory, and knows whose they are.
         """
@@ -153,8 +157,8 @@ class SglangServer:
         if not isinstance(answer, Mapping) or answer.get("success") is not True:
             raise EngineError(f"SGLang has refused {path} with {body}: {answer}")
 
+    @override
     def prompt_log_probs(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
-        """See `Driver`."""
         body: Json = {
             "input_ids": list(tokens),
             "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
@@ -168,13 +172,14 @@ class SglangServer:
             raise EngineError(f"SGLang was asked about {len(tokens)} tokens, but answered about others: {scored}")
         return [entry[0] for entry in scored]
 
+    @override
     def submit(self, asks: Sequence[Ask]) -> None:
-        """See `Driver`. Requests are sent with the next step, all in one call."""
+        """Queue requests, which are sent with the next step, all in one call."""
         self._waiting += asks
         self._adapter_of |= {ask.id: ask.adapter for ask in asks if ask.adapter}
 
+    @override
     def abort(self, ids: Sequence[int]) -> None:
-        """See `Driver`."""
         sent = set(ids) - {ask.id for ask in self._waiting}
         self._waiting = [ask for ask in self._waiting if ask.id not in ids]
         for number in ids:
@@ -182,8 +187,8 @@ class SglangServer:
         for number in sorted(sent):
             self._server.call("/abort_request", {"rid": _name(number)})
 
+    @override
     def step(self) -> list[Gain]:
-        """See `Driver`."""
         if self._waiting:
             self._send()
         gains: list[Gain] = []
@@ -259,8 +264,8 @@ class SglangServer:
             )
         return packed(found.reshape(num_read, -1, k), self._settings.expert_layers)
 
+    @override
     def close(self) -> None:
-        """See `Driver`."""
         self._server.close()
         self._forget()
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from leaderless.base.devices import own_device_environment
 from leaderless.base.values import Json
@@ -22,6 +23,7 @@ from leaderless.distributed.remote.messages import Ask, Gain, Settings, from_col
 from leaderless.distributed.weights.buckets import CudaStaging, HostStaging, LocalStaging, WeightBucket, make_buckets
 from leaderless.distributed.weights.packed import checksums
 from leaderless.distributed.weights.stream import WeightStream
+from leaderless.rollout.external.lora_slots import AdapterDriver
 from leaderless.rollout.external.vllm_process.worker import VllmWorker
 
 SERVER = "leaderless.rollout.external.vllm_process.server"
@@ -29,43 +31,44 @@ SERVER = "leaderless.rollout.external.vllm_process.server"
 
 
 class InProcessVllm(VllmWorker):
-    """See `Driver`. If vLLM fails, this process fails too."""
+    """vLLM in this process; if vLLM fails, this process fails too."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         super().__init__(settings)
         self._device = device
 
     def load(self, weights: WeightStream, adapter: str = "") -> None:
-        """See `Driver`. Weights go through a bucket from the trainer's memory into vLLM's, in this process."""
+        """Load weights through a bucket from the trainer's memory into vLLM's, in this process."""
         for bucket in make_buckets(weights, self.settings.torch_dtype, LocalStaging(self._device)):
             self.load_bucket(bucket.weights, bucket.data, adapter)
         self.finish_load(weights.policy_version, adapter)
 
 
-class VllmServer:
-    """See `Driver`. vLLM runs in a process of another interpreter, which serves only this rank."""
+class VllmServer(AdapterDriver):
+    """vLLM in a process of another interpreter, which serves only this rank."""
 
     def __init__(self, python: str, settings: Settings, device: torch.device, server: ChildServer) -> None:
         """Start nothing yet; `python` is an interpreter that has vLLM, and `server` runs it."""
         self._python, self._settings, self._device, self._server = python, settings, device, server
 
+    @override
     def start(self) -> None:
-        """See `Driver`."""
         self._server.prepare()
         greeting = {"port": self._server.port, "token": self._server.token, "settings": asdict(self._settings)}
         command = package_command(self._python, SERVER)
         self._server.start(command, json.dumps(greeting), own_device_environment(self._device))
 
+    @override
     def wake(self) -> None:
-        """See `Driver`."""
         self._server.call_numbered("/wake", {})
 
+    @override
     def sleep(self, *, keep_weights: bool) -> None:
-        """See `Driver`."""
         self._server.call_numbered("/sleep", {"keep_weights": keep_weights})
 
+    @override
     def load(self, weights: WeightStream, adapter: str = "") -> None:
-        """See `Driver`. Weights are packed in memory that both processes see: of the device, or of the host.
+        """Pack weights in memory that both processes see: of the device, or of the host.
 
         There are two such memories: while the server loads a bucket, which a thread asks for, the next one is packed.
         """
@@ -102,26 +105,26 @@ class VllmServer:
         body: Json = {"place": place, "weights": weights, "bytes": len(bucket.data), "adapter": adapter}
         self._server.call_numbered("/load", body)
 
+    @override
     def prompt_log_probs(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
-        """See `Driver`."""
         return cast(
             "list[float]", self._server.call_numbered("/prompt_log_probs", {"tokens": tokens, "adapter": adapter})
         )
 
+    @override
     def submit(self, asks: Sequence[Ask]) -> None:
-        """See `Driver`."""
         self._server.call_numbered("/submit", {"asks": [vars(ask) for ask in asks]})
 
+    @override
     def step(self) -> list[Gain]:
-        """See `Driver`."""
         return from_columns(cast("Mapping[str, Sequence[Any]]", self._server.call_numbered("/step", {})))
 
+    @override
     def abort(self, ids: Sequence[int]) -> None:
-        """See `Driver`."""
         self._server.call_numbered("/abort", {"ids": ids})
 
+    @override
     def close(self) -> None:
-        """See `Driver`."""
         self._server.close()
         if self._settings.meeting is not None:
             Path(self._settings.meeting).unlink(missing_ok=True)  # a server that is stopped leaves it behind

@@ -94,10 +94,10 @@ class NativeEngine:
         return SegmentStore(shapes), SegmentStore(shapes)
 
     def wake(self, reload: Callable[[], None]) -> None:
-        """See `RolloutEngine`. Memory is taken as it is needed."""
+        """Do nothing: memory is taken as it is needed."""
 
     def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
-        """See `RolloutEngine`. Only responses in progress keep keys and values."""
+        """Replace the parameters, and compare the probe; only responses in progress keep keys and values."""
         self._kept.shrink(0)
         self._num_loads += 1
         self._unread_waiting()
@@ -154,7 +154,7 @@ class NativeEngine:
         self._unread = again
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """See `RolloutEngine`."""
+        """Drop all requests with their keys and values, and the weights unless they are kept."""
         self._reset()
         if not keep_weights:
             self.policy_version = None
@@ -162,7 +162,7 @@ class NativeEngine:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
 
     def submit(self, request: Request, params: SamplingParams) -> int:
-        """See `RolloutEngine`."""
+        """Queue responses; equal prompts that have not been read yet are read once."""
         self.model.check_images(request.prompt, request.images)
         num_both = len(request.prompt) if self.model.reads_both_ways else 0
         if num_both and request.conversation is not None:
@@ -188,7 +188,7 @@ class NativeEngine:
         return number
 
     def abort(self, request: int) -> None:
-        """See `RolloutEngine`."""
+        """Drop responses with the keys and values that no other response needs."""
         prompts = (*self._continuing, *self._unread.values(), *self._read)
         waiting = [sequence for prompt in prompts for sequence in prompt.waiting]
         for sequence in [s for s in (*waiting, *self._active.values()) if s.request == request]:
@@ -231,16 +231,16 @@ class NativeEngine:
         self._kept.keep(conversation, tokens, segment, sequence.completion.experts, prompt.images)
 
     def forget(self, conversation: int) -> None:
-        """See `RolloutEngine`."""
+        """Release the keys and values of a conversation."""
         self._kept.forget(conversation)
 
     def close(self) -> None:
-        """See `RolloutEngine`."""
+        """Release the memory of weights, keys and values."""
         self.sleep(keep_weights=False)
 
     @torch.no_grad()
     def step(self) -> list[Delta]:
-        """See `RolloutEngine`."""
+        """Draw a token for each active response, then read prompts into free places."""
         try:
             if self._is_stale:
                 self._read_again()

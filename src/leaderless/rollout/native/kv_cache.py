@@ -108,13 +108,13 @@ class Slots:
             tensor.flatten(1, 2).index_copy_(1, places, new.transpose(0, 1))
 
     def places(self, segment: Segment, begin: int, count: int) -> Tensor:
-        """See `KeyValueStore`."""
+        """Compute the slot times the capacity plus the place in the slot, for each token."""
         return segment.slot * self.capacity + torch.arange(begin, begin + count)
 
     def reader(
         self, segments: Sequence[Segment], longest: int, device: torch.device
     ) -> Callable[[int], LayerKeysValues]:
-        """See `KeyValueStore`. Without a copy if there is only one segment."""
+        """Make a reader of slots, which copies nothing if there is only one segment."""
         slots = [segment.slot for segment in segments]
         indices = placed(torch.tensor(slots), device)
 

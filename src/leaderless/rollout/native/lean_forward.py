@@ -89,7 +89,7 @@ class LeanForward:
         *,
         images: ImagePositions | None = None,
     ) -> Tensor:
-        """See `Forward`."""
+        """Compute the logits of selected tokens, layer by layer, with joined matrices."""
         base = cast("PreTrainedModel", self._model.text_model)
         hidden = base.embed_tokens(tokens)
         if images is not None:

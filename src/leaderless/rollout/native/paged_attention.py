@@ -32,7 +32,7 @@ class PagedAttend(Protocol):
 
 @dataclass
 class PagedAttention:
-    """See `Attention`. One new token for each row of a plan; `longest` counts the tokens of the longest sequence."""
+    """Attention with one new token for each row of a plan; `longest` counts the tokens of the longest sequence."""
 
     pages: PagePool
     plan: PagedPlan
@@ -42,7 +42,7 @@ class PagedAttention:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotation: Rotation | None = None
     ) -> Tensor:
-        """See `Attention`. A rotation is for queries and keys that are not rotated yet."""
+        """Attend to pages; a rotation is for queries and keys that are not rotated yet."""
         return self.function(query, key, value, self.pages.room(layer, key, value), self.plan, scale, rotation)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from leaderless.base.devices import release_memory
 from leaderless.config.rollout import SamplingConfig
@@ -85,7 +86,7 @@ class _Flight:
 
 
 class PagedEngine(NativeEngine):
-    """See `NativeEngine`. The host starts a pass before it has read what the last one has drawn.
+    """Native engine with keys and values in pages, which starts a pass before it has read what the last one has drawn.
 
     The last token of each response stays on the device, where the next pass finds it, and the host reads it while the
     next pass is computed. A response that has ended by then has one token too many, which is dropped. Noise does not
@@ -146,8 +147,8 @@ class PagedEngine(NativeEngine):
             self._owned.add(name)
         parameter.data.copy_(tensor.view(self._weights[name]))
 
+    @override
     def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
-        """See `RolloutEngine`."""
         # Tokens in flight were drawn with the old weights, and are reported with their version.
         self._collect()
         self._report(self._running.held(self._in_order()))  # while their version is known
@@ -158,8 +159,9 @@ class PagedEngine(NativeEngine):
             self._passes.clear()
             self._addresses = addresses
 
+    @override
     def wake(self, reload: Callable[[], None]) -> None:
-        """See `RolloutEngine`.
+        """Allocate the pool of pages.
 
         Before the pool is allocated, what torch keeps cached for a trainer is given back: its blocks have other sizes,
         and some belong to other streams.
@@ -168,14 +170,14 @@ class PagedEngine(NativeEngine):
         if not self._pages.is_allocated:
             release_memory(self.device)
 
+    @override
     def abort(self, request: int) -> None:
-        """See `RolloutEngine`."""
         seats = [sequence.seat for sequence in self._active.values() if sequence.request == request]
         self._report(self._running.held(np.array(seats, dtype=np.int64)))
         super().abort(request)
 
+    @override
     def sleep(self, *, keep_weights: bool) -> None:
-        """See `RolloutEngine`."""
         if self._options.keeps_memory and self._owned >= self._weights.keys():
             self._reset()
             self.policy_version = self.policy_version if keep_weights else None
@@ -183,8 +185,8 @@ class PagedEngine(NativeEngine):
         self._release_memory()
         super().sleep(keep_weights=keep_weights)
 
+    @override
     def close(self) -> None:
-        """See `RolloutEngine`."""
         self._release_memory()
         super().sleep(keep_weights=False)
 
@@ -198,9 +200,9 @@ class PagedEngine(NativeEngine):
             self._pass.joined.release()
         self._addresses = ()
 
+    @override
     @torch.no_grad()
     def step(self) -> list[Delta]:
-        """See `RolloutEngine`."""
         try:
             if self._is_stale:
                 self._read_again()
@@ -399,8 +401,9 @@ class PagedEngine(NativeEngine):
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
+    @override
     def _has_room(self, prompts: Sequence[CachedPrompt]) -> bool:
-        """See `NativeEngine`. Each active response may need a page soon; otherwise others would be read in vain."""
+        """Whether pages for prompts remain once each active response has got one, so that no prompt is read in vain."""
         pages, is_idle = self._pages, not self._active
         needed = sum(pages.pages_for(len(prompt.tokens) + 1) + 1 for prompt in prompts)
         left = pages.num_free + pages.num_kept - len(self._active)
@@ -434,8 +437,9 @@ class PagedEngine(NativeEngine):
             results[:, places] = torch.stack([drawn, scores.double().view(torch.int64)])
         self._fly(seats, results)
 
+    @override
     def _keep(self, conversation: int, sequence: Response, own: Segment) -> None:
-        """See `NativeEngine`. What would need more pages than there are is read again by the next turn."""
+        """Keep a conversation; what would need more pages than there are is read again by the next turn."""
         try:
             super()._keep(conversation, sequence, own)
         except OutOfPagesError:

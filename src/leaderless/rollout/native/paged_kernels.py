@@ -220,7 +220,7 @@ def attend_with_kernels(
     scale: float,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """See `attend_with_torch`. Four kernels, and no copy of what is in the pages."""
+    """Do what `attend_with_torch` does with four kernels, and no copy of what is in the pages."""
     keys, values = cached
     query, key, value = (_with_whole_heads(tensor) for tensor in (query, key, value))
     num_rows, num_heads, width = query.shape

@@ -102,7 +102,7 @@ class Results:
         self._rooms: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def room(self, count: int, num_heads: int, width: int) -> tuple[Tensor, Tensor]:
-        """See `PagedPlan.room`."""
+        """Make memory for outputs and normalizers, the same for every layer and pass."""
         if (num_heads, width) not in self._rooms:
             shape = self._most, num_heads, width
             outputs, normalizers = (torch.empty(size, device=self._device) for size in (shape, shape[:2]))

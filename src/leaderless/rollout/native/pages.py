@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from leaderless.models.uploads import one_copy, placed
 from leaderless.planner.memory.cache_pool import PAGE_TOKENS
-from leaderless.rollout.native.kv_cache import LayerKeysValues, Segment
+from leaderless.rollout.native.kv_cache import KeyValueStore, LayerKeysValues, Segment, Store
 
 LEAST_WIDTH = 8
 """Least pages for which there is room in a list."""
@@ -34,7 +35,7 @@ class OutOfPagesError(RuntimeError):
     """There are not enough free pages."""
 
 
-class PagePool:
+class PagePool(Store, KeyValueStore):
     """Pages with keys and values of all layers: [tokens, kv_heads, head_dim] each. The slot of a segment is its list.
 
     It is both a `Home` and a `Store`.
@@ -87,8 +88,9 @@ class PagePool:
         """Number of pages that hold some tokens."""
         return -(-tokens // self.page_size)
 
+    @override
     def add(self, length: int, room: int = 0) -> Segment:
-        """See `Store`.
+        """Start a segment in free pages.
 
         Raises:
             OutOfPagesError: There are not enough free pages.
@@ -124,21 +126,22 @@ class PagePool:
             self.table[segment.slot, place] = self._free.pop()
         self._counts[segment] = max(before, count)
 
+    @override
     def remove(self, segment: Segment) -> None:
-        """See `Home`. Passes that were started may still write there; what is started later comes behind them."""
+        """Free pages. Passes that were started may still write there; what is started later comes behind them."""
         self._cut(segment, 0)
         self._kept.discard(segment)
         self._slots.append(segment.slot)
         del self._counts[segment]
 
+    @override
     def keep(self, segment: Segment) -> None:
-        """See `Home`."""
         self._kept.add(segment)
         # Room for tokens that do not come is of use to others.
         self._cut(segment, segment.length)
 
+    @override
     def resume(self, segment: Segment, num_known: int, length: int) -> None:
-        """See `Store`."""
         self._kept.discard(segment)
         # The next turn has other tokens behind those that both have in common.
         self._cut(segment, num_known)
@@ -153,8 +156,8 @@ class PagePool:
             self._free += self.table[segment.slot, count:before].tolist()
             self._counts[segment] = count
 
+    @override
     def join(self, first: Segment, second: Segment) -> Segment:
-        """See `Store`."""
         # A copy: siblings may still read the prompt, and its last page is rarely full.
         joined = self.add(first.length + second.length, room=1)
         source = torch.cat([self.places(one, 0, one.length) for one in (first, second)])
@@ -173,14 +176,15 @@ class PagePool:
         found: npt.NDArray[np.int64] = pages * self.page_size + places % self.page_size
         return found
 
+    @override
     def places(self, segment: Segment, begin: int, count: int) -> Tensor:
-        """See `Home`."""
         return torch.from_numpy(self.slots_at(np.full(count, segment.slot), np.arange(begin, begin + count)))
 
+    @override
     def reader(
         self, segments: Sequence[Segment], longest: int, device: torch.device
     ) -> Callable[[int], LayerKeysValues]:
-        """See `Home`. What lies behind the end of a segment is its last token."""
+        """Make a reader of pages, which repeats the last token behind the end of a segment."""
         token = torch.arange(longest)
         each = [self.places(one, 0, one.length)[token.clamp(max=one.length - 1)] for one in segments]
         places = placed(torch.stack(each), device)
@@ -195,12 +199,12 @@ class PagePool:
 
         return read_layer
 
+    @override
     def layer(self, layer: int) -> LayerKeysValues:
-        """See `Home`."""
         return self._layers[layer]
 
+    @override
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """See `Home`."""
         for tensor, new in zip(self.room(layer, key, value), (key, value), strict=True):
             tensor.index_copy_(0, places, new)
 

@@ -113,7 +113,7 @@ def first_beyond(
 
 
 def draw_with_kernels(logits: Tensor, noise: Tensor, distribution: SamplingConfig, drawn: Tensor) -> None:
-    """See `write_drawn`. Two kernels, where all tokens may be drawn."""
+    """Do what `write_drawn` does with two kernels, where all tokens may be drawn."""
     if distribution.temperature != 0 and distribution.is_truncated:
         write_drawn(logits, noise, distribution, drawn)
         return

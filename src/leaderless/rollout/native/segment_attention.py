@@ -156,7 +156,7 @@ class DecodeAttention:
             self._tiers.append(_plan(slots, [length + 1 for length in lengths], torch.tensor(places), device))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Attention`."""
+        """Write the new token of each row, and attend tier by tier, then to shared prompts."""
         counts = [tier.count for tier in self._tiers]
         results: list[tuple[Tensor, Tensor]] = []
         for tier, q, k, v in zip(
@@ -200,7 +200,7 @@ class PromptPart:
 
 
 class PrefillAttention:
-    """See `Attention`. Causal attention over prompts, which writes keys and values into their segments."""
+    """Causal attention over prompts, which writes keys and values into their segments."""
 
     def __init__(self, parts: Sequence[PromptPart], device: torch.device) -> None:
         """Plan a pass over parts of different texts: first the parts that begin a text, then the later ones.
@@ -226,7 +226,7 @@ class PrefillAttention:
         self._later += [_AfterPrompt(block, device) for block in after]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Attention`."""
+        """Write all keys and values, then attend: first the parts that begin a text, then the later ones."""
         for home, source, places in self._writes:
             home.write(layer, places, key.index_select(0, source), value.index_select(0, source))
         results: list[Tensor] = []
@@ -335,7 +335,7 @@ class _AfterPrompt:
         self._is_seen = placed((keys < ends[:, None])[None, None], device)
 
     def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
-        """See `_LaterBlocks`."""
+        """Attend with the rows of the block, and write them into the output."""
         both = zip(*(read(layer) for read in self._parts), strict=True)
         keys, values = (torch.cat([own[:, 0] for own in tensors], 1)[None] for tensors in both)
         block = query[self._rows].transpose(0, 1)[None]

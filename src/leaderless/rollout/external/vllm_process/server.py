@@ -14,12 +14,12 @@ from leaderless.rollout.external.vllm_process.worker import VllmWorker
 
 
 class _Handler(Handler):
-    """See `Handler`."""
+    """Answers requests with the methods of a `VllmWorker`."""
 
     worker: VllmWorker
 
     def answer(self, name: str, body: Mapping[str, Any]) -> object:
-        """See `Handler`."""
+        """Call the method of the worker that a request names."""
         match name:
             case "submit":
                 self.worker.submit(Ask(**ask) for ask in body["asks"])

@@ -112,7 +112,7 @@ class VllmWorker:
         self.sleep(keep_weights=False)
 
     def submit(self, asks: Iterable[Ask]) -> None:
-        """See `Driver`."""
+        """Give vLLM each response as a separate request."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -143,7 +143,7 @@ class VllmWorker:
             self._open[str(ask.id)] = _Open(name, ask.adapter, ask.tokens_at_once)
 
     def step(self) -> list[Gain]:
-        """See `Driver`. It takes as many steps of vLLM as all responses in progress allow.
+        """Take as many steps of vLLM as all responses in progress allow.
 
         They are counted, not timed, so that the parts of an engine that spans ranks take the same steps. An end is no
         reason to stop: what waits for its place is known to vLLM already.
@@ -200,7 +200,7 @@ class VllmWorker:
             )
 
     def abort(self, ids: Iterable[int]) -> None:
-        """See `Driver`."""
+        """Abort requests; vLLM reports nothing more about them."""
         names = [str(number) for number in ids]
         self._engine.abort_request(names)
         for name in names:
@@ -213,7 +213,7 @@ class VllmWorker:
         self._expected.clear()
 
     def prompt_log_probs(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
-        """See `Driver`."""
+        """Compute log-probabilities with a separate request for one token."""
         from vllm import SamplingParams, TokensPrompt
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -227,7 +227,7 @@ class VllmWorker:
         return [float(scores[token].logprob) for token, scores in zip(tokens[1:], known, strict=True)]
 
     def wake(self) -> None:
-        """See `Driver`."""
+        """Allocate memory, and copy weights that were kept back to the device."""
         if self._is_on_accelerator:
             self._engine.wake_up()
         else:
@@ -303,9 +303,9 @@ class VllmWorker:
             self._engine.reset_encoder_cache()  # it keeps what earlier weights have seen of images
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """See `Driver`. An accelerator copies weights that are kept to host memory, as those to which adapters belong.
+        """Release memory. An accelerator copies weights that are kept to host memory.
 
-        They would have to be read again.
+        Weights to which adapters belong are always kept: they would have to be read again.
         """
         self._abort_all()
         if self._is_on_accelerator:
