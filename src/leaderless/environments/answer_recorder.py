@@ -7,6 +7,8 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from leaderless.environments.guarded_environment import GuardedEnvironment
 from leaderless.environments.protocol import Observation, Task, Turn
 
@@ -29,31 +31,31 @@ class RecordedAnswer:
 
 
 class AnswerRecorder(GuardedEnvironment):
-    """See `GuardedEnvironment`. It asks another one, and notes the answers."""
+    """Asks another environment, and notes the answers."""
 
     def __init__(self, world: GuardedEnvironment, answers: MutableSequence[RecordedAnswer]) -> None:
         """Take the world to ask, and the list to which its answers are added."""
         self._world, self._answers = world, answers
         self.agents = world.agents
 
+    @override
     async def reset(self, task: Task, seed: str) -> Observation:
-        """See `GuardedEnvironment`."""
         begin = time.perf_counter()
         observation = await self._world.reset(task, seed)
         self._answers.append(RecordedAnswer(Turn(observation), time.perf_counter() - begin))
         return observation
 
+    @override
     async def act(self, text: str) -> Turn:
-        """See `GuardedEnvironment`."""
         begin = time.perf_counter()
         turn = await self._world.act(text)
         self._answers.append(RecordedAnswer(turn, time.perf_counter() - begin))
         return turn
 
+    @override
     async def bind(self, tool: FunctionTool) -> Tool:
-        """See `GuardedEnvironment`."""
         return await self._world.bind(tool)
 
+    @override
     async def close(self) -> None:
-        """See `GuardedEnvironment`."""
         await self._world.close()

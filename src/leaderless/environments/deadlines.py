@@ -19,7 +19,7 @@ _stuck: ContextVar[asyncio.Future[str]] = ContextVar("stuck")
 
 @asynccontextmanager
 async def time_limit(timeout_s: float | None, what: str) -> AsyncIterator[asyncio.Timeout]:
-    """See `asyncio.timeout`. Whoever waits with `until_stuck` learns if what is inside goes on.
+    """Limit the time of a block, as `asyncio.timeout`; `until_stuck` observes whether it makes progress.
 
     Args:
         timeout_s: Seconds that it may take; None for any time.
@@ -71,7 +71,7 @@ async def until_stuck(work: Coroutine[None, None, Result]) -> Result:
 
 
 def run_to_end(main: Coroutine[None, None, Result]) -> Result:
-    """See `asyncio.run`. Tasks that go on after they were canceled are left behind."""
+    """Run a coroutine, as `asyncio.run`. Tasks that continue after they were canceled are left behind."""
     runner = asyncio.Runner()
     try:
         return runner.run(main)

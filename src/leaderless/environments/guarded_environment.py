@@ -9,6 +9,8 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
+from typing_extensions import override
+
 from leaderless.base.values import is_finite_number
 from leaderless.data.prompts.media import other_than_text
 from leaderless.environments.deadlines import time_limit
@@ -56,7 +58,7 @@ class GuardedEnvironment(Protocol):
         """Release everything."""
 
 
-class ThreadEnvironment:
+class ThreadEnvironment(GuardedEnvironment):
     """An environment that is an object of this process; its methods that are not `async` run in threads."""
 
     def __init__(
@@ -88,14 +90,14 @@ class ThreadEnvironment:
         """
         await self._made()
 
+    @override
     async def reset(self, task: Task, seed: str) -> Observation:
-        """See `GuardedEnvironment`."""
         environment, rng = await self._made(), Random(seed)  # noqa: S311
         shown: Observation = await call(partial(environment.reset, task, rng), self._timeout_s, self._name("reset"))
         return await self._with_files(shown, "reset")
 
+    @override
     async def act(self, text: str) -> Turn:
-        """See `GuardedEnvironment`."""
         environment = await self._made()
         found = await call(partial(environment.act, text), self._timeout_s, self._name("act"))
         turn = checked(found, self._name("act"), self.agents)
@@ -107,8 +109,8 @@ class ThreadEnvironment:
             return shown
         return await call(partial(with_files, shown), self._timeout_s, f"an image of {self._name(method)}")
 
+    @override
     async def bind(self, tool: FunctionTool) -> Tool:
-        """See `GuardedEnvironment`."""
         home = tool.home
         if home is None:
             return tool
@@ -119,8 +121,9 @@ class ThreadEnvironment:
             self._objects[home] = await call(lambda: home.kind(**home.options), self._timeout_s, what, TOOL)
         return tool.of_instance(self._objects[home])
 
+    @override
     async def close(self) -> None:
-        """See `GuardedEnvironment`. An error says nothing about the episode, which is over."""
+        """Close all objects. An error says nothing about the episode, which has ended."""
         for held in (*self._objects.values(), self._environment):
             close = getattr(held, "close", None)
             if callable(close) and getattr(type(held), "close", None) is not Environment.close:

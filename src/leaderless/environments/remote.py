@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 from typing import ClassVar, cast
 
+from typing_extensions import override
+
 from leaderless.base.exits import exit_in_words
 from leaderless.base.values import Json
 from leaderless.config.environment import EnvironmentConfig
@@ -31,6 +33,7 @@ from leaderless.environments.guarded_environment import (
     ENVIRONMENT,
     TIMEOUT,
     EnvironmentFailure,
+    GuardedEnvironment,
     ThreadEnvironment,
 )
 from leaderless.environments.protocol import Observation, Task, Turn
@@ -50,8 +53,8 @@ _PR_SET_PDEATHSIG = 1
 _starting = threading.Lock()
 
 
-class ProcessEnvironment:
-    """See `World`. The environment is an object of another process, which ends with the episode."""
+class ProcessEnvironment(GuardedEnvironment):
+    """An environment that is an object of another process, which ends with the episode."""
 
     def __init__(self, config: EnvironmentConfig, agents: tuple[str, ...], name: str) -> None:
         """Start a process.
@@ -75,17 +78,18 @@ class ProcessEnvironment:
         """
         await self._ask("make", {})
 
+    @override
     async def reset(self, task: Task, seed: str) -> Observation:
-        """See `World`."""
         return cast("Observation", await self._ask("reset", {"task": task, "seed": seed}))
 
+    @override
     async def act(self, text: str) -> Turn:
-        """See `World`."""
         found = await self._ask("act", {"text": text})
         return Turn(**cast("dict[str, Json]", found))  # type: ignore[arg-type]
 
+    @override
     async def bind(self, tool: FunctionTool) -> Tool:
-        """See `World`. All tools that are Python functions are called in the process."""
+        """Make a tool that is called in the process, as all tools that are Python functions."""
         return RemoteTool(tool.name, tool.description, tool.parameters, tool, self)
 
     async def call_tool(self, name: str, arguments: Mapping[str, Json]) -> CallResult:
@@ -93,8 +97,8 @@ class ProcessEnvironment:
         found = await self._ask("tool", {"name": name, "arguments": arguments}, self._config.tool_timeout_s)
         return CallResult(**cast("dict[str, Json]", found))  # type: ignore[arg-type]
 
+    @override
     async def close(self) -> None:
-        """See `World`."""
         try:
             if self._is_ready and self._process.is_alive():
                 with suppress(EnvironmentFailure):

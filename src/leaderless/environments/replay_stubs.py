@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from leaderless.data.prompts.images import PromptImage
 from leaderless.environments.episode import Episode
 from leaderless.environments.episode_trace import TraceNode
@@ -20,7 +22,7 @@ from leaderless.rollout.engine import Completion, FinishReason, SamplingParams
 
 
 class JournalScheduler:
-    """See `Pump`. The policy says what the journal says, as long as it is asked the same.
+    """Gives the answers of the journal, as long as the policy is asked the same.
 
     Programs may ask several questions at the same time, so an answer is found by what it follows on.
     """
@@ -37,7 +39,7 @@ class JournalScheduler:
         known_tokens: int = 0,  # noqa: ARG002
         images: tuple[PromptImage, ...] = (),  # noqa: ARG002
     ) -> Completion:
-        """See `Pump`."""
+        """Find the answer that follows on the prompt in the journal."""
         contexts = ([] if node.parent is None else node.parent.context() for node in self._left)
         place = next((place for place, context in enumerate(contexts) if context == list(prompt)), None)
         if place is None:
@@ -51,29 +53,30 @@ class JournalScheduler:
         return Completion(list(node.tokens), list(said.log_probs), reason, list(said.policy_versions))
 
     def forget(self, conversation: int) -> None:
-        """See `Pump`."""
+        """Do nothing: no conversation is kept."""
 
 
-class JournalEnvironment:
-    """See `GuardedEnvironment`. The environment answers what the journal says."""
+class JournalEnvironment(GuardedEnvironment):
+    """Environment that answers what the journal says."""
 
     def __init__(self, episode: Episode) -> None:
         self.agents, self._episode, self._answers = episode.agents, episode, iter(episode.answers)
 
-    async def reset(self, task: Task, seed: str) -> Observation:  # noqa: ARG002
-        """See `GuardedEnvironment`."""
+    @override
+    async def reset(self, task: Task, seed: str) -> Observation:
         return self._next().observation
 
-    async def act(self, text: str) -> Turn:  # noqa: ARG002
-        """See `GuardedEnvironment`."""
+    @override
+    async def act(self, text: str) -> Turn:
         return self._next()
 
+    @override
     async def bind(self, tool: FunctionTool) -> Tool:
-        """See `GuardedEnvironment`."""
         return tool
 
+    @override
     async def close(self) -> None:
-        """See `GuardedEnvironment`."""
+        """Do nothing: a journal needs no release."""
 
     def _next(self) -> Turn:
         answer = next(self._answers, None)
@@ -82,28 +85,28 @@ class JournalEnvironment:
         return answer.turn
 
 
-class UpToFailure:
+class UpToFailure(GuardedEnvironment):
     """The environment that answers, up to where the episode was ended by a time limit or a crash."""
 
     def __init__(self, world: GuardedEnvironment, episode: Episode) -> None:
         self.agents, self._world, self._episode, self._num_answers = world.agents, world, episode, 0
 
+    @override
     async def reset(self, task: Task, seed: str) -> Observation:
-        """See `GuardedEnvironment`."""
         self._count()
         return await self._world.reset(task, seed)
 
+    @override
     async def act(self, text: str) -> Turn:
-        """See `GuardedEnvironment`."""
         self._count()
         return await self._world.act(text)
 
+    @override
     async def bind(self, tool: FunctionTool) -> Tool:
-        """See `GuardedEnvironment`."""
         return await self._world.bind(tool)
 
+    @override
     async def close(self) -> None:
-        """See `GuardedEnvironment`."""
         await self._world.close()
 
     def _count(self) -> None:
@@ -119,8 +122,8 @@ class JournalToolbox(Toolbox):
         super().__init__(own, reader, max_result_characters)
         self._episode, self._left = episode, list(episode.calls)
 
+    @override
     async def run(self, calls: Sequence[Call], timeout_s: float) -> list[CallResult]:
-        """See `Toolbox`."""
         known, self._left = self._left[: len(calls)], self._left[len(calls) :]
         own = [call for call in calls if call.name in self.tools and not call.problem]
         if len(known) < len(calls) and (len(own) < len(calls) or self._episode.cause in {TIMEOUT, CRASH}):
@@ -146,8 +149,8 @@ class JournalTools(ToolUse):
     max_result_characters: int
     has_environment: bool
 
+    @override
     async def open(self, world: GuardedEnvironment) -> Toolbox:
-        """See `ToolUse`."""
         tools = [tool for tool in self.sources.tools if isinstance(tool, FunctionTool)] if self.has_environment else []
         own = [await world.bind(tool) for tool in tools if tool.home is not None and tool.home.is_environment]
         return JournalToolbox(own, self.reader, self.max_result_characters, self.episode)

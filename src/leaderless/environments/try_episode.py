@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from typing_extensions import override
+
 from leaderless.base.values import Json
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.guarded_environment import GuardedEnvironment, messages_of
@@ -111,7 +113,7 @@ async def try_episode(
     return TriedEpisode("max_turns", config.max_turns, rewards)
 
 
-class HumanPlayer:
+class HumanPlayer(Trier):
     """A policy that types lines; `/name {"argument": 1}` calls a tool."""
 
     def __init__(self, file: int, ask: Callable[[str], None]) -> None:
@@ -123,8 +125,9 @@ class HumanPlayer:
         """
         self._file, self._ask, self._buffer = file, ask, b""
 
-    async def say(self, agent: str, told: Sequence[Message]) -> ToolCalls | None:  # noqa: ARG002
-        """See `Trier`. The end of the input ends the episode."""
+    @override
+    async def say(self, agent: str, told: Sequence[Message]) -> ToolCalls | None:
+        """Read a line; the end of the input ends the episode."""
         self._ask(agent)
         line = await call_user(self._line, "keyboard")
         return None if line is None else typed(str(line))
@@ -155,14 +158,14 @@ def typed(line: str) -> ToolCalls:
     return ToolCalls("", [Call(name, arguments)])
 
 
-class Chance:
+class Chance(Trier):
     """A policy that says random words, or calls tools with random arguments."""
 
     def __init__(self, tools: Sequence[Tool], rng: Random) -> None:
         self._tools, self._rng = tools, rng
 
-    async def say(self, agent: str, told: Sequence[Message]) -> ToolCalls | None:  # noqa: ARG002
-        """See `Trier`."""
+    @override
+    async def say(self, agent: str, told: Sequence[Message]) -> ToolCalls | None:
         rng = self._rng
         if self._tools and rng.random() < 0.5:
             tool = rng.choice(self._tools)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from leaderless.data.prompts.images import PromptImage
 from leaderless.environments.chat_writer import ChatWriter
 from leaderless.environments.engine_scheduler import SharedEngineScheduler
@@ -11,11 +13,12 @@ from leaderless.environments.episode_runner import noise_id
 from leaderless.environments.protocol import Message
 from leaderless.environments.tools.calls import ToolCalls
 from leaderless.environments.tools.formats import Reader
+from leaderless.environments.try_episode import Trier
 from leaderless.rollout.engine import SamplingParams
 
 
-class ModelTrier:
-    """See `Trier`. Each agent has a conversation of its own."""
+class ModelTrier(Trier):
+    """A model as the policy; each agent has its own conversation."""
 
     def __init__(
         self,
@@ -41,8 +44,9 @@ class ModelTrier:
         self._said: dict[str, list[int]] = {}
         self._num_turns = 0
 
+    @override
     async def say(self, agent: str, told: Sequence[Message]) -> ToolCalls | None:
-        """See `Trier`. A conversation that has become too long ends the episode."""
+        """Sample an answer; a conversation that has become too long ends the episode."""
         context, seen = self._contexts.setdefault(agent, []), self._seen.setdefault(agent, [])
         if told or not context:
             tokens = self._writer.add(told, self._said[agent]) if context else self._writer.begin(told)[1]

@@ -26,7 +26,7 @@ _CHECK_S = 30.0
 
 
 class Verifiers:
-    """See `Solve`. Plays an example of an environment, and returns what its rubric gives.
+    """Plays an example of an environment, and returns what its rubric gives.
 
     Args:
         environment: Name of the environment, a package that is installed next to verifiers.

@@ -31,7 +31,7 @@ _KEY = "environment.options"
 
 
 class Command:
-    """See `Solve`. Each episode runs the command anew, in a process group that ends with the episode.
+    """Runs a command anew for each episode, in a process group that ends with the episode.
 
     It finds the policy at OPENAI_BASE_URL with OPENAI_API_KEY, its task as JSON in LEADERLESS_TASK, and a text to seed
     random numbers with in LEADERLESS_SEED. Its reward is the last line that it prints, as `{"reward": 1.0}`; or it

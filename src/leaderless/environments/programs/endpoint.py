@@ -21,13 +21,13 @@ class OpenDoorway(ProgramEndpoint, Protocol):
 
 
 class LazyEndpoint:
-    """See `ProgramEndpoint`. It opens when the first program asks for an address, in the event loop of that moment."""
+    """Opens when the first program asks for an address, in the event loop of that moment."""
 
     def __init__(self) -> None:
         self._door: OpenDoorway | None = None
 
     def admit(self, chat: Chat) -> tuple[str, str]:
-        """See `ProgramEndpoint`.
+        """Open the server if it is not open yet, and admit a chat.
 
         Raises:
             RuntimeError: A package is missing.
@@ -39,7 +39,7 @@ class LazyEndpoint:
         return self._door.admit(chat)
 
     def dismiss(self, chat: Chat) -> None:
-        """See `ProgramEndpoint`."""
+        """Dismiss a chat, if the server was ever opened."""
         if self._door is not None:
             self._door.dismiss(chat)
 

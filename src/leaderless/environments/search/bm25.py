@@ -46,7 +46,7 @@ class Bm25Retriever:
         return len(self._pages)
 
     def search(self, query: str, topk: int) -> list[Hit]:
-        """See `Retriever`; pages without a word of the query are not found."""
+        """Find pages by BM25; pages without a word of the query are not found."""
         words = _words([query])[0]
         if not words:
             return []

@@ -43,7 +43,7 @@ class RemoteRetriever:
         self._opener = build_opener(ProxyHandler({}))
 
     def search(self, query: str, topk: int) -> list[Hit]:
-        """See `Retriever`."""
+        """Ask the server for the best pages."""
         asked: Json = {"queries": [query], "topk": topk, "return_scores": True}
         try:
             found = hits_in(json.loads(self._post(json.dumps(asked).encode())), num_queries=1)[0]
