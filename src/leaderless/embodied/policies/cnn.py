@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from leaderless.embodied.policies.mlp import Mlp, MlpValue
 from leaderless.embodied.policies.normalizer import StateNormalizer
@@ -96,12 +97,12 @@ class Cnn(Mlp):
         self.spaces = spaces
         self.eyes = Eyes(spaces, channels, num_features, normalize=normalize)
 
+    @override
     def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
-        """See `BodyPolicy`."""
         return super().act(self.eyes(observed), noise, temperature)
 
+    @override
     def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> DecisionScores:
-        """See `BodyPolicy`."""
         return super().score(self.eyes(observed), choices, temperature)
 
 
@@ -127,6 +128,6 @@ class CnnValue(BodyValue):
             with_features(spaces, num_features), chunk=chunk, hidden_size=hidden_size, num_layers=1, per_step=per_step
         )
 
+    @override
     def values(self, observed: Observed) -> Tensor:
-        """See `BodyValue`."""
         return self.judge.values(self.eyes(observed))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from leaderless.embodied.policies.action_bins import Bins
 from leaderless.embodied.policies.normalizer import StateNormalizer
@@ -112,20 +113,20 @@ class Film(BodyPolicy):
         logits: Tensor = self.head(self.seer(observed)).float()
         return logits.view(len(observed), self.chunk, self.bins.dim, self.bins.num)
 
+    @override
     def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
-        """See `BodyPolicy`."""
         return self.bins.act(self._logits(observed), noise, temperature)
 
+    @override
     def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> DecisionScores:
-        """See `BodyPolicy`."""
         return self.bins.score(self._logits(observed), choices, temperature)
 
+    @override
     def actions_of(self, choices: Tensor) -> Tensor:
-        """See `BodyPolicy`."""
         return self.bins.actions_of(choices, self.chunk)
 
+    @override
     def choices_of(self, actions: Tensor) -> Tensor:
-        """See `BodyPolicy`."""
         return self.bins.choices_of(actions)
 
 
@@ -148,6 +149,6 @@ class FilmValue(BodyValue):
         self.seer = Seer(spaces, channels, hidden_size, normalize=normalize)
         self.head = self.new_head(hidden_size)
 
+    @override
     def values(self, observed: Observed) -> Tensor:
-        """See `BodyValue`."""
         return self.shaped(self.head(self.seer(observed)))

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from leaderless.embodied.policies.action_statistics import ActionLimits
 from leaderless.embodied.policies.film import Seer
@@ -82,13 +83,13 @@ class SmallFlow(FlowPolicy):
         )
         self.deviations = DeviationNet(hidden_size, size) if method == "noise" else None
 
+    @override
     def look(self, observed: Observed) -> Tensor:
-        """See `FlowPolicy`."""
         features: Tensor = self.looks(observed)
         return features
 
+    @override
     def velocity(self, looked: object, rows: Tensor, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-        """See `FlowPolicy`."""
         assert isinstance(looked, Tensor)
         features = looked[rows]
         waves = times[:, None] * (math.pi * torch.arange(1, NUM_WAVES + 1, device=times.device))
@@ -116,6 +117,6 @@ class FlowValue(BodyValue):
         self.looks = _Looks(spaces, hidden_size, normalize=normalize)
         self.head = self.new_head(hidden_size)
 
+    @override
     def values(self, observed: Observed) -> Tensor:
-        """See `BodyValue`."""
         return self.shaped(self.head(self.looks(observed).to(self.head.weight.dtype)))

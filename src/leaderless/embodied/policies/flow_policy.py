@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from leaderless.embodied.policies.action_statistics import ActionLimits
 from leaderless.embodied.policies.flow_steps import (
@@ -158,8 +159,9 @@ class FlowPolicy(BodyPolicy):
         mean, deviation = sde_step(x, velocity, times, delta, self.flow.noise_level)
         return mean, (deviation * temperature).expand_as(mean)
 
+    @override
     def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
-        """See `BodyPolicy`. Without noise, all steps are the likeliest, from the likeliest first noise."""
+        """Decide step by step; without noise, all steps are the likeliest, from the likeliest first noise."""
         n, num_steps = len(observed), self.flow.num_steps
         looked, device = self.look(observed), observed.state.device
         rows = torch.arange(n, device=device)
@@ -193,8 +195,9 @@ class FlowPolicy(BodyPolicy):
         choices = torch.cat([drawn_step[:, None].float(), torch.stack(way, dim=1).flatten(1)], dim=1)
         return Acted(self.actions_of(choices), choices, self._executed(log_probs))
 
+    @override
     def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> DecisionScores:
-        """See `BodyPolicy`. Whatever is scored, the network is called once, so that ranks stay together."""
+        """Score with one call of the network, whatever is scored, so that ranks stay together."""
         points = choices[:, 1:].view(len(choices), -1, self.horizon, self.numbers)
         drawn, shown = _drawn_and_shown(choices)
         rows, x, times = (
@@ -248,13 +251,14 @@ class FlowPolicy(BodyPolicy):
     def _executed(self, values: Tensor) -> Tensor:
         return values[:, : self.chunk, : self.score_dim]
 
+    @override
     def actions_of(self, choices: Tensor) -> Tensor:
-        """See `BodyPolicy`."""
         points = choices[:, 1:].view(len(choices), -1, self.horizon, self.numbers)
         return self.limits.restore(self._executed(points[:, -1]))
 
+    @override
     def choices_of(self, actions: Tensor) -> Tensor:
-        """See `BodyPolicy`. What is planned beyond the chunk repeats its last action."""
+        """Plan the actions; what is planned beyond the chunk repeats its last action."""
         planned = self.limits.normalize(actions)
         planned = nn.functional.pad(planned, (0, self.numbers - self.score_dim))
         planned = torch.cat([planned, planned[:, -1:].expand(-1, self.horizon - self.chunk, -1)], dim=1)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from leaderless.embodied.policies.action_statistics import ActionLimits
 from leaderless.embodied.policies.base_folder import needs_weights
@@ -211,16 +212,16 @@ class Groot(_Groot, FlowPolicy):
         self.begin(spaces, limits=ActionLimits(low, high, around.least, around.most), sizes=sizes, flow=flow)
         self.deviations = DeviationNet(spaces.state_size, self.numbers) if method == "noise" else None
 
+    @override
     def look(self, observed: Observed) -> _Looked:
-        """See `FlowPolicy`."""
         seen, given, state = self._seen(observed)
         state_features = self.groot.action_head.state_encoder(given["state"], given["embodiment_id"])
         return _Looked(
             seen["backbone_features"], seen["backbone_attention_mask"], state_features, given["embodiment_id"], state
         )
 
+    @override
     def velocity(self, looked: object, rows: Tensor, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-        """See `FlowPolicy`."""
         assert isinstance(looked, _Looked)
         head, embodiment, features = self.groot.action_head, looked.embodiment[rows], looked.features[rows]
         # The time is rounded down to one of its buckets; a share of one is added against errors of floats.
@@ -267,8 +268,8 @@ class GrootValue(_Groot, BodyValue):
         width = int(self.groot.action_head.config.backbone_embedding_dim)
         self.head = self.new_head(width + spaces.state_size)
 
+    @override
     def values(self, observed: Observed) -> Tensor:
-        """See `BodyValue`."""
         seen, _, state = self._seen(observed)
         weights = seen["backbone_attention_mask"][..., None].to(seen["backbone_features"].dtype)
         mean = (seen["backbone_features"] * weights).sum(1) / weights.sum(1)

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from leaderless.embodied.policies.action_bins import Bins
 from leaderless.embodied.policies.flow_steps import as_normal
@@ -37,8 +38,8 @@ def perceptron(num_inputs: int, hidden_size: int, num_layers: int, num_outputs: 
 class Perceptron(nn.Sequential):
     """Layers that take float32, whatever the type of their weights."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name is that of torch)
-        """See `nn.Sequential`."""
+    @override
+    def forward(self, input: Tensor) -> Tensor:
         found: Tensor = super().forward(input.to(next(self.parameters()).dtype))  # type: ignore[no-untyped-call]
         return found
 
@@ -97,8 +98,8 @@ class Mlp(BodyPolicy):
         logits: Tensor = self.layers(self.normalizer(observed.state)).float()
         return logits.view(-1, self.chunk, 1, self.bins.num)
 
+    @override
     def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
-        """See `BodyPolicy`."""
         if self.bins is not None:
             return self.bins.act(self._logits(observed), noise, temperature)
         mean, log_deviation = self._normal(observed, temperature)
@@ -108,24 +109,24 @@ class Mlp(BodyPolicy):
         choices = drawn.flatten(1)
         return Acted(self.actions_of(choices), choices, _log_density(drawn, mean, log_deviation))
 
+    @override
     def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> DecisionScores:
-        """See `BodyPolicy`."""
         if self.bins is not None:
             return self.bins.score(self._logits(observed), choices, temperature)
         mean, log_deviation = self._normal(observed, temperature)
         entropies = log_deviation + 0.5 * math.log(2 * math.pi * math.e)
         return DecisionScores(_log_density(choices.view(mean.shape), mean, log_deviation), entropies)
 
+    @override
     def actions_of(self, choices: Tensor) -> Tensor:
-        """See `BodyPolicy`."""
         actions = self.spaces.actions
         if not isinstance(actions, Continuous):
             return choices.long()
         low, high = constants(choices, actions.low, actions.high)
         return choices.view(-1, self.chunk, self.score_dim).clamp(low, high)
 
+    @override
     def choices_of(self, actions: Tensor) -> Tensor:
-        """See `BodyPolicy`."""
         limits = Bins(self.spaces, 2)
         nearest = limits.choices_of(actions)  # refuses what is out of range
         return nearest if self.bins is not None else actions.float().flatten(1)
@@ -155,6 +156,6 @@ class MlpValue(BodyValue):
         self.normalizer = StateNormalizer(spaces.state_size) if normalize else nn.Identity()
         self.layers = perceptron(spaces.state_size, hidden_size, num_layers, self.num_values, 1.0)
 
+    @override
     def values(self, observed: Observed) -> Tensor:
-        """See `BodyValue`."""
         return self.shaped(self.layers(self.normalizer(observed.state)))

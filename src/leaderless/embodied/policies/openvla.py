@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
+from typing_extensions import override
 
 from leaderless.embodied.policies.action_bins import Bins
 from leaderless.embodied.policies.action_statistics import ActionLimits
@@ -39,15 +40,15 @@ class TokenBins(Bins):
         """Make the bins of a robot."""
         self.limits, self.num, self.dim = limits, NUM_BINS, len(limits.low)
 
+    @override
     def actions_of(self, choices: Tensor, chunk: int) -> Tensor:
-        """See `Bins`."""
         borders = torch.linspace(-1, 1, NUM_BINS, device=choices.device)
         middles = (borders[1:] + borders[:-1]) / 2
         values = middles[choices.long().clamp(max=NUM_BINS - 2)].view(-1, chunk, self.dim)
         return self.limits.restore(values)
 
+    @override
     def choices_of(self, actions: Tensor) -> Tensor:
-        """See `Bins`."""
         values = self.limits.normalize(actions).clamp(-1, 1)
         borders = torch.linspace(-1, 1, NUM_BINS, device=values.device)
         # The number of borders up to a value, less one.
@@ -80,8 +81,9 @@ class _Vla(BodyModel):
     def _tokenizer(self) -> AutoTokenizer:
         return AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
 
+    @override
     def instruction_ids(self, text: str) -> list[int]:
-        """See `BodyModel`: the prompt with which OpenVLA was trained."""
+        """Token ids of the prompt with which OpenVLA was trained."""
         tokenizer = self._tokenizer
         ids: list[int] = list(tokenizer(PROMPT.format(text.lower())).input_ids)
         first = int(self.config.text.bos_token_id)
@@ -157,8 +159,8 @@ class OpenVla(_Vla, BodyPolicy):
         """Logits of some places, [n, 1, places, bins]."""
         return self.vla.logits(hidden, self.config.num_words, NUM_BINS)[:, None]
 
+    @override
     def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
-        """See `BodyPolicy`."""
         prefix, cache = self._prefix(observed), DynamicCache()
         rows = torch.arange(len(observed), device=prefix.last.device)
         hidden = self._hidden(prefix.embeddings, prefix.places, _causal(prefix.is_real, prefix.places), cache)
@@ -180,8 +182,8 @@ class OpenVla(_Vla, BodyPolicy):
         chosen = torch.cat(choices, dim=1)
         return Acted(self.actions_of(chosen), chosen, torch.cat(log_probs, dim=2))
 
+    @override
     def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> DecisionScores:
-        """See `BodyPolicy`."""
         prefix = self._prefix(observed)
         words = self._words_of(choices[:, :-1])
         later = prefix.lengths[:, None] + torch.arange(words.shape[1], device=choices.device)
@@ -193,12 +195,12 @@ class OpenVla(_Vla, BodyPolicy):
         found = torch.cat([hidden[rows, prefix.last][:, None], hidden[:, prefix.is_real.shape[1] :]], dim=1)
         return self.bins.score(self._logits(found), choices, temperature)
 
+    @override
     def actions_of(self, choices: Tensor) -> Tensor:
-        """See `BodyPolicy`."""
         return self.bins.actions_of(choices, self.chunk)
 
+    @override
     def choices_of(self, actions: Tensor) -> Tensor:
-        """See `BodyPolicy`."""
         return self.bins.choices_of(actions)
 
 
@@ -259,20 +261,20 @@ class OpenVlaOft(_Vla, BodyPolicy):
         logits = self.vla.logits(self._slots(observed), self.config.num_words, NUM_BINS)
         return logits.view(len(observed), self.chunk, self.bins.dim, NUM_BINS)
 
+    @override
     def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
-        """See `BodyPolicy`."""
         return self.bins.act(self._logits(observed), noise, temperature)
 
+    @override
     def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> DecisionScores:
-        """See `BodyPolicy`."""
         return self.bins.score(self._logits(observed), choices, temperature)
 
+    @override
     def actions_of(self, choices: Tensor) -> Tensor:
-        """See `BodyPolicy`."""
         return self.bins.actions_of(choices, self.chunk)
 
+    @override
     def choices_of(self, actions: Tensor) -> Tensor:
-        """See `BodyPolicy`."""
         return self.bins.choices_of(actions)
 
 
@@ -294,12 +296,12 @@ class OpenVlaValue(_Vla, BodyValue):
         self.chunk, self.per_step = chunk, per_step
         self.head = self.new_head(int(self.config.text.hidden_size))
 
+    @override
     def name_in_policy(self, name: str) -> str | None:
-        """See `BodyValue`."""
         return name if name.startswith("vla.") else None
 
+    @override
     def values(self, observed: Observed) -> Tensor:
-        """See `BodyValue`."""
         prefix = self._prefix(observed)
         hidden = self._hidden(prefix.embeddings, prefix.places, _causal(prefix.is_real, prefix.places))
         last = hidden[torch.arange(len(observed), device=hidden.device), prefix.last]

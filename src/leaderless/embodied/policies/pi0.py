@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoTokenizer, DynamicCache, PI0Config, PI0ForConditionalGeneration
+from typing_extensions import override
 
 from leaderless.embodied.policies.action_statistics import ActionLimits
 from leaderless.embodied.policies.base_folder import needs_weights
@@ -87,8 +88,9 @@ class _Pi0(BodyModel):
     def _tokenizer(self) -> AutoTokenizer:
         return AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
 
+    @override
     def instruction_ids(self, text: str) -> list[int]:
-        """See `BodyModel`: the prompt with which pi0 was trained."""
+        """Token ids of the prompt with which pi0 was trained."""
         tokenizer = self._tokenizer
         ids: list[int] = list(tokenizer(f"{tokenizer.bos_token}{text}\n", add_special_tokens=False).input_ids)
         return ids
@@ -148,15 +150,15 @@ class Pi0(_Pi0, FlowPolicy):
         most = int(config.max_state_dim)
         self.deviations = DeviationNet(most, self.numbers) if method == "noise" else None
 
+    @override
     def look(self, observed: Observed) -> PaliGemmaPrefix:
-        """See `FlowPolicy`."""
         vlm = self.pi0.model.vlm
         embeddings, is_real = self._prefix(observed, vlm)
         state = self._normal_state(observed, int(self.pi0.config.max_state_dim))
         return read_prefix(vlm, embeddings, is_real, state)
 
+    @override
     def velocity(self, looked: object, rows: Tensor, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-        """See `FlowPolicy`."""
         assert isinstance(looked, PaliGemmaPrefix)
         here = looked.select(rows)
         # The model adds to a cache that it is given, so each call has its own.
@@ -190,12 +192,12 @@ class Pi0Value(_Pi0, BodyValue):
         self._most = int(pi0.config.max_state_dim)
         self.head = self.new_head(int(self.vlm.config.text_config.hidden_size) + self._most)
 
+    @override
     def name_in_policy(self, name: str) -> str | None:
-        """See `BodyValue`."""
         return f"pi0.model.{name}" if name.startswith("vlm.") else None
 
+    @override
     def values(self, observed: Observed) -> Tensor:
-        """See `BodyValue`."""
         mean = mean_features(self.vlm, *self._prefix(observed, self.vlm))
         features = torch.cat([mean, self._normal_state(observed, self._most)], dim=1)
         return self.shaped(self.head(features.to(self.head.weight.dtype)))

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
+from typing_extensions import override
 
 from leaderless.embodied.policies.action_statistics import ActionLimits
 from leaderless.embodied.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
@@ -151,14 +152,14 @@ class Pi05(_Pi05, FlowPolicy):
         self.begin(spaces, limits=ActionLimits(low, high, around.least, around.most), sizes=sizes, flow=flow)
         self.deviations = DeviationNet(config.max_state_dim, self.numbers) if method == "noise" else None
 
+    @override
     def look(self, observed: Observed) -> PaliGemmaPrefix:
-        """See `FlowPolicy`."""
         vlm = self.pi05.vlm
         prefix = self._prefix(observed, vlm, self.pi05.config.image_size)
         return read_prefix(vlm, *prefix, self._normal_state(observed))
 
+    @override
     def velocity(self, looked: object, rows: Tensor, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-        """See `FlowPolicy`."""
         assert isinstance(looked, PaliGemmaPrefix)
         here = looked.select(rows)
         found = self.pi05.velocity(here, x, times)
@@ -185,11 +186,11 @@ class Pi05Value(_Pi05, BodyValue):
         self.vlm, self._image_size = network.vlm, network.config.image_size
         self.head = self.new_head(network.config.vlm.width)
 
+    @override
     def name_in_policy(self, name: str) -> str | None:
-        """See `BodyValue`."""
         return f"pi05.{name}" if name.startswith("vlm.") else None
 
+    @override
     def values(self, observed: Observed) -> Tensor:
-        """See `BodyValue`."""
         mean = mean_features(self.vlm, *self._prefix(observed, self.vlm, self._image_size))
         return self.shaped(self.head(mean.to(self.head.weight.dtype)))

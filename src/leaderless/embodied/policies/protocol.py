@@ -130,7 +130,7 @@ class BodyPolicy(BodyModel, ABC):
         """The log-probabilities that `act` gave choices [n, choice_size], under the weights of now, with a graph."""
 
     def forward(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> DecisionScores:
-        """See `score`."""
+        """Score choices, by a call of the module."""
         return self.score(observed, choices, temperature)
 
     @abstractmethod
@@ -187,5 +187,5 @@ class BodyValue(BodyModel, ABC):
         """[n] float32: value of what is seen; [n, chunk] if it is `per_step`."""
 
     def forward(self, observed: Observed) -> Tensor:
-        """See `values`."""
+        """Compute the values, by a call of the module."""
         return self.values(observed)

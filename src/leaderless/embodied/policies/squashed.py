@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from leaderless.algorithms.sac import squashed_log_densities
 from leaderless.embodied.policies.action_bins import Bins
@@ -78,8 +79,8 @@ class Squashed(BodyPolicy):
         drawn = mean if noise is None else mean + log_deviation.exp() * noise
         return torch.tanh(drawn), squashed_log_densities(drawn, mean, log_deviation).sum(1)
 
+    @override
     def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
-        """See `BodyPolicy`."""
         mean, log_deviation = self._normal(observed, temperature)
         drawn = mean
         if noise is not None:
@@ -87,8 +88,9 @@ class Squashed(BodyPolicy):
         log_probs = squashed_log_densities(drawn, mean, log_deviation)
         return Acted(self.actions_of(drawn), drawn, log_probs.view(-1, self.chunk, self.score_dim))
 
+    @override
     def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> DecisionScores:
-        """See `BodyPolicy`. Entropies are integrals at a few points, with a graph."""
+        """Score choices; entropies are integrals at a few points, with a graph."""
         mean, log_deviation = self._normal(observed, temperature)
         shape = (-1, self.chunk, self.score_dim)
         log_probs = squashed_log_densities(choices, mean, log_deviation)
@@ -99,14 +101,14 @@ class Squashed(BodyPolicy):
         entropies = -(log_densities * weights).sum(-1) / weights.sum()
         return DecisionScores(log_probs.view(shape), entropies.view(shape))
 
+    @override
     def actions_of(self, choices: Tensor) -> Tensor:
-        """See `BodyPolicy`."""
         low, high = (one.to(choices.dtype) for one in constants(choices, self._low, self._high))
         shares = (torch.tanh(choices).view(-1, self.chunk, self.score_dim) + 1) / 2
         return (low + shares * (high - low)).clamp(low, high)
 
+    @override
     def choices_of(self, actions: Tensor) -> Tensor:
-        """See `BodyPolicy`."""
         Bins(self.spaces, 2).choices_of(actions)  # refuses what is out of range
         return torch.atanh(self.squash(actions).clamp(-LARGEST_SHARE, LARGEST_SHARE))
 

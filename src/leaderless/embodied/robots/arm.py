@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from leaderless.embodied.robots.safety_limits import Axis, Vector
 
@@ -111,7 +112,7 @@ class HumanOperator(ABC):
     """A person who may take over, for example with a joystick that is read here."""
 
     def begin(self) -> None:  # noqa: B027
-        """See `Arm.begin`."""
+        """Begin an episode."""
 
     @abstractmethod
     def intervene(self, reading: Reading, action: Vector) -> Vector | None:
@@ -127,7 +128,7 @@ class SuccessJudge(ABC):
     """Decides whether the task is done, such as a classifier of pictures."""
 
     def begin(self) -> None:  # noqa: B027
-        """See `Arm.begin`."""
+        """Begin an episode."""
 
     @abstractmethod
     def is_done(self, reading: Reading) -> bool:
@@ -144,8 +145,8 @@ class Near(SuccessJudge):
     def __init__(self, position: Vector, tolerance: Vector) -> None:
         self._position, self._tolerance = position, tolerance
 
+    @override
     def is_done(self, reading: Reading) -> bool:
-        """See `SuccessJudge`."""
         return bool((np.abs(reading.position - self._position) <= self._tolerance).all())
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from leaderless.base.values import Json
 from leaderless.embodied.robots.arm import Reading
@@ -92,16 +93,18 @@ class RobotEnvironment(VectorEnvironment):
             has_instructions=bool(first.instruction),
         )
 
-    def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:  # noqa: ARG002
-        """See `VectorEnvironment`. All arms move to their starts at the same time."""
+    @override
+    def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:
+        """Move all arms to their starts at the same time."""
         for index, seed in zip(which, seeds, strict=True):
             self._clients[index].begin_reset(seed, self._reset_within_s)
         found = [self._finish_reset(self._clients[index], seed) for index, seed in zip(which, seeds, strict=True)]
         self._seen |= {index: one.reading for index, one in zip(which, found, strict=True)}
         return self._observations(which)
 
+    @override
     def step(self, which: Sequence[int], actions: NDArray[np.generic]) -> Steps:
-        """See `VectorEnvironment`. All arms move at the same time."""
+        """Move all arms at the same time."""
         num, chunk, _ = actions.shape
         left = {row: np.asarray(actions[row], np.float32) for row in range(num)}
         found: list[list[CommandOutcome]] = [[] for _ in range(num)]
@@ -137,8 +140,9 @@ class RobotEnvironment(VectorEnvironment):
             self._seen[index] = found[row][-1].reading if found[row] else self._seen[index]
         return self._steps(which, found, chunk, failed)
 
+    @override
     def close(self) -> None:
-        """See `VectorEnvironment`. The arms hold."""
+        """Let the arms hold."""
         for client in self._clients:
             client.close()
 

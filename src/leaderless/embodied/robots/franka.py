@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from leaderless.embodied.robots.arm import Arm, ArmSpec, Image, Near, Reading, Station
 from leaderless.embodied.robots.safety_limits import Axis, Vector
@@ -59,8 +60,8 @@ class FrankaArm(Arm):
         self._orientation = np.asarray(self._robot.current_pose.end_effector_pose.quaternion, np.float64)  # x, y, z, w
         self._before: Vector | None = None
 
+    @override
     def read(self) -> Reading:
-        """See `Arm`."""
         if self._motion is not None:
             self._robot.poll_motion()  # raises what has ended the motion
         pose = self._robot.current_pose.end_effector_pose
@@ -74,18 +75,19 @@ class FrankaArm(Arm):
         """Newest picture of each camera of `cameras`."""
         return {}
 
+    @override
     def move(self, target: Vector) -> None:
-        """See `Arm`."""
         assert self._motion is not None
         self._motion.set_reference(self._reference(target[:3], _turned(self._orientation, float(target[3]))))
 
+    @override
     def stop(self) -> None:
-        """See `Arm`."""
         self._motion = None
         self._robot.stop()
 
+    @override
     def release(self) -> None:
-        """See `Arm`. The arm is held where it is, as by a spring."""
+        """Hold the arm where it is, as by a spring."""
         with suppress(self._franky.ControlException):
             self._robot.poll_motion()  # raises once what the stop has ended
         self._robot.recover_from_errors()
@@ -95,8 +97,9 @@ class FrankaArm(Arm):
         self._robot.move(motion, asynchronous=True)
         self._motion = motion
 
+    @override
     def prepare(self, seed: int) -> Vector:
-        """See `Arm`. The start is drawn from the half of the box around the reference."""
+        """Draw the start from the half of the box around the reference."""
         low, high = (np.array([getattr(axis, name) for axis in self.spec.axes]) for name in ("low", "high"))
         center = (low + high) / 2
         start = center + np.random.default_rng(seed).uniform(-0.25, 0.25, len(center)) * (high - low)

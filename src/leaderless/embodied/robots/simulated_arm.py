@@ -7,6 +7,7 @@ from math import exp
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from leaderless.embodied.robots.arm import Arm, ArmSpec, HumanOperator, Image, Reading, Station, SuccessJudge
 from leaderless.embodied.robots.safety_limits import Axis, Vector
@@ -69,26 +70,29 @@ class DummyArm(Arm):
         self._image: Image | None = None
         self._reading = self._measure()
 
+    @override
     def read(self) -> Reading:
-        """See `Arm`. The sensors measure once after each movement."""
+        """Return what the sensors measured once after the last movement."""
         return self._reading
 
+    @override
     def move(self, target: Vector) -> None:
-        """See `Arm`."""
         before = self.position
         self.position = before + self._follows * (target - before)
         self._velocity = (self.position - before) / self.spec.period_s
         self._reading = self._measure()
 
+    @override
     def stop(self) -> None:
-        """See `Arm`."""
         self._velocity = np.zeros_like(self._velocity)
 
+    @override
     def release(self) -> None:
-        """See `Arm`."""
+        """Do nothing: a simulated arm holds nothing."""
 
+    @override
     def prepare(self, seed: int) -> Vector:
-        """See `Arm`. Goal and start are drawn from the inner 80 % of the box, at least 0.25 m apart."""
+        """Draw goal and start from the inner 80 % of the box, at least 0.25 m apart."""
         rng = np.random.default_rng(seed)
         reach, num = 0.8 * HALF_WIDTH, len(self.position)
         goal, start = rng.uniform(-reach, reach, (2, num))
@@ -98,8 +102,9 @@ class DummyArm(Arm):
         found: Vector = start
         return found
 
+    @override
     def begin(self) -> None:
-        """See `Arm`. What is left of the lag is taken away, so that a seed always gives the same start."""
+        """Remove what is left of the lag, so that a seed always gives the same start."""
         self.goal, self.position = self._next_goal, self._start.copy()
         self._velocity = np.zeros_like(self.position)
         self._rng = np.random.default_rng([self._next_seed, 1])
@@ -146,12 +151,12 @@ class Classifier(SuccessJudge):
         self._arm, self._radius, self._false_positives = arm, radius, false_positives
         self._rng = np.random.default_rng(0)
 
+    @override
     def begin(self) -> None:
-        """See `SuccessJudge`."""
         self._rng = np.random.default_rng(np.abs(self._arm.goal * 1e9).astype(np.int64))
 
+    @override
     def is_done(self, reading: Reading) -> bool:
-        """See `SuccessJudge`."""
         errs = bool(self._rng.random() < self._false_positives)
         return errs or bool(np.linalg.norm(reading.position - self._arm.goal) <= self._radius)
 
@@ -178,12 +183,12 @@ class ScriptedHuman(HumanOperator):
         self._patience_steps, self._help_steps = patience_steps, help_steps
         self._num_far = self._num_left = 0
 
+    @override
     def begin(self) -> None:
-        """See `HumanOperator`."""
         self._num_far = self._num_left = 0
 
-    def intervene(self, reading: Reading, action: Vector) -> Vector | None:  # noqa: ARG002
-        """See `HumanOperator`."""
+    @override
+    def intervene(self, reading: Reading, action: Vector) -> Vector | None:
         way = self._arm.goal - reading.position
         self._num_far = self._num_far + 1 if np.linalg.norm(way) > self._far else 0
         if not self._num_left and self._num_far > self._patience_steps:

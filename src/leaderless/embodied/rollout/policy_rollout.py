@@ -111,14 +111,14 @@ class BodyEngine:
 
     @property
     def spaces(self) -> Spaces:
-        """See `BodyEngine`."""
+        """Observations and actions of its environments."""
         return self.policy.spaces
 
     def wake(self, reload: Callable[[], None]) -> None:
-        """See `RolloutEngine`."""
+        """Do nothing: memory is taken as it is needed."""
 
     def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:  # noqa: ARG002
-        """See `RolloutEngine`."""
+        """Replace the parameters of the policy; each of them must be sent once."""
         self.policy_version, missing = None, set(self._parameters)
         for name, tensor in weights:
             if name not in missing:
@@ -130,7 +130,7 @@ class BodyEngine:
         self.policy_version = weights.policy_version
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """See `RolloutEngine`."""
+        """Keep all memory; without `keep_weights`, forget the version of the weights."""
         if not keep_weights:
             self.policy_version = None
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
@@ -57,8 +58,8 @@ class VectorEnvs(Protocol):
         """Close all of them."""
 
 
-class LocalVectorEnvs:
-    """See `VectorEnvs`. Environments in this process: what one raises ends the episodes that step together."""
+class LocalVectorEnvs(VectorEnvs):
+    """Environments in this process; an exception in one ends the episodes that step together."""
 
     num_processes = 0
 
@@ -67,12 +68,13 @@ class LocalVectorEnvs:
         self._environment, self._num, self.repeats_starts = environment, num, environment.repeats_starts
         self._actions: dict[tuple[int, ...], NDArray[np.generic]] = {}
 
+    @override
     def halves(self) -> Sequence[Sequence[int]]:
-        """See `VectorEnvs`. Nothing overlaps in one process."""
+        """One half with all of them: nothing overlaps in one process."""
         return [range(self._num)]
 
+    @override
     def reset(self, slots: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[Failures, Observations]:
-        """See `VectorEnvs`."""
         try:
             seen = self._environment.reset(slots, tasks, seeds)
             check_seen(self._environment.spaces, seen, len(slots))
@@ -82,12 +84,12 @@ class LocalVectorEnvs:
         except Exception as error:  # noqa: BLE001 - whatever it raises fails its episodes, and is reported
             return dict.fromkeys(slots, _reason(error)), _nothing()
 
+    @override
     def begin_step(self, slots: Sequence[int], actions: NDArray[np.generic]) -> None:
-        """See `VectorEnvs`."""
         self._actions[tuple(slots)] = actions
 
+    @override
     def finish_step(self, slots: Sequence[int]) -> tuple[Failures, Steps]:
-        """See `VectorEnvs`."""
         actions = self._actions.pop(tuple(slots))
         try:
             steps = self._environment.step(slots, actions)
@@ -100,13 +102,13 @@ class LocalVectorEnvs:
         except Exception as error:  # noqa: BLE001 - as above
             return dict.fromkeys(slots, _reason(error)), _no_steps()
 
+    @override
     def close(self) -> None:
-        """See `VectorEnvs`."""
         self._environment.close()
 
 
-class ProcessVectorEnvs:
-    """See `VectorEnvs`. Environments in processes next to this one; where one is lost, its episodes fail."""
+class ProcessVectorEnvs(VectorEnvs):
+    """Environments in processes next to this one; where one is lost, its episodes fail."""
 
     def __init__(self, config: BodyConfig, chunk: int) -> None:
         """Divide episodes among processes, which start when they are needed."""
@@ -116,14 +118,15 @@ class ProcessVectorEnvs:
         self._chunk, self.num_processes = chunk, count
         self._processes = [EnvironmentProcess(config, self._spaces, len(share), chunk) for share in self._shares]
 
+    @override
     def halves(self) -> Sequence[Sequence[int]]:
-        """See `VectorEnvs`. Each process has a part of both."""
+        """Two halves, each with a part of every process."""
         first = [slot for share in self._shares for slot in share[: -(-len(share) // 2)]]
         second = [slot for share in self._shares for slot in share[-(-len(share) // 2) :]]
         return [first, second] if second else [first]
 
+    @override
     def reset(self, slots: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[Failures, Observations]:
-        """See `VectorEnvs`."""
         given = {slot: (task, seed) for slot, task, seed in zip(slots, tasks, seeds, strict=True)}
         for process, share in zip(self._processes, self._shares, strict=True):  # all begin before any is waited for
             if mine := [slot for slot in slots if slot in share]:
@@ -136,15 +139,15 @@ class ProcessVectorEnvs:
             answer.numbers.read_seen(answer.which, seen, rows)
         return {**not_finite(slots, seen), **failures}, seen
 
+    @override
     def begin_step(self, slots: Sequence[int], actions: NDArray[np.generic]) -> None:
-        """See `VectorEnvs`."""
         place = {slot: row for row, slot in enumerate(slots)}
         for process, share in zip(self._processes, self._shares, strict=True):
             if mine := [slot for slot in slots if slot in share]:
                 process.begin_step([slot - share.start for slot in mine], actions[[place[slot] for slot in mine]])
 
+    @override
     def finish_step(self, slots: Sequence[int]) -> tuple[Failures, Steps]:
-        """See `VectorEnvs`."""
         failures, found = self._each(slots, EnvironmentProcess.finish_step)
         steps = self._blank_steps(slots, found)
         for rows, answer in found:
@@ -190,8 +193,8 @@ class ProcessVectorEnvs:
         seen = self._blank(slots, found)
         return Steps(seen, rewards, num_steps, terminated, truncated, success, tuple(infos))
 
+    @override
     def close(self) -> None:
-        """See `VectorEnvs`."""
         for process in self._processes:
             process.close()
 

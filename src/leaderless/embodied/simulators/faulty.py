@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from leaderless.base.values import Json
 from leaderless.config.body import BodyConfig
@@ -55,13 +56,13 @@ class Faulty(VectorEnvironment):
         self._shares = {"crash": crash, "hang": hang, "error": error}
         self._faults: list[str] = [""] * num
 
+    @override
     @property
     def repeats_starts(self) -> bool:
-        """See `VectorEnvironment`."""
         return self._world.repeats_starts
 
+    @override
     def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:
-        """See `VectorEnvironment`."""
         for one, seed in zip(which, seeds, strict=True):
             self._faults[one] = self.fault_of(seed)
         return self._world.reset(which, tasks, seeds)
@@ -75,30 +76,31 @@ class Faulty(VectorEnvironment):
                 return name
         return ""
 
+    @override
     def step(self, which: Sequence[int], actions: NDArray[np.generic]) -> Steps:
-        """See `VectorEnvironment`."""
         for one in which:
             fault, self._faults[one] = self._faults[one], ""
             if fault:
                 _fail(fault)
         return self._world.step(which, actions)
 
+    @override
     def save(self, which: Sequence[int]) -> list[bytes]:
-        """See `VectorEnvironment`. An episode that was saved before its first step does not fail later."""
+        """Save the environment; an episode that was saved before its first step does not fail later."""
         return self._world.save(which)
 
+    @override
     def restore(self, which: Sequence[int], states: Sequence[bytes]) -> Observations:
-        """See `VectorEnvironment`."""
         for one in which:
             self._faults[one] = ""
         return self._world.restore(which, states)
 
+    @override
     def expert(self, which: Sequence[int]) -> NDArray[np.generic]:
-        """See `VectorEnvironment`."""
         return self._world.expert(which)
 
+    @override
     def close(self) -> None:
-        """See `VectorEnvironment`."""
         self._world.close()
 
 

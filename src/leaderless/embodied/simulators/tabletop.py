@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from leaderless.embodied.simulators.protocol import Continuous, Floats, Observations, Spaces, Steps, VectorEnvironment
 from leaderless.environments.protocol import Task
@@ -85,8 +86,9 @@ class TableTask(VectorEnvironment):
         self._chance = [np.random.Generator(np.random.PCG64(0)) for _ in range(num)]
         self._names, self._shades = list(COLORS), np.array(list(COLORS.values()), np.uint8)
 
+    @override
     def reset(self, which: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> Observations:
-        """See `VectorEnvironment`. Everything follows from the seed, and from the table if there are several."""
+        """Draw everything from the seed, and from the table if there are several."""
         for one, task, seed in zip(which, tasks, seeds, strict=True):
             chance = layout = self._chance[one] = np.random.Generator(np.random.PCG64(seed))
             if self._num_layouts:
@@ -101,8 +103,8 @@ class TableTask(VectorEnvironment):
             self._moves[one], self._steps[one] = 0.0, 0
         return self._seen(which)
 
+    @override
     def step(self, which: Sequence[int], actions: NDArray[np.generic]) -> Steps:
-        """See `VectorEnvironment`."""
         rows, chunk = np.array(which, np.int64), actions.shape[1]
         num_steps, rewards = np.zeros(len(rows), np.int64), np.zeros((len(rows), chunk), np.float32)
         terminated, truncated = np.zeros(len(rows), np.bool_), np.zeros(len(rows), np.bool_)
@@ -159,8 +161,8 @@ class TableTask(VectorEnvironment):
         columns = (middle[:, 0, None] + offsets)[:, None, :]
         images[np.arange(len(images))[:, None, None], rows, columns] = shades[:, None, None]
 
+    @override
     def save(self, which: Sequence[int]) -> list[bytes]:
-        """See `VectorEnvironment`."""
         states = []
         for one in which:
             chance = self._chance[one].bit_generator.state
@@ -178,8 +180,8 @@ class TableTask(VectorEnvironment):
     def _counts(self, one: int) -> tuple[int, int]:
         return int(self._steps[one]), int(self._targets[one])
 
+    @override
     def restore(self, which: Sequence[int], states: Sequence[bytes]) -> Observations:
-        """See `VectorEnvironment`."""
         for one, state in zip(which, states, strict=True):
             *numbers, has_half, half, steps, target = struct.unpack_from("<4Q2Q2q", state)
             inner = {"state": numbers[0] << 64 | numbers[1], "inc": numbers[2] << 64 | numbers[3]}
@@ -195,8 +197,9 @@ class TableTask(VectorEnvironment):
                 rest = rest[size:]
         return self._seen(which)
 
+    @override
     def expert(self, which: Sequence[int]) -> Floats:
-        """See `VectorEnvironment`. It goes straight to the block, around others that are near."""
+        """Go straight to the block, around others that are near."""
         rows = np.array(which, np.int64)
         arms = self._arms[rows]
         way = self._blocks[rows, self._targets[rows]] - arms

@@ -78,7 +78,7 @@ class RandomConvolution(nn.Module):
         self.requires_grad_(requires_grad=False)
 
     def forward(self, film: Tensor) -> Tensor:
-        """See `Encoder`."""
+        """Embed a film as means over cells of the last layer."""
         hidden = film
         for layer in self.layers:
             hidden = layer(hidden).relu()
@@ -102,7 +102,7 @@ class Video:
         self._model = model.eval()
 
     def __call__(self, film: Tensor) -> Tensor:
-        """See `Encoder`."""
+        """Embed a film as the mean over its patches."""
         size = (self._model.config.crop_size,) * 2
         frames = nn.functional.interpolate(film, size, mode="bilinear", antialias=True)
         normal = (frames - torch.tensor(MEAN)[:, None, None]) / torch.tensor(DEVIATION)[:, None, None]

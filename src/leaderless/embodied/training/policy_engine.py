@@ -117,19 +117,19 @@ class HeldBody(nn.Module):
         return super().train(False)
 
     def float32_modules(self) -> list[nn.Module]:
-        """See `Shardable`."""
+        """No modules."""
         return []
 
     def is_frozen(self, name: str) -> bool:
-        """See `Shardable`."""
+        """Whether the weight was named as frozen."""
         return name in self._frozen
 
     def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """See `Shardable`."""
+        """All parameters of the wrapped model, under their names there."""
         yield from self.model.named_parameters()
 
     def write_description(self, folder: Path) -> None:
-        """See `Shardable`."""
+        """Write the description that came with the model."""
         self._describe(folder)
 
 
@@ -145,7 +145,7 @@ class _Bodies(ShardedModel[HeldBody]):
     grain: Grain
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """See `Trainable`. Episodes stay whole, and a pass has at most `micro_batch_tokens` steps, or one episode.
+        """Cut a batch between episodes. A pass has at most `micro_batch_tokens` steps, or one episode.
 
         With `gradient_checkpointing`, what is computed at once has at most as many, or one decision.
         """
@@ -171,7 +171,7 @@ class _Bodies(ShardedModel[HeldBody]):
 
     @torch.no_grad()
     def add_states(self, batch: Batch, total: Callable[[Tensor], Tensor]) -> None:
-        """See `BodyTrainable`."""
+        """Update the mean and the variance of every `StateNormalizer`."""
         states = batch.jagged("states").values
         for one in (module for module in self.model.modules() if isinstance(module, StateNormalizer)):
             mean, variance, count = (_whole(held).cpu() for held in (one.mean, one.variance, one.count))
@@ -195,7 +195,7 @@ def _assign(parameter: Tensor, value: Tensor) -> None:
 
 
 class BodyPolicyEngine(_Bodies):
-    """See `TrainEngine`, with decisions in the place of tokens."""
+    """Train engine of a policy, with decisions in the place of tokens."""
 
     @property
     def policy(self) -> BodyPolicy:
@@ -203,11 +203,11 @@ class BodyPolicyEngine(_Bodies):
         return cast("BodyPolicy", self.model.model)
 
     def log_probs(self, batch: Batch) -> Jagged:
-        """See `TrainEngine`."""
+        """Log-probabilities of decisions, without gradient."""
         return self.scores(batch, lambda micro_batch: self.forward(micro_batch, "none").log_probs)
 
     def forward(self, micro_batch: MicroBatch, entropy: Entropy = "value") -> TokenOutputs:
-        """See `TrainEngine`."""
+        """Log-probabilities and entropies of the decisions of a micro-batch, unit by unit."""
         assert isinstance(micro_batch, BodyMicroBatch)
         assert isinstance(micro_batch.temperature, float), "all decisions of a pass have the same temperature"
         self.process_group.activity.beat()
@@ -226,19 +226,19 @@ class BodyPolicyEngine(_Bodies):
 
 
 class BodyValueEngine(_Bodies):
-    """See `ValueEngine`, with decisions in the place of tokens: all units of a decision have its value."""
+    """Value engine of a critic, with decisions in the place of tokens: all units of a decision have its value."""
 
     @property
     def is_value_model(self) -> bool:
-        """See `Trainable`."""
+        """Always true."""
         return True
 
     def values(self, batch: Batch) -> Jagged:
-        """See `ValueEngine`."""
+        """Values of decisions, without gradient."""
         return self.scores(batch, self.forward)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """See `ValueEngine`."""
+        """Values at the decisions of a micro-batch, or at its steps if the critic has one for each."""
         assert isinstance(micro_batch, BodyMicroBatch)
         steps = micro_batch.steps
         with one_copy(self.device):

@@ -30,12 +30,12 @@ from leaderless.training.optimizer import may_be_fused
 
 
 class SacEngine:
-    """See `TrainEngine`. All ranks hold the whole model; the stage `update_sac` trains it, and no other.
+    """Train engine of SAC. All ranks hold the whole model; only the stage `update_sac` trains it.
 
     Attributes:
         learner: Policy, critics and temperature.
         memory: Transitions of all ranks; None before `open_memory`.
-        micro_batch_tokens: See `Trainable`; no pass is cut.
+        micro_batch_tokens: Most tokens of one pass; no pass is cut.
     """
 
     is_value_model = False
@@ -72,7 +72,7 @@ class SacEngine:
 
     @property
     def policy_version(self) -> int:
-        """See `Trainable`: the number of updates of the policy."""
+        """Number of updates of the policy."""
         return self.learner.num_updates
 
     def open_memory(self, folder: Path, demonstrations: Callable[[], Transitions]) -> TransitionMemory:
@@ -87,55 +87,55 @@ class SacEngine:
         return self.learner.update(draw)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainable`."""
+        """Parameters of the policy, without a gradient."""
         yield from ((name, one.detach()) for name, one in self.policy.named_parameters())
 
     def weight_shapes(self) -> Mapping[str, torch.Size]:
-        """See `Trainable`."""
+        """Shapes of the parameters of the policy."""
         return {name: one.shape for name, one in self.policy.named_parameters()}
 
     def local_weights(self) -> Iterator[LocalWeight]:
-        """See `Trainable`."""
+        """Parameters of the policy, which every rank has whole."""
         yield from (LocalWeight.of(name, one) for name, one in self.policy.named_parameters())
 
     def write_description(self, folder: Path) -> None:
-        """See `Trainable`."""
+        """Write the description that came with the policy."""
         self._describe(folder)
 
     def state(self) -> dict[str, Tensor]:
-        """See `Trainable`."""
+        """Parameters of the policy, and the state of the learner."""
         weights = {f"weights.{name}": one.detach() for name, one in self.policy.named_parameters()}
         return {**weights, **self.learner.state()}
 
     def state_loaded(self, policy_version: int) -> None:
-        """See `Trainable`."""
+        """Let the learner continue from tensors that have been written to."""
         self.learner.state_loaded(policy_version)
 
     def adapt_to_memory(self, on_lowered: Callable[[int], None]) -> None:
-        """See `Trainable`. The size of a pass is that of a batch, which the recipe gives."""
+        """Do nothing: a pass has the size of a batch, which the recipe gives."""
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """See `Trainable`; it cannot be called."""
+        """Refuse: SAC cuts no batches."""
         self._refuse("micro_batches", batch)
 
     def passes(self, batch: Batch) -> Passes:
-        """See `Trainable`; it cannot be called."""
+        """Refuse: SAC cuts no batches."""
         self._refuse("passes", batch)
 
     def log_probs(self, batch: Batch) -> Jagged:
-        """See `TrainEngine`; it cannot be called."""
+        """Refuse: SAC scores no batches."""
         self._refuse("log_probs", batch)
 
     def forward(self, micro_batch: MicroBatch, entropy: Entropy = "value") -> TokenOutputs:
-        """See `TrainEngine`; it cannot be called."""
+        """Refuse: SAC scores no batches."""
         self._refuse("forward", micro_batch, entropy)
 
     def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
-        """See `Trainable`; it cannot be called."""
+        """Refuse: `improve` changes the weights."""
         self._refuse("optimizer_step", allow)
 
     def discard_gradient(self) -> None:
-        """See `Trainable`. No gradient outlives an update."""
+        """Do nothing: no gradient outlives an update."""
 
     def _refuse(self, method: str, *given: object) -> NoReturn:
         raise RuntimeError(
