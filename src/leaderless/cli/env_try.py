@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
+from typing_extensions import override
 
 from leaderless.base.values import Json
 from leaderless.config import Recipe, RecipeError
@@ -27,7 +28,7 @@ from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.calls import CallResult, ToolCalls
 from leaderless.environments.tools.formats import read_hermes
 from leaderless.environments.tools.sources import ToolSources
-from leaderless.environments.try_episode import Chance, HumanPlayer, TriedEpisode, Trier, try_episode
+from leaderless.environments.try_episode import Audience, Chance, HumanPlayer, TriedEpisode, Trier, try_episode
 from leaderless.observability.console import console, errors
 from leaderless.planner.workflow import load_recipe
 from leaderless.rewards.dry_run import training_rows
@@ -195,14 +196,15 @@ async def _model(trial: _Trial, sources: ToolSources, served: Served) -> AsyncIt
                 await running
 
 
-class _Screen:
-    """See `Audience`."""
+class _Screen(Audience):
+    """Prints a tried episode on the console."""
 
     def __init__(self, *, is_human: bool) -> None:
         self._is_human = is_human
 
+    @override
     def told(self, agent: str, messages: Sequence[Message]) -> None:
-        """See `Audience`. What tools have answered was shown before."""
+        """Print messages, except the answers of tools, which were shown before."""
         for message in messages:
             if message["role"] != "tool":
                 name = agent if message["role"] == "user" else message["role"]
@@ -210,22 +212,23 @@ class _Screen:
                     Text(f"{name}< ".lstrip(), "dim").append(str(message["content"]), "not dim cyan"), soft_wrap=True
                 )
 
+    @override
     def said(self, agent: str, said: ToolCalls) -> None:
-        """See `Audience`. A person sees what was typed."""
+        """Print what an agent has said; a person has already seen what was typed."""
         if said.content and not self._is_human:
             console.print(Text(f"{agent}> ".lstrip(), "dim").append(said.content, "not dim"), soft_wrap=True)
         for call in said.calls:
             shown = call.problem or json.dumps(call.arguments, ensure_ascii=False)
             console.print(Text(f"  call {call.name} ", "yellow").append(shown, "not bold default"), soft_wrap=True)
 
+    @override
     def answered(self, result: CallResult) -> None:
-        """See `Audience`."""
         color = "red" if result.refusal else "green"
         line = Text("  result ", color).append(result.text, "default")
         console.print(line.append(f" ({result.seconds:.2f} s)", "dim"), soft_wrap=True)
 
+    @override
     def rewarded(self, rewards: Mapping[str, float]) -> None:
-        """See `Audience`."""
         for agent, value in rewards.items():
             if value:
                 console.print(Text(f"  reward {agent} ".rstrip() + f" {value:+g}", "bold magenta"))

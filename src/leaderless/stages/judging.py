@@ -143,7 +143,7 @@ class EngineAsker:
         self._failed_in_row = 0
 
     def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
-        """See `Asker`. Equal questions are asked once. All ranks of the node call it together."""
+        """Ask equal questions once. All ranks of the node call it together."""
         talks: dict[str, _Talk] = {}
         keys = [self._terms.key(question.messages) for question in questions]
         for key, question in zip(keys, questions, strict=True):

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from typing_extensions import override
 
 from leaderless.base.values import Json
 from leaderless.data.prompts.encode import Tokenizer
@@ -94,9 +95,9 @@ class Asking(ABC):
 class QuietServer(uvicorn.Server):
     """A server that leaves signals to the worker."""
 
+    @override
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """See `uvicorn.Server`."""
         yield
 
 

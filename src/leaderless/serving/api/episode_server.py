@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 
 
 class EpisodeServer(Asking):
-    """See `Doorway`. It runs in the event loop of the episodes, on a free port that only this machine reaches."""
+    """Server in the event loop of the episodes, on a free port that only this machine reaches."""
 
     def __init__(self) -> None:
         """Listen; nothing is answered before an episode is admitted."""
@@ -46,13 +46,13 @@ class EpisodeServer(Asking):
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
 
     def admit(self, chat: Chat) -> tuple[str, str]:
-        """See `Doorway`."""
+        """Admit a chat under an address and a key of its own."""
         name, key = secrets.token_hex(8), secrets.token_urlsafe(16)
         self._chats[name] = (chat, key)
         return f"http://{address_of(self._listener)}/episodes/{name}/v1", key
 
     def dismiss(self, chat: Chat) -> None:
-        """See `Doorway`."""
+        """Answer no more requests of a chat."""
         self._chats = {name: entry for name, entry in self._chats.items() if entry[0] is not chat}
 
     async def close(self) -> None:
@@ -85,7 +85,7 @@ class EpisodeServer(Asking):
 
 @dataclass(frozen=True)
 class _Episode(RequestOwner):
-    """See `RequestOwner`. All requests at the address of an episode ask the same conversation."""
+    """Owner of all requests at the address of an episode, which ask the same conversation."""
 
     chat: Chat
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
+from typing_extensions import override
+
 from leaderless.base.values import Json
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.rollout.engine import Delta
@@ -175,12 +177,13 @@ class ChatComposer(Composer[ChatQuestion]):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
+    @override
     def whole(self, parts: Sequence[ChoicePart]) -> Reply:
-        """See `Composer`."""
         return super().whole(parts) | self._prompt()
 
+    @override
     def first_chunks(self) -> list[Reply]:
-        """See `Composer`. The role comes first."""
+        """Begin each choice with its role."""
         begin: Json = {"role": "assistant", "content": ""}
         choices: list[Reply] = [{"index": i, "delta": begin, "finish_reason": None} for i in range(self.question.n)]
         first, *others = map(self._chunk, choices)

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
+from typing_extensions import override
 
 from leaderless.run.standalone_model import Served
 from leaderless.serving.api.app import make_app
@@ -35,11 +36,12 @@ class ModelServer(uvicorn.Server):
                 started()
                 await self.serve(sockets=[listener])
 
+    @override
     async def on_tick(self, counter: int) -> bool:
-        """See `uvicorn.Server`; returns whether to stop."""
+        """Also stop when the host is stopping."""
         return await super().on_tick(counter) or self._host.is_stopping
 
+    @override
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See `uvicorn.Server`."""
         self._host.stop()
         await super().shutdown(sockets)

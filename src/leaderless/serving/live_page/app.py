@@ -41,7 +41,7 @@ class LivePages:
     """Answers requests for pages, for what is new on them, and to stop a run."""
 
     def __init__(self, desk: RunStore, token: str | None, is_closing: asyncio.Event) -> None:
-        """See `make_app`."""
+        """Serve the pages of a store; for the arguments see `make_app`."""
         self._desk, self._token, self._is_closing = desk, token, is_closing
         self._cookie = cookie_name(token or "")
         self._scripts = {name: plotly() if name == "plotly.js" else asset(name) for name in SCRIPTS}

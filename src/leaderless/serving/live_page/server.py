@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
+from typing_extensions import override
 
 from leaderless.serving.api.uvicorn_config import uvicorn_config
 from leaderless.serving.live_page.app import make_app
@@ -30,7 +31,7 @@ class PageServer(uvicorn.Server):
         started()
         await self.serve(sockets=[listener])
 
+    @override
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See `uvicorn.Server`."""
         self._is_closing.set()
         await super().shutdown(sockets)

@@ -38,14 +38,14 @@ class Replica:
 
 
 class OnlineEntrance:
-    """See `Entrance`. Only ranks that sample have an address."""
+    """The address of a rank that samples; other ranks have none."""
 
     def __init__(self, replica: Replica | None) -> None:
         """Have an address at which nobody is answered yet, or none."""
         self._replica = replica
 
     def open(self, recipe: Recipe, tokenizer: Tokenizer) -> OnlineService | None:
-        """See `Entrance`. Clients are answered as soon as the first step begins."""
+        """Answer clients as soon as the first step begins."""
         replica = self._replica
         if replica is None:
             return None
@@ -55,7 +55,7 @@ class OnlineEntrance:
         return replica.desk
 
     def say(self, directory: RunDirectory, say: Callable[[str], None]) -> None:
-        """See `Entrance`. The folder of the run has the addresses of all replicas."""
+        """Write the addresses of all replicas into the folder of the run."""
         folder, replica = directory.doors, self._replica
         if replica is None or replica.desk is None:
             say(f"clients: the addresses are in {folder}")

@@ -39,7 +39,7 @@ class RequestOrder:
 
 
 class OnlineScheduler:
-    """See `Pump`. Orders that are not finished when the engine leaves are continued when it comes back.
+    """Orders of clients; those that are not finished when the engine leaves are continued when it comes back.
 
     Attributes:
         is_serving: Whether an engine is at work.
@@ -85,7 +85,7 @@ class OnlineScheduler:
             raise
 
     def forget(self, conversation: int) -> None:
-        """See `Pump`. Engines keep nothing."""
+        """Do nothing: engines keep no conversation."""
 
     def wake(self) -> None:
         """Let `serve` ask again whether it is done."""

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.data.prompts.encode import Tokenizer
@@ -97,8 +98,8 @@ class OnlineService(Asking):
         """Where clients ask."""
         return f"http://{address_of(self._listener)}/v1"
 
+    @override
     def find(self, request: Request) -> _Visit:
-        """See `Asking`."""
         if request.method == "POST":
             self.ledger.counts.add("requests")
         return _Visit(self)
@@ -142,7 +143,7 @@ class OnlineService(Asking):
 
 
 class _Visit(RequestOwner):
-    """See `RequestOwner`. Each response to a request is a conversation of its own."""
+    """Owner of one request; each response to it is its own conversation."""
 
     def __init__(self, desk: OnlineService) -> None:
         self._desk, self._arrived_s = desk, time.monotonic()

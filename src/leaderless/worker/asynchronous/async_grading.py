@@ -113,7 +113,7 @@ class BackgroundGrader:
         self._open.clear()
 
     def grade(self, samples: Sequence[RewardInput], sources: Sequence[str | None]) -> list[Graded]:
-        """See `RewardPool.grade`. What was graded ahead is not graded again."""
+        """Grade samples, except those that were graded ahead."""
         known: dict[tuple[str, str | None], list[tuple[Asked, Graded]]] = {}
         for asked, graded in self._ready:
             known.setdefault((asked[0].response, asked[1]), []).append((asked, graded))

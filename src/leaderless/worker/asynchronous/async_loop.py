@@ -104,11 +104,11 @@ class ContinuousLoop:
 
     @property
     def trained(self) -> int:
-        """See `Arrivals`."""
+        """The iteration whose weights the engine has."""
         return self._progress.trained
 
     def is_there(self) -> bool:
-        """See `Arrivals`."""
+        """Whether the channel of weights has the next ones."""
         return self._chain.channels.weights.is_there()
 
     def run(self) -> Plan | None:

@@ -271,7 +271,7 @@ class EpisodesInFlight:
 
 
 class LiveEpisodes:
-    """See `EpisodeSource`: episodes that are played in the event loop of a thread.
+    """Episodes that are played in the event loop of a thread.
 
     What they ask of the engine waits for the rank's own thread, which steps it.
     """
@@ -375,7 +375,7 @@ class LiveEpisodes:
 
 
 class RequestQueue:
-    """See `Pump`. What episodes ask for waits until the thread that steps the engine takes it."""
+    """Requests of episodes, which wait until the thread that steps the engine takes them."""
 
     def __init__(self) -> None:
         """Have nothing in the queue."""
@@ -404,7 +404,7 @@ class RequestQueue:
             raise
 
     def forget(self, conversation: int) -> None:
-        """See `Pump`."""
+        """Queue the release of a conversation."""
         self.put(Happening("forget", conversation))
 
     def put(self, happening: Happening) -> None:

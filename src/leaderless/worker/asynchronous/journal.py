@@ -143,7 +143,7 @@ class PastEpisodes:
 
 
 class JournaledEpisodes:
-    """See `EpisodeSource`: episodes of a run that is followed, which want at each step what they wanted there."""
+    """Episodes of a run that is followed, which want at each step what they wanted there."""
 
     tools: ToolUse | None = None
 
@@ -257,7 +257,7 @@ class JournaledEpisodes:
 
 
 def _mark_of_node(node: TraceNode) -> int:
-    """See `_mark`; of what was said in an episode."""
+    """The mark of an answer of an episode, made by `_mark`."""
     assert node.said is not None, "only what the policy has said is asked about"
     said = Completion([*node.tokens], [*node.said.log_probs], None, [*node.said.policy_versions])
     return _mark([] if node.parent is None else node.parent.context(), said)

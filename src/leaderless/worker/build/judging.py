@@ -124,7 +124,7 @@ class AskerOfOthers:
         self._ranks, self._judging, self._judge, self._read = ranks, judging, judge, read
 
     def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
-        """See `Asker`."""
+        """Send each question once to the rank of the judge that owns it."""
         keys = [key_of_question(question.messages) for question in questions]
         mine = {key: question.messages for key, question in zip(keys, questions, strict=True)}
         sent: dict[int, dict[str, Json]] = {}
