@@ -56,7 +56,7 @@ CPU_BLOCK_TOKENS = 128
 
 @dataclass(frozen=True)
 class RolloutSetup:
-    """What is needed to make a rollout engine on one of the ranks that generate with a model.
+    """Arguments for making a rollout engine on one of the ranks that generate with a model.
 
     Attributes:
         role: Role of the model.
@@ -64,7 +64,7 @@ class RolloutSetup:
         model: Model, and how it computes; its weights come later.
         max_tokens: Most tokens of a prompt with its response.
         tokenizer: Tokenizer of the model.
-        layout: Ranks that generate with it; those of one shard make one engine together.
+        layout: Ranks that generate with it; the ranks of one shard make one engine together.
         shard: Ranks of the shard of this one, for what their engines agree on.
         rank: This rank.
         world_size: Number of ranks of the run.
@@ -156,7 +156,7 @@ def make_native(setup: RolloutSetup) -> RolloutEngine:
 
 
 def _native_model(setup: RolloutSetup) -> CausalLM:
-    """A model without weights; under adapters, with those of its folder, or of a donor."""
+    """A model without weights; under adapters, with the weights of its folder, or of a donor."""
     if setup.model.lora is None:
         return empty_causal_lm(setup.model, setup.role)
     if setup.donor is not None and not isinstance(setup.donor, VisionLM):
@@ -249,7 +249,7 @@ def _experts(setup: RolloutSetup) -> tuple[Sequence[int], int]:
 
 
 def _adapters(setup: RolloutSetup) -> tuple[dict[str, Mapping[str, object]], dict[str, Sequence[str]]]:
-    """What an engine that takes adapters has to know of those of each role, and the names of their matrices."""
+    """Description of each role's adapters for an engine that takes them, and the names of their matrices."""
     said, matrices = dict[str, Mapping[str, object]](), dict[str, Sequence[str]]()
     models = {setup.role: setup.model} if setup.host is None else setup.host.models
     for role, model in models.items():

@@ -59,7 +59,7 @@ class SharedEngine(WrappedEngine):
         return self.collect()
 
     def collect(self) -> list[Delta]:
-        """What steps of other views have brought for this one."""
+        """Deltas for this view that steps of other views have brought."""
         deltas = [*self._deltas]
         self._deltas.clear()
         return deltas

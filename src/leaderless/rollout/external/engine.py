@@ -24,7 +24,7 @@ from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, 
 from leaderless.rollout.probe import check_probe
 
 REMEDY = "use another version of the engine, or rollout.engine: native"
-"""What helps if an engine does not use the weights that it was given."""
+"""Remedy if an engine does not use the weights that it was given."""
 
 ENDS = frozenset({"stop", "length"})
 """Reasons for the end of a response; an engine that gives another one has failed."""

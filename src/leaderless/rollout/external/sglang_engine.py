@@ -227,7 +227,7 @@ class SglangServer(AdapterDriver):
         versions: Mapping[int, int],
         news: queue.SimpleQueue[Gain | EngineError],
     ) -> None:
-        """Read the responses of one call to their end; `versions` are those of the adapters that sample them."""
+        """Read the responses of one call to their end; `versions` belong to the adapters that sample them."""
         known, prompts = dict.fromkeys((ask.id for ask in asks), 0), {ask.id: len(ask.prompt) for ask in asks}
         try:
             for line in self._server.stream("/generate", body):

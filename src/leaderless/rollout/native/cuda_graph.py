@@ -34,7 +34,7 @@ class MemoryFailures:
         self._is_said = False
 
     def add(self, key: Hashable, error: RuntimeError) -> None:
-        """Count a failure of passes of a kind; the first kind that is given up gets a warning."""
+        """Count a failure of passes of a kind; the first kind that is abandoned gets a warning."""
         self._counts[key] += 1
         if self.is_final(key) and not self._is_said:
             self._is_said = True

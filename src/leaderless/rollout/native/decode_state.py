@@ -1,4 +1,4 @@
-"""What the host knows of the responses that a device decodes ahead of it, in arrays."""
+"""State on the host of the responses that a device decodes ahead of it, in arrays."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from leaderless.rollout.native.segment_attention import DecodeAttention, Prefill
 from leaderless.rollout.probe import PROBE_TOLERANCE, check_probe
 
 REMEDY = "give models.ROLE.path the revision that the trainer has loaded, and report this if it has"
-"""What helps if the engine adds the trainer's adapters to other weights than the trainer."""
+"""Remedy if the engine adds the trainer's adapters to other weights than the trainer."""
 
 
 class NativeEngine:
@@ -202,7 +202,7 @@ class NativeEngine:
         )
 
     def _release(self, sequence: Response, *, has_ended: bool = False) -> None:
-        """Release keys and values that are no longer needed, unless they are those of a conversation to be kept."""
+        """Release keys and values that are no longer needed, unless they belong to a conversation to be kept."""
         prompt, segment = sequence.prompt, sequence.segment
         if segment is not None:
             del self._active[segment]
@@ -289,7 +289,7 @@ class NativeEngine:
         self._kept.shrink(self.max_sequences - len(self._active) - num_responses)
 
     def _prefill(self) -> None:
-        """Read waiting prompts, those of kept conversations first."""
+        """Read waiting prompts, kept conversations first."""
         free = self.max_sequences - len(self._active)
         taken = self._take_unread(free)
         if not taken:
@@ -374,7 +374,7 @@ class NativeEngine:
         return self._forward(inputs, positions, attention, select, seen)
 
     def _seen(self, texts: Sequence[PrefillPart]) -> ImagePositions | None:
-        """What is seen at those tokens of a pass that stand for parts of images."""
+        """Features of images for the tokens of a pass that stand for their parts."""
         images: list[PromptImage] = []
         is_read: list[bool] = []
         begin = 0

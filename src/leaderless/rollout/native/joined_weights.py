@@ -1,6 +1,6 @@
 """Weights of linear layers that read the same values, next to each other in memory: one product for all of them.
 
-With few rows the products of a layer are small: those of keys and values leave most of a GPU idle.
+With few rows the products of a layer are small: keys and values leave most of a GPU idle.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class JoinedWeights:
         }
 
     def room(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Memory that a parameter takes from now on, next to that of others; None for one that is not joined."""
+        """Memory that a parameter takes from now on, next to other parameters; None for one that is not joined."""
         if parameter not in self._places:
             return None
         block, place = self._places[parameter]

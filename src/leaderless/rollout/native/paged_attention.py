@@ -57,7 +57,7 @@ def attend_with_torch(
 ) -> Tensor:
     """Write keys and values of new tokens into pages, and attend to all tokens of each row, in at least float32.
 
-    It copies what it reads. Its sums are those of the kernels, in another order.
+    It copies what it reads. Its sums have the terms of the kernels' sums, in another order.
 
     Args:
         query: [n, query_heads, head_dim], one new token of each row.

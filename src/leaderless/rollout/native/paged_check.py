@@ -129,7 +129,7 @@ def largest_error(
     def error(way: Rotation | None) -> Tensor:
         found = function(query, key, value, (cached[0].clone(), cached[1].clone()), plan, scale, way)
         asked, new = (query, key) if way is None else (rotate(query, *way), rotate(key, *way))
-        # Some images of torch round products of float32, but none those of float64.
+        # Some images of torch round products of float32, but none round products of float64.
         wide = [tensor.to(torch.float64, copy=True) for tensor in (asked, new, value, *cached)]
         expected = attend_with_torch(wide[0], wide[1], wide[2], (wide[3], wide[4]), plan, scale)
         return (found.double() - expected).abs().max()

@@ -70,7 +70,7 @@ class _Flight:
     """Tokens that the device draws for responses, and that the host has not read yet.
 
     `results` are [2 or more, n] int64 in host memory; see `Staging.drawn`. They are there once `event` has happened.
-    `departures` are those of each seat when the pass was started: after another one, its token is dropped.
+    `departures` counts departures from each seat when the pass was started: after another one, its token is dropped.
     """
 
     seats: Ints
@@ -223,7 +223,7 @@ class PagedEngine(NativeEngine):
         return deltas
 
     def _collect(self, but: _Flight | None = None) -> None:
-        """Read the tokens that have been drawn, but not those of the pass that has just been started."""
+        """Read the tokens that have been drawn, except by the pass that has just been started."""
         while self._flights and self._flights[0] is not but:
             flight = self._flights.pop(0)
             results = flight.read()

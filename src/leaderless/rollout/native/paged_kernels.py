@@ -179,7 +179,7 @@ def merge_items(  # noqa: PLR0913, PLR0917
     peak = tl.full([heads], float("-inf"), tl.float32)
     total = tl.zeros([heads], tl.float32)
     result = tl.zeros([heads, block], tl.float32)
-    for kind in tl.static_range(2):  # own tokens, and those of a shared prompt
+    for kind in tl.static_range(2):  # own tokens, and a shared prompt's
         run = runs + (row * 2 + kind) * 3
         first, count, distance = tl.load(run), tl.load(run + 1), tl.load(run + 2)
         for number in range(count):

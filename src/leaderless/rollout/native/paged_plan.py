@@ -1,4 +1,4 @@
-"""What a decoding pass over pages computes: which rows attend to which pages, as numbers that are copied in one go.
+"""Plan of a decoding pass over pages: which rows attend to which pages, as numbers that are copied in one go.
 
 The work is cut into items. An item is some rows and some consecutive tokens of what they attend to: a row alone and its
 own tokens, or siblings and tokens of the prompt that they share. Every item is computed by itself, and what belongs to
@@ -253,7 +253,7 @@ class Arrangement:
 
 
 def _counted(counts: Ints) -> tuple[Ints, Ints]:
-    """For each of so many things of each kind, its kind, and its number among those of its kind."""
+    """Kind of each thing, and its number within its kind, from the number of things of each kind."""
     kinds = np.repeat(np.arange(len(counts)), counts)
     return kinds, np.arange(len(kinds)) - (counts.cumsum() - counts)[kinds]
 
@@ -261,7 +261,7 @@ def _counted(counts: Ints) -> tuple[Ints, Ints]:
 def _write_items(
     items: npt.NDArray[np.int32], texts: _Texts, spare_results: int, first_result: int, page_size: int
 ) -> tuple[Ints, Ints, int]:
-    """Cut texts into items, of at most so many pages that there is room for all of them and for their results.
+    """Cut texts into items that are small enough for all of them and their results to have room.
 
     Returns:
         First result and number of items of each text, and most tokens of an item.

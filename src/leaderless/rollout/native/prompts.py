@@ -1,4 +1,4 @@
-"""What the native engine knows of prompts and of the responses that continue them, and of the rows of its passes."""
+"""State of prompts and of the responses that continue them in the native engine, and rows of its passes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CachedPrompt:
 
     @property
     def key(self) -> Key:
-        """What prompts have in common that are read once: the same tokens may be those of other images."""
+        """Key of prompts that are read once: the same tokens may belong to other images."""
         return self.tokens, self.images, self.num_both
 
     def positions(self, begin: int, count: int, *, has_grid: bool) -> Tensor:
@@ -101,7 +101,7 @@ class PrefillPart(NamedTuple):
 def passes_of(
     texts: Mapping[Segment, tuple[Segment | None, Sequence[int], CachedPrompt]], most: int
 ) -> Iterator[list[PrefillPart]]:
-    """Divide texts, each with its segment, that of a prompt before it, and the prompt, into passes of `most` tokens.
+    """Divide texts into passes of `most` tokens. Each has a segment, the segment of a prompt before it, and the prompt.
 
     What is read in both directions is not divided, though it may be longer than a pass.
     """

@@ -126,7 +126,7 @@ def truncate(logits: Tensor, distribution: SamplingConfig) -> Tensor:
 
     `top_k` keeps the likeliest k, then `top_p` the smallest set of the rest that reaches its probability (Holtzman et
     al., arXiv 1904.09751), then `min_p` tokens at least as likely as that fraction of the likeliest (arXiv 2407.01082).
-    The likeliest token always stays. Logits, [n, vocabulary], are divided by the temperature before; those of removed
+    The likeliest token always stays. Logits, [n, vocabulary], are divided by the temperature before; logits of removed
     tokens become minus infinity.
     """
     vocabulary, top_k = logits.shape[-1], distribution.top_k
@@ -147,7 +147,7 @@ def truncate(logits: Tensor, distribution: SamplingConfig) -> Tensor:
 def _likely(logits: Tensor, min_p: float) -> Tensor:
     """Remove what `min_p` does not keep, in any order: sums of all tokens may round otherwise than in descending order.
 
-    Tokens at the bound, but for this rounding, are those of a sort.
+    But for this rounding, a sort would keep the same tokens at the bound.
     """
     probabilities = logits.softmax(dim=-1)
     return logits.masked_fill(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), -torch.inf)

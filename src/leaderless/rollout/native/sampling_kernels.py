@@ -1,8 +1,8 @@
 """Drawing of tokens as two Triton kernels. Importing this needs Triton, which builds of torch for CUDA bring along.
 
-Logits are read once, besides one chunk of each row; `sample_tokens` reads or writes as much six times. Tokens are those
-of `sample_tokens` but for rounding: both search sums of the same chunks in the order of the vocabulary, first sums of
-chunks, in float64, and then those of one chunk. These differ:
+Logits are read once, besides one chunk of each row; `sample_tokens` reads or writes as much six times. Tokens are the
+same as from `sample_tokens` but for rounding: both search sums of the same chunks in the order of the vocabulary, first
+sums of chunks, in float64, and then sums within one chunk. These differ:
 
 - Weights of a chunk are relative to its own largest logit, and their float32 sum is multiplied by the weight of that.
 - The GPU's exponential has a relative error of about 1e-6 at e^-16, and sums of a chunk are added in another order.
@@ -43,7 +43,7 @@ def sum_chunks(  # noqa: PLR0913, PLR0917
     token = chunk[:, None] * chunk_size + tl.arange(0, chunk_size)[None, :]
     values = tl.load(logits + row * stride + token, mask=token < vocabulary, other=float("-inf")) * factor
     peak = tl.max(values, 1)
-    # A chunk without any token has the sum 0, not that of -inf - -inf.
+    # A chunk without any token has the sum 0, not the one of -inf - -inf.
     weights = tl.exp(values - tl.where(peak > float("-inf"), peak, 0.0)[:, None])
     is_there = chunk < num_chunks
     tl.store(peaks + row * num_chunks + chunk, peak, mask=is_there)

@@ -74,7 +74,7 @@ class VllmAdapters:
         self._folders[adapter].add(name, matrix)
 
     def request(self, adapter: str) -> LoRARequest | None:
-        """What a request has to name for a set, which must have come; None for the base, which has no name."""
+        """Name of a set in a request; the set must have come. None for the base, which has no name."""
         return self._requests[adapter] if adapter else None
 
     def use(self, adapter: str, policy_version: int, engine: LLMEngine) -> None:

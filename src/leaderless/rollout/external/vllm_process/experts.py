@@ -1,6 +1,6 @@
 """Choices of experts, as vLLM records them: on accelerators by itself, and on the CPU with help.
 
-vLLM keeps the choices of each block of tokens next to its keys and values, so that it knows those of tokens that it
+vLLM keeps the choices of each block of tokens next to its keys and values, so that it knows them for tokens that it
 does not read again. Its newer model runner, which needs Triton, takes them from the routers after each step. The model
 runner of the CPU is the older one, which does not; `record_on_cpu` adds that. The choices then go the same way.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
 
 Rows = np.ndarray[Any, np.dtype[np.integer[Any]]]
-"""[tokens, layers, k] experts of all layers; those of layers that have none mean nothing."""
+"""[tokens, layers, k] experts of all layers; numbers of layers without experts mean nothing."""
 
 
 def packed(rows: Rows, layers: Sequence[int]) -> list[str]:
@@ -49,7 +49,7 @@ def recorded_by_each_rank() -> Iterator[None]:
 
 
 class _FirstRank:
-    """What vLLM asks its process group, answered as on the first rank."""
+    """Answers to vLLM's questions about its process group, as on the first rank."""
 
     is_first_rank = True
 
@@ -77,7 +77,7 @@ def record_on_cpu(worker: Worker, engine: LLMEngine) -> None:
 
 @dataclass(frozen=True)
 class _Batch:
-    """What vLLM has to know of a step: its requests, where their tokens begin, and how many each had before."""
+    """Description of a step for vLLM: its requests, where their tokens begin, and how many each had before."""
 
     req_ids: Sequence[str]
     query_start_loc_np: Rows

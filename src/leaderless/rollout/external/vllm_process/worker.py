@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 MOST_TEMPERATURE = 2.0
 """Highest temperature that vLLM's interface takes."""
 IMPOSSIBLE = -100.0
-"""What is added to the logit of a token that is never drawn: the lowest that the interface takes."""
+"""Bias of the logit of a token that is never drawn: the lowest that the interface takes."""
 OLDEST_VERSION = (0, 32)
 """First version of vLLM that has everything used here, some of it private."""
 PROBE = "probe"
@@ -168,7 +168,7 @@ class VllmWorker:
         return probed
 
     def _gain(self, output: RequestOutput) -> Gain:
-        """What a step has added to a response."""
+        """Addition of a step to a response."""
         self._check_length(output.request_id, output.prompt_token_ids)
         part, version = output.outputs[0], self._versions[self._open[output.request_id].adapter]
         tokens = list(part.token_ids)
