@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """What an environment has answered: to the beginning of an episode, or to what an agent said.
+    """Answer of an environment: to the beginning of an episode, or to what an agent said.
 
     Attributes:
         turn: The answer; one to the beginning of an episode has only an observation.

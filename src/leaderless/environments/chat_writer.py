@@ -16,7 +16,7 @@ from leaderless.environments.pictures import data_of, is_image
 from leaderless.environments.protocol import Message
 
 MARK = "\u2042said\u2042"
-"""What an agent says in conversations that are made up to see what a template writes behind it."""
+"""Text of an agent in conversations that are made up to see what a template writes behind it."""
 
 
 @dataclass
@@ -24,8 +24,8 @@ class ChatWriter:
     """Writes messages by a tokenizer's chat template, or as they are.
 
     A conversation only grows: what is added to it is what the template writes after the agent's message, and nothing
-    before it is written again. With a chat template, texts that spell a special token are told with a blank in it, so
-    that no tool or page can end a message and begin another.
+    before it is written again. With a chat template, texts that spell a special token get a blank in it, so that no
+    tool or page can end a message and begin another.
 
     Attributes:
         tokenizer: Tokenizer of the policy.
@@ -96,11 +96,11 @@ class ChatWriter:
         return () if self.reader is None else placed(tokens, self.reader, self._pictures(messages))
 
     def text(self, tokens: Sequence[int], *, is_plain: bool = True) -> str:
-        """What an agent has said, without special tokens or with them."""
+        """Text of an agent, without special tokens or with them."""
         return self.tokenizer.decode(tokens, skip_special_tokens=is_plain)
 
     def _behind(self, messages: Sequence[Message]) -> str:
-        """What the template writes behind an agent's message if others follow, the beginning of the next included."""
+        """Text of the template behind an agent's message if others follow, the beginning of the next included."""
         before: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
         text = self._render([*before, *messages], is_prompt=True)
         _, mark, behind = text.rpartition(MARK)

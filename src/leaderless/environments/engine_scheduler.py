@@ -18,7 +18,7 @@ BEAT_S = 1.0
 
 
 class EngineScheduler(Protocol):
-    """What samples what the policy says; see `SharedEngineScheduler` for its methods."""
+    """Sampler of the policy's answers; see `SharedEngineScheduler` for its methods."""
 
     async def ask(
         self,

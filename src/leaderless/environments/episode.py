@@ -1,4 +1,4 @@
-"""What is to be played, and what was played."""
+"""Episodes to be played, and episodes that were played."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from leaderless.rollout.engine import SamplingParams
 
 @dataclass(frozen=True)
 class Spoken:
-    """What was said in an episode that is continued.
+    """Messages of an episode that is continued.
 
     Attributes:
         context: Token ids that it followed on.
@@ -54,7 +54,7 @@ class EpisodePosition:
 
 @dataclass
 class Episode:
-    """What was played.
+    """Episode that was played.
 
     Attributes:
         trace: Everything that was said.

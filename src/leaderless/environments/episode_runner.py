@@ -1,4 +1,4 @@
-"""One try of an episode: what is said, told, called and rewarded, up to its end or its failure."""
+"""One try of an episode: messages, calls and rewards, up to its end or its failure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EpisodeRunner:
         self._place, self._attempt = place, attempt
         self.episode = Episode(attempts=attempt + 1, place=place)
         self._ends: dict[str, TraceNode] = {}  # of each agent's conversation
-        self._waiting: dict[str, list[Message]] = {}  # what an agent has been told since it spoke last
+        self._waiting: dict[str, list[Message]] = {}  # messages to an agent since it spoke last
         self._num_turns = 0
         self._toolbox: Toolbox | None = None
         self._is_over = self._is_left = False
@@ -137,7 +137,7 @@ class EpisodeRunner:
         return found.calls
 
     async def _answer(self, calls: Sequence[Call]) -> list[Message]:
-        """What tools answer to the calls of a message."""
+        """Answers of tools to the calls of a message."""
         assert self._toolbox is not None
         results = await self._timed(self._toolbox.run(calls, self._config.tool_timeout_s), "tools")
         self.episode.calls += results
@@ -210,7 +210,7 @@ class EpisodeRunner:
         return self._add(end, completion.tokens, facts)
 
     def _told(self, agent: str) -> TraceNode:
-        """The end of an agent's conversation, with what it has been told since it spoke last."""
+        """The end of an agent's conversation, with the messages that it got since it spoke last."""
         trace, writer = self.episode.trace, self._place.writer
         end, told = self._ends.get(agent), self._waiting.pop(agent, [])
         if end is None:
@@ -269,7 +269,7 @@ class EpisodeRunner:
 
 
 def noise_id(number: int, attempt: int, turn: int) -> int:
-    """The sample id of a message: that of the episode for its first one, and 63 bits that follow from it for others."""
+    """The sample id of a message: the episode's for its first one, and 63 bits that follow from it for others."""
     if attempt == turn == 0:
         return number
     return number_of(f"{number}/{attempt}/{turn}")

@@ -1,4 +1,4 @@
-"""What was said in an episode: a tree of messages, whose branches become training samples. Imports no torch.
+"""Messages of an episode: a tree, whose branches become training samples. Imports no torch.
 
 A node holds only the tokens that it adds, so that an episode takes memory in proportion to its length however many
 turns it has. What the policy said is kept as it was sampled, and never encoded again.
@@ -16,7 +16,7 @@ from leaderless.environments.protocol import ONLY_AGENT, Message
 
 @dataclass
 class Said:
-    """What is known of a message that the policy sampled.
+    """Facts about a message that the policy sampled.
 
     Attributes:
         log_probs: Log-probability of each token under the distribution it was drawn from.
@@ -89,10 +89,10 @@ class TraceSample:
         log_probs: Log-probability of each trained token.
         policy_versions: Version of the weights of each trained token.
         turns: Number of the turn of each trained token.
-        rewards: Reward at each trained token: that of a turn at its last one, else 0.
+        rewards: Reward at each trained token: the reward of a turn at its last one, else 0.
         temperatures: Temperature at which each trained token was sampled.
         is_truncated: Whether the last trained message was cut off.
-        experts: Experts of each token but the last, as far as they are known: those of the pass that read it first.
+        experts: Experts of each token but the last, as far as they are known, from the pass that read it first.
         images: Images with their places among all tokens.
     """
 
@@ -138,7 +138,7 @@ class Trace:
         return node
 
     def said(self) -> list[TraceNode]:
-        """What the policy said, in the order of the turns."""
+        """Messages of the policy, in the order of the turns."""
         return sorted((node for node in self.nodes if node.said), key=lambda node: node.said.turn if node.said else 0)
 
     def leaves(self) -> list[TraceNode]:

@@ -104,7 +104,7 @@ class ThreadEnvironment(GuardedEnvironment):
         return replace(turn, observation=await self._with_files(turn.observation, "act"))
 
     async def _with_files(self, shown: Observation, method: str) -> Observation:
-        """What the environment shows, with images as files, which a thread makes."""
+        """Observation with images as files, which a thread makes."""
         if isinstance(shown, str) or not self._shows_images:
             return shown
         return await call(partial(with_files, shown), self._timeout_s, f"an image of {self._name(method)}")
@@ -210,7 +210,7 @@ def _is_message(value: object) -> bool:
 
 
 def checked(turn: object, what: str, agents: tuple[str, ...]) -> Turn:
-    """What an environment has answered, if it is well-formed.
+    """Answer of an environment, if it is well-formed.
 
     Raises:
         Failure: It is no `Turn`, a reward is not finite, facts have no names, or an agent is unknown.

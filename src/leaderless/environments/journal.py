@@ -21,7 +21,7 @@ Line = Mapping[str, Json]
 
 
 def line_of(episode: Episode) -> dict[str, Json]:
-    """What has to be known of an episode that was played here, to play it again.
+    """Record of an episode that was played here, with which it can be played again.
 
     Log-probabilities have as many digits as tell one float32 from the next.
     """

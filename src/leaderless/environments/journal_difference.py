@@ -18,7 +18,7 @@ SHOWN_CHARACTERS = 160
 
 @dataclass(frozen=True)
 class JournalDifference:
-    """What is not as the journal says.
+    """Difference from the journal.
 
     Attributes:
         place: Turn and value.
@@ -61,7 +61,7 @@ def _pairs(known: Mapping[str, Json], new: Mapping[str, Json]) -> Iterator[tuple
 
 
 def _said_in(line: Line) -> Json:
-    """What a policy said, with all that it followed on, in an order of its own, and the sum of its rewards."""
+    """Messages of a policy, with all that they followed on, in a custom order, and the sum of its rewards."""
     nodes = [node for node in episode_of(line).trace.said() if node.parent is not None]
     said = sorted([node.parent.context(), list(node.tokens)] for node in nodes if node.parent is not None)
     return cast("Json", [*said, sum(node.said.reward for node in nodes if node.said)])

@@ -27,7 +27,7 @@ def is_image(part: Mapping[str, Json]) -> bool:
 
 
 def with_files(observation: Observation, *, takes_paths: bool = True) -> Observation:
-    """What an environment shows, with the file of each image as a data URL: that is what JSON can hold.
+    """Observation with the file of each image as a data URL, which JSON can hold.
 
     A part `{"type": "image", "image": ...}` may give a picture of PIL, an array [height, width, 3] of uint8, an encoded
     file, a data URL or a path; `{"type": "image_url", "image_url": {"url": ...}}` a data URL.
@@ -126,7 +126,7 @@ def _encoded(image: object) -> bytes:
 
 
 def taken_out(value: Json, images: dict[str, int]) -> Json:
-    """What messages or answers hold, with the number of each image in place of it; new ones are added to `images`."""
+    """Content of messages or answers, with numbers in place of images; new images are added to `images`."""
     if isinstance(value, list | tuple):
         return [taken_out(one, images) for one in value]
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What the environment that a recipe names is like, for a plan; see `leaderless.planner.workflow.environment_facts`."""
+"""Facts for a plan about the environment that a recipe names; see `leaderless.planner.workflow.environment_facts`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def agents_of(config: EnvironmentConfig) -> tuple[str, ...]:
 
 
 def tools_of(config: EnvironmentConfig) -> tuple[str, ...]:
-    """Names of the tools, apart from those of servers, once all of the section has been checked."""
+    """Names of the tools, except servers' tools, once all of the section has been checked."""
     world_maker(config)
     return tuple(tool.name for tool in python_tools(config, environment_class(config)))

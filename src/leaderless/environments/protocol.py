@@ -1,4 +1,4 @@
-"""What a user writes: an environment, which answers what the policy says. Imports no torch."""
+"""Protocol that users implement: an environment, which answers what the policy says. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from leaderless.base.values import Json
 Message = Mapping[str, Json]
 """A message of a chat: `role`, `content`, and what else the model's chat template knows, such as `tool_calls`."""
 Observation = str | Sequence[Message]
-"""What an agent is told: the text of a message, or several messages. A first observation may begin with a message of
+"""Input of an agent: the text of a message, or several messages. A first observation may begin with a message of
 the role `system`."""
 Task = Mapping[str, Json]
 """The row of the dataset that an episode is about, with all of its columns."""
@@ -26,7 +26,7 @@ class EpisodeFailed(Exception):  # noqa: N818 - a plain word for users
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment answers to an agent.
+    """Answer of an environment to an agent.
 
     Attributes:
         observation: Observation for the agent that acts next; empty when the episode is over.
@@ -67,7 +67,7 @@ class Environment(ABC):
 
     @abstractmethod
     def reset(self, task: Task, rng: Random) -> Observation | Awaitable[Observation]:
-        """Begin an episode, and return what the first agent is told.
+        """Begin an episode, and return the first agent's input.
 
         Args:
             task: Row of the dataset.

@@ -21,7 +21,7 @@ class PythonTool:
     """An interpreter for one episode, which keeps variables and files from call to call.
 
     It has the standard library, and a folder of its own; no network, no other files and programs. A call that crashes,
-    hangs or prints too much is told so, and loses what earlier ones have left behind.
+    hangs or prints too much gets a message, and loses what earlier ones have left behind.
 
     Args:
         timeout_s: Seconds that a call may take.
@@ -76,7 +76,7 @@ class PythonTool:
 
     def _open(self) -> Interpreter:
         """The interpreter, started with the first call."""
-        with self._lock:  # an episode may be closed while a call that was given up still begins
+        with self._lock:  # an episode may be closed while an abandoned call still begins
             if self._is_closed:
                 raise RuntimeError("the episode of this interpreter is over")
             if self._interpreter is None:
@@ -84,7 +84,7 @@ class PythonTool:
             return self._interpreter
 
     def _told(self, ended: ProgramEnd) -> str:
-        """What the policy is told about a call."""
+        """Message to the policy about a call."""
         output = ended.output.rstrip()
         if ended.cause == "answered":
             return output or "(no output)"

@@ -38,7 +38,7 @@ def replay(
         open_world: Function that makes the environment of an episode; None to take its answers from the journal.
         place_of: Function that says what was to be played in a line's episode.
         max_tokens: Most tokens of a conversation, from its beginning.
-        tools: Tools of the run, of which only those of the environment are called; None for none.
+        tools: Tools of the run, of which only the environment's are called; None for none.
 
     Yields:
         Each line, with the first difference if there is one.
@@ -84,7 +84,7 @@ def replay(
 
 
 def up_to_others(place: EpisodePosition, episode: Episode) -> EpisodePosition:
-    """What was to be played in an episode, which may have been left where an agent of another policy was to act."""
+    """Plan of an episode, which may have been left where an agent of another policy was to act."""
     last = episode.answers[-1].turn if episode.answers else None
     if episode.cause or episode.is_cut or last is None or last.done:
         return place

@@ -1,4 +1,4 @@
-"""What stands in for policy, environment and tools when an episode is played again."""
+"""Replacements for policy, environment and tools when an episode is played again."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class UpToFailure(GuardedEnvironment):
 
 
 class JournalToolbox(Toolbox):
-    """The tools of one episode: those of its environment, and answers of others as they are in the journal."""
+    """The tools of one episode: its environment's, and answers of others as they are in the journal."""
 
     def __init__(self, own: Iterable[Tool], reader: Reader, max_result_characters: int, episode: Episode) -> None:
         super().__init__(own, reader, max_result_characters)
@@ -137,11 +137,11 @@ class JournalToolbox(Toolbox):
 
 @dataclass(frozen=True)
 class JournalTools(ToolUse):
-    """Tools of which only those of the environment are called.
+    """Tools of which only the environment's are called.
 
     Attributes:
         episode: Episode as it is in the journal.
-        max_result_characters: Most characters of a result that the policy is told.
+        max_result_characters: Most characters of a result that the policy gets.
         has_environment: Whether there is an environment; without one, all answers are from the journal.
     """
 

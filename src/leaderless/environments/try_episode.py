@@ -29,14 +29,14 @@ class Trier(Protocol):
     """A policy."""
 
     async def say(self, agent: str, told: Sequence[Message]) -> ToolCalls | None:
-        """What an agent says to what it has been told since it spoke last; None to end the episode."""
+        """Answer of an agent to the messages since it spoke last; None to end the episode."""
 
 
 class Audience(Protocol):
     """Whoever watches."""
 
     def told(self, agent: str, messages: Sequence[Message]) -> None:
-        """An agent is told something."""
+        """An agent gets messages."""
 
     def said(self, agent: str, said: ToolCalls) -> None:
         """An agent has said something."""
@@ -145,7 +145,7 @@ class HumanPlayer(Trier):
 
 
 def typed(line: str) -> ToolCalls:
-    """What a person has typed."""
+    """Message that a person has typed."""
     if not line.startswith("/"):
         return ToolCalls(line)
     name, _, text = line[1:].strip().partition(" ")

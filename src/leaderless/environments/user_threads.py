@@ -50,7 +50,7 @@ async def _awaited(function: Callable[[], object]) -> object:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise _as_error(error) from error  # of a task of the user's, whose end is not that of whoever waits here
+        raise _as_error(error) from error  # of a task of the user's, whose end does not end whoever waits here
     finally:
         _end_fork(process)
 

@@ -28,17 +28,17 @@ INSTRUCTIONS: Mapping[str, str] = {
     "FrozenLake": "You are on red. Walk from S to G, and keep away from H.",
     "Taxi": "The taxi is on yellow, and on green with its passenger. The passenger is at blue, and wants to magenta.",
 }
-"""What a policy must know to read the state, by the beginning of the environment's name."""
+"""Explanation of the state for the policy, by the beginning of the environment's name."""
 _COLORS = {"1": "red", "2": "green", "3": "yellow", "4": "blue", "5": "magenta", "6": "cyan", "7": "gray"}
 _CODE = re.compile(r"\x1b\[([\d;]*)m")
 
 
 class GymnasiumEnvironment(Environment):
-    """An environment of Gymnasium with a few numbered actions, such as those of its toy texts.
+    """An environment of Gymnasium with a few numbered actions, such as its toy texts.
 
     The policy is shown the state as Gymnasium draws it in text, with colors as words, or else as the observation's
     numbers, and names its next action. Of several actions in a message the last one counts; without
-    one it is told which there are, and the world stands still.
+    one it gets the list of actions, and the world stands still.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GymnasiumEnvironment(Environment):
 
         Args:
             id: Name with its version, such as `FrozenLake-v1`.
-            actions: Names of the actions in their order; by default those of the toy texts, else their numbers.
+            actions: Names of the actions in their order; by default the toy texts' names, else numbers.
             instructions: Text before the first state; by default, an explanation of the states of a toy text.
             options: Arguments of the environment, such as `is_slippery`.
 

@@ -73,7 +73,7 @@ def solved(sample: RewardInput, /) -> RewardResult:
 class ReasoningGym(Environment):
     """A task of reasoning-gym, answered in one turn and rewarded by the package's own score.
 
-    The rows of the recipe's data are those of `make_rows`; or, with `dataset`, any rows: each episode's task is then
+    The rows of the recipe's data come from `make_rows`; or, with `dataset`, any rows: each episode's task is then
     made of its random numbers, so all episodes of a prompt get the same one.
     """
 

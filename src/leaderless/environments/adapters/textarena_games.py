@@ -20,7 +20,7 @@ RAW = "-raw"
 class TextArenaSolo(Environment):
     """A game of TextArena for one player.
 
-    The reward at the end is that of the game. The package draws random numbers from the module `random`, which all
+    The reward at the end comes from the game. The package draws random numbers from the module `random`, which all
     episodes of a process would share; so each episode has a process of its own.
     """
 
@@ -73,7 +73,7 @@ class TextArenaSolo(Environment):
 class TextArena(TextArenaSolo):
     """A game of TextArena for two players, who are both played by the policy; otherwise as `TextArenaSolo`.
 
-    Agents are named by who acts first, which in some games is drawn. They are told their numbers by the game.
+    Agents are named by who acts first, which in some games is drawn. The game gives them their numbers.
     """
 
     agents: Sequence[str] = ("first", "second")

@@ -78,7 +78,7 @@ def make_rows(
         python: Python in which verifiers is installed.
 
     Raises:
-        RecipeError: The environment cannot be loaded, or has not so many examples.
+        RecipeError: The environment cannot be loaded, or has fewer examples.
     """
     if split not in _SPLITS:
         raise RecipeError.at("split", f"is {split!r}: must be 'train' or 'eval'")

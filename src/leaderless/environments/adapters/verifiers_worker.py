@@ -63,7 +63,7 @@ class VerifiersPlayer:
             self._playing.pop(number, None)
 
     async def _outcome(self, question: Mapping[str, Json]) -> Mapping[str, Json]:
-        """What a rollout of an example was worth."""
+        """Reward of a rollout of an example."""
         from openai import AsyncOpenAI  # which verifiers brings
 
         dataset, index = self._dataset(question["split"]), question["example"]

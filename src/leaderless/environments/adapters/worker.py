@@ -83,7 +83,7 @@ class PackageWorker:
 
     def _write(self, question: Mapping[str, Json]) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError):  # it has ended, which whoever waits for an answer is told
+        with suppress(OSError):  # it has ended, which whoever waits for an answer learns
             self._process.stdin.write(json.dumps(question) + "\n")
 
 

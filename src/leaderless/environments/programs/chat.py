@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What the policy has answered.
+    """Answer of the policy.
 
     Attributes:
         content: Its text, without calls of tools.
@@ -65,7 +65,7 @@ class ProgramEndpoint(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """What a program may ask.
+    """Rules for what a program may ask.
 
     Attributes:
         number: Unique number of the try of the episode; with the seed and the context it decides what is sampled.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from leaderless.data.prompts.images import PromptImage
 
 Key = str | tuple[int, ...]
-"""What a message or a text is compared by."""
+"""Key by which a message or a text is compared."""
 
 
 class Context(NamedTuple):
@@ -120,7 +120,7 @@ class ProgramConversations:
         return found
 
     def _same(self, parent: TraceNode | None, keys: Sequence[Key], offered: str | None = None) -> TraceNode | None:
-        """What was added behind a node before, if it is the same."""
+        """Node that was added behind another one before, if it is the same."""
         followers: Iterator[TraceNode] = (
             node
             for node in self._followers.get(parent if parent is None else id(parent), ())
@@ -155,7 +155,7 @@ class ProgramConversations:
 
 
 def _key(message: Message) -> Key:
-    """What a message is compared by: programs leave out what is empty, and trim what an agent has said."""
+    """Key by which a message is compared: programs leave out what is empty, and trim what an agent has said."""
     content = message.get("content") or ""
     if message["role"] != "assistant":
         return json.dumps({**message, "content": content}, sort_keys=True)

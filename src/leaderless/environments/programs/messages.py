@@ -1,4 +1,4 @@
-"""Messages and calls of tools, between the format of OpenAI's API and that of chat templates."""
+"""Messages and calls of tools, between the formats of OpenAI's API and of chat templates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checked(message: Message, *, sees_images: bool = False, known: set[str] | No
     Args:
         message: Message in the format of OpenAI's API.
         sees_images: Whether the policy sees images.
-        known: Data URLs that were checked before, to which those of the message are added: programs send a whole
+        known: Data URLs that were checked before, to which the message's are added: programs send a whole
             conversation with each question, and an image is decoded once.
 
     Raises:

@@ -15,7 +15,7 @@ from leaderless.environments.protocol import ONLY_AGENT, Task
 from leaderless.environments.user_threads import call_user
 
 Solve = Callable[[Task, Chat], Awaitable[object] | object]
-"""What a user writes: it plays the episode of a task, and returns its reward, or an object with `reward`."""
+"""Function that a user writes: it plays the episode of a task, and returns its reward, or an object with `reward`."""
 
 _LEAVING_S = 5.0
 """Seconds that a canceled program has to clean up."""

@@ -17,13 +17,13 @@ from leaderless.config.packaged_files import how_to_install
 from leaderless.environments.search.retriever import Hit, Page
 
 WORD = r"(?u)\b\w+\b"
-"""What a word is; unlike in the library's own pattern, it may be one letter."""
+"""Pattern of a word; unlike in the library's own pattern, it may be one letter."""
 KEPT_INDEXES = 4
 """Files whose indexes a process keeps."""
 
 
 class _Index(Protocol):
-    """What is used of `bm25s.BM25`."""
+    """Methods of `bm25s.BM25` that are used."""
 
     def get_scores(self, query_tokens_single: list[str]) -> NDArray[np.float32]: ...
 

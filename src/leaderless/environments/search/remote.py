@@ -24,7 +24,7 @@ MAX_ANSWER_BYTES = 1 << 24
 
 
 class RemoteRetriever:
-    """Asks a server, such as `leaderless retriever` or that of Search-R1; proxies are not used."""
+    """Asks a server, such as `leaderless retriever` or Search-R1's; proxies are not used."""
 
     def __init__(self, address: str, timeout_s: float = 30.0) -> None:
         """Ask nothing yet.
@@ -80,7 +80,7 @@ class RemoteRetriever:
 
 
 def hits_in(answer: Json, num_queries: int) -> list[list[Hit]]:
-    """What was found for each query.
+    """Hits for each query.
 
     Raises:
         ValueError: The answer is not in the format.

@@ -1,4 +1,4 @@
-"""What an environment asks of a retriever, and what it finds. Imports no torch."""
+"""Interface between environments and retrievers. Imports no torch."""
 
 from __future__ import annotations
 

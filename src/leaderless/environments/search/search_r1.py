@@ -33,7 +33,7 @@ INVALID = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I "
     "want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
 )
-"""What the original tells the policy when it has neither searched nor answered."""
+"""Message of the original to a policy that has neither searched nor answered."""
 ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 """The first of these in a message is the action."""
 CHARACTERS_PER_TOKEN = 4
@@ -44,7 +44,7 @@ class SearchR1(Environment):
     """Questions that are answered after searching, as in Search-R1.
 
     A message may hold `<search> query </search>`, which is answered by `<information>...</information>` with the pages
-    found, or `<answer> ... </answer>`, which ends the episode. After anything else the policy is told what is valid.
+    found, or `<answer> ... </answer>`, which ends the episode. After anything else the policy reads what is valid.
     After `search_turns` messages one more follows, in which it can only answer. The answer is graded by rewards of the
     recipe, such as `answer_match`; the environment itself rewards nothing.
 
@@ -124,7 +124,7 @@ class SearchR1(Environment):
         return Turn(f"\n\n<information>{shown}</information>\n\n", info={"query": content})
 
     def _cut(self, text: str) -> str:
-        """What was found, up to the most tokens that the policy reads."""
+        """Pages that were found, up to the most tokens that the policy reads."""
         if self._tokenizer is None:
             return text[: self._max_tokens * CHARACTERS_PER_TOKEN]
         encoded = _open_tokenizer(self._tokenizer).encode(text, add_special_tokens=False)
@@ -132,7 +132,7 @@ class SearchR1(Environment):
 
 
 def action_in(text: str) -> tuple[str, str]:
-    """What a message does, `search`, `answer` or `invalid`, and the query or the answer, without blanks around it."""
+    """Kind of a message, `search`, `answer` or `invalid`, and the query or the answer, without blanks around it."""
     found = ACTION.search(text)
     content = found[2].strip() if found else ""
     if found is None or (found[1] == "search" and not content):

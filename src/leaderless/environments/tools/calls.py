@@ -65,7 +65,7 @@ class ToolCalls:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What is answered to a call.
+    """Answer to a call.
 
     Attributes:
         name: Name of the tool, as the policy wrote it.

@@ -23,7 +23,7 @@ _MARK = "__leaderless_tool__"
 
 
 class ToolError(Exception):
-    """A call that a tool refuses; the policy is told the text. Any other exception makes the episode fail."""
+    """A call that a tool refuses; the policy gets the text. Any other exception makes the episode fail."""
 
 
 def tool(function: Function) -> Function:
@@ -120,7 +120,7 @@ class FunctionTool(Tool):
 
 
 def tools_of(home: ToolOwner) -> list[FunctionTool]:
-    """The methods of a class that are marked with `@tool`, those of base classes first, in the order of the source.
+    """The methods of a class that are marked with `@tool`, base classes first, in the order of the source.
 
     Raises:
         ValueError: One of them cannot be a tool.
@@ -138,7 +138,7 @@ def _marked(owner: type, names: Mapping[str, object]) -> Iterator[FunctionTool]:
 
 
 def _documentation(function: Callable[..., object]) -> tuple[str, dict[str, str]]:
-    """What a docstring says of a function, and of each argument."""
+    """Descriptions of a function and of each argument, from its docstring."""
     from docstring_parser import parse
 
     doc = parse(inspect.getdoc(function) or "")
@@ -192,7 +192,7 @@ def _without_titles(schema: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _problems(error: ValidationError, model: type[BaseModel]) -> str:
-    """What is wrong with arguments, for the policy."""
+    """Description of what is wrong with arguments, for the policy."""
     known = [str(field.alias) for field in model.model_fields.values()]
     found = []
     for problem in error.errors(include_url=False):

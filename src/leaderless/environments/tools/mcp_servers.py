@@ -326,7 +326,7 @@ class McpTool(Tool):
 
 
 def _text_of(answer: CallToolResult) -> str:
-    """What a server has answered, for a policy that reads texts."""
+    """Answer of a server, for a policy that reads texts."""
     if not answer.content and answer.structured_content is not None:
         return json.dumps(answer.structured_content, ensure_ascii=False)
     parts = []

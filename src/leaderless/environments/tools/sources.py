@@ -78,7 +78,7 @@ class ToolSources:
 
 
 def python_tools(config: EnvironmentConfig, environment: type[Environment] | None) -> list[FunctionTool]:
-    """The tools of an environment, and those that the recipe names, apart from those of servers. Starts nothing.
+    """The tools of an environment, and others that the recipe names, except servers' tools. Starts nothing.
 
     Args:
         config: The recipe's `environment` section.

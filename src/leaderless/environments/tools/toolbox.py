@@ -27,7 +27,7 @@ class Toolbox:
     Args:
         tools: Tools, each with a name of its own.
         reader: Reader of the format in which the policy writes calls.
-        max_result_characters: Most characters of a result that the policy is told; the middle of a longer one is left
+        max_result_characters: Most characters of a result that the policy gets; the middle of a longer one is left
             out.
         closers: Functions that release what the tools hold; they may be `async`.
     """
@@ -57,7 +57,7 @@ class Toolbox:
         return self._read(text)
 
     async def run(self, calls: Sequence[Call], timeout_s: float) -> list[CallResult]:
-        """Answer calls, in their order. They run at the same time, but for those of one owner.
+        """Answer calls, in their order. They run at the same time, except for calls of one owner.
 
         Args:
             calls: Calls that the policy wrote.
