@@ -39,7 +39,7 @@ def earlier_episodes(batch: Batch, agents: Sequence[str], num_places: int) -> li
     """The episodes that samples are from, in the order of their ids.
 
     Args:
-        batch: Samples, those of an episode all here, with the columns of a rollout in an environment.
+        batch: Samples with the columns of a rollout in an environment; all samples of an episode are here.
         agents: Names of the environment's agents.
         num_places: Places that each node has for the episodes of a task.
     """
@@ -63,7 +63,7 @@ def earlier_episodes(batch: Batch, agents: Sequence[str], num_places: int) -> li
 
 
 def _spoken(batch: Batch, agents: Sequence[str]) -> Iterator[tuple[int, Spoken]]:
-    """What was said in each sample, with the episode that it is from."""
+    """Messages of each sample, with the episode that they are from."""
     lists = {
         name: batch.jagged(name).to_lists()
         for name in ("tokens", "response_mask", "turns", "rollout_log_probs", "policy_versions", "temperatures")

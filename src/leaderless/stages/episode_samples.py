@@ -35,7 +35,7 @@ class Play:
     Attributes:
         distributions: Distribution from which the policy samples in each of them.
         first: Sibling number of the first episode of a task.
-        stride: Number of siblings after which those of the episodes' further samples begin.
+        stride: Number of siblings after which the siblings of the episodes' further samples begin.
         seed: Seed of all noise.
     """
 
@@ -46,7 +46,7 @@ class Play:
 
 
 class Work(Protocol):
-    """What an engine has done; see `EnginePump`."""
+    """Work of an engine; see `SharedEngineScheduler`."""
 
     @property
     def busy_s(self) -> float:
@@ -63,7 +63,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Played:
-    """Episodes of some tasks, those of a task next to each other.
+    """Episodes of some tasks; episodes of a task are next to each other.
 
     Attributes:
         play: Episodes that were to be played.
@@ -93,7 +93,7 @@ class Played:
 
     @cached_property
     def _prompts(self) -> Sequence[tuple[Sequence[int], Sequence[PromptImage]]]:
-        """What all conversations of each task begin with, and the images in it."""
+        """Common beginning of all conversations of each task, and the images in it."""
         samples: list[list[TraceSample]] = [[] for _ in range(len(self.tasks))]
         for row in self._rows:
             if row.sample is not None:
@@ -121,7 +121,7 @@ class Played:
         return Batch(ids, columns, table, task)
 
     def experts(self) -> Jagged:
-        """The experts of each sample, as far as they are known; samples of a task share those of their prompt."""
+        """The experts of each sample, as far as they are known; samples of a task share their prompt's experts."""
         shared: dict[int, Sequence[bytes]] = {}
         rows: list[bytes] = []
         for row in self._rows:
@@ -173,7 +173,7 @@ class Played:
 
     @cached_property
     def drifts(self) -> Sequence[bool | None]:
-        """Whether each episode that has not failed has drifted; None for failed ones and where it cannot be told."""
+        """Whether each episode that has not failed has drifted; None for failed ones and where it is unknown."""
         played = zip(self.episodes, self.seats, strict=True)
         return [None if episode.cause else has_drifted(episode, self.writers[seat.task]) for episode, seat in played]
 
@@ -255,7 +255,7 @@ def _report_calls(metrics: Metrics, episodes: Sequence[Episode], names: Sequence
 
 
 NOTHING = TraceSample("", [], [], [], [], [], [], [], is_truncated=False)
-"""What is left of a failed episode."""
+"""Empty sample of a failed episode."""
 
 
 @dataclass(frozen=True)
@@ -263,12 +263,12 @@ class _Row:
     """A sample of an episode; of a failed one an empty one.
 
     Attributes:
-        sibling: Number of the sample among those of its task.
+        sibling: Number of the sample within its task.
         task: Place of the task in the batch.
-        place: Place of the episode among those of its task.
+        place: Place of the episode within its task.
         credit: Sibling number of the first sample of its episode and agent: the unit of credit.
         play: Sibling number of the first sample of the episode, which its agents share.
-        actor: Place of the agent among those of the environment.
+        actor: Place of the agent among the environment's agents.
         sample: Tokens; None if the episode has failed.
         reward: Sum of the agent's rewards in the episode.
         is_cut: Whether the episode or the sample ended at a limit.
@@ -288,12 +288,12 @@ class _Row:
 
 
 def sampled_in(episode: Episode) -> list[TraceNode]:
-    """What was sampled in an episode, without what others had said before."""
+    """Sampled messages of an episode, without what others had said before."""
     return [node for node in episode.trace.said() if node.said and not node.said.is_repeated]
 
 
 def _rows_of(episode: Episode, seat: EpisodeIndex, stride: int) -> list[_Row]:
-    """The samples of an episode, those of an agent one after the other; of a failed one an empty sample."""
+    """The samples of an episode, agent after agent; of a failed one an empty sample."""
     task, place, begin = seat
     if episode.cause:
         failure: Json = {"cause": episode.cause, "error": episode.error}
@@ -362,7 +362,7 @@ def _is_of(writer: ChatWriter, first: TraceNode) -> bool:
 
 
 def _beginning(samples: Sequence[TraceSample]) -> tuple[list[int], Sequence[PromptImage]]:
-    """What some samples begin with before anything is trained, and the images in it."""
+    """Beginning of some samples before anything is trained, and the images in it."""
     first = samples[0].images
     tokens = common_beginning([sample.tokens[: sample.head_length] for sample in samples])
     length = min(num_alike(first, sample.images, len(tokens)) for sample in samples)
@@ -370,6 +370,6 @@ def _beginning(samples: Sequence[TraceSample]) -> tuple[list[int], Sequence[Prom
 
 
 def common_beginning(rows: Sequence[list[int]]) -> list[int]:
-    """What all sequences begin with."""
+    """Common beginning of all sequences."""
     first, last = min(rows), max(rows)  # of sequences in order, the first and the last differ most
     return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))]

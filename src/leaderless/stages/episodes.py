@@ -24,9 +24,9 @@ class Episodes:
     """Episodes as one row each, and the way back to their samples.
 
     Attributes:
-        rows: One row for each episode, with the id of the episode. Columns of sampled tokens hold those of all of its
-            samples, one after the other, `response_lengths` their number, and `truncated` whether any sample was cut.
-            Every other column is that of its last sample.
+        rows: One row for each episode, with the id of the episode. Columns of sampled tokens hold the tokens of all of
+            its samples, one after the other, `response_lengths` their number, and `truncated` whether any sample was
+            cut. Every other column comes from its last sample.
     """
 
     rows: Batch
@@ -78,7 +78,7 @@ class Episodes:
 
 @dataclass(frozen=True)
 class _Samples:
-    """The samples of the first episode, those of the next, and so on."""
+    """The samples, episode after episode."""
 
     place: Tensor  # [n] int64, place of each row of the batch among them
     index: Tensor  # [n] int64, the episode of each

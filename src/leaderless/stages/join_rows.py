@@ -14,7 +14,7 @@ from leaderless.stages.context import StageContext
 
 
 def join(batch: Batch, context: StageContext) -> Batch:  # noqa: ARG001
-    """Hand on rows, which the databuffer adds to those of the other nodes."""
+    """Return rows, which the databuffer adds to the other nodes' rows."""
     return batch
 
 

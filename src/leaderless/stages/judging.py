@@ -68,7 +68,7 @@ class _Talk:
 
     Attributes:
         question: The question.
-        messages: Messages to ask with next: those of the question, and perhaps reminders.
+        messages: Messages to ask with next: the question's, and perhaps reminders.
         key: Key of the answer to these.
         left: Number of times that the judge may still be reminded.
         answer: Last answer.
@@ -175,7 +175,7 @@ class EngineAsker:
             for delta in deltas:
                 talk = under_way.get(delta.request)
                 if talk is None:
-                    continue  # of one that was given up, the end is reported, too
+                    continue  # the end of an abandoned one is reported, too
                 talk.completion.add(delta)
                 if delta.finish_reason is not None:
                     del under_way[delta.request]
@@ -246,7 +246,7 @@ class EngineAsker:
                 talk.key = self._terms.key(talk.messages)
 
     def _heard(self, talk: _Talk, answer: JudgeAnswer | None) -> _Heard | None:
-        """What the first rank of the engine reads in its answer; None if it has none.
+        """Verdict that the first rank of the engine reads in its answer; None if it has none.
 
         Other ranks may keep other answers, and may run out of time in a search that the first one finishes.
         """

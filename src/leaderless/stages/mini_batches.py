@@ -74,7 +74,7 @@ def mini_batches(
 
 
 class Loss(NamedTuple):
-    """The loss of a micro-batch: a share of that of its mini-batch, which is the sum over micro-batches and ranks.
+    """The loss of a micro-batch: a share of its mini-batch's loss, which is the sum over micro-batches and ranks.
 
     Attributes:
         value: [] float32, with gradient.
@@ -180,8 +180,7 @@ def find_breaches(
 ) -> list[Breach]:
     """The guards that an update violates, given its numbers over all ranks before it is made.
 
-    The norm is that of the gradient before clipping; the usual one is the median of those of earlier updates, or None
-    while there are too few.
+    The norm is taken before clipping; the usual one is the median of earlier updates, or None while there are too few.
     """
     times_usual = grad_norm / usual_norm if usual_norm else None
     watched: tuple[tuple[str, float | None, float | None, GuardAction], ...] = (
@@ -267,7 +266,7 @@ def take(values: Tensor, micro_batch: MicroBatch, like: Tensor) -> Tensor:
 
 
 def only(values: Tensor, is_counted: Tensor) -> Tensor:
-    """Values of tokens, [total, ...], with 0 in place of those of tokens that do not count, [total] bool."""
+    """Values of tokens, [total, ...], with 0 for tokens that do not count, [total] bool."""
     return torch.where(is_counted.view(-1, *[1] * (values.ndim - 1)), values, values.new_zeros(()))
 
 

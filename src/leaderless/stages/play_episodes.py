@@ -117,7 +117,7 @@ def places_of(
     role: str | None,
     data: DatasetConfig | None = None,
 ) -> list[EpisodePosition]:
-    """All episodes of some tasks, those of a task next to each other, before anything has been said.
+    """All episodes of some tasks, task after task, before anything has been said.
 
     The tasks are rows of the recipe's datasets for training, or of another one.
     """
@@ -184,7 +184,7 @@ def check_policy(recipe: Recipe, tokenizer: Tokenizer, role: str) -> None:
 
 
 def reader_of(recipe: Recipe, tokenizer: Tokenizer, role: str | None = None) -> ImageReader | None:
-    """What is known of the images that the recipe's environment may show; None if it shows none.
+    """Facts about the images that the recipe's environment may show; None if it shows none.
 
     Args:
         recipe: The recipe.
@@ -213,6 +213,6 @@ def _opened(path: str, revision: str | None, role: str) -> FamilyImageReader:
 def writer_of(
     tokenizer: Tokenizer, data: DatasetConfig, tools: ToolUse | None = None, reader: ImageReader | None = None
 ) -> ChatWriter:
-    """What writes the messages of episodes whose tasks are rows of a dataset."""
+    """Writer of the messages of episodes whose tasks are rows of a dataset."""
     is_chat = RowEncoder(tokenizer, data, "data.train", is_task=True).is_chat
     return ChatWriter(tokenizer, is_chat, data.system, () if tools is None else tools.schemas, reader)

@@ -47,7 +47,7 @@ def update_preferences(batch: Batch, context: StageContext) -> Batch:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the loss of a row has to know of its mini-batch on all ranks.
+    """Facts about a mini-batch on all ranks that the loss of a row needs.
 
     Attributes:
         num_rows: Number of rows.
@@ -130,7 +130,7 @@ def score_sides(engine: TrainEngine, rows: Batch) -> Tensor:
 
 
 def inputs_of(rows: Batch, loss: PreferenceLoss, scores: tuple[Tensor, Tensor], divergence: Tensor) -> PreferenceInputs:
-    """What a loss is given about rows whose responses have scores [n] each."""
+    """Input of a loss for rows whose responses have scores [n] each."""
     first, second = scores
     reference = rows.dense(REFERENCE_SCORES) if loss.uses_reference else torch.zeros(len(rows), 2)
     is_desirable = rows.dense("desirable") if loss.data == "singles" else torch.ones(len(rows), dtype=torch.bool)
@@ -186,7 +186,7 @@ def _named(loss: Loss, context: StageContext) -> Loss:
 
 
 def rewards_of(loss: PreferenceLoss, inputs: PreferenceInputs, output: PreferenceOutput) -> dict[str, Share]:
-    """What is reported of both sides: chosen and rejected, or desirable and not."""
+    """Metrics of both sides: chosen and rejected, or desirable and not."""
     chosen, rejected = output.first_rewards.detach(), output.second_rewards.detach()
     if loss.data == "singles":
         is_good = inputs.is_desirable

@@ -27,7 +27,7 @@ MAX_RECORDED_TOKENS = 8192
 Record = Callable[[Sequence[Mapping[str, Json]]], None]
 """Function that writes samples for people to look at."""
 Descriptions = Sequence[dict[str, Json]]
-"""What is kept of each of some samples."""
+"""Records of some samples."""
 LOG_PROBS = {"rollout": "rollout_log_probs", "old": "old_log_probs"}
 """Recorded log-probs: short name and column."""
 
@@ -49,7 +49,7 @@ def record_as(batch: Batch, context: StageContext, describe: Callable[[Batch, St
 
 
 def describe_sample(sample: RewardInput, graded: Graded, tokens: Json) -> dict[str, Json]:
-    """What is kept of any sample; its tokens are those of `TokenRecorder`."""
+    """Record of any sample; its tokens come from `TokenRecorder`."""
     return {
         "prompt": sample.prompt,
         "response": sample.response,
@@ -80,9 +80,9 @@ class TokenRecorder:
     ) -> Json:
         """The first tokens of a response: their texts and, by name, log-probs; `mask` where some were not sampled.
 
-        The tokens are all that follow the prompt, the log-probs those of the sampled ones; `is_sampled` is a mask over
+        The tokens are all that follow the prompt, the log-probs belong to sampled ones; `is_sampled` is a mask over
         the tokens, None where all were sampled. A token that was not sampled and is there more than three times in
-        a row, as those of an image, is shown once. Returns lists of equal length and the `total` number of tokens, or
+        a row, as for an image, is shown once. Returns lists of equal length and the `total` number of tokens, or
         None when there is no room left.
         """
         mask = [True] * len(tokens) if is_sampled is None else is_sampled
@@ -130,7 +130,7 @@ def _describe(batch: Batch, context: StageContext) -> Descriptions:
 
 
 def graded_in(batch: Batch) -> list[Graded]:
-    """What each sample of a batch was worth."""
+    """Reward of each sample of a batch."""
     rewards, is_valid = batch.dense("rewards").tolist(), batch.dense("reward_valid").tolist()
     details = cast("Sequence[Mapping[str, Json]]", batch.objects("reward_details"))
     return [Graded(*one) for one in zip(rewards, is_valid, details, strict=True)]

@@ -20,11 +20,11 @@ from leaderless.stages.reward import group_of, joined, last_said, reward_inputs,
 
 @dataclass(frozen=True)
 class RegradedPart:
-    """What an agent did in an episode: the unit that has a reward.
+    """Part of an agent in an episode: the unit that has a reward.
 
     Attributes:
         number: Number of the episode.
-        actor: Place of the agent among those of the environment.
+        actor: Place of the agent among the environment's agents.
         is_sampled: Whether it counts in metrics; a greedy episode is only a baseline.
         asked: Input of the rewards; None if the episode has failed.
         value: Sum of the environment's rewards.
@@ -40,7 +40,7 @@ class RegradedPart:
 
 
 def parts_of(lines: Sequence[Line], recipe: Recipe, tokenizer: Tokenizer) -> list[RegradedPart]:
-    """The parts of episodes, of which those of a group are all among the lines, in the order of these.
+    """The parts of episodes, in the order of the lines, which have all parts of each group.
 
     Raises:
         ValueError: A line is damaged.
@@ -52,7 +52,7 @@ def parts_of(lines: Sequence[Line], recipe: Recipe, tokenizer: Tokenizer) -> lis
 
 
 def regrade(parts: Sequence[RegradedPart], recipe: Recipe, pool: RewardPool) -> list[Graded]:
-    """What the parts are worth by the rewards of a pool.
+    """Rewards of the parts by a pool.
 
     Args:
         parts: Parts of episodes.

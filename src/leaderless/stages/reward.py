@@ -54,7 +54,7 @@ def reward(batch: Batch, context: StageContext) -> Batch:
 def _with_environment(
     inputs: Sequence[RewardInput], sources: Sequence[str | None], episodes: Batch, context: StageContext
 ) -> list[Graded]:
-    """What episodes are worth: the rewards of the environment, and the recipe's; a failed one is not graded."""
+    """Rewards of episodes: the rewards of the environment, and the recipe's; a failed one is not graded."""
     values, failures = episodes.dense("environment_rewards").tolist(), episodes.objects("environment_failed")
     whole = [place for place, failure in enumerate(failures) if failure is None]
     graded = [with_environment(None, value, failure) for value, failure in zip(values, failures, strict=True)]
@@ -70,20 +70,20 @@ def _with_environment(
 
 
 def grades(episodes: Batch, graded: Sequence[Graded]) -> Iterator[str]:
-    """What episodes were found to be worth, as lines of their journal, by the number of the play and of the agent."""
+    """Rewards of episodes, as lines of their journal, by the number of the play and of the agent."""
     numbers, actors = episodes.dense("joint_ids").tolist(), episodes.dense("actor").tolist()
     for number, actor, one in zip(numbers, actors, graded, strict=True):
         yield text_of(grade_of(number, actor, one))
 
 
 def grade_of(number: int, actor: int, graded: Graded) -> dict[str, Json]:
-    """What an agent's part of an episode was found to be worth, as a line of the journal."""
+    """Reward of an agent's part of an episode, as a line of the journal."""
     worth: dict[str, Json] = {"reward": graded.value, "is_valid": graded.is_valid, "details": dict(graded.details)}
     return {"id": number, "actor": actor, **worth, "seconds": round(graded.seconds, 6)}
 
 
 def with_environment(graded: Graded | None, value: float, failure: Json) -> Graded:
-    """What an episode is worth, from the recipe's rewards, if there are any, and the sum of those of its environment.
+    """Reward of an episode, from the recipe's rewards, if there are any, and the sum of its environment's rewards.
 
     A failed episode is worth nothing, and not 0; `failure` says why it failed.
     """
@@ -97,7 +97,7 @@ def with_environment(graded: Graded | None, value: float, failure: Json) -> Grad
 
 
 def with_success(graded: Graded, *, is_done: bool) -> Graded:
-    """What a body's episode is worth, with the fact whether it has done its task."""
+    """Reward of a body's episode, with the fact whether it has done its task."""
     if not graded.is_valid:
         return graded
     return replace(graded, details={**graded.details, SUCCESS: {"value": float(is_done)}})
@@ -133,7 +133,7 @@ def group_of(number: int, actor: int = 0) -> int:
 
     Args:
         number: Number of the group.
-        actor: Place of the agent among those of the environment.
+        actor: Place of the agent among the environment's agents.
     """
     return number << _ACTOR_BITS | actor
 

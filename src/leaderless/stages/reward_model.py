@@ -63,7 +63,7 @@ def pair_losses(values: Tensor, rows: Batch, micro_batch: MicroBatch, centering:
 
 
 def shares_of(scores: Tensor) -> dict[str, Share]:
-    """What is reported of the scores [n, 2] of pairs."""
+    """Metrics of the scores [n, 2] of pairs."""
     chosen, rejected = scores.detach().unbind(1)
     return {
         "accuracy": Mean((chosen > rejected).sum(), len(chosen)),

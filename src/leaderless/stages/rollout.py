@@ -33,7 +33,7 @@ def rollout(batch: Batch, context: StageContext) -> Batch:
 
 
 def first_sibling(node: Node, recipe: Recipe) -> int:
-    """Number of a node's first response to a prompt: those of several nodes differ, and the first begins with 0."""
+    """Number of a node's first response to a prompt: numbers of several nodes differ, and the first begins with 0."""
     return node.sampler * (recipe.batch.responses_per_prompt + 1)
 
 
@@ -113,7 +113,7 @@ def _places(batch: Batch, context: StageContext, siblings: int) -> tuple[Tensor,
 def _experts(completions: Sequence[Completion], siblings: int, prompts: Tensor) -> Jagged:
     """The experts of responses to prompts of some lengths, [n].
 
-    Siblings share those of their prompt, as they share all that is computed of it in training. An engine may have read
+    Siblings share their prompt's, as they share all that is computed of it in training. An engine may have read
     it again for some of them, with other weights.
     """
     rows: list[bytes] = []
