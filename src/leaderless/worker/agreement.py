@@ -164,7 +164,7 @@ def pools_of(plan: Plan, ranks: Sequence[int]) -> dict[tuple[int, ...], str]:
 
 
 class SecondsReport:
-    """What the pools of a loop report: for each state, the mean of the seconds of their ranks.
+    """Report of the pools of a loop: for each state, the mean of the seconds of their ranks.
 
     Attributes:
         taken: Seconds of this rank in each state of the last iteration.

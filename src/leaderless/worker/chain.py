@@ -235,7 +235,7 @@ class Chain:
             self.channels.note_surplus(self.buffer.surplus.carried)
 
     def _count_groups(self, repeat: Repeat) -> int:
-        """Number of groups that the last node has chosen so far, with those of an earlier step."""
+        """Number of groups that the last node has chosen so far, surplus of an earlier step included."""
         is_first = self._rank in repeat.layout and repeat.layout.represents(self._rank)
         own = torch.tensor([self.buffer.surplus.num_groups if is_first else 0])
         with self._span("repeat"), self._parts.clock.doing("wait_ranks"):

@@ -15,7 +15,7 @@ from leaderless.stages.context import Clients
 
 
 class Entrance(Protocol):
-    """An address that is reserved, or the knowledge of those of other ranks."""
+    """An address that is reserved, or the knowledge of other ranks' addresses."""
 
     def open(self, recipe: Recipe, tokenizer: Tokenizer) -> Clients | None:
         """Let clients in; None on ranks that they do not ask."""

@@ -1,4 +1,4 @@
-"""What a rank's device does in one step, operation by operation, as a Chrome trace."""
+"""Operations of a rank's device in one step, as a Chrome trace."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls) -> RankInfo:
-        """The place that torch elastic has given to this process; that of the only worker where it has given none."""
+        """The place that torch elastic has given to this process; else the place of the only worker."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         rank, world_size, local_rank, local_world_size = (int(os.environ.get(name, "0")) for name in names)
         store = os.environ.get(STORE_VARIABLE)

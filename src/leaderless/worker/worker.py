@@ -145,7 +145,7 @@ class Worker:
     def _end_step(self, numbers: dict[str, float], end: StepEnd) -> None:
         """Change the plan, and save, where that is due after a step of training. All ranks call it together.
 
-        What ranks that generate continuously are in the middle of is saved before, as it is given up then.
+        Unfinished work of ranks that generate continuously is saved before, as it is dropped then.
         """
         numbers, is_continuous = numbers if self._log is not None else {}, self.parts.plan.is_continuous
         if is_continuous:
@@ -164,7 +164,7 @@ class Worker:
         return self._replanner is not None and self._replanner.is_due(self.progress.trained)
 
     def find_better(self) -> Plan | None:
-        """A plan that takes fewer seconds, or that of a run that is followed. All ranks call it together."""
+        """A plan that takes fewer seconds, or the plan of a run that is followed. All ranks call it together."""
         self.chain.channels.meet()
         if self._past is not None:
             return self._past.plan_after(self.progress.trained, self.parts.plan)

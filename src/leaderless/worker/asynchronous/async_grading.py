@@ -35,7 +35,7 @@ class _Work:
 
 
 class BackgroundGrader:
-    """Grades of groups that are in no share yet, and of those of the last share."""
+    """Grades of groups that are in no share yet or in the last share."""
 
     def __init__(
         self, grade: Grader, asked_of: Callable[[Batch, Sequence[Completion]], Sequence[Asked]], clock: Clock

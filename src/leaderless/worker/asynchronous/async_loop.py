@@ -50,13 +50,13 @@ from leaderless.worker.supervision.guards import Guards
 
 @dataclass(frozen=True)
 class Duties:
-    """What a worker does besides generating; some of it all ranks of the loop, or all ranks, do together.
+    """Duties of a worker besides generating; some of it all ranks of the loop, or all ranks, do together.
 
     Attributes:
         last: Last iteration to hand over with this plan.
         evaluate: Function that answers held-out prompts where that is due.
         write: Function that logs the numbers of an iteration, on the loop's first rank.
-        measure: Function that takes in the seconds of each entry in an iteration, and those of the whole.
+        measure: Function that takes in the seconds of each entry in an iteration, and of the whole.
         may_switch: Function that says whether another plan may be in force from now on.
         find_better: Function that finds the plan to continue with, if it is another one.
     """
@@ -209,7 +209,7 @@ class ContinuousLoop:
     def _measured(self) -> tuple[Mapping[str, float], float]:
         """Seconds of entries in an iteration, and of all that was no wait for other ranks.
 
-        What was generated meanwhile for whatever iteration are those of the node that samples.
+        Generation meanwhile counts as seconds of the node that samples, for whatever iteration it was.
         """
         states = self._chain.states
         waited = sum(states.get(state, 0.0) for state in WAITS)
@@ -271,7 +271,7 @@ class ContinuousLoop:
         return generation
 
     def _grading(self, stack: ExitStack) -> BackgroundGrader | None:
-        """What grades responses in a thread; None where this rank grades none, or in its own process."""
+        """Grader of responses in a thread; None where this rank grades none, or in its own process."""
         parts, recipe = self._parts, self._parts.recipe
         here = (parts.plan[name] for name in self._loop.nodes if parts.transport.rank in parts.plan[name].layout)
         node = next((node for node in here if node.is_graded_ahead(recipe)), None)

@@ -151,7 +151,7 @@ class RolloutQuota:
 
 @dataclass(frozen=True)
 class AsyncState:
-    """What a rank has done beyond the last training iteration.
+    """Work of a rank beyond the last training iteration.
 
     Attributes:
         iteration: Shares that it has handed over.
@@ -220,7 +220,7 @@ class RemainingPrompts:
 
 
 def all_prompts(size: int, prompts_per_step: int, steps: int, start: int) -> RemainingPrompts:
-    """What a rank owes at the beginning of a run that gives it `size` prompts of each iteration."""
+    """Quota of a rank at the beginning of a run that gives it `size` prompts of each iteration."""
     return RemainingPrompts(1, 0, frozenset(), size * steps, start, prompts_per_step)
 
 

@@ -40,9 +40,9 @@ LANE = 2
 MEETING = "meeting"
 """Name of the lane in which the ranks of the loop that trains wait until the other loop is where they are."""
 Held = Mapping[Reshard, Batch]
-"""What a rank puts into a channel in one iteration: its rows for each reshard that it is a source of."""
+"""Input of a rank to a channel in one iteration: its rows for each reshard that it is a source of."""
 Flight = dict[tuple[str, int], dict[Reshard, Batch]]
-"""What a rank has put into channels and is not trained, by channel and iteration."""
+"""Rows that a rank has put into channels and that are not trained yet, by channel and iteration."""
 
 
 @dataclass(frozen=True)

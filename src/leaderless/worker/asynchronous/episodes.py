@@ -158,7 +158,7 @@ class EpisodesInFlight:
             recipe: The recipe, as seen by the role that samples.
             play: Episodes of each task.
             role: Role that samples; None if it plays all agents.
-            data: Dataset of all tasks; None for those of training.
+            data: Dataset of all tasks; None for the training dataset.
         """
         self._requests, self._source, self._recipe, self._play = requests, source, recipe, play
         self._role, self._data = role, data
@@ -283,7 +283,7 @@ class LiveEpisodes:
             recipe: The recipe, as seen by the role that samples.
             tokenizer: Tokenizer of the policy.
             clock: Clock of the rank.
-            data: Dataset of all tasks; None for those of training.
+            data: Dataset of all tasks; None for the training dataset.
         """
         config = recipe.environment
         assert config is not None, "episodes are played in an environment"

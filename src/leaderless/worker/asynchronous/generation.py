@@ -111,7 +111,7 @@ class Generation:
 
         Args:
             loader: Loader of this rank's prompts.
-            load: Function that lets it load those of one more iteration.
+            load: Function that lets it load the prompts of one more iteration.
             in_flight: Groups in flight in the engine.
             quota: Rule that decides which groups are begun and handed over.
             arrivals: Weights that arrive.
@@ -125,7 +125,7 @@ class Generation:
         self.grading: BackgroundGrader | None = None
         self.script: Iterator[JournalLine] | None = None
         self._pending: list[Batch] = []  # prompts that are loaded and not begun, one each
-        self._again: list[Batch] = []  # those of groups that were canceled; they come after all others
+        self._again: list[Batch] = []  # prompts of canceled groups; they come after all others
         self._prompts: dict[int, Batch] = {}  # of groups that are open
         self._handed: dict[int, list[int]] = {}  # groups of shares that are not trained
         self._canceled: list[int] = []
@@ -189,7 +189,7 @@ class Generation:
         metrics.total("generation/open", len(self._quota.open))
 
     def snapshot(self) -> AsyncState:
-        """What is to be done again if the run continues from now."""
+        """Work to be done again if the run continues from now."""
         trained = self._arrivals.trained
         waiting = [int(prompt.ids) for prompt in (*self._pending, *self._again)]
         return AsyncState(

@@ -1,4 +1,4 @@
-"""Requests in flight in the engine of a rank that generates continuously: responses to prompts, and those of episodes.
+"""Requests in flight in the engine of a rank that generates continuously: responses to prompts, and in episodes.
 
 Both count the steps of the engine and note what happens between two of them, so that it can be done again.
 
@@ -43,7 +43,7 @@ def at_once(max_tokens: int) -> int:
 
 
 class Advance(NamedTuple):
-    """What a step of the engine has done to a group.
+    """Change of a group by a step of the engine.
 
     Attributes:
         group: Its id.
@@ -63,7 +63,7 @@ is asked for, or not wanted any more, a conversation is forgotten, or an episode
 
 @dataclass
 class Events:
-    """What happens between the steps of an engine, and, where a journal is followed, what has to happen.
+    """Events between the steps of an engine, and, where a journal is followed, those that have to happen.
 
     Attributes:
         steps: Steps that the engine has taken.
@@ -84,7 +84,7 @@ class Events:
             self.facts.append({kind: about, **facts})
 
     def due(self) -> tuple[str, int] | None:
-        """What has to happen before the next step, by the line that is followed: its kind, and what it is about."""
+        """Event that has to happen before the next step, by the line that is followed: its kind and its subject."""
         # Events come in order, so that as many as have happened say which one is next.
         if self.expected is None or len(self.happened) >= len(self.expected):
             return None
@@ -343,7 +343,7 @@ class EngineRequests:
         return len(pending.completion.tokens)
 
     def oldest(self, sample_id: int) -> PendingRequest:
-        """What was asked for first of a response that is in flight."""
+        """Oldest request for a response that is in flight."""
         return next(pending for pending in self._pending.values() if pending.request.sample_ids[0] == sample_id)
 
     def forget(self, conversation: int) -> None:
@@ -391,7 +391,7 @@ class EngineRequests:
             self._seen[pending.request.conversation] = pending.request.images
 
     def _before(self, conversation: int | None) -> tuple[list[int], Sequence[PromptImage]]:
-        """What a conversation was last, and the images in it."""
+        """Newest tokens of a conversation, and the images in it."""
         if conversation is None:
             return [], ()
         return self._contexts.get(conversation, []), self._seen.get(conversation, ())

@@ -32,7 +32,7 @@ from leaderless.worker.asynchronous.in_flight import EngineRequests, EventKind, 
 
 
 class JournalLine(TypedDict):
-    """What the journal says about a share.
+    """Entry of the journal about a share.
 
     Attributes:
         iteration: Iteration of the share.
@@ -116,7 +116,7 @@ class PastEpisodes:
         }
 
     def asked(self, iteration: int) -> Iterator[Asked]:
-        """What episodes wanted of the engine until the share of an iteration was complete, in order.
+        """Requests of episodes until the share of an iteration was complete, in order.
 
         Raises:
             RecipeError: It is not known any more.
@@ -167,7 +167,7 @@ class JournaledEpisodes:
         self._groups[group.number] = group
 
     def happened(self) -> Iterator[Happening]:
-        """What episodes wanted at this step of the engine; weights and canceled groups are no concern of theirs."""
+        """Requests of episodes at this step of the engine; weights and canceled groups are no concern of theirs."""
         while (due := self._requests.events.due()) is not None and due[0] not in {"weights", "cancel"}:
             kind, about = cast("EventKind", due[0]), due[1]
             if kind == "forget":

@@ -1,4 +1,4 @@
-"""What keeps a rank's accelerator from computing a run, found before anything is loaded."""
+"""Obstacles that keep a rank's accelerator from computing a run, found before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the folder of a run says about it: its recipe and its plan."""
+"""Description of a run in its folder: its recipe and its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of instances: their engines, the weights that these are given, and who can take whose place."""
+"""Instances of a plan: their engines, the weights that these are given, and who can take whose place."""
 
 from __future__ import annotations
 

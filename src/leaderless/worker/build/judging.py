@@ -46,12 +46,12 @@ class Judging:
         return Judging(self._recipe, plan, self.transport, self.roles, self._pool)
 
     def grader(self, node: PlannedNode) -> Grader:
-        """What grades the rows of a node; all of its ranks call it together if they have judges."""
+        """Grader of the rows of a node; all of its ranks call it together if they have judges."""
         askers: dict[str, Asker] = {name: self._asker(name, role, node.layout) for name, role in node.node.judges}
         return partial(self._pool.grade, askers=askers)
 
     def grader_of_evaluation(self, answers: RoleInstance) -> Grader:
-        """What grades responses of a model to held-out prompts; ranks without it help with `helper`."""
+        """Grader of responses of a model to held-out prompts; ranks without it help with `helper`."""
         askers = {name: self._asker_for(answers, name, role) for name, role in self._recipe.reward.roles().items()}
         return partial(self._pool.grade, askers=askers)
 
@@ -84,7 +84,7 @@ class Judging:
         return self._askers[name, layout]
 
     def _asker_for(self, answers: RoleInstance, name: str, role: str) -> Asker:
-        """What asks about responses of a model, on its ranks and those of the judge."""
+        """Asker about responses of a model, on its ranks and the judge's."""
         judge = judge_of(self._plan.instances, role)
         assert judge is not None, "a plan that evaluates has all judges of its rewards"
         layout = judge.serving_layout

@@ -25,7 +25,7 @@ from leaderless.worker.supervision.settled_memory import read_room, write_room
 
 @dataclass(frozen=True)
 class MemoryBounds:
-    """What all ranks have agreed on.
+    """Bounds on which all ranks have agreed.
 
     Attributes:
         num_bytes: Bytes that each rank had before it held anything.
@@ -47,7 +47,7 @@ class MemoryBounds:
     def as_begun(self, directory: RunDirectory, world: ProcessGroup) -> MemoryBounds:
         """Return these, with what decided about sums at the first start on as many ranks, whatever memory there is now.
 
-        Gradients that are added up in another order would not be those of the run that began. All ranks call it.
+        Gradients that are added up in another order would differ from the run that began. All ranks call it.
         """
         if self.is_cpu:
             return self

@@ -78,8 +78,8 @@ class Progress:
 
     Attributes:
         nodes: State of each node of this rank.
-        step: Number of the iteration of the loop that is done or under way: the step, in the loop that trains.
-        trained: Number of the training iteration whose weights this loop has: that of the last step, where it trains.
+        step: Number of the newest iteration of the loop, done or in progress: the step, in the loop that trains.
+        trained: Number of the training iteration whose weights this loop has: the last step, where it trains.
         data_position: Number of prompts taken from the data.
         remaining: Prompts that this rank has yet to begin, if it generates continuously and not from the beginning.
         seconds_before: Seconds that earlier starts took.

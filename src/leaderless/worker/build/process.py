@@ -258,7 +258,7 @@ class _Builder:
 
 
 def warning_of_drift(recipe: Recipe, config: ModelConfig, tokenizer: Tokenizer) -> str:
-    """What to say before a run whose episodes are written by a chat template that is not append-only; else nothing."""
+    """Warning before a run whose episodes are written by a chat template that is not append-only; else nothing."""
     data = recipe.data.train_sets().values()
     if recipe.environment is None or not any(writer_of(tokenizer, one).is_chat for one in data):
         return ""

@@ -217,7 +217,7 @@ class Roles:
         return None if config is None else BodySetup(config, algorithm.sac, algorithm.advantage.values_steps)
 
     def _donor(self, instance: RoleInstance) -> Trainable | None:
-        """The engine whose weights that of an instance uses under its own adapters, if it is here already."""
+        """The engine whose weights an instance's engine uses under its own adapters, if it is here already."""
         donor = donor_of(self._recipe, self._plan.instances, instance)
         return None if donor is None else self.engines.get((donor.role, donor.layout.ranks))
 
@@ -377,7 +377,7 @@ class Roles:
     def sync(self, action: SyncWeights, process_group: ProcessGroup | None = None) -> None:
         """Send new weights to a serving instance. All ranks of both layouts call it together.
 
-        Without a process group of these ranks, that of the main thread is used.
+        Without a process group of these ranks, the main thread's is used.
         """
         source = self.engines.get((action.role, action.source_layout.ranks))
         process_group = process_group or self._transport.process_group(action.ranks)
@@ -448,7 +448,7 @@ class Roles:
         return WeightRoute(name, shapes, *pools, dtype, self._transport.rank, is_gathered=True)
 
     def _held(self, action: SyncWeights, source: Trainable) -> HeldWeights:
-        """What this rank sends."""
+        """Weights that this rank sends."""
         recipe = self._recipe.as_seen_by(action.role)
         fed = (one for one in self._plan.instances if (one.role, one.layout) == (action.role, action.target_layout))
         return held_by(source, is_merged=any(one.is_engine_only and is_merged(one, recipe) for one in fed))

@@ -44,7 +44,7 @@ def export_model(checkpoint: Path, role: str, out: Path, *, merge: bool = False)
 
     Args:
         checkpoint: Checkpoint.
-        role: Role whose model is written in the format of Hugging Face, or whose adapters are written in that of
+        role: Role whose model is written in the format of Hugging Face, or whose adapters in the format of
             `peft`.
         out: Folder, which may exist if it is empty.
         merge: Whether to merge adapters into the weights of their model and write the result.

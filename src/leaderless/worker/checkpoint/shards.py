@@ -1,9 +1,9 @@
 """Writes the parts of tensors that a rank holds to safetensors files, and reads them, block by block.
 
-The files are those of `HuggingFaceStorageWriter` in `torch.distributed.checkpoint`: ordinary safetensors, with the
+The files are as of `HuggingFaceStorageWriter` in `torch.distributed.checkpoint`: ordinary safetensors, with the
 offsets of each part in its tensor as metadata, so that any number of ranks can read them. That writer lays out a whole
 file in memory, and its reader maps one; here at most `BLOCK_BYTES` are in memory in addition to the tensors. Each rank
-writes its own parts, without knowing those of other ranks.
+writes its own parts, without knowing other ranks' parts.
 """
 
 from __future__ import annotations

@@ -50,10 +50,10 @@ class Content:
 
     Attributes:
         state: Progress of the run.
-        metrics: This rank's metrics of the step; those of the first rank take precedence.
+        metrics: This rank's metrics of the step; the first rank's take precedence.
         nodes: States of the nodes whose first rank this is.
         texts: Further texts for this rank to write, by file name.
-        rows: Functions that write rows of this rank, such as those of channels, into a folder. A thread calls them
+        rows: Functions that write rows of this rank, such as channels' rows, into a folder. A thread calls them
             later, so they must keep the current rows.
     """
 
@@ -86,7 +86,7 @@ class CheckpointWriter:
         self._folder, self._engines, self._world, self._config = folder, engines, world, config
         self._timeout_s, self._descriptions = timeout_s, descriptions
         self._is_first = world.rank == first_rank
-        # Files left behind by a killed start must not be mistaken for those of this start.
+        # Files left behind by a killed start must not be mistaken for this start's.
         self._token = world.broadcast_text(
             uuid4().hex[:8] if self._is_first else "", first_rank, "the name of this start"
         )

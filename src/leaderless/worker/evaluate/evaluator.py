@@ -154,7 +154,7 @@ class Evaluator:
         journal: Journal | None,  # noqa: ARG002 - of episodes
         step: int,  # noqa: ARG002
     ) -> list[_Answer]:
-        """What follows each prompt, `evaluation.responses_per_prompt` times."""
+        """Continuations of each prompt, `evaluation.responses_per_prompt` of them."""
         config, rollout, done = self.recipe.evaluation, self.recipe.rollout, 0
         k = config.responses_per_prompt
         ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()
@@ -216,7 +216,7 @@ class EpisodeEvaluator(Evaluator):
         journal: Journal | None,
         step: int,
     ) -> Played:
-        """The episodes of an engine that works on those of training, too.
+        """The episodes of an engine that works on training episodes, too.
 
         The steps that it takes count for both, so what they ask is noted as well, and asked again where a run is
         followed.
@@ -274,7 +274,7 @@ class EpisodeEvaluator(Evaluator):
 
 @dataclass(frozen=True)
 class _Answer:
-    """What follows a prompt: a response, or a conversation.
+    """Continuation of a prompt: a response, or a conversation.
 
     Attributes:
         sample_id: Unique number.
@@ -284,7 +284,7 @@ class _Answer:
         is_truncated: Whether it was cut at a limit.
         reward: Reward of the environment.
         failure: Reason why the episode has failed; None if it has not.
-        actor: Place of the agent that ended it among those of the environment.
+        actor: Place of the agent that ended it among the environment's agents.
     """
 
     sample_id: int

@@ -17,9 +17,9 @@ class ResponseScores:
     """Adds up the responses of one rank, prompt by prompt.
 
     A response is correct when the reward `evaluation.metric`, else the one of largest weight that applies to its row,
-    else that of the environment (of a body, whether it has done its task), is at least `evaluation.correct_at`.
+    else the environment's (of a body, whether it has done its task), is at least `evaluation.correct_at`.
     Responses that could not be graded, or that a named metric does not apply to, are left out and counted. The majority
-    is that of the answers which the reward finds in the responses; a prompt without any counts as wrong.
+    is a vote of the answers which the reward finds in the responses; a prompt without any counts as wrong.
     """
 
     def __init__(self, recipe: Recipe) -> None:

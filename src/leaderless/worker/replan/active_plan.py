@@ -17,7 +17,7 @@ LAYOUT_FILE = "layout.json"
 
 
 def replacement_of(plan: Plan, recipe: Recipe) -> str:
-    """What a checkpoint says about a layout that has replaced the recipe's; an empty text if none has."""
+    """Note of a checkpoint about a layout that has replaced the recipe's; an empty text if none has."""
     if plan.layout == recipe.layout:
         return ""
     sections = {"recipe": recipe.layout, "in_force": plan.layout}

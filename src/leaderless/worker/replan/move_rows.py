@@ -1,4 +1,4 @@
-"""Moves rows that stay between steps, such as surplus groups, from the ranks of one layout to those of another."""
+"""Moves rows that stay between steps, such as surplus groups, from the ranks of one layout to the ranks of another."""
 
 from __future__ import annotations
 

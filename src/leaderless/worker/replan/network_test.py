@@ -17,8 +17,8 @@ WHAT = "the test of the network"
 def find_slow_links(world: ProcessGroup) -> Links:
     """Find hosts whose network is slow. All ranks of the world call it together.
 
-    Hosts form a circle, and the first rank of each exchanges bytes with those of its two neighbors. What each rank is
-    told are the seconds of every pair.
+    Hosts form a circle, and the first rank of each exchanges bytes with the first ranks of its two
+    neighbors. Each rank gets the seconds of every pair.
     """
     firsts: dict[int, int] = {}
     for rank in world.ranks:

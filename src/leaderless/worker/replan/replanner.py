@@ -182,5 +182,5 @@ class Replanner:
 
 
 def _key(loop: Loop) -> str:
-    """Key of a loop's seconds among those of nodes, one of which may have its name."""
+    """Key of a loop's seconds among the nodes' seconds; a node may have its name."""
     return f"loop {loop.name}"

@@ -1,4 +1,4 @@
-"""What a run has settled about memory, kept for its next start."""
+"""Decisions of a run about memory, kept for its next start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lower_limit(directory: RunDirectory, role: str, num_tokens: int) -> None:
 
 
 def read_room(directory: RunDirectory, num_ranks: int) -> Room | None:
-    """What memory was used for when the run began on as many ranks; None if it did not."""
+    """Uses of memory when the run began on as many ranks; None if it did not."""
     keeps = _read(directory, _WHOLE).get(str(num_ranks))
     max_logits = _read(directory, _LOGITS).get(str(num_ranks), MAX_LOGITS)
     return None if keeps is None else Room(cast("Whole", keeps), int(max_logits))
