@@ -21,7 +21,7 @@ from leaderless.stages.recorded_samples import Record
 def evaluate_bodies(
     recipe: Recipe, model: ModelRole, batch: Batch, seed: int, progress: Callable[[float], None], record: Record | None
 ) -> list[Graded]:
-    """Play the episodes of held-out tasks, and grade them, those of a task next to each other.
+    """Play the episodes of held-out tasks, task after task, and grade them.
 
     Args:
         recipe: The recipe, as seen by the role that acts.

@@ -192,7 +192,7 @@ class Demonstrations:
         return found
 
     def _images(self, camera: str, number: int, columns: Mapping[str, pa.ChunkedArray]) -> NDArray[np.uint8]:
-        """What a camera shows in an episode, [T, height, width, 3]."""
+        """Frames of a camera in an episode, [T, height, width, 3]."""
         name = f"{IMAGES}{camera}"
         if self._features[name]["dtype"] != "video":
             return np.stack([_decoded(cell.as_py()) for cell in columns[name]])

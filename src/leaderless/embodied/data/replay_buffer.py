@@ -92,7 +92,7 @@ class ReplayBuffer:
 
         Args:
             transitions: Transitions.
-            step: Step of the run that made them, never before that of earlier ones.
+            step: Step of the run that made them, never before the step of earlier ones.
             episodes: Number of the episode of each, int64 [n].
         """
         records = np.zeros(len(transitions), self._dtype)
@@ -194,5 +194,5 @@ def record_type(spaces: Spaces, chunk: int) -> np.dtype[np.void]:
 
 
 def _checksum(record: bytes) -> int:
-    """Checksum of a record without its first field; never that of zeros, which a loss of power may leave."""
+    """Checksum of a record without its first field; never the checksum of zeros, which a loss of power may leave."""
     return zlib.crc32(record[4:]) ^ 0xFFFFFFFF

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import av
 
 TOLERANCE_S = 1e-4
-"""Seconds by which the time of a frame may differ from that of its step, as in LeRobot."""
+"""Seconds by which the time of a frame may differ from its step's, as in LeRobot."""
 
 
 def check_decoder() -> None:

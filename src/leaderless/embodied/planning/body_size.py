@@ -1,4 +1,4 @@
-"""What the memory of a model of a body depends on, and where it is measured: such models are of no fixed families."""
+"""Sizes on which the memory of a model of a body depends, and their measurement: such models have no fixed families."""
 
 from __future__ import annotations
 
@@ -75,5 +75,5 @@ def measure_body(model: ModelConfig, key: str, body: BodyConfig, *, is_critic: b
 
 
 def measure_learner(model: ModelConfig, key: str, body: BodyConfig, sac: SacConfig) -> LearnerSize:
-    """Measure the critics of a policy; errors are those of `measure_body`."""
+    """Measure the critics of a policy; errors as in `measure_body`."""
     return cast("LearnerSize", load_callable(f"{MEASURED}:measure_learner", key, "function")(model, key, body, sac))

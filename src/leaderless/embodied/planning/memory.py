@@ -139,7 +139,7 @@ class BodyRank(RankMemory[BodyModelMemory]):
             yield f"{role} engine's weights", model.size.num_parameters * model.width
 
     def phases(self, model: BodyModelMemory) -> Iterator[tuple[str, dict[str, int]]]:
-        """What passes hold."""
+        """Bytes that passes hold."""
         role, size, num = model.instance.role, model.size, self._pass_decisions(model)
         observed, rows = num * size.frame_bytes, self.rows_bytes() * self.is_cpu
         if model.is_recomputed:
@@ -169,7 +169,7 @@ class BodyRank(RankMemory[BodyModelMemory]):
             yield f"{role} trains", held
 
     def _learning(self, model: BodyModelMemory, learner: LearnerSize) -> dict[str, int]:
-        """What an update of SAC holds: each rank computes the transitions of a batch that it keeps."""
+        """Bytes that an update of SAC holds: each rank computes the transitions of a batch that it keeps."""
         sac = self.recipe.algorithm.sac
         assert sac is not None
         num = -(-sac.batch_size // model.instance.layout.dp)

@@ -1,4 +1,4 @@
-"""How the actions of a network, mostly from -1 to 1, become those of a robot."""
+"""Conversion of a network's actions, mostly from -1 to 1, to a robot's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from leaderless.embodied.simulators.protocol import Continuous, Spaces
 from leaderless.models.uploads import constants
 
 GRIPPERS = ("unchanged", "inverted")
-"""What becomes of a gripper's number; see `ActionLimits.of_dataset`."""
+"""Kinds of conversion of a gripper's number; see `ActionLimits.of_dataset`."""
 
 
 @dataclass(frozen=True)
 class ActionLimits:
-    """What -1 and 1 stand for.
+    """Actions that -1 and 1 stand for.
 
     Attributes:
         low: Number of the robot that -1 stands for.
@@ -67,7 +67,7 @@ class ActionLimits:
             gripper: Treatment of numbers whose mask is false, `unchanged` or `inverted`.
 
         Raises:
-            ValueError: There is no such dataset, it is that of another robot, or its gripper cannot be inverted.
+            ValueError: There is no such dataset, it belongs to another robot, or its gripper cannot be inverted.
         """
         if gripper not in GRIPPERS:
             raise ValueError(f"gripper='{gripper}': must be {' or '.join(GRIPPERS)}")

@@ -1,4 +1,4 @@
-"""What saved models keep of the checkpoints that they began with: all but the weights, so that these are not needed."""
+"""Files that saved models keep of their first checkpoints: all but the weights, so that these are not needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 MODEL_TYPE = "leaderless_body"
-"""What the `config.json` of a saved model says."""
+"""Contents of the `config.json` of a saved model."""
 BASE = "base"
 """Folder within a saved model that has the configuration, the tokenizer and the statistics of its checkpoint."""
 KEPT = ("*.json", "*.model", "*.txt", "*.jinja", "*_normalizer_processor.safetensors")
@@ -24,7 +24,7 @@ def is_body(folder: Path) -> bool:
 
 
 def lacks_weights(folder: Path) -> bool:
-    """Whether a folder is what a saved model has kept of a checkpoint; the weights are then those of this model."""
+    """Whether a folder is what a saved model has kept of a checkpoint; the weights then belong to this model."""
     return folder.name == BASE and is_body(folder.parent)
 
 

@@ -1,7 +1,7 @@
 """A small policy that sees and reads: convolutions whose features the instruction scales (FiLM), and where they are.
 
-Feature-wise linear modulation is that of Perez et al., arXiv 1709.07871; the expected place of each feature (spatial
-soft-argmax) that of Levine et al., arXiv 1504.00702.
+Feature-wise linear modulation follows Perez et al., arXiv 1709.07871; the expected place of each feature (spatial
+soft-argmax) follows Levine et al., arXiv 1504.00702.
 """
 
 from __future__ import annotations

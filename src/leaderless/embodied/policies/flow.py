@@ -17,7 +17,7 @@ from leaderless.embodied.policies.protocol import BodyValue, Observed
 from leaderless.embodied.simulators.protocol import Spaces
 
 NUM_WAVES = 8
-"""Frequencies by which the network is told the time."""
+"""Frequencies of the waves that encode the time."""
 
 
 class _Looks(nn.Module):

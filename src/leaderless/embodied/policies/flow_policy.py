@@ -1,7 +1,7 @@
-"""What flow policies have in common: how they draw actions, and how they score them.
+"""Common part of flow policies: how they draw actions, and how they score them.
 
 With `sde`, one step of a decision is drawn, which one is drawn too, and the others follow without noise: the decision's
-log-probability is that of this step. With `noise`, each step is drawn, with a deviation that is learnt, and the
+log-probability belongs to this step. With `noise`, each step is drawn, with a deviation that is learnt, and the
 log-probability is the sum over the first noise and all steps. Source: pi_RL, arXiv 2510.25889, Flow-SDE and Flow-Noise.
 
 A decision is kept as one number, and points of its way: the step that was drawn, its point before and after, and the
@@ -117,7 +117,7 @@ class FlowPolicy(BodyPolicy):
 
     @abstractmethod
     def look(self, observed: Observed) -> object:
-        """What the steps have to know of n observations, in a form that `velocity` takes."""
+        """Input of the steps about n observations, in a form that `velocity` takes."""
 
     @abstractmethod
     def velocity(self, looked: object, rows: Tensor, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ class FlowPolicy(BodyPolicy):
         """
 
     def with_deviations(self, velocity: Tensor, features: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-        """What `velocity` returns, where deviations are alike in all steps that the network plans.
+        """Result of `velocity`, where deviations are alike in all steps that the network plans.
 
         Args:
             velocity: [m, horizon, numbers] float32.

@@ -36,7 +36,7 @@ def sde_step(x: Tensor, velocity: Tensor, times: Tensor, delta: float, noise_lev
     """Mean and standard deviation of the next point of Flow-SDE, which has the distribution that `ode_step` leads to.
 
     sigma = noise_level sqrt(t / (1 - t)), mean = (1 - t + delta) a + (t - delta - sigma^2 delta / (2 t)) e,
-    deviation = sigma sqrt(delta). At t = 1, sigma's divisor is that of the next time, `delta`.
+    deviation = sigma sqrt(delta). At t = 1, sigma's divisor belongs to the next time, `delta`.
 
     Args:
         x: [n, steps, numbers] float32, points.

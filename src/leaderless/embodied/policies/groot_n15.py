@@ -46,7 +46,7 @@ _Package = Any
 
 @dataclass(frozen=True)
 class _Looked:
-    """What n observations have become, as the flow head takes it."""
+    """Features of n observations, as the flow head takes them."""
 
     features: Tensor
     mask: Tensor
@@ -87,9 +87,9 @@ def _package(module: str) -> ModuleType:
 
 
 class _Groot(BodyModel):
-    """What the policy and the critic have in common: a model that its package has read from a folder."""
+    """Common part of policy and critic: a model that its package has read from a folder."""
 
-    # Layers of SigLIP and Qwen3 in the backbone, and those of both transformers of the head.
+    # Layers of SigLIP and Qwen3 in the backbone, and both transformers' in the head.
     _no_split_modules = ("BasicTransformerBlock", "Qwen3DecoderLayer", "SiglipEncoderLayer")
 
     def _read(self, spaces: Spaces, path: str, robot: Robot, cameras: list[str] | None) -> None:
@@ -134,7 +134,7 @@ class _Groot(BodyModel):
         """Least and largest numbers of the parts of the state or of actions, one part after the other.
 
         Raises:
-            ValueError: There are none, or they are those of another robot.
+            ValueError: There are none, or they belong to another robot.
         """
         about = json.loads((self._path / METADATA).read_text(encoding="utf-8"))
         if self._embodiment not in about:
@@ -157,7 +157,7 @@ class _Groot(BodyModel):
         return torch.where(high > low, scaled, torch.zeros_like(scaled))
 
     def _seen(self, observed: Observed) -> tuple[Any, Any, Tensor]:
-        """What its backbone makes of images and words, what its head takes, and the state."""
+        """Backbone's features of images and words, the head's inputs, and the state."""
         images = [fitted(observed.images[camera], IMAGE_SIZE, mode="bilinear") for camera in self._cameras]
         pixels = (torch.stack(images, dim=1) * 255).round().to(torch.uint8)  # [n, views, 3, height, width]
         state = self._normal_state(observed)
@@ -233,7 +233,7 @@ class Groot(_Groot, FlowPolicy):
         inputs = torch.cat([looked.state_features[rows], future, actions], dim=1)
         mask = looked.mask[rows]
         if inputs.shape[1] == features.shape[1]:
-            # Attention among the actions is told from that to what was seen by its length.
+            # Attention among the actions is distinguished from attention to what was seen by its length.
             features, mask = (
                 nn.functional.pad(one, (0, 0, 1, 0) if one.dim() > 2 else (1, 0)) for one in (features, mask)
             )

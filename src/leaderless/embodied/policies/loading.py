@@ -213,7 +213,7 @@ def _made(kind: PolicyConfig, key: str, spaces: Spaces, known: Mapping[str, str]
 
 
 def describe_spaces(spaces: Spaces) -> dict[str, Json]:
-    """What a model was made for, as JSON."""
+    """Body that a model was made for, as JSON."""
     actions = spaces.actions
     taken: Json = (
         {"low": list(actions.low), "high": list(actions.high)}

@@ -55,7 +55,7 @@ class Mlp(BodyPolicy):
     """Actions from the state.
 
     Numbers of real actions are normal, with a deviation that does not depend on the state; the environment gets them
-    cut to its range, and their log-probabilities are those of what was drawn.
+    cut to its range, and their log-probabilities belong to what was drawn.
     """
 
     def __init__(

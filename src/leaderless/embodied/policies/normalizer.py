@@ -31,7 +31,7 @@ class StateNormalizer(nn.Module):
 
 
 def moments(states: Tensor, around: Tensor) -> Tensor:
-    """What ranks add up, [1 + 2 * state_size] float64: number of states [n, state_size], sums of distances and squares.
+    """Sums over ranks, [1 + 2 * state_size] float64: number of states [n, state_size], sums of distances and squares.
 
     Distances are those from `around` [state_size], so that sums of similar states do not cancel.
     """

@@ -1,4 +1,4 @@
-"""What bodies see, between the columns of a batch and what policies take."""
+"""Observations of bodies, between the columns of a batch and the form that policies take."""
 
 from __future__ import annotations
 

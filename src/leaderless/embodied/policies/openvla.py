@@ -56,7 +56,7 @@ class TokenBins(Bins):
 
 
 class _Vla(BodyModel):
-    """What the policies and the critic have in common: a model that was read from a folder."""
+    """Common part of the policies and the critic: a model that was read from a folder."""
 
     _no_split_modules = ("_Block", "LlamaDecoderLayer")
 
@@ -102,7 +102,7 @@ class _Vla(BodyModel):
         return self.vla.prefix(images, ids, lengths.clamp(min=1))
 
     def _hidden(self, embeddings: Tensor, places: Tensor, mask: Tensor, cache: DynamicCache | None = None) -> Tensor:
-        """What Llama makes of places; `mask` [n, from, to] says what attends to what."""
+        """Hidden states of places; `mask` [n, from, to] says what attends to what."""
         hidden: Tensor = self.vla.language_model.model(
             inputs_embeds=embeddings,
             attention_mask=mask[:, None],
@@ -118,7 +118,7 @@ class _Vla(BodyModel):
 
 
 def _causal(is_real: Tensor, places: Tensor) -> Tensor:
-    """What attends to what, [n, length, length] bool: each to what is real and not behind it, and to itself."""
+    """Mask of attention, [n, length, length] bool: each to what is real and not behind it, and to itself."""
     itself = torch.eye(is_real.shape[1], dtype=torch.bool, device=is_real.device)
     return (is_real[:, None] & (places[:, None] <= places[:, :, None])) | itself
 
@@ -238,7 +238,7 @@ class OpenVlaOft(_Vla, BodyPolicy):
         self.choice_size = self.noise_size = chunk * self.bins.dim
 
     def _slots(self, observed: Observed) -> Tensor:
-        """What says each number, [n, choice_size, hidden_size]: the last word, and all empty places but the last.
+        """Hidden states of numbers, [n, choice_size, hidden_size]: the last word, and all empty places but the last.
 
         An end of text follows the empty places, as in training. All attend to all.
         """

@@ -1,4 +1,4 @@
-"""What pi0 and pi0.5 have in common: PaliGemma reads a prompt and sees images, all places attending to one another."""
+"""Common part of pi0 and pi0.5: PaliGemma reads a prompt and sees images, all places attending to one another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 @dataclass(frozen=True)
 class PaliGemmaPrefix:
-    """What n observations have become.
+    """Prefix that n observations have become.
 
     Attributes:
         layers: Keys and values, [n, heads, length, head_dim] each, of each layer.
@@ -62,7 +62,7 @@ def read_prefix(vlm: nn.Module, embeddings: Tensor, is_real: Tensor, state: Tens
     found = _run(vlm, embeddings, is_real, use_cache=True)
     cache: DynamicCache = found.past_key_values  # type: ignore[attr-defined]
     layers = [(layer.keys, layer.values) for layer in cache.layers]
-    # Ranks that divide weights gather those of a layer when the gradient of its output comes. Of the last layer only
+    # Ranks that divide weights gather a layer's when the gradient of its output comes. Of the last layer only
     # keys and values are used, so its output is made a part of these.
     unused = 0.0 * found.last_hidden_state.sum((1, 2))[:, None, None, None]  # type: ignore[attr-defined]
     layers[-1] = layers[-1][0] + unused, layers[-1][1]

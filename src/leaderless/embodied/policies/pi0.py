@@ -1,6 +1,6 @@
 """pi0 as a policy: PaliGemma reads and sees, and a smaller expert flows from noise to a chunk of actions.
 
-The model is `PI0ForConditionalGeneration` of transformers, its statistics those of its processor. Source: pi0, arXiv
+The model is `PI0ForConditionalGeneration` of transformers, its statistics come from its processor. Source: pi0, arXiv
 2410.24164; how its actions get a likelihood: see `flow_policy`.
 """
 
@@ -32,7 +32,7 @@ STATISTICS = "processor_config.json"
 
 
 class _Pi0(BodyModel):
-    """What the policy and the critic have in common: a model that was read from a folder."""
+    """Common part of policy and critic: a model that was read from a folder."""
 
     _no_split_modules = ("GemmaDecoderLayer", "SiglipEncoderLayer")
 
@@ -64,7 +64,7 @@ class _Pi0(BodyModel):
         """Means and deviations of the state or of actions, of `size` numbers.
 
         Raises:
-            ValueError: There are none, or they are those of another robot.
+            ValueError: There are none, or they belong to another robot.
         """
         file = self._folder / STATISTICS
         try:

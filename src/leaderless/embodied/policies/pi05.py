@@ -40,7 +40,7 @@ def state_words(state: Tensor) -> list[str]:
 
 
 class _Pi05(BodyModel):
-    """What the policy and the critic have in common: a network that was read from a folder."""
+    """Common part of policy and critic: a network that was read from a folder."""
 
     _no_split_modules = ("ExpertLayer", "GemmaDecoderLayer", "SiglipEncoderLayer")
 
@@ -62,7 +62,7 @@ class _Pi05(BodyModel):
         """Quantiles of 1 % and 99 % of the state or of actions, of `size` numbers.
 
         Raises:
-            ValueError: There are none, or they are those of another robot.
+            ValueError: There are none, or they belong to another robot.
         """
         files = sorted(self._folder.glob(STATISTICS))
         if not files:
@@ -93,7 +93,7 @@ class _Pi05(BodyModel):
         return nn.functional.pad(scaled, (0, self._most - scaled.shape[1]))
 
     def prompts(self, observed: Observed) -> list[str]:
-        """What it reads in place of an instruction and a state."""
+        """Prompt in place of an instruction and a state."""
         state = self._normal_state(observed)
         if state.is_meta:  # only sizes are wanted
             texts, state = [TYPICAL_INSTRUCTION] * len(state), torch.zeros(state.shape, device="cpu")

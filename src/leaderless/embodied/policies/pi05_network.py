@@ -38,7 +38,7 @@ PREFIXES: Mapping[str, str] = {
 UNUSED = "paligemma_with_expert.gemma_expert.lm_head."
 """How names of published weights begin that nothing depends on."""
 EPSILON = 1e-6
-"""What Gemma's norms add to a mean of squares."""
+"""Number that Gemma's norms add to a mean of squares."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ VARIANTS: Mapping[str, Variant] = {
 
 @dataclass(frozen=True)
 class Pi05Config:
-    """What `config.json` says of the network.
+    """Contents of `config.json` about the network.
 
     Attributes:
         vlm: Sizes of PaliGemma's layers for text.
@@ -85,7 +85,7 @@ class Pi05Config:
         horizon: Steps that it plans.
         max_state_dim: Numbers of a state, at most.
         max_action_dim: Numbers of an action, at most.
-        periods: Shortest and longest period of the waves by which it is told the time.
+        periods: Shortest and longest period of the waves that encode the time.
     """
 
     vlm: Variant
@@ -101,7 +101,7 @@ class Pi05Config:
         """Read it.
 
         Raises:
-            ValueError: It cannot be read, or is that of another kind of policy.
+            ValueError: It cannot be read, or belongs to another kind of policy.
         """
         try:
             about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -179,7 +179,7 @@ class _After:
         self._layers = prefix.layers
 
     def update(self, keys: Tensor, values: Tensor, layer: int, **_: object) -> tuple[Tensor, Tensor]:
-        """Those of the prefix with those of what follows."""
+        """Keys and values of the prefix with those that follow."""
         before = self._layers[layer]
         return torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
 

@@ -1,4 +1,4 @@
-"""What a model of a body takes, without its weights: it is made, and runs, on a device that holds no numbers."""
+"""Sizes of a model of a body, without its weights: it is made, and runs, on a device that holds no numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ META = torch.device("meta")
 
 
 def measure_learner(model: ModelConfig, key: str, body: BodyConfig, sac: SacConfig) -> LearnerSize:
-    """Measure the critics of a policy; errors are those of `measure_body`."""
+    """Measure the critics of a policy; errors as in `measure_body`."""
     return _measured_learner(model.model_dump_json(), key, body.model_dump_json(), sac)
 
 

@@ -25,7 +25,7 @@ from leaderless.embodied.policies.vision_towers import TOWERS, Tower
 
 @dataclass(frozen=True)
 class VlaConfig:
-    """What the `config.json` of a checkpoint says.
+    """Contents of the `config.json` of a checkpoint.
 
     Attributes:
         towers: Names of the towers.
@@ -104,11 +104,11 @@ class _Projector(nn.Module):
 
 @dataclass(frozen=True)
 class PrismaticPrefix:
-    """What comes before the actions: the first word, the patches, the other words.
+    """Prefix of the actions: the first word, the patches, the other words.
 
     Attributes:
         embeddings: [n, length, hidden_size].
-        places: [n, length] int64, position of each; after the last word, that of the first action.
+        places: [n, length] int64, position of each; after the last word, the first action's.
         is_real: [n, length] bool, whether there is anything.
         last: [n] int64, index of the last word.
         lengths: [n] int64, number of real places.
@@ -151,7 +151,7 @@ class Prismatic(nn.Module):
         )
 
     def logits(self, hidden: Tensor, num_words: int, num_bins: int) -> Tensor:
-        """Logits of bins, the first bin that of the last word: [..., num_bins] float32."""
+        """Logits of bins, of which the first one is the last word: [..., num_bins] float32."""
         logits: Tensor = self.language_model.lm_head(hidden)
         return logits[..., num_words - num_bins : num_words].flip(-1).float()
 

@@ -1,4 +1,4 @@
-"""What a policy of a body, and its critic, have to be able to do."""
+"""Protocol of policies of bodies and of their critics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leaderless.models.uploads import placed
 
 @dataclass(frozen=True)
 class Observed:
-    """What is seen before n decisions of any episodes; models take it on their device.
+    """Observations before n decisions of any episodes; models take them on their device.
 
     Attributes:
         images: [n, height, width, 3] uint8 of each camera.
@@ -81,10 +81,10 @@ class DecisionScores(NamedTuple):
 
 
 class BodyModel(nn.Module):
-    """What policies and critics have in common.
+    """Common part of policies and critics.
 
     Rows never depend on one another, and no buffer changes in training. A large model names the classes of its layers
-    in `_no_split_modules`, as those of transformers do: ranks then gather its weights layer by layer.
+    in `_no_split_modules`, as models of transformers do: ranks then gather its weights layer by layer.
 
     Attributes:
         spaces: Observations and actions of the environment.

@@ -30,7 +30,7 @@ class Squashed(BodyPolicy):
     """Actions from the state: tanh of normal numbers, whose means and deviations depend on the state.
 
     What it chooses are the numbers before tanh, so that their density is known without inverting it. Densities are
-    those of actions from -1 to 1.
+    the log-probabilities of actions from -1 to 1.
 
     Source: Haarnoja et al., arXiv 1801.01290, appendix C.
     """

@@ -1,6 +1,6 @@
-"""What sees in OpenVLA: DINOv2 and SigLIP, whose features of patches lie next to each other.
+"""Vision towers of OpenVLA: DINOv2 and SigLIP, whose features of patches lie next to each other.
 
-Weights have the names that published checkpoints have, which are those of `timm`, so that nothing has to be converted.
+Weights have the names that published checkpoints have, as in `timm`, so that nothing has to be converted.
 Features are those before the last block, so the last block, the norm after it and SigLIP's pooling do not exist here.
 Source: Prismatic VLMs, arXiv 2402.07865.
 """

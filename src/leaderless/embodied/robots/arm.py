@@ -1,4 +1,4 @@
-"""What a driver of an arm implements, and what stands next to an arm: a person, and a judge of success."""
+"""Interface of drivers of arms, and of what stands next to an arm: a person, and a judge of success."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ArmSpec:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the sensors of an arm say.
+    """Reading of the sensors of an arm.
 
     Attributes:
         position: Position of each axis, in its unit.

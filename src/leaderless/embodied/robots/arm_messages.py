@@ -24,7 +24,7 @@ _FACTS = ("is_terminated", "is_truncated", "cut", "num_idle", "time_s", "facts")
 
 @dataclass(frozen=True)
 class Description:
-    """What a server tells its clients about its arm.
+    """Description of an arm that a server sends to its clients.
 
     Attributes:
         arm: The arm.

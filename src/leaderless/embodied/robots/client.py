@@ -224,7 +224,7 @@ class RobotClient:
         return bytes(found)
 
     def _time_in(self, seconds: float) -> float:
-        """A time on the server's clock. Answers are under way for a while, so that it is rather too early."""
+        """A time on the server's clock. Answers take a while to arrive, so that it is rather too early."""
         return time.monotonic() + self._ahead_s + seconds
 
     def _next_tag(self) -> int:

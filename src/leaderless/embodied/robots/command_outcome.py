@@ -1,4 +1,4 @@
-"""What became of a command."""
+"""Outcome of a command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CommandOutcome:
     Attributes:
         reading: Reading after the last step.
         rewards: Reward of each step, float32 [k].
-        actions: Action of each step, float32 [k, axes]: that of the person where one has intervened, else that of the
+        actions: Action of each step, float32 [k, axes]: the person's where one has intervened, else the one of the
             policy, from -1 to 1.
         executed: Velocity that the limits have left of it, as a share of the largest, float32 [k, axes].
         intervened: Whether a person acted, bool [k].

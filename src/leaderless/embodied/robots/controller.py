@@ -244,7 +244,7 @@ class Controller:
         elif self._stopped.is_set():
             try:
                 self._arm.release()
-            except Exception as error:  # noqa: BLE001 - a driver's; the person is told, and the arm stays stopped
+            except Exception as error:  # noqa: BLE001 - a driver's; the person sees it, and the arm stays stopped
                 future.set_exception(
                     Refused("driver", f"its driver cannot release it: {type(error).__name__}: {error}")
                 )
@@ -318,7 +318,7 @@ class Controller:
             start = self._arm.prepare(seed)
             inside = (start >= self._limiter.low) & (start <= self._limiter.high)
             refused = None if inside.all() else Refused("start", f"the episode begins at {start}, outside the box")
-        except Exception as error:  # noqa: BLE001 - a driver's; the client is told
+        except Exception as error:  # noqa: BLE001 - a driver's; the client gets it
             refused = Refused("driver", f"the scene cannot be prepared: {type(error).__name__}: {error}")
         with self._changed:
             self._is_preparing = False

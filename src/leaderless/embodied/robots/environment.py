@@ -215,7 +215,7 @@ class RobotEnvironment(VectorEnvironment):
 
 
 def _info(outcomes: Sequence[CommandOutcome], failed: str) -> dict[str, Json]:
-    """What else is known of the steps of one arm, as JSON."""
+    """Further facts about the steps of one arm, as JSON."""
     if not outcomes:
         return {"failed": failed}
     names = ("actions", "executed", "intervened", "clipped", "limited")

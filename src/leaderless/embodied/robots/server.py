@@ -47,10 +47,10 @@ class CommandLedger:
     def answer(
         self, number: object, digest: bytes, begin: Callable[[], Future[CommandOutcome]]
     ) -> Future[CommandOutcome]:
-        """What becomes of a command: that of before if it is a repeated one, else what `begin` begins.
+        """Outcome of a command: the outcome of before if it is a repeated one, else what `begin` begins.
 
         Args:
-            number: Id of the command, one more than that of the command before.
+            number: Id of the command, one more than the id of the command before.
             digest: Digest of its content.
             begin: Function that begins the command.
 
@@ -161,7 +161,7 @@ class RobotServer:
         self.owner = client
 
     def describe(self) -> dict[str, Json]:
-        """What a client is told when it is let in."""
+        """First message to a client when it is let in."""
         return {
             "version": VERSION,
             "description": Description.of(self._station).to_json(),

@@ -1,4 +1,4 @@
-"""What learners such as RLPD are given: transitions; those in which a person acted are demonstrations too."""
+"""Transitions for learners such as RLPD; transitions in which a person acted are demonstrations too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Transitions:
         state: State before, float32 [n, state_size].
         next_images: Pictures after; where an episode has ended, its last ones.
         next_state: State after.
-        actions: Actions that were taken, float32 [n, chunk, dim]: those of the person where one intervened; 0 for steps
+        actions: Actions that were taken, float32 [n, chunk, dim]: the person's where one intervened; 0 for steps
             that were not executed.
         rewards: Rewards, float32 [n, chunk].
         num_steps: Number of steps that were executed, int64 [n].
@@ -66,13 +66,13 @@ class Transitions:
 
 
 def transitions_of(before: Observations, actions: NDArray[np.float32], steps: Steps) -> Transitions:
-    """The transitions of one `VectorEnvironment.step`; those of failed episodes are left out.
+    """The transitions of one `VectorEnvironment.step`; failed episodes are left out.
 
     Args:
         before: Observations before the step.
         actions: Actions of the policy, [n, chunk, dim].
-        steps: Results from the environment. If its infos have `actions` and `intervened`, as those of
-            `RobotEnvironment` do, these are the executed actions, which may differ from the policy's.
+        steps: Results from the environment. If its infos have `actions` and `intervened`, as in
+            `RobotEnvironment`, these are the executed actions, which may differ from the policy's.
     """
     taken = np.array(actions, np.float32)
     intervened = np.zeros(taken.shape[:2], bool)
@@ -99,14 +99,14 @@ def transitions_of(before: Observations, actions: NDArray[np.float32], steps: St
 
 
 class TransitionSink(Protocol):
-    """What keeps transitions, such as a replay buffer."""
+    """Receiver of transitions, such as a replay buffer."""
 
     def append(self, transitions: Transitions) -> None:
         """Keep transitions."""
 
 
 class TransitionRecorder:
-    """Puts all transitions into one memory, and those in which a person acted into that of demonstrations too.
+    """Puts all transitions into one memory, and those in which a person acted also into the memory of demonstrations.
 
     Args:
         online: Memory of all transitions.

@@ -21,7 +21,7 @@ STATE_NOISE = 1e-3
 
 @dataclass
 class _First:
-    """What the first episode of a group has shown, until all others have begun."""
+    """First observation of the first episode of a group, until all others have begun."""
 
     frame: NDArray[np.uint8]
     state: NDArray[np.float32]
@@ -30,7 +30,7 @@ class _First:
 
 
 class Starts:
-    """Compares the first observation of each episode with that of the group's first, as they begin."""
+    """Compares the first observation of each episode with the first episode's of its group, as they begin."""
 
     def __init__(self, episodes: Sequence[tuple[Task, int]], *, is_exact: bool) -> None:
         """Expect episodes.
@@ -78,7 +78,7 @@ class Starts:
             del self._firsts[key]
 
     def _difference(self, first: _First, frame: NDArray[np.uint8], state: NDArray[np.float32], instruction: str) -> str:
-        """What differs, in words; empty where nothing does."""
+        """Difference in words; empty where there is none."""
         if instruction != first.instruction:
             return f"the instruction is {first.instruction!r} in one and {instruction!r} in another"
         if not self._is_exact:

@@ -1,4 +1,4 @@
-"""What moves bodies on a rank: the policy with the newest weights, and the environments in which it acts."""
+"""Engine that moves bodies on a rank: the policy with the newest weights, and the environments in which it acts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BodyTask:
 
 @dataclass
 class BodyEpisode:
-    """What happened in an episode: T decisions, and T + 1 observations.
+    """Record of an episode: T decisions, and T + 1 observations.
 
     Attributes:
         frames: Pixels of all cameras, uint8 [bytes], one camera after the other.
@@ -178,7 +178,7 @@ class BodyEngine:
         return np.stack(actions)
 
     def _observed(self, episodes: Sequence[BodyEpisode]) -> Observed:
-        """What each of some episodes saw last, on the host."""
+        """Last observation of each of some episodes, on the host."""
         pixels = torch.from_numpy(np.stack([episode.frames[-1] for episode in episodes]))
         states = torch.from_numpy(np.stack([episode.states[-1] for episode in episodes]))
         ids = [self.policy.instruction_ids(episode.instruction) for episode in episodes]

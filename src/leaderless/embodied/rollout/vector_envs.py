@@ -38,7 +38,7 @@ class VectorEnvs(Protocol):
         """The numbers of environments that step together: some step while the others' actions are computed."""
 
     def reset(self, slots: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[Failures, Observations]:
-        """Begin episodes in some environments; observations are in their order, those of failures without meaning.
+        """Begin episodes in some environments; observations are in their order, and mean nothing for failures.
 
         Raises:
             RecipeError: What they show is not as declared.
@@ -158,7 +158,7 @@ class ProcessVectorEnvs(VectorEnvs):
     def _each(
         self, slots: Sequence[int], ask: Callable[[EnvironmentProcess, Sequence[int]], ProcessAnswer]
     ) -> tuple[dict[int, str], list[tuple[Sequence[int], ProcessAnswer]]]:
-        """What processes answer about their slots, with the places of these, and why those of others have failed."""
+        """Answers of processes about their slots, with the places of these, and why others have failed."""
         failures: dict[int, str] = {}
         found: list[tuple[Sequence[int], ProcessAnswer]] = []
         for process, share in zip(self._processes, self._shares, strict=True):
@@ -201,7 +201,7 @@ class ProcessVectorEnvs(VectorEnvs):
 
 @cache
 def _opened(text: str) -> tuple[Spaces, bool]:
-    """What an environment shows and takes, and whether its starts repeat."""
+    """Spaces of an environment, and whether its starts repeat."""
     environment = open_body(BodyConfig.model_validate_json(text), 1)
     try:
         return environment.spaces, environment.repeats_starts
@@ -210,7 +210,7 @@ def _opened(text: str) -> tuple[Spaces, bool]:
 
 
 def spaces_of(config: BodyConfig) -> Spaces:
-    """What the environment of a recipe shows and takes; errors as of `open_body`."""
+    """Spaces of a recipe's environment; errors as in `open_body`."""
     return _opened(config.model_dump_json())[0]
 
 

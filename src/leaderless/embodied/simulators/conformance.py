@@ -1,4 +1,4 @@
-"""What every environment of bodies must do; one suite for all of them, those of users too.
+"""Checks that every environment of bodies must pass; one suite for all of them, users' too.
 
 In a test: `@pytest.mark.parametrize("check", CHECKS)`, and then `check(make)`, where `make(num)` makes the environment.
 By hand: `python -m leaderless.embodied.simulators.conformance TYPE '{"option": 1}'`.
@@ -33,7 +33,7 @@ class NotConforming(AssertionError):  # noqa: N818 - a plain word for users
 
 @dataclass(frozen=True)
 class _Path:
-    """What was seen and earned in one episode, action after action."""
+    """Observations and rewards of one episode, action after action."""
 
     seen: list[Observations]
     rewards: list[float]
@@ -206,7 +206,7 @@ CHECKS: tuple[Callable[[Make], None], ...] = (
 
 
 def report(make: Make) -> dict[str, str]:
-    """What each check says: `held`, `cannot be saved`, or what is wrong."""
+    """Result of each check: `held`, `cannot be saved`, or what is wrong."""
     found = {}
     for check in CHECKS:
         try:
@@ -247,7 +247,7 @@ def _actions(one: VectorEnvironment, num: int, chunk: int, seed: int) -> NDArray
 
 
 def _actions_from(one: VectorEnvironment, seed: int, step: int, chunk: int) -> NDArray[np.generic]:
-    """[1, chunk] actions of an episode from a step; those of a step depend on nothing else."""
+    """[1, chunk] actions of an episode from a step; a step's actions depend on nothing else."""
     return np.concatenate([_actions(one, 1, 1, seed * 10_000 + step + place) for place in range(chunk)], axis=1)
 
 

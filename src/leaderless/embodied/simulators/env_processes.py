@@ -48,7 +48,7 @@ class EnvironmentLost(Exception):  # noqa: N818 - a plain word for what happened
 
 @dataclass(frozen=True)
 class SharedNumbers:
-    """What two processes exchange about some episodes: what is seen and done in them, by their number."""
+    """Memory that two processes share about some episodes: what is seen and done in them, by their number."""
 
     images: Mapping[str, NDArray[np.uint8]]
     state: NDArray[np.float32]
@@ -92,7 +92,7 @@ class SharedNumbers:
             self.images[name][rows] = image
 
     def read_seen(self, which: Sequence[int], into: Observations, rows: Sequence[int]) -> None:
-        """Copy it into rows of arrays; that of an episode stays until it is stepped again.
+        """Copy it into rows of arrays; an episode's row stays until it is stepped again.
 
         Pixels are most of it, so they are copied image by image, which takes no memory in between.
         """
@@ -117,7 +117,7 @@ class SharedNumbers:
 
 @dataclass(frozen=True)
 class ProcessAnswer:
-    """What a process has answered about some episodes; numbers are read before these are stepped again.
+    """Answer of a process about some episodes; numbers are read before these are stepped again.
 
     Attributes:
         which: Numbers of the episodes in the process.
@@ -161,7 +161,7 @@ class EnvironmentProcess:
         self._asked[tuple(which)] = self._send(["reset", list(which), [dict(task) for task in tasks], list(seeds)])
 
     def finish_reset(self, which: Sequence[int]) -> ProcessAnswer:
-        """What episodes that have begun show.
+        """Observations of episodes that have begun.
 
         Raises:
             EnvironmentLost: See there.
@@ -182,7 +182,7 @@ class EnvironmentProcess:
         self._asked[tuple(which)] = self._send(["step", list(which)])
 
     def finish_step(self, which: Sequence[int]) -> ProcessAnswer:
-        """What has happened in episodes that have begun to step.
+        """Results of episodes that have begun to step.
 
         Raises:
             EnvironmentLost: See there.

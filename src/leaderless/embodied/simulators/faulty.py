@@ -20,7 +20,7 @@ from leaderless.environments.protocol import Task
 CRASH_CODE = 70
 """Exit code of a process that crashes on purpose."""
 STREAM = 0xFA17
-"""Number that keeps the draws of faults apart from those of the environment."""
+"""Number that keeps the draws of faults apart from the environment's."""
 
 
 class Faulty(VectorEnvironment):

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium, those of MuJoCo, Fetch, panda-gym and PushT among them. Imports no torch."""
+"""Environments of Gymnasium, with MuJoCo, Fetch, panda-gym and PushT among them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class _Reader:
 
 
 def _actions(space: gymnasium.Space[Any], name: str) -> Continuous | Discrete:
-    """What an action is."""
+    """Form of an action."""
     kinds = needed("gymnasium", "gymnasium").spaces
     if isinstance(space, kinds.Discrete):
         return Discrete(int(space.n))

@@ -1,6 +1,6 @@
 """Tasks of Isaac Lab, all episodes in one simulation on a GPU. Imports no torch of its own.
 
-It has not been run with Isaac Lab: a stand-in with the same interface checks each call. The interface is that of
+It has not been run with Isaac Lab: a stand-in with the same interface checks each call. The interface comes from
 `ManagerBasedRLEnv` and `DirectRLEnv` in Isaac Lab 2 (isaaclab/envs).
 """
 
@@ -184,7 +184,7 @@ def _made(name: str, num: int, device: str) -> _World:
 
 @cache
 def _library() -> ModuleType:
-    """What reads the configurations of tasks; the application of Isaac Sim has to start before, once in a process."""
+    """Reader of the configurations of tasks; the application of Isaac Sim has to start before, once in a process."""
     try:
         launcher = import_module("isaaclab.app").AppLauncher
         _STARTED.append(launcher(headless=True).app)

@@ -19,7 +19,7 @@ def _array(_kind: object, _shape: object, _type: object) -> _Array:
 
 
 class _Array:
-    """What a pickle fills to make an array."""
+    """Fields that a pickle fills to make an array."""
 
     def __init__(self) -> None:
         self.values: NDArray[np.generic] = np.zeros(0)

@@ -32,10 +32,10 @@ ROOT = "LIBERO_ROOT"
 class Libero(Singles):
     """Tasks of one of LIBERO's suites, from its own start states.
 
-    The column `task` of the dataset's row is the number of a task in the order of its file names, and `start` that of
-    its start state; without them, the seed chooses. An action is a movement along three axes, a turn about them, and
-    the gripper, which closes above 0. The state is the gripper's place, its turn as an axis times an angle, and the
-    places of its two fingers. Images are upright.
+    The column `task` of the dataset's row is the number of a task in the order of its file names, and `start` the
+    number of its start state; without them, the seed chooses. An action is a movement along three axes, a turn about
+    them, and the gripper, which closes above 0. The state is the gripper's place, its turn as an axis times an angle,
+    and the places of its two fingers. Images are upright.
     """
 
     def __init__(

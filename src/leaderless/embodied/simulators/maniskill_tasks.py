@@ -20,7 +20,7 @@ REMEDY = (
     "SAPIEN needs a Vulkan driver also where nothing is drawn: without a GPU, Mesa 25 or later has one for the CPU "
     "(on Debian 12: apt-get install -t bookworm-backports mesa-vulkan-drivers)"
 )
-"""What helps where SAPIEN finds no driver."""
+"""Remedy where SAPIEN finds no driver."""
 REWARDS = ("sparse", "dense", "normalized_dense")
 """Rewards that ManiSkill has."""
 _Simulator = Any

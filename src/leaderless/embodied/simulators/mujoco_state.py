@@ -11,7 +11,7 @@ from leaderless.embodied.simulators.state_packing import is_plain, pack, unpack
 from leaderless.environments.adapters import needed
 
 _OF_MODEL = ("body_mass", "body_pos", "body_quat", "geom_friction", "geom_pos", "geom_rgba", "site_pos", "site_quat")
-"""What environments change in their models when they place things."""
+"""Fields of models that environments change when they place things."""
 _OF_CONTACTS = ("efc_", "iefc_", "island_", "map_")
 """Arrays whose sizes depend on the contacts of the moment; each step makes them anew."""
 
@@ -81,7 +81,7 @@ def draw(environment: object) -> NDArray[np.uint8]:
     """The image of an environment of Gymnasium.
 
     Gymnasium draws into the OpenGL context that was used last, even if it belongs to another environment, with the
-    other one's textures; so it is told which one to use.
+    other one's textures; so it gets the one to use.
     """
     viewer = getattr(getattr(environment, "mujoco_renderer", None), "viewer", None)
     if viewer is not None:

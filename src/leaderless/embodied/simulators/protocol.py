@@ -1,4 +1,4 @@
-"""What a user writes: environments that step many episodes of a body at once. Imports no torch."""
+"""Protocol that users implement: environments that step many episodes of a body at once. Imports no torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Discrete:
 
 @dataclass(frozen=True)
 class Spaces:
-    """What an environment shows, and what it takes.
+    """Observations and actions of an environment.
 
     Attributes:
         images: Height and width of the images of each camera.
@@ -73,7 +73,7 @@ class Spaces:
 
 @dataclass(frozen=True)
 class Observations:
-    """What n episodes show, in the order that was asked for.
+    """Observations of n episodes, in the order that was asked for.
 
     Attributes:
         images: [n, height, width, 3] uint8 of each camera.
@@ -88,7 +88,7 @@ class Observations:
 
 @dataclass(frozen=True)
 class Steps:
-    """What a chunk of actions has done in n episodes, in the order that was asked for.
+    """Results of a chunk of actions in n episodes, in the order that was asked for.
 
     A chunk stops at the step at which the episode ends.
 

@@ -19,7 +19,7 @@ from leaderless.environments.protocol import Task
 
 @dataclass(frozen=True)
 class SingleObservation:
-    """What one episode shows.
+    """Observation of one episode.
 
     Attributes:
         images: [height, width, 3] uint8 of each camera.
@@ -34,7 +34,7 @@ class SingleObservation:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one action has done in one episode.
+    """Result of one action in one episode.
 
     Attributes:
         seen: Observation after it.

@@ -19,7 +19,7 @@ COLORS = {
     "yellow": (230, 180, 20),
     "purple": (140, 70, 190),
 }
-"""Colors of blocks; those of an episode differ."""
+"""Colors of blocks; blocks of an episode differ."""
 PAPER, ARM = (236, 232, 224), (20, 20, 20)
 REACH = 0.12
 """Distance at which the arm has reached a block; the table is 1 wide."""

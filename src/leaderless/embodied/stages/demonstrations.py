@@ -66,7 +66,7 @@ def open_demonstrations(path: str, spaces: Spaces) -> Demonstrations:
     """Open a folder of demonstrations in an environment.
 
     Raises:
-        RecipeError: It cannot be read, or its cameras, its state or its actions are not those of the environment.
+        RecipeError: It cannot be read, or its cameras, its state or its actions differ from the environment's.
     """
     key = "body.demonstrations"
     try:

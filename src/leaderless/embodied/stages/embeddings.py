@@ -1,4 +1,4 @@
-"""What episodes of bodies looked like, as vectors of a frozen encoder."""
+"""Embeddings of films of episodes, by a frozen encoder."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _small(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def describe_episode(episode: BodyEpisode, graded: Graded, spaces: Spaces) -> dict[str, Json]:
-    """What is kept of an episode."""
+    """Frames that are kept of an episode."""
     pixels = torch.from_numpy(np.stack(episode.frames)) if episode.frames else torch.zeros(0, 0, dtype=torch.uint8)
     said = _told(episode.is_success, len(episode.num_steps), sum(episode.num_steps), episode.failure)
     return _described(episode.instruction, said, graded, _strip(pixels, spaces, is_success=episode.is_success)) | {
@@ -70,7 +70,7 @@ def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
 
 
 def _describe_row(batch: Batch, row: int, graded: Graded, spaces: Spaces) -> dict[str, Json]:
-    """What is kept of an episode in a batch."""
+    """Form in which an episode is kept in a batch."""
     prompts, index, is_success = batch.prompts, batch.prompt_index, bool(batch.dense("success")[row])
     assert prompts is not None
     assert index is not None

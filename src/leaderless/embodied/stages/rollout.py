@@ -81,7 +81,7 @@ def task_seed(task: Task, group: int, seed: int) -> int:
 
 
 def graded_episode(episode: BodyEpisode) -> Graded:
-    """What an episode is worth by its environment."""
+    """Reward of an episode by its environment."""
     failure = None if episode.failure is None else {"cause": "environment", "error": episode.failure}
     return with_success(with_environment(None, sum(episode.rewards), failure), is_done=episode.is_success)
 
@@ -136,7 +136,7 @@ class BodyRows:
         return Batch(ids, columns | (self._taken(episodes) if self.keeps_taken else {}), table, task)
 
     def _decided(self, episodes: Sequence[BodyEpisode]) -> dict[str, Column]:
-        """What was decided, unit by unit; see `BodyConfig.log_prob`."""
+        """Decisions, unit by unit; see `BodyConfig.log_prob`."""
         grain = self.config.log_prob
         units = DecisionUnits.of(grain, [episode.num_steps for episode in episodes], self.policy.score_dim)
         scores = [one for episode in episodes for one in episode.log_probs]
@@ -162,7 +162,7 @@ class BodyRows:
         }
 
     def _seen(self, episodes: Sequence[BodyEpisode]) -> dict[str, Column]:
-        """What was seen before each decision, and at the end."""
+        """Observations before each decision, and at the end."""
         spaces = self.policy.spaces
         seen = torch.tensor([len(episode.frames) for episode in episodes], dtype=torch.int64)
         decisions = torch.tensor([len(episode.choices) for episode in episodes], dtype=torch.int64)
@@ -179,7 +179,7 @@ class BodyRows:
         }
 
     def _taken(self, episodes: Sequence[BodyEpisode]) -> dict[str, Column]:
-        """What was done in each decision."""
+        """Actions of each decision."""
         lengths = torch.tensor([len(one.num_steps) for one in episodes], dtype=torch.int64)
         num_steps = [count for one in episodes for count in one.num_steps]
         chunk, numbers = self.policy.chunk, self.policy.choice_size

@@ -27,7 +27,7 @@ from leaderless.stages.context import StageContext
 FOLDER = "transitions"
 """Folder of a run with the transitions of all ranks."""
 KEPT = "transitions"
-"""What the node that remembers says in a checkpoint: the number of transitions after the step."""
+"""Entry of the node that remembers in a checkpoint: the number of transitions after the step."""
 
 
 def remember(batch: Batch, context: StageContext) -> Batch:
@@ -78,12 +78,12 @@ def update_sac(batch: Batch, context: StageContext) -> Batch:
 
 
 def num_due(config: SacConfig, num_decisions: int) -> int:
-    """Updates of the policy that so many decisions ask for, from the beginning of the run."""
+    """Updates of the policy from the beginning of the run, for a number of decisions."""
     return int(config.updates_per_decision * max(0, num_decisions + 1 - config.first_decisions))
 
 
 def lived(batch: Batch, policy: Squashed) -> tuple[NDArray[np.int64], Transitions]:
-    """The transitions of episodes, with the number of the episode of each; those of failed ones are left out."""
+    """The transitions of episodes, with the number of the episode of each; failed episodes are left out."""
     seen, states = batch.jagged("frames"), batch.jagged("states")
     actions, rewards, steps, helped = (batch.jagged(name) for name in TAKEN_COLUMNS)
     counts, total = actions.lengths, len(steps.values)  # of which there are none where all episodes have failed

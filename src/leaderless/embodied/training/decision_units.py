@@ -64,7 +64,7 @@ class DecisionUnits:
         return cls(grain, lengths, decisions, turns, places, steps, is_last)
 
     def rewards(self, by_step: Tensor, num_steps: Tensor) -> Tensor:
-        """Rewards of units, [R] float32: each step's at its last unit, those of a chunk together.
+        """Rewards of units, [R] float32: each step's at its last unit, a chunk's together.
 
         Args:
             by_step: [steps] float32, rewards of all episodes.

@@ -140,7 +140,7 @@ def _joined(pieces: Sequence[Tensor], count: int) -> Tensor:
 
 
 class _Bodies(ShardedModel[HeldBody]):
-    """What the engines of policies and critics have in common."""
+    """Common part of the engines of policies and critics."""
 
     grain: Grain
 
@@ -352,7 +352,7 @@ class _Episodes:
         return Decisions.of(turns.values.long(), steps.values.long(), steps.lengths).within
 
     def ends(self, rows: Tensor) -> Observed:
-        """What some episodes, [m] int64, saw last."""
+        """Last observations of some episodes, [m] int64."""
         return self._observed(self.seen.offsets[1:][rows] - 1, rows)
 
     def _observed(self, index: Tensor, rows: Tensor) -> Observed:

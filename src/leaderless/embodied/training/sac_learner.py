@@ -22,7 +22,7 @@ from leaderless.models.uploads import one_copy, placed
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
 
 WEIGHTS, CRITICS, POLICY = range(3)
-"""What random numbers are for; each has a stream of its own."""
+"""Uses of random numbers; each has its own stream."""
 Draw = Callable[[int, int, int], Drawn]
 """Function of the size of a batch, a seed and the number of an update: this rank's part of the batch."""
 
@@ -131,7 +131,7 @@ class SacLearner:
         return dict(zip(names, numbers, strict=False))
 
     def state(self) -> dict[str, Tensor]:
-        """Weights but for those of the policy, and what optimizers keep of all, in the memory that training changes."""
+        """Weights except the policy's, and what optimizers keep of all, in the memory that training changes."""
         found = {f"critics.{name}": one.detach() for name, one in self.critics.named_parameters()}
         found |= {f"slow_critics.{name}": one.detach() for name, one in self.slow_critics.named_parameters()}
         found["log_temperature"] = self.log_temperature.detach()
@@ -156,7 +156,7 @@ class SacLearner:
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, 1 + stream, number])))
 
     def _batch(self, drawn: Drawn, number: int) -> SacBatch:
-        """What this rank computes of a batch; noise and heads are those of the whole one."""
+        """This rank's part of a batch; noise and heads belong to the whole one."""
         kept, policy, chance = drawn.transitions, self.policy, self._chance(CRITICS, number)
         noise = chance.standard_normal((self.config.batch_size, policy.choice_size)).astype(np.float32)
         heads = chance.permutation(self.config.num_heads)[: self.config.subset_size]
@@ -230,7 +230,7 @@ class SacLearner:
 
 
 def observed_of(images: Mapping[str, NDArray[np.uint8]], state: NDArray[np.float32], device: torch.device) -> Observed:
-    """What was seen, as policies take it; instructions are not kept."""
+    """Observations, as policies take them; instructions are not kept."""
     num = len(state)
     pixels = {camera: torch.from_numpy(np.ascontiguousarray(one)) for camera, one in images.items()}
     nothing = torch.zeros(num, 1, dtype=torch.int64), torch.zeros(num, dtype=torch.int64)

@@ -32,7 +32,7 @@ class Drawn:
 
 
 class TransitionMemory:
-    """What the ranks of a run have lived through, each in files of its own below one folder.
+    """Transitions of the ranks of a run, each in its own files below one folder.
 
     Transitions are numbered by step, episode and decision, so that their numbers do not depend on which rank holds
     them, and neither does what is drawn. Where a run continues with another number of ranks, each takes over files of
@@ -77,7 +77,7 @@ class TransitionMemory:
 
         Args:
             step: Step of the run.
-            episodes: Number of the episode of each, int64 [n]; those of an episode follow one another.
+            episodes: Number of the episode of each, int64 [n]; transitions of an episode follow one another.
             transitions: Transitions of this rank.
         """
         for file in self._files:
