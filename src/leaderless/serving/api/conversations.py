@@ -28,7 +28,7 @@ from leaderless.serving.api.tool_calls import ToolComposer, ToolQuestion
 
 Ask = Callable[[Chat], Awaitable[ChatAnswer]]
 HANDLERS = {ApiError: refuse, HTTPException: refuse_http, Exception: fail}
-"""What answers errors."""
+"""Handlers that answer errors."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 

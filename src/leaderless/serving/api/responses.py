@@ -113,7 +113,7 @@ class Composer(ABC, Generic[AnyQuestion]):
         return [self._reply(self.chunk_kind, []) | {"usage": self._usage()}] if self.question.wants_usage else []
 
     def _usage(self) -> Json:
-        """Count the tokens so far; those of a prompt count once, however many responses it has."""
+        """Count the tokens so far; a prompt counts once, however many responses it has."""
         num_prompt_tokens = sum(map(len, self.prompts))
         return {
             "prompt_tokens": num_prompt_tokens,
@@ -136,7 +136,7 @@ class Composer(ABC, Generic[AnyQuestion]):
         return reply | {"usage": None} if self.question.wants_usage else reply
 
     def _choice(self, part: ChoicePart, *, is_chunk: bool = False) -> Reply:
-        """Write a part as a choice, on request with token ids: those of the prompt once for each response."""
+        """Write a part as a choice, on request with token ids: the prompt's once for each response."""
         log_probs = self._log_probs(part) if self.question.wants_log_probs else None
         choice = {"index": part.index, **self._content(part, is_chunk=is_chunk), "logprobs": log_probs}
         choice["finish_reason"] = part.finish_reason

@@ -37,7 +37,7 @@ class ToolCall(Section):
     type: Literal["function"] = "function"
     """Kind of the tool."""
     function: FunctionText
-    """What was called."""
+    """Function that was called, with its arguments."""
 
 
 class ToolMessage(Message):

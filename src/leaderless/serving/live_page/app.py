@@ -66,7 +66,7 @@ class LivePages:
         return Response(await run_in_threadpool(self._desk.samples, _key(request)), media_type="application/json")
 
     async def stream(self, request: Request) -> Response:
-        """What is new, as server-sent events: on a page about runs, or in the list of all."""
+        """News, as server-sent events: on a page about runs, or in the list of all."""
         keys = _keys(request)
         if len(keys) > MAX_RUNS:
             return _error(400, f"{len(keys)} runs are chosen: choose at most {MAX_RUNS}")

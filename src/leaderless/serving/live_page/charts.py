@@ -73,7 +73,7 @@ class Board:
         return [(title, [self._card(identifier) for identifier in named]) for title, named in self._titles]
 
     def everything(self) -> dict[str, Data]:
-        """What a page needs that shows other points."""
+        """Charts for a page that shows other points."""
         return {identifier: _anew(self._card(identifier)) for identifier in self._charts}
 
     @property
@@ -82,7 +82,7 @@ class Board:
         return [(identifier, plot) for identifier, (_, plot) in self._charts.items()]
 
     def news(self) -> tuple[dict[str, Data], bool]:
-        """What is new since the last call, by chart, and whether the page has to be loaded again for other charts."""
+        """News since the last call, by chart, and whether the page has to be loaded again for other charts."""
         if any(set(table.names) != known for table, known in zip(self._tables, self._known, strict=True)):
             return {}, True
         has_dropped = [table.generation for table in self._tables] != self._generations

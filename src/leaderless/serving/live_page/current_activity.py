@@ -1,4 +1,4 @@
-"""What a run is doing now, for the top of its page."""
+"""Current activity of a run, for the top of its page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EventList:
 
 
 def now_values(line: RunLine, events: EventList) -> Mapping[str, object]:
-    """What the template of the present needs."""
+    """Values for the template of the current activity."""
     ranks = statuses(line.path)
     ago = max(0.0, time.time() - line.changed_s) if line.step is not None else None
     return {

@@ -1,4 +1,4 @@
-"""What the server knows of runs: their numbers in memory, and the pages about them. Every method may be slow."""
+"""Runs as the server knows them: their numbers in memory, and the pages about them. Every method may be slow."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RunStore:
         self._watched: dict[Path, Watched] = {}
 
     def path(self, key: str) -> Path:
-        """The folder of a run; only those of the list have one, whatever the key looks like."""
+        """The folder of a run; only runs of the list have one, whatever the key looks like."""
         with self._lock:
             found = self._index.paths().get(key)
         if found is None:
@@ -59,7 +59,7 @@ class RunStore:
         return found
 
     def line(self, key: str) -> RunLine:
-        """What the list shows of a run."""
+        """Entry of a run in the list."""
         path = self.path(key)
         with self._lock:
             return self._index.line(key, path)
@@ -149,7 +149,7 @@ class RunStore:
         return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
     def ask_to_stop(self, key: str) -> bool:
-        """Ask a run to stop after its present step; returns whether it is under way."""
+        """Ask a run to stop after its present step; returns whether it is running."""
         if self.line(key).state != "running":
             return False
         (self.path(key) / "stop").touch()
@@ -169,7 +169,7 @@ class RunReader:
         self._num_samples = -1
 
     def news(self) -> Mapping[str, object]:
-        """What has changed since the last call; empty if nothing has."""
+        """Changes since the last call; empty if there are none."""
         watched = [self._desk.watched(key) for key in self._keys]
         tables = [one.table for one in watched]
         with ExitStack() as stack:
@@ -223,7 +223,7 @@ def hold(stack: ExitStack, watched: Sequence[Watched]) -> None:
 
 
 def stamp(board: Board, tables: Sequence[StepTable]) -> str:
-    """What a page shows, in short: its charts, and the last rows that they have."""
+    """Mark of a page's contents: its charts, and the last rows that they have."""
     charts = zlib.crc32(json.dumps(board.structure).encode())
     return f"{charts}/{'-'.join(f'{len(table)}.{table.generation}' for table in tables)}"
 

@@ -89,7 +89,7 @@ class RunIndex:
         return sorted((self.line(key, path) for key, path in self.paths().items()), key=lambda line: -line.changed_s)
 
     def line(self, key: str, path: Path) -> RunLine:
-        """What the list shows of a run."""
+        """Entry of a run in the list."""
         metrics = path / "metrics.jsonl"
         try:
             state = metrics.stat()
@@ -107,7 +107,7 @@ class RunIndex:
 
 
 def state_of(path: Path, line: RunLine) -> str:
-    """What a run is doing, by its files."""
+    """State of a run, by its files."""
     ranks = statuses(path)
     if ranks:
         alive = any(as_number(one.get("age_s")) is not None and not is_gone(one) for one in ranks)
@@ -123,7 +123,7 @@ def is_gone(status: Mapping[str, object]) -> bool:
 
 
 def statuses(path: Path) -> list[Mapping[str, object]]:
-    """What each rank of a run has last said about itself, by rank, with its age."""
+    """Last report of each rank of a run, by rank, with its age."""
     found: list[Mapping[str, object]] = []
     folder = path / "live"
     try:

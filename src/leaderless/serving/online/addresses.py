@@ -23,7 +23,7 @@ class Replica:
     """The address of a replica.
 
     Attributes:
-        number: Number of the replica among those of the rollout.
+        number: Number of the replica within the rollout.
         node: Node that samples.
         listener: Socket with the address.
         token: Key that clients send; None if they need none.

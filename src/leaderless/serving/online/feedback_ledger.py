@@ -1,4 +1,4 @@
-"""What was answered, what clients have said about it, and which of it a step takes."""
+"""Answers, what clients have said about them, and which of them a step takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to requests between two reports."""
+"""Counts of requests between two reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_LATENCIES = 1 << 16
 
 @dataclass
 class Counts:
-    """Numbers since the last report; requests that are under way then count in the next one.
+    """Numbers since the last report; requests in progress then count in the next one.
 
     Attributes:
         requests: Requests for responses.
@@ -45,7 +45,7 @@ class Counts:
             (self.latencies_training_s if is_crossed else self.latencies_s).append(seconds)
 
     def take(self) -> Counts:
-        """What has been counted; counting begins anew."""
+        """Counts since the last call; counting begins anew."""
         with self._lock:
             taken = Counts(
                 self.requests,
