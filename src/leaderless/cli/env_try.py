@@ -43,7 +43,7 @@ MAX_RESPONSE_TOKENS = 512
 
 @dataclass(frozen=True)
 class _Trial:
-    """What is tried out.
+    """Environment to be tried.
 
     Attributes:
         config: Section `environment` of the recipe.
@@ -61,7 +61,7 @@ class _Trial:
 def try_(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="ENVIRONMENT", help="A class package.module:Class; by default that of the recipe."),
+        typer.Argument(metavar="ENVIRONMENT", help="A class package.module:Class; by default the recipe's."),
     ] = None,
     policy: Annotated[
         str, typer.Option(help="Policy: human, random, or a model: a folder, a run or a name on the hub.")

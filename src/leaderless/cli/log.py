@@ -24,7 +24,7 @@ def log(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     to: Annotated[
         list[str] | None,
-        typer.Option(help="Logger to send to, such as wandb; by default those of the run's recipe. May be repeated."),
+        typer.Option(help="Logger to send to, such as wandb; by default the recipe's. May be repeated."),
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Continue to send what the run writes, until Ctrl-C.")

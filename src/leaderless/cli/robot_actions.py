@@ -1,4 +1,4 @@
-"""What `leaderless robot` does; only its commands import this, as it takes long."""
+"""Actions of `leaderless robot`; only its commands import this, as it takes long."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
         Literal["auto", "native", "vllm", "sglang"], typer.Option(help="Engine that generates; auto as in a recipe.")
     ] = "auto",
     engine_python: Annotated[
-        str | None, typer.Option(help="Interpreter of an environment with vLLM or SGLang; by default that of the run.")
+        str | None, typer.Option(help="Interpreter of an environment with vLLM or SGLang; by default the run's.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the model for clients; by default that of the folder or run.")
+        str | None, typer.Option(help="Name of the model for clients; by default the folder's or run's.")
     ] = None,
     role: Annotated[str, typer.Option(help="Role to serve, of a checkpoint or run.")] = "policy",
     max_sequences: Annotated[

@@ -1,4 +1,4 @@
-"""What the commands with a server share."""
+"""Common parts of the commands with a server."""
 
 from __future__ import annotations
 

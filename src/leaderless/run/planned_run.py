@@ -130,7 +130,7 @@ class Planned:
 
         Args:
             fresh: Whether to set an earlier run of this name aside.
-            is_restart: Whether the run is under way, so that its files stay.
+            is_restart: Whether the run has begun before, so that its files stay.
             is_held: Whether to prevent other processes from writing into the folder.
 
         Raises:
@@ -293,7 +293,7 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
 def _engine_layouts(recipe: Recipe, role: str, num_workers: int) -> dict[str, LayoutConfig]:
     """The layouts of an evaluation on all workers: engines that span ranks in training do so, if there are enough.
 
-    The engine of the role that answers may span others than those of judges.
+    The engine of the role that answers may span other ranks than the judges' engines.
     """
     layouts: dict[str, LayoutConfig] = {}
     for node in resolve_workflow(recipe.workflow).nodes:

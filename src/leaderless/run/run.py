@@ -70,7 +70,7 @@ class Run:
         return RunDirectory.of(self.recipe)
 
     def plan(self, world_size: int = 1) -> Plan:
-        """What every worker would do; nothing is started.
+        """Plan of every worker's work; nothing is started.
 
         Args:
             world_size: Number of workers.
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def metrics(self) -> MetricsTable:
-        """What has been logged so far, one row for each step."""
+        """Metrics that have been logged so far, one row for each step."""
         return MetricsTable(list(self.directory.read_metrics()))
 
     def train(
@@ -203,7 +203,7 @@ class Run:
         temperature: float | None = None,
         max_tokens: int | None = None,
     ) -> list[str]:
-        """Have the model answer prompts, which are written as those of the dataset are.
+        """Have the model answer prompts, which are written as the dataset's are.
 
         The model is loaded for each call, so ask all prompts at once.
 
@@ -211,7 +211,7 @@ class Run:
             prompts: Texts, chats as lists of messages, or rows of a dataset.
             checkpoint: Checkpoint whose weights answer, as for `evaluate`.
             role: Role that answers.
-            temperature: Temperature of sampling; that of `evaluation` if None.
+            temperature: Temperature of sampling; from `evaluation` if None.
             max_tokens: Length at which a response is cut; `rollout.max_response_tokens` if None.
 
         Returns:

@@ -66,7 +66,7 @@ def _with(source: RecipeSource, given: Mapping[tuple[str, ...], Setting], inputs
 
 
 def recipe_path(target: Path) -> Path:
-    """The recipe that a path means: the file, that of a run's folder, or the packaged one of that name."""
+    """The recipe that a path means: the file, a run's recipe in its folder, or the packaged one of that name."""
     return target / "config.yaml" if target.is_dir() else find_packaged(target)
 
 

@@ -20,7 +20,7 @@ from leaderless.config import RecipeError
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
 
 Framework = Literal["verl", "trl", "trl-dpo", "trl-kto", "trl-reward"]
-"""What a configuration is for; `trl` is GRPO."""
+"""Kinds of configurations; `trl` is GRPO."""
 TABLES: Mapping[Framework, Sequence[Row]] = {
     "verl": verl.ROWS,
     "trl": trl.ROWS,
@@ -40,7 +40,7 @@ BASE: Mapping[str, Mapping[str, Setting]] = {
     "trl": {"workflow": "grpo", "algorithm.advantage.type": "grpo", "algorithm.advantage.epsilon": 1e-4},
     **trl_preferences.BASES,
 }
-"""What holds in each framework, whatever its configuration says."""
+"""Settings that hold in each framework, whatever its configuration says."""
 PLACEHOLDER_STEPS = 100
 MEANS_OF_RESPONSES = ("gspo", "gmpo")
 MEAN_OF_RESPONSES = "sequence_mean_token_mean"

@@ -29,7 +29,7 @@ from leaderless.cli.convert_config.table import (
 from leaderless.config.source import Setting
 
 PROCESSES = "num_processes"
-"""Number of processes, which TRL is told by `accelerate launch`."""
+"""Number of processes, which TRL gets from `accelerate launch`."""
 LOSSES: Mapping[str, Made] = {
     "grpo": {"algorithm.aggregation": "sequence_mean_token_mean"},
     "bnpo": {"algorithm.aggregation": "token_mean"},

@@ -188,5 +188,5 @@ BASES: Mapping[str, Mapping[str, Setting]] = {
     "trl-kto": {"workflow": "kto", **_columns(response="completion", desirable="label")},
     "trl-reward": {"workflow": "reward_model", **_columns(chosen="chosen", rejected="rejected")},
 }
-"""What holds in each, whatever its configuration says."""
+"""Settings that hold in each, whatever its configuration says."""
 TABLES: Mapping[str, Sequence[Row]] = {"trl-dpo": DPO_ROWS, "trl-kto": KTO_ROWS, "trl-reward": REWARD_ROWS}

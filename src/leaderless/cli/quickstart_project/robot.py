@@ -1,4 +1,4 @@
-"""An arm that learns to reach for the block that it is told, on the CPU, in a few minutes."""
+"""An arm that learns to reach for the block that it is asked for, on the CPU, in a few minutes."""
 
 from __future__ import annotations
 

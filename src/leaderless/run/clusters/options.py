@@ -1,4 +1,4 @@
-"""What each scheduler may be asked for, beyond machines and workers."""
+"""Options of each scheduler, beyond machines and workers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class KubernetesOptions(TargetOptions):
     kind: Literal["jobset", "pytorchjob"] = "jobset"
     """Resource to write: a JobSet, whose controller restarts all machines together, or Kubeflow's PyTorchJob."""
     namespace: str | None = None
-    """Namespace; by default that of the current context."""
+    """Namespace; by default the current context's."""
     queue: str | None = None
     """Queue of Kueue."""
     gpu_resource: str = "nvidia.com/gpu"
@@ -82,7 +82,7 @@ class KubernetesOptions(TargetOptions):
     volumes: Mapping[str, str] = {}
     """Folders by the name of the PersistentVolumeClaim; one of them must hold the run's folder."""
     working_directory: str | None = None
-    """Folder in which the command runs, with the recipe; by default that of the image."""
+    """Folder in which the command runs, with the recipe; by default the image's."""
     environment: Mapping[str, str] = {}
     """Environment variables."""
     secrets: tuple[str, ...] = ()

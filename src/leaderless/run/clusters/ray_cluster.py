@@ -1,4 +1,4 @@
-"""Starts `leaderless train` on several machines of a Ray cluster, as `srun` does on those of Slurm.
+"""Starts `leaderless train` on several machines of a Ray cluster, as `srun` does with Slurm.
 
 An actor on each machine runs the launcher, which starts the workers there. Ray only places the actors: no row and no
 weight passes through it, and the run's decisions stay with its workers.

@@ -1,4 +1,4 @@
-"""What a check has found."""
+"""Findings of checks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Findings:
 
 
 def run_checks(place: str, checks: Iterable[Callable[[Findings], None]]) -> list[DoctorFinding]:
-    """What all checks find; one that fails itself is a finding, too."""
+    """Findings of all checks; one that fails itself is a finding, too."""
     findings = Findings(place)
     for check in checks:
         try:
