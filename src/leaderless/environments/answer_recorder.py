@@ -34,7 +34,6 @@ class AnswerRecorder(GuardedEnvironment):
     """Asks another environment, and notes the answers."""
 
     def __init__(self, world: GuardedEnvironment, answers: MutableSequence[RecordedAnswer]) -> None:
-        """Take the world to ask, and the list to which its answers are added."""
         self._world, self._answers = world, answers
         self.agents = world.agents
 

@@ -13,7 +13,6 @@ class Calculator(Environment):
     """A question with a calculator. A right answer is worth 1, and each use of the calculator costs something."""
 
     def __init__(self, cost: float = 0.1) -> None:
-        """Take the cost of a call."""
         self._cost = cost
 
     def reset(self, task: Task, rng: Random) -> Observation:  # noqa: ARG002

@@ -178,7 +178,7 @@ class Fed(Serving):
         may_restart: bool = False,
         keep_cache: bool = True,
     ) -> None:
-        """Have no weights yet.
+        """Start without weights.
 
         Args:
             engine: Engine of this rank.

@@ -14,7 +14,6 @@ class WrappedEngine(RolloutEngine):
     """Passes every call on to another engine; subclasses add something to some of them."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        """Pass calls on to `engine`."""
         self._engine = engine
 
     @override

@@ -100,7 +100,6 @@ class OptimizerUpdate:
     """
 
     def __init__(self, engine: Trainable, mini_batch: MiniBatch, context: StageContext) -> None:
-        """Prepare the update of an engine on the samples of a mini-batch."""
         self._engine, self._mini_batch, self._context = engine, mini_batch, context
         self._passes = engine.passes(mini_batch.rows)
         self._done: list[tuple[Tensor, Mapping[str, Share]]] = []

@@ -171,7 +171,6 @@ class SecondsReport:
     """
 
     def __init__(self, plan: Plan, rank: int, clock: Clock) -> None:
-        """Report what a rank's clock says."""
         self.taken: Mapping[State, float] = {}
         self._pools, self._rank, self._clock = pools_of(plan, plan.loop_of(rank).ranks), rank, clock
 

@@ -18,7 +18,6 @@ class LoopLog:
     """
 
     def __init__(self, directory: RunDirectory, plan: Plan, loop: Loop) -> None:
-        """Nothing is written yet."""
         self._directory, self._plan, self._loop = directory, plan, loop
         self._iterations = StepLog(directory, loop.name if loop.lag else "")
         self._evaluations = self._iterations

@@ -37,7 +37,6 @@ class TokenBins(Bins):
     """The bins of OpenVLA: 256 borders from -1 to 1, the middles between them, and a last bin like the one before."""
 
     def __init__(self, limits: ActionLimits) -> None:
-        """Make the bins of a robot."""
         self.limits, self.num, self.dim = limits, NUM_BINS, len(limits.low)
 
     @override

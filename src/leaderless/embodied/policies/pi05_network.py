@@ -188,7 +188,6 @@ class Expert(nn.Module):
     """The layers that actions go through. They attend to the prefix, and to one another."""
 
     def __init__(self, config: GemmaConfig) -> None:
-        """Make the layers."""
         super().__init__()
         self.layers = nn.ModuleList(ExpertLayer(config, number) for number in range(config.num_hidden_layers))
         self.norm = AdaRmsNorm(config.hidden_size)
@@ -211,7 +210,6 @@ class Pi05Network(nn.Module):
     """See the module."""
 
     def __init__(self, config: Pi05Config) -> None:
-        """Make the layers, with random weights."""
         super().__init__()
         self.config = config
         width, numbers = config.expert.width, config.max_action_dim

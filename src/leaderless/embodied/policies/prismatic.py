@@ -125,7 +125,6 @@ class Prismatic(nn.Module):
     """The whole model."""
 
     def __init__(self, config: VlaConfig) -> None:
-        """Make the layers, with random weights."""
         super().__init__()
         self.vision_backbone = _Vision(config)
         width = sum(TOWERS[name].width for name in config.towers)

@@ -120,7 +120,6 @@ class Tower(nn.Module):
     """Features [n, patches, width] of images [n, 3, size, size] with colors from 0 to 1."""
 
     def __init__(self, shape: TowerShape, image_size: int) -> None:
-        """Make the layers."""
         super().__init__()
         self.shape = shape
         self.patch_embed = _Patches(shape)

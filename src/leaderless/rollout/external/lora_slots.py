@@ -62,7 +62,6 @@ class Host:
     driver: AdapterDriver
 
     def __init__(self, models: Mapping[str, ModelConfig], *, records_experts: bool = False) -> None:
-        """Have no engine yet."""
         self.models, self.records_experts = models, records_experts
         self._users, self._awake = set[LoraSlot](), set[LoraSlot]()
         self._num_starts = self._num_asked = 0
@@ -170,7 +169,6 @@ class Hosts:
     """The engines of a rank that several roles share, each as long as one of these has it."""
 
     def __init__(self) -> None:
-        """Have none yet."""
         self._kept = WeakValueDictionary[Sharing, Host]()
 
     def of(self, companions: Sequence[RoleInstance], recipe: Recipe) -> Host | None:
@@ -196,7 +194,6 @@ class LoraSlot(Driver):
     """
 
     def __init__(self, host: Host, role: str) -> None:
-        """Start nothing yet."""
         self._host, self.role, self._start = host, role, 0
         self.gains: list[Gain] = []
 

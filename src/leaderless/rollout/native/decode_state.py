@@ -35,7 +35,7 @@ class Running:
     """
 
     def __init__(self, num_seats: int, end_tokens: Collection[int], tokenizer: Tokenizer) -> None:
-        """Have free seats; responses end with end tokens, and with stop texts of their own."""
+        """Start with free seats; responses end with end tokens, and with their own stop texts."""
         self._end_tokens, self._tokenizer = np.array([*end_tokens], dtype=np.int64), tokenizer
         self._free = list(range(num_seats - 1, -1, -1))
         self.responses: list[Response | None] = [None] * num_seats

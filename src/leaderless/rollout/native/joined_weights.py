@@ -54,7 +54,6 @@ class JoinedWeights:
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        """Allocate nothing yet."""
         self._layers = list(layers)
         self._groups = list[tuple[_Group | None, _Group | None]]()
         for layer in self._layers:

@@ -1,4 +1,4 @@
-"""How uvicorn is run here: it logs nothing, and waits for clients only so long when it stops."""
+"""How uvicorn is run here: it logs nothing, and waits for clients a limited time when it stops."""
 
 from __future__ import annotations
 

@@ -51,7 +51,6 @@ class Board:
     """Charts of some runs, as one reader has them; `news` says what to add."""
 
     def __init__(self, tables: Mapping[str, StepTable]) -> None:
-        """Choose charts for what the tables hold."""
         self._names, self._tables = list(tables), list(tables.values())
         self._begin()
 

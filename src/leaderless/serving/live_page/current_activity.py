@@ -24,7 +24,6 @@ class EventList:
     """The newest events of a run, read as its file grows."""
 
     def __init__(self, directory: Path) -> None:
-        """Nothing is read yet."""
         self._file = GrowingFile(directory / "events.jsonl")
         self._rows: list[tuple[str, str, str]] = []
 

@@ -26,7 +26,6 @@ class StepTable:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Nothing is read yet."""
         self.directory = directory
         self._main, self._others = MetricsLog(directory / "metrics.jsonl"), dict[str, MetricsLog]()
         self._num_drops = 0

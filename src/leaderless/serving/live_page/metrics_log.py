@@ -28,7 +28,6 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path) -> None:
-        """Nothing is read yet."""
         self._file = GrowingFile(path)
         self._num_replaced = 0
         self._columns: dict[str, array[float]] = {}

@@ -45,7 +45,6 @@ class RunStore:
     """Finds runs, and makes the pages about them."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """Read nothing yet."""
         self.roots = roots
         self._index, self._lock = RunIndex(roots), Lock()
         self._watched: dict[Path, Watched] = {}

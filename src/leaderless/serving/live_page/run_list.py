@@ -64,7 +64,7 @@ class RunIndex:
     """All runs below some folders. Files that have not changed are not read again."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """Nothing is looked at yet; a root may be a run itself, or hold runs."""
+        """Read nothing yet; a root may be a run itself, or hold runs."""
         self._roots = roots
         self._paths: dict[str, Path] = {}
         self._looked_s = -LOOK_EVERY_S

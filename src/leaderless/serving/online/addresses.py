@@ -41,7 +41,7 @@ class OnlineEntrance:
     """The address of a rank that samples; other ranks have none."""
 
     def __init__(self, replica: Replica | None) -> None:
-        """Have an address at which nobody is answered yet, or none."""
+        """Take an address at which nobody is answered yet, or none."""
         self._replica = replica
 
     def open(self, recipe: Recipe, tokenizer: Tokenizer) -> OnlineService | None:

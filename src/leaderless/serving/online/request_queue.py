@@ -50,7 +50,6 @@ class OnlineScheduler:
     """
 
     def __init__(self) -> None:
-        """Nothing is ordered yet."""
         self._waiting: deque[RequestOrder] = deque()
         self._under_way: dict[int, RequestOrder] = {}
         self._lock, self._news = threading.Lock(), threading.Event()

@@ -90,7 +90,6 @@ class ContinuousLoop:
         duties: Duties,
         tracer: Tracer,
     ) -> None:
-        """Begin nothing."""
         self._parts, self._progress, self._chain, self._keeper = parts, progress, chain, keeper
         self._guards, self._duties, self._tracer = guards, duties, tracer
         self._loop = parts.plan.loop_of(parts.transport.rank)

@@ -92,7 +92,6 @@ class Channels:
     """
 
     def __init__(self, parts: Parts, progress: Progress, buffer: Databuffer, tracer: Tracer) -> None:
-        """Nothing is in flight yet."""
         self._parts, self._progress, self._buffer, self._tracer = parts, progress, buffer, tracer
         rank, timeout_s = parts.transport.rank, parts.recipe.run.timeout_s
         self.is_asked_to_stop: Callable[[], bool] = lambda: False

@@ -150,7 +150,7 @@ class EpisodesInFlight:
         role: str | None,
         data: DatasetConfig | None = None,
     ) -> None:
-        """Have nothing in flight.
+        """Start with nothing in flight.
 
         Args:
             requests: Requests to the engine, which is awake and has weights.
@@ -378,7 +378,6 @@ class RequestQueue:
     """Requests of episodes, which wait until the thread that steps the engine takes them."""
 
     def __init__(self) -> None:
-        """Have nothing in the queue."""
         self._waiting: deque[Happening] = deque()
         self._is_there = threading.Event()
 

@@ -107,7 +107,7 @@ class Generation:
         events: Events,
         beat: Callable[[], None],
     ) -> None:
-        """Have begun nothing.
+        """Begin nothing yet.
 
         Args:
             loader: Loader of this rank's prompts.

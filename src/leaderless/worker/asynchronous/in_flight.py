@@ -131,7 +131,7 @@ class ResponsesInFlight:
     def __init__(
         self, engine: SharedEngine, recipe: Recipe, distributions: Sequence[SamplingConfig], events: Events
     ) -> None:
-        """Have nothing in flight.
+        """Start with nothing in flight.
 
         Args:
             engine: View of an engine that is awake and has weights.
@@ -275,7 +275,7 @@ class EngineRequests:
     """
 
     def __init__(self, engine: SharedEngine, events: Events, distributions: Sequence[SamplingConfig]) -> None:
-        """Have nothing in flight.
+        """Start with nothing in flight.
 
         Args:
             engine: View of an engine that is awake and has weights.

@@ -36,7 +36,6 @@ class Judging:
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, transport: Transport, roles: Roles, pool: RewardPool) -> None:
-        """Ask nothing yet."""
         self._recipe, self._plan, self._pool = recipe, plan, pool
         self.transport, self.roles = transport, roles
         self._askers: dict[tuple[str, Layout], EngineAsker] = {}

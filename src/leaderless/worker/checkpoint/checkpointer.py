@@ -42,7 +42,7 @@ class Checkpointer:
     """Writes a run's checkpoints, and reads the newest one."""
 
     def __init__(self, parts: Parts, progress: Progress, chain: Chain, tracer: Tracer) -> None:
-        """Nothing is read or written yet; the surplus of the chain is saved too."""
+        """Save the surplus of the chain too; nothing is read or written yet."""
         self._parts, self._progress, self._chain, self._tracer = parts, progress, chain, tracer
         recipe, directory = parts.recipe, parts.directory
         self._lag = max(loop.fixed_lag for loop in parts.plan.loops)

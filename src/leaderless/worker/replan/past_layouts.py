@@ -49,7 +49,7 @@ class PastLayouts:
     """The changes of layout in a run that is followed."""
 
     def __init__(self, journal: Path, recipe: Recipe) -> None:
-        """Read them from the folder of the run's journals; a run of an earlier version has none."""
+        """Read past layouts from the folder of the run's journals; a run of an earlier version has none."""
         self._journal, self._recipe = journal, recipe
         # Of several lines about a step the last one counts: the run was started again there.
         lines = {int(str(line["iteration"])): line for line in read_lines(journal / LAYOUTS_FILE, "iteration")}

@@ -21,7 +21,7 @@ class AdapterFolder:
     """Collects the matrices of one policy version, and shows them to an engine as a folder."""
 
     def __init__(self, description: Mapping[str, object], names: Sequence[str]) -> None:
-        """Have nothing yet.
+        """Start empty.
 
         Args:
             description: Configuration of the adapters in the format of `peft`.
@@ -59,7 +59,7 @@ class VllmAdapters:
     """The adapters in one vLLM, by names: one set for each model that is trained on the same base."""
 
     def __init__(self, descriptions: Mapping[str, Mapping[str, object]], matrices: Mapping[str, Sequence[str]]) -> None:
-        """Have none yet.
+        """Start empty.
 
         Args:
             descriptions: Configuration of each set in the format of `peft`.
