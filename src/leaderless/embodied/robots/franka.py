@@ -152,9 +152,9 @@ def franka(
     Args:
         goal: Position of each axis at which the task is done.
         tolerance: Distance from it that each axis may have.
-        max_steps: See `Station`.
-        success_steps: See `Station`.
-        instruction: See `Station`.
+        max_steps: Number of steps after which an episode is cut.
+        success_steps: Number of steps in a row for which the judge must see success.
+        instruction: Instruction for the policy; empty if there is none.
         options: Arguments of `FrankaArm`.
     """
     arm = FrankaArm(**options)  # type: ignore[arg-type]

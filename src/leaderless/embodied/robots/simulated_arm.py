@@ -232,14 +232,14 @@ def dummy(
     """A station with a dummy arm.
 
     Args:
-        radius: See `Classifier`.
-        false_positives: See `Classifier`.
+        radius: Distance to the goal at which the task is done, in m.
+        false_positives: Share of other readings that the judge takes for success.
         has_human: Whether a `ScriptedHuman` watches.
-        far: See `ScriptedHuman`.
-        patience_steps: See `ScriptedHuman`.
-        help_steps: See `ScriptedHuman`.
-        max_steps: See `Station`.
-        success_steps: See `Station`.
+        far: Distance to the goal above which the person worries, in m.
+        patience_steps: Number of steps in a row far from the goal after which the person takes over.
+        help_steps: Number of steps for which the person acts.
+        max_steps: Number of steps after which an episode is cut.
+        success_steps: Number of steps in a row for which the judge must see success.
         options: Arguments of `DummyArm`.
     """
     arm = DummyArm(**options)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ def needed(module: str, extra: str) -> ModuleType:
 
     Raises:
         ModuleNotFoundError: The package is missing; the error says how to install it.
-        OSError: See `graphics`.
+        OSError: The library of OpenGL is missing; the error says how to install it.
     """
     try:
         with graphics():

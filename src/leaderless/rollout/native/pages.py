@@ -38,8 +38,6 @@ class OutOfPagesError(RuntimeError):
 class PagePool(Store, KeyValueStore):
     """Pages with keys and values of all layers: [tokens, kv_heads, head_dim] each. The slot of a segment is its list.
 
-    It is both a `Home` and a `Store`.
-
     Attributes:
         table: [slots, width] int32, pages of each segment.
     """
