@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from PIL import Image
 from tests.tiny import scatter_vectors
-from tests.tiny_vision import write_vision_model
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -34,6 +33,7 @@ from leaderless.base.image_files import open_image
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.prompts.images import PromptImage, expanded, pack_images, placed
+from leaderless.models.loading.tiny_vision import write_vision_model
 from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.models.vision.classifiers import register_classifiers
 from leaderless.models.vision.image_readers import FamilyImageReader, open_reader
