@@ -219,7 +219,7 @@ def test_missing_graphics_are_named_with_their_remedy(monkeypatch):
 
 def test_a_missing_library_of_opengl_is_named_with_its_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
-    said = [refusal("gymnasium", id=f"tests.unit.bodies.{place}:Drawing-v0") for place in ("drawing", "odd")]
+    said = [refusal("gymnasium", id=f"tests.unit.embodied.{place}:Drawing-v0") for place in ("drawing", "odd")]
     monkeypatch.setattr(adapters, "import_module", lambda _: importlib.import_module("tests.unit.embodied.drawing"))
     for text in [*said, refusal("metaworld")]:
         assert "OpenGL cannot be loaded with MUJOCO_GL=osmesa ('NoneType' object has no attribute 'glGetError')" in text

@@ -293,7 +293,7 @@ def test_a_tool_that_hangs_fails_its_episode_and_does_not_keep_the_process():
 import asyncio, time
 from leaderless.environments.tools import Call, Toolbox
 from leaderless.environments.tools.function_tool import FunctionTool
-from leaderless.environments.guarded_environment import Failure
+from leaderless.environments.guarded_environment import EnvironmentFailure
 
 def hang() -> str:
     time.sleep(1000)
@@ -305,7 +305,7 @@ toolbox = Toolbox(map(FunctionTool.of, (hang, hang_too)))
 for name in ("hang", "hang_too"):
     try:
         asyncio.run(toolbox.run([Call(name)], 0.05))
-    except Failure as error:
+    except EnvironmentFailure as error:
         print(error.cause, error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
