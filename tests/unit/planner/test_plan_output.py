@@ -297,8 +297,8 @@ def test_there_is_colour_in_a_terminal_and_none_in_a_file():
 
 
 def test_a_run_without_the_drawing_library_says_so_and_goes_on(tmp_path, monkeypatch):
-    for name in ("picture", "layering"):
-        monkeypatch.delitem(sys.modules, f"leaderless.planner.{name}")
+    for name in ("picture", "graph_layout"):
+        monkeypatch.delitem(sys.modules, f"leaderless.planner.show.{name}")
     monkeypatch.setitem(sys.modules, "grandalf.graphs", None)
     recipe, said = make_recipe(run={"directory": str(tmp_path)}), []
     directory = RunDirectory.of(recipe)

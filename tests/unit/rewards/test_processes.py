@@ -170,7 +170,7 @@ def test_importing_and_trying_rewards_imports_neither_torch_nor_transformers(tmp
     data = {"train": {"path": str(tmp_path / "rows.jsonl"), "answer": "answer"}}
     recipe = {"name": "a", "workflow": "grpo", "models": {}, "data": data, "reward": {"exact_match": 1}, "steps": 1}
     modules = sorted(path.stem for path in (ROOT / "src/leaderless/rewards").glob("*.py") if path.stem != "__init__")
-    assert {"math", "pool", "protocol"} <= set(modules)
+    assert {"math_reward", "pool", "protocol"} <= set(modules)
     imports = ", ".join(f"leaderless.rewards.{module}" for module in modules)
     code = (
         f"import sys, {imports}\nfrom leaderless.config import Recipe\n"

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from leaderless.models.loading.tiny import END_TOKEN, UNKNOWN_TOKEN
 
 
-def write_vision_model(
+def write_vision_model(  # noqa: PLR0913 - each has a default
     folder: Path,
     words: Iterable[str],
     *,
