@@ -31,7 +31,7 @@ def parts() -> dict[str, dict[str, Any]]:
     """What each part gives, except for those that have tests of their own."""
     machine, found = Machine(torch.device("cpu"), PRESETS["tiny"]), {}
     for name in MODULES:
-        if name != "timeline" and not name.startswith(published.PREFIX):
+        if name not in {"quickstart", "timeline"} and not name.startswith(published.PREFIX):
             found[name] = json.loads(json.dumps(part_named(name)(machine) | {"preset": asdict(machine.preset)}))
     return found
 
@@ -198,6 +198,13 @@ def test_an_operation_of_the_cpu_does_what_those_that_it_calls_do_not() -> None:
     assert found["kinds"] == {"products": 0.075, "other operations": 0.015, "copies": 0.03}
     assert found["busy"] == pytest.approx(110 / 130)
     assert list(found["lanes"]) == ["CPU"]
+
+
+@pytest.mark.thorough
+def test_the_quickstart_runs_with_few_steps() -> None:
+    found = gpu_quickstart.quickstart(Machine(torch.device("cpu"), PRESETS["tiny"]))
+    assert [*found["seconds"]] == ["prepare", "imitate", "export", "reinforce"]
+    assert found["mismatch"] >= 0
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
