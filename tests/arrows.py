@@ -8,6 +8,7 @@ prints the table as CONTRIBUTING.md shows it, and the imports that break it.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,21 +58,53 @@ class Arrow(NamedTuple):
     imported: str
 
 
+class Source(NamedTuple):
+    """A module: its file, its imports of this package's own modules, and the names of its public classes."""
+
+    path: Path
+    arrows: tuple[Arrow, ...]
+    classes: tuple[str, ...]
+
+
+@functools.cache
+def sources() -> tuple[Source, ...]:
+    """All modules of the package, which are parsed once for all tests of a process."""
+    found = []
+    for path in sorted((SOURCE / PACKAGE).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        classes = (node.name for node in tree.body if isinstance(node, ast.ClassDef))
+        public = tuple(name for name in classes if not name.startswith("_"))
+        found.append(Source(path, tuple(_arrows_of(path, tree)), public))
+    return tuple(found)
+
+
 def arrows() -> Iterator[Arrow]:
     """Yield all imports of this package's own modules."""
-    for path in sorted((SOURCE / PACKAGE).rglob("*.py")):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        module, package = ".".join(parts).removesuffix(".__init__"), parts[:-1]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                begin = package[: len(package) - node.level + 1] if node.level else ()
-                base = ".".join([*begin, *([node.module] if node.module else [])])
-                names = [f"{base}.{alias.name}" for alias in node.names]
-            else:
-                continue
-            yield from (Arrow(module, node.lineno, name) for name in names if name.split(".")[0] == PACKAGE)
+    for source in sources():
+        yield from source.arrows
+
+
+def _arrows_of(path: Path, tree: ast.Module) -> Iterator[Arrow]:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    module, package = ".".join(parts).removesuffix(".__init__"), parts[:-1]
+    for node in _statements(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            begin = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*begin, *([node.module] if node.module else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (Arrow(module, node.lineno, name) for name in names if name.split(".")[0] == PACKAGE)
+
+
+def _statements(block: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements in a block; they are not looked for in expressions, which hold none."""
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for node in getattr(block, field, ()):
+            yield node
+            yield from _statements(node)
 
 
 def room_of(module: str) -> str | None:

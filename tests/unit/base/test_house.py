@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections import defaultdict
 from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
-from tests.arrows import PACKAGE, ROOMS, SOURCE, arrows, broken, may_import, section
+from tests.arrows import PACKAGE, ROOMS, SOURCE, arrows, broken, may_import, section, sources
 from tests.pages import ROOT
 
 from leaderless.base.moved_modules import moved_modules
@@ -53,10 +52,9 @@ def test_the_page_shows_the_table() -> None:
 
 def test_no_public_class_name_exists_twice() -> None:
     owners = defaultdict(list)
-    for path in sorted((SOURCE / PACKAGE).rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                owners[node.name].append(str(path.relative_to(SOURCE)))
+    for source in sources():
+        for name in source.classes:
+            owners[name].append(str(source.path.relative_to(SOURCE)))
     assert {name: paths for name, paths in owners.items() if len(paths) > 1} == {}
 
 
