@@ -344,11 +344,11 @@ def test_a_learner_continues_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> No
     assert [again.update(memory.draw) for _ in range(2)] == expected
 
 
-@pytest.mark.parametrize("spaces", [SPACES, SEEN], ids=["state", "images"])
-def test_it_finds_the_best_actions(tmp_path: Path, spaces: Spaces) -> None:
+@pytest.mark.parametrize(("spaces", "num_updates"), [(SPACES, 100), (SEEN, 150)], ids=["state", "images"])
+def test_it_finds_the_best_actions(tmp_path: Path, spaces: Spaces, num_updates: int) -> None:
     memory = memory_of(tmp_path, decisions(0, spaces=spaces), spaces=spaces)
     learner = learner_of(spaces=spaces)
-    numbers = [learner.update(memory.draw) for _ in range(200)]
+    numbers = [learner.update(memory.draw) for _ in range(num_updates)]
     held_out = decisions(7, best=True, spaces=spaces, num=60)
     seen = observed_of(held_out.images, held_out.state, torch.device("cpu"))
     found = learner.policy.act(seen, None).actions[..., 0].detach().numpy()
