@@ -18,7 +18,7 @@ from tests.end_to_end.cli import finish, metrics, start, succeed
 from tests.end_to_end.failing import WORKFLOW
 from tests.tiny import tiny_model, write_recipe
 
-STEPS = 4
+STEPS = 3
 END_S = 60.0
 SETTINGS = {
     "workflow": "failing.yaml",
@@ -27,6 +27,8 @@ SETTINGS = {
     "run.reward_processes": 1,
     "steps": STEPS,
 }
+NO_REWARD_PROCESS = ("run.reward_processes=0", "reward={exact_match: 1.0}")
+"""Settings with which a worker starts no other process."""
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def test_a_step_that_is_not_finished_in_time_is_abandoned(
     tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disturb(tmp_path, monkeypatch, "hang@0@2")
-    process = start(tmp_path, "leaderless", "train", recipe, "run.grace_s=1", "reward={exact_match: 1.0}")
+    process = start(tmp_path, "leaderless", "train", recipe, "run.grace_s=1", *NO_REWARD_PROCESS)
     family = Family(process)
     family.wait_until((tmp_path / "once/hang@0@2").exists)
     process.send_signal(signal.SIGUSR1)
@@ -153,9 +155,10 @@ def free_port() -> int:
 def test_machines_that_are_lost_and_come_back(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launchers of one worker each stand for two machines."""
     disturb(tmp_path, monkeypatch, "")
+    monkeypatch.setenv("PACE_S", "0.2")
     port = free_port()
     command = ["leaderless", "train", recipe, "--workers", 1, "--nodes", "1:2", "steps=100000"]
-    command += ["--rendezvous", f"127.0.0.1:{port}", "run.grace_s=30"]
+    command += ["--rendezvous", f"127.0.0.1:{port}", "run.grace_s=30", *NO_REWARD_PROCESS]
     run = tmp_path / "runs/tiny"
 
     def plan_size() -> int:
@@ -175,7 +178,7 @@ def test_machines_that_are_lost_and_come_back(tmp_path: Path, recipe: Path, monk
     lost.communicate()
     family.wait_until(lambda: plan_size() == 1)
     reached = int(metrics(run)[-1]["step"])
-    family.wait_until(lambda: steps_beyond(reached + 1))
+    family.wait_until(lambda: steps_beyond(reached))
     (restart,) = events(run, "restart")
     assert restart["lost_steps"] in {0, 1}
 
@@ -183,7 +186,7 @@ def test_machines_that_are_lost_and_come_back(tmp_path: Path, recipe: Path, monk
     family.processes.append(psutil.Process(back.pid))
     family.wait_until(lambda: plan_size() == 2)
     reached = int(metrics(run)[-1]["step"])
-    family.wait_until(lambda: steps_beyond(reached + 1))
+    family.wait_until(lambda: steps_beyond(reached))
     assert len(events(run, "restart")) == 1, "to make room for another machine is no failure"
 
     for process in (staying, back):
