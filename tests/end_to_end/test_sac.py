@@ -22,7 +22,6 @@ from leaderless.embodied.robots.simulated_arm import dummy
 from leaderless.embodied.simulators.protocol import Continuous, Spaces
 from leaderless.embodied.stages.sac import FOLDER
 
-STEPS = 6
 SHOWN = Spaces({"front": (8, 8)}, 6, Continuous((-1.0, -1.0), (1.0, 1.0)), 50), 2
 """What the dummy arm with a camera shows and takes, and steps of a decision."""
 
@@ -39,7 +38,7 @@ def sac_recipe(folder: Path, **changes: object) -> Path:
         "optimizer": {"learning_rate": 3e-3},
         "batch": {"prompts_per_step": 4, "responses_per_prompt": 1},
         "checkpoint": {"every_steps": 1},
-        "steps": STEPS,
+        "steps": 4,
         **changes,
     }
     settings["data"]["train"] = {"path": str(folder / "tasks.jsonl")}  # type: ignore[index]
@@ -57,21 +56,19 @@ def kept(folder: Path) -> dict[str, bytes]:
 def test_ranks_change_no_number_and_a_run_continues_with_another_number_of_them(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    for name in ("one", "two", "fewer"):
-        sac_recipe(tmp_path / name, evaluation={"every_steps": 3})
+    for name in ("one", "more"):
+        sac_recipe(tmp_path / name, steps=4, evaluation={"every_steps": 2})
     printed = succeed(ranks, tmp_path / "one", "train", "recipe.yaml")
     assert "accuracy" in printed
     expected = numbers(tmp_path / "one")
     last = expected[-1]
     assert last["sac/updates"] > 0
     assert last["sac/demonstrations"] > 16
-    succeed(ranks, tmp_path / "two", "train", "recipe.yaml", num_ranks=2)
-    assert len(kept(tmp_path / "two")) == 2
-    succeed(ranks, tmp_path / "fewer", "train", "recipe.yaml", "steps=3", num_ranks=2)
-    succeed(ranks, tmp_path / "fewer", "train", "recipe.yaml")
-    for name in ("two", "fewer"):
-        for row, other in zip(numbers(tmp_path / name), expected, strict=True):
-            assert row == pytest.approx(other, abs=1e-4), name
+    succeed(ranks, tmp_path / "more", "train", "recipe.yaml", "steps=2", num_ranks=2)
+    assert len(kept(tmp_path / "more")) == 2
+    succeed(ranks, tmp_path / "more", "train", "recipe.yaml")
+    for row, other in zip(numbers(tmp_path / "more"), expected, strict=True):
+        assert row == pytest.approx(other, abs=1e-4)
 
 
 def test_ranks_whose_episodes_all_fail_learn_from_those_of_others(ranks: RankPool, tmp_path: Path) -> None:
@@ -92,21 +89,23 @@ def test_ranks_whose_episodes_all_fail_learn_from_those_of_others(ranks: RankPoo
     assert numbers(tmp_path / "one")[-1]["sac/transitions"] > 0
 
 
-def test_a_kill_in_any_phase_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is killed while it acts, remembers and learns, and while a checkpoint is written."""
-    kills = [
-        Kill(rank=0, phase="act", step=2, delay_s=0.0),
-        Kill(rank=0, phase="remember", step=3, delay_s=0.002),
-        Kill(rank=0, phase="policy", step=4, delay_s=0.01),
-        Kill(rank=0, phase=WRITE, step=5, delay_s=0.0),
-        Kill(rank=0, phase=COMMIT, step=6, delay_s=0.0),
-    ]
+DELAYS_S = {"act": 0.0, "remember": 0.002, "policy": 0.01, WRITE: 0.0, COMMIT: 0.0}
+"""Seconds from the begin of a phase to a kill, by phase."""
+
+
+@pytest.mark.parametrize(
+    "phases", [["remember", "policy", WRITE], pytest.param([*DELAYS_S], marks=pytest.mark.thorough)]
+)
+def test_a_kill_in_any_phase_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phases: list[str]) -> None:
+    """Workers are killed while they remember, learn and write a checkpoint; in the long form, at other times too."""
+    kills = [Kill(0, phase, step, DELAYS_S[phase]) for step, phase in enumerate(phases, 2)]
+    steps = len(phases) + 1
     for name, planned in (("plain", []), ("killed", kills)):
         folder = tmp_path / name
         body = {"type": "tests.chaos.bodies:Line", "num_environments": 8, "max_steps": 6}
         body["demonstrations"] = str(folder / "demonstrations")
-        traced = {"directory": str(folder / "runs"), "trace_steps": STEPS, "max_restarts": 9}
-        sac_recipe(folder, body=body, run=traced)
+        traced = {"directory": str(folder / "runs"), "trace_steps": steps, "max_restarts": 9}
+        sac_recipe(folder, body=body, run=traced, steps=steps)
         (folder / "kills.json").write_text(json.dumps([asdict(kill) for kill in planned]))
         monkeypatch.setenv(VARIABLE, str(folder))
         outcome = finish(start(folder, "leaderless", "train", "recipe.yaml", "--workers", 1))
@@ -123,7 +122,7 @@ def test_a_kill_in_any_phase_changes_no_bit(tmp_path: Path, monkeypatch: pytest.
         [
             path.read_bytes()
             for path in sorted(
-                (tmp_path / name / "runs/line").glob(f"checkpoints/step-{STEPS:06d}/policy/*.safetensors")
+                (tmp_path / name / "runs/line").glob(f"checkpoints/step-{steps:06d}/policy/*.safetensors")
             )
         ]
         for name in ("killed", "plain")
