@@ -25,7 +25,7 @@ from leaderless.planner.placement.replanning import (
 from leaderless.planner.placement.slow_links import Links
 from leaderless.worker.asynchronous.channels import between_loops, wait_for
 from leaderless.worker.build.parts import Parts
-from leaderless.worker.replan.network_test import find_slow_links
+from leaderless.worker.replan.network_check import find_slow_links
 
 NUM_LOOKED_AT = 3
 """Steps of which the medians count: one that is slow by chance changes nothing."""
