@@ -94,7 +94,8 @@ __all__ = [
 
 
 if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
-    sys.meta_path.append(MovedModules())
+    # First: an update in place leaves folders of earlier packages behind, which Python takes for packages.
+    sys.meta_path.insert(0, MovedModules())
 
 
 def __getattr__(name: str) -> object:

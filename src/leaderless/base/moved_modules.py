@@ -20,7 +20,7 @@ def moved_modules() -> Mapping[str, str]:
 
 
 class MovedModules(MetaPathFinder):
-    """The last finder of modules: it finds none, and names the new one where custom code imports an earlier one."""
+    """A finder that finds no module, and names the new one where custom code imports an earlier one."""
 
     def find_spec(
         self,
