@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tests.distributed.ranks import RankPool
-from tests.end_to_end.cli import ROOT, Outcome, run, succeed
-from tests.end_to_end.test_cli_plan import light
+from tests.end_to_end.cli import ROOT, Outcome, environment, run, succeed
+from tests.end_to_end.test_cli_plan import PROGRAM
 from tests.unit.recipes import write_model
 
 CLUSTER = ROOT / "recipes/clusters/h100.yaml"
@@ -97,6 +99,9 @@ def test_what_cannot_be_simulated_is_refused(ranks: RankPool, folder: Path, opti
 
 
 def test_torch_is_not_needed(folder: Path) -> None:
-    outcome = light(folder, "simulate", "recipe.yaml", "--cluster", "cluster.yaml", "--world-size", "8")
-    assert outcome.code == 0, outcome.errors
-    assert outcome.errors.strip() == "numpy"
+    words = [str(folder), "simulate", "recipe.yaml", "--cluster", "cluster.yaml", "--world-size", "8"]
+    program, given = [sys.executable, "-c", PROGRAM], json.dumps(words)
+    done = subprocess.run(program, input=given, env=environment(), capture_output=True, text=True, check=True)
+    code, _, errors, imported = json.loads(done.stdout)
+    assert code == 0, errors
+    assert imported == ["numpy"]

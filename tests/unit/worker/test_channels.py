@@ -524,7 +524,7 @@ def test_ranks_that_generate_continuously_walk_on_their_own():
 
 @pytest.mark.parametrize(
     ("stragglers", "words"),
-    [("wait", "longer than 3 steps"), ("defer", "would be over 4 updates old"), ("cancel", "is given up")],
+    [("wait", "longer than 3 steps"), ("defer", "would be over 4 updates old"), ("cancel", "old is dropped")],
 )
 def test_the_plan_says_what_stragglers_cost(stragglers: str, words: str):
     channel = {"capacity": 2, "max_staleness": 4, "mode": "continuous", "stragglers": stragglers}
