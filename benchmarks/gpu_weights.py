@@ -34,7 +34,7 @@ from leaderless.worker.rank_info import RankInfo
 KEEPER = """
 import torch
 from leaderless.rollout.external.vllm_process import server
-from leaderless.distributed.weights.packed import checksums
+from leaderless.distributed.weights.buckets import checksums
 
 class Keeper:
     def __init__(self, settings):

@@ -9,7 +9,7 @@ import torch
 from tests.distributed.ranks import RankPool
 
 from leaderless.distributed.transport import ProcessGroup, Transport
-from leaderless.worker.replan import network_check
+from leaderless.worker.replan import replanner
 
 SLOW_RANKS = {2, 3}
 
@@ -25,13 +25,13 @@ def slow_hosts() -> list[dict[int, float]]:
         time.sleep(0.4 if is_slow else 0.0)
         return exchange(self, messages, *rest)  # type: ignore[arg-type]
 
-    found = network_check.find_slow_links(world)
+    found = replanner.find_slow_links(world)
     with patch.object(ProcessGroup, "exchange", slowly):
-        return [dict(links.byte_s) for links in (found, network_check.find_slow_links(world))]
+        return [dict(links.byte_s) for links in (found, replanner.find_slow_links(world))]
 
 
 def test_ranks_agree_on_the_host_whose_network_is_slow(ranks: RankPool) -> None:
     first, *others = ranks.run(4, slow_hosts)
     assert all(other == first for other in others)
     assert list(first[1]) == [2]
-    assert first[1][2] > 0.3 / network_check.NUM_BYTES
+    assert first[1][2] > 0.3 / replanner.NUM_BYTES

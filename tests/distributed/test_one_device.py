@@ -23,10 +23,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from leaderless.base.devices import DeviceSetup, setup_device
 from leaderless.config.models import ModelConfig, OptimizerConfig
-from leaderless.distributed.remote.http_messages import SharedMemory
+from leaderless.distributed.remote.messages import SharedMemory
 from leaderless.distributed.transport import ProcessGroup, Transport
-from leaderless.distributed.weights.buckets import CudaStaging, HostStaging, LocalStaging, make_buckets
-from leaderless.distributed.weights.packed import PackedWeight, checksum
+from leaderless.distributed.weights.buckets import (
+    CudaStaging,
+    HostStaging,
+    LocalStaging,
+    PackedWeight,
+    checksum,
+    make_buckets,
+)
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.training.fsdp import FsdpEngine
 

@@ -27,10 +27,9 @@ from leaderless.distributed.weights.blocks import (
     whole_block,
 )
 from leaderless.distributed.weights.copies import begin_copy
-from leaderless.distributed.weights.pipeline_parallel import stage_rows
 from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import WeightStream, _Delivery, receive_weights, send_weights
-from leaderless.distributed.weights.tensor_parallel import tensor_rows
+from leaderless.distributed.weights.tensor_parallel import stage_rows, tensor_rows
 from leaderless.planner import Layout
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.weight_sources import Fed

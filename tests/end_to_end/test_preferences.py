@@ -36,8 +36,8 @@ from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.registry import make_train_engine
 from leaderless.worker.build import process
 from leaderless.worker.build.process import open_worker
-from leaderless.worker.evaluate import reference
-from leaderless.worker.evaluate.reference import all_datasets
+from leaderless.worker.evaluate import preferences
+from leaderless.worker.evaluate.preferences import all_datasets
 from leaderless.worker.rank_info import RankInfo
 
 NUM_ROWS = 22
@@ -234,8 +234,8 @@ def test_the_reference_scores_once_and_its_model_is_gone(tmp_path: Path, monkeyp
 
     load_roles = process._Builder.load_roles
     monkeypatch.setattr(process._Builder, "load_roles", load)
-    monkeypatch.setattr(reference, "make_train_engine", make)
-    monkeypatch.setattr(reference, "ROWS_PER_PASS", 5)
+    monkeypatch.setattr(preferences, "make_train_engine", make)
+    monkeypatch.setattr(preferences, "ROWS_PER_PASS", 5)
     display, recipe = Display(Console(), is_shown=False), preference_recipe(tmp_path, "dpo")
     try:
         for model in (tiny_model(), tiny_model(), moved_model()):  # the second start finds what the first has kept

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from leaderless.worker.device_trace import device_trace
+from leaderless.worker.device_sharing import device_trace
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # as when it is run
 from gpu_timeline import events_of, operations_of, summary

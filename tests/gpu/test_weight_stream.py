@@ -9,14 +9,13 @@ import sys
 import pytest
 import torch
 
-from leaderless.distributed.weights.buckets import CudaStaging, make_buckets
-from leaderless.distributed.weights.packed import checksum, checksums
+from leaderless.distributed.weights.buckets import CudaStaging, checksum, checksums, make_buckets
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 RECEIVER = """
 import json, sys
-from leaderless.distributed.weights.packed import checksum
-from leaderless.distributed.remote.http_messages import SharedMemory
+from leaderless.distributed.weights.buckets import checksum
+from leaderless.distributed.remote.messages import SharedMemory
 memory = SharedMemory()
 for line in sys.stdin:
     sent = json.loads(line)

@@ -13,7 +13,7 @@ from leaderless.observability.run_directory import write_atomically
 from leaderless.planner.show.placement import choice_to_json, print_choice
 from leaderless.run.planned_run import plan_training
 from leaderless.run.run import Run
-from leaderless.worker.supervision.settled_memory import read_limits
+from leaderless.worker.build.memory_bounds import read_limits
 
 LAYOUT = typer.Option("--layout", metavar="auto", help="auto: choose all layouts by measured seconds.")
 

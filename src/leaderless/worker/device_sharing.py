@@ -1,4 +1,6 @@
-"""Turns on a device that two ranks share: one of them trains, and the other one generates while it does not.
+"""The device of a rank: turns on it where two ranks share it, and a trace of its operations in one step.
+
+One of two ranks on a device trains, and the other one generates while it does not.
 
 The rank that trains goes first: it says that it wants the device, and the other one, which takes a turn for each step
 of its engine, lets it pass. Locks on two files say so. The system releases them when a process ends, however it does.
@@ -16,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from leaderless.distributed.activity import Activity
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.observability.clock import Clock
+from leaderless.observability.clock import Clock, MayFail
 from leaderless.planner import Plan, PlannedNode
 
 FOLDER = Path("/dev/shm")  # noqa: S108 - the file has a name that no other run has
@@ -170,3 +173,27 @@ def place_of_device(plan: Plan, rank: int, local_rank: int, local_world_size: in
             f"ranks {here.start} to {here.stop - 1}; change `helpers` of the channel"
         )
     return owners.index(owner), len(owners)
+
+
+@contextmanager
+def device_trace(path: Path, device: torch.device, may_fail: MayFail) -> Iterator[None]:
+    """Record kernels, copies, and calls that start them or wait for them; without CUDA the operations of the CPU.
+
+    The device is waited for at the end, so that everything that was started is in the trace. Nothing is written if an
+    exception leaves the context.
+
+    Args:
+        path: File to write.
+        device: Device of the rank.
+        may_fail: Context in which the file is written.
+    """
+    is_cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as found:
+        yield
+        if is_cuda:
+            torch.cuda.synchronize(device)
+    with may_fail(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begun = path.with_suffix(".new")
+        found.export_chrome_trace(str(begun))
+        begun.replace(path)

@@ -1,4 +1,4 @@
-"""One rank of a run: takes one step of its loop after the other."""
+"""One rank of a run: takes one step of its loop after the other, and writes the log of the loop."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from leaderless.config import RecipeError
 from leaderless.observability.clock import Tracer
 from leaderless.observability.console import FAILED
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.planner import Plan, PlannedNode, RoleInstance, answering
+from leaderless.observability.step_log import StepLog
+from leaderless.planner import Loop, Plan, PlannedNode, RoleInstance, answering
 from leaderless.worker.agreement import StepEnd, agree, to_first_rank
 from leaderless.worker.asynchronous.async_loop import ContinuousLoop, Duties
-from leaderless.worker.build.description import write_description
 from leaderless.worker.build.parts import Parts, Progress
 from leaderless.worker.chain import Chain
 from leaderless.worker.checkpoint.checkpointer import Checkpointer
-from leaderless.worker.device_trace import device_trace
-from leaderless.worker.loop_log import LoopLog
-from leaderless.worker.replan.active_plan import plan_in_force
+from leaderless.worker.device_sharing import device_trace
+from leaderless.worker.replan.active_plan import PastLayouts, note_layout, plan_in_force, write_description
 from leaderless.worker.replan.adopt import adopt
-from leaderless.worker.replan.past_layouts import PastLayouts, note_layout
 from leaderless.worker.replan.replanner import Replanner
 from leaderless.worker.supervision.guards import Guards
 from leaderless.worker.supervision.stop import StopRequest
@@ -373,3 +371,45 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))  # noqa: NPY002 - user code may use the global generator
     torch.manual_seed(int(words[2]))
+
+
+class LoopLog:
+    """Writes the numbers of a loop's iterations, and of evaluations on its ranks.
+
+    The loop that trains has one line for a step with all its numbers. A loop that is ahead evaluates the weights of an
+    earlier step than the iteration that it is at, so that it has a file for either.
+    """
+
+    def __init__(self, directory: RunDirectory, plan: Plan, loop: Loop) -> None:
+        self._directory, self._plan, self._loop = directory, plan, loop
+        self._iterations = StepLog(directory, loop.name if loop.lag else "")
+        self._evaluations = self._iterations
+        if loop.lag:
+            self._evaluations = StepLog(directory, "evaluation")
+
+    def open(self, progress: Progress, num_roll_backs: int) -> None:
+        """Continue after the last iteration. What was written before the first one is written again."""
+        self.open_files(progress)
+        if not self._loop.lag:
+            lags = {node: loop.lag for loop in self._plan.loops for node in loop.nodes}
+            self._directory.forget_events(lambda node: (progress.step or -1) + lags.get(node, 0), num_roll_backs)
+        self._directory.forget_samples(progress.step or -1, progress.trained or -1, self._is_own)
+
+    def open_files(self, progress: Progress) -> None:
+        """Continue the files of the log after the last iteration."""
+        self._iterations.open(progress.step + 1 if progress.step else 0)
+        if self._loop.lag:
+            self._evaluations.open(progress.trained + 1 if progress.trained else 0)
+
+    def _is_own(self, rank: int) -> bool:
+        """Whether a rank is in this loop; the one that trains also takes those that there are no more."""
+        loop = next((loop for loop in self._plan.loops if rank in loop.ranks), self._plan.leading)
+        return loop.name == self._loop.name
+
+    def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
+        """Log the numbers of an iteration."""
+        self._iterations.write(iteration, numbers)
+
+    def write_evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Log what was measured after a step of training."""
+        self._evaluations.write(step, numbers)

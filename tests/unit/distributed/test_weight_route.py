@@ -24,9 +24,8 @@ from leaderless.distributed.weights.blocks import (
     shard_rows,
     whole_block,
 )
-from leaderless.distributed.weights.pipeline_parallel import stage_rows
 from leaderless.distributed.weights.route import RouteLeg, RouteTurn, WeightPiece, WeightRoute
-from leaderless.distributed.weights.tensor_parallel import tensor_rows
+from leaderless.distributed.weights.tensor_parallel import stage_rows, tensor_rows
 from leaderless.planner import Layout
 
 

@@ -18,10 +18,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaderless.distributed.remote.child_server import ChildServer, EngineError
-from leaderless.distributed.remote.http_messages import SharedMemory
-from leaderless.distributed.weights import packed
-from leaderless.distributed.weights.buckets import HostStaging, LocalStaging, make_buckets
-from leaderless.distributed.weights.packed import PackedWeight, checksum, checksums
+from leaderless.distributed.remote.messages import SharedMemory
+from leaderless.distributed.weights import buckets
+from leaderless.distributed.weights.buckets import (
+    HostStaging,
+    LocalStaging,
+    PackedWeight,
+    checksum,
+    checksums,
+    make_buckets,
+)
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.rollout.external import vllm_engine
 
@@ -73,7 +79,7 @@ def test_a_checksum_does_not_depend_on_how_much_is_added_up_at_a_time(monkeypatc
     data = torch.arange(8 * 100, dtype=torch.int64).to(torch.uint8)
     expected = sum(word * (2 * i + 1) for i, word in enumerate(data.view(torch.int64).tolist())) % 2**64
     for words in (7, 100, 1 << 22):
-        monkeypatch.setattr(packed, "CHECKSUM_WORDS", words)
+        monkeypatch.setattr(buckets, "CHECKSUM_WORDS", words)
         assert checksum(data) % 2**64 == expected
 
 

@@ -17,8 +17,8 @@ from torch.nn import attention
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.attention import flash, shared_prompts
 from leaderless.models.attention.flash import activate_flash_attention_3
-from leaderless.worker.build import attention_kernels as worker_attention
-from leaderless.worker.build.attention_kernels import choose_attention
+from leaderless.worker.build import accelerator as worker_attention
+from leaderless.worker.build.accelerator import choose_attention
 
 CPU = torch.device("cpu")
 HEADS = [(4, 2, 16), (3, 3, 8)]

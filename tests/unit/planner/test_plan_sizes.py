@@ -484,7 +484,7 @@ def test_chunks_of_logits_are_large_where_accelerators_have_room(tmp_path):
 
 
 def test_checksums_take_what_their_code_says():
-    messages = pytest.importorskip("leaderless.distributed.weights.packed")
+    messages = pytest.importorskip("leaderless.distributed.weights.buckets")
     assert 2 * 8 * messages.DEVICE_CHECKSUM_WORDS == memory.CHECKSUM_BYTES, "factors and products of eight bytes"
 
 

@@ -23,8 +23,7 @@ from tests.tiny import tiny_model
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.distributed.remote.child_server import ChildServer
-from leaderless.distributed.remote.http_messages import NUMBER, bind
-from leaderless.distributed.remote.messages import Gain, from_columns, joined, to_columns
+from leaderless.distributed.remote.messages import NUMBER, Gain, bind, from_columns, joined, to_columns
 from leaderless.rollout.engine import TOKENS_AT_ONCE, Completion, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.external.engine import ExternalEngine
 from leaderless.rollout.external.vllm_engine import VllmServer

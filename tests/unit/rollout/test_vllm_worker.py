@@ -20,7 +20,7 @@ from tests.pictures import picture, prompt_with, reader_of
 
 from leaderless.base.image_files import ORIENTATION, plain_file
 from leaderless.config.rollout import SamplingConfig
-from leaderless.distributed.weights.packed import PackedWeight, checksum
+from leaderless.distributed.weights.buckets import PackedWeight, checksum
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.rollout.external import vllm_engine

@@ -17,7 +17,7 @@ from tests.unit.recipes import make_recipe, plan_of, write_model
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.distributed.weights.packed import PackedWeight, checksum
+from leaderless.distributed.weights.buckets import PackedWeight, checksum
 from leaderless.planner import Layout
 from leaderless.training.engine import ApartSetup, EngineSetup
 from leaderless.training.megatron import model, weight_folder

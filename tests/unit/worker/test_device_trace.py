@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from leaderless.worker import device_trace as module
-from leaderless.worker.device_trace import device_trace
+from leaderless.worker import device_sharing as module
+from leaderless.worker.device_sharing import device_trace
 
 
 def test_operations_of_the_cpu_are_written_where_there_is_no_gpu(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from leaderless.config import RecipeError
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.run_directory import RunDirectory, read_lines
 from leaderless.worker.asynchronous.journal import cut_journals, journal_file
-from leaderless.worker.replan.past_layouts import PastLayouts, note_layout
+from leaderless.worker.replan.active_plan import PastLayouts, note_layout
 
 NARROW, WIDE = continuous("0", "1-3"), continuous("0-1", "2-3")
 

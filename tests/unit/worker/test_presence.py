@@ -11,7 +11,7 @@ import pytest
 from leaderless.base.devices import DeviceUse
 from leaderless.distributed.activity import Activity
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.worker.supervision.presence import RANKS_PER_S, Presence
+from leaderless.worker.supervision.supervised import RANKS_PER_S, Presence
 
 
 def presence(folder: Path, activity: Activity, every_s: float = 0.01, on_stop=lambda: None, ranks: int = 1) -> Presence:

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.recipes import make_recipe
 
 from leaderless.rewards.pool import Graded
-from leaderless.worker.evaluate.scores import ResponseScores
+from leaderless.worker.evaluate.evaluator import ResponseScores
 
 
 class Alone:

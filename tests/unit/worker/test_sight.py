@@ -12,7 +12,7 @@ from tests.tiny import tiny_model
 from tests.unit.recipes import make_recipe, only_problem, plan_of
 
 from leaderless.config import RecipeError
-from leaderless.worker.build.image_agreement import check_readers
+from leaderless.worker.build.instances import check_readers
 
 DATA = {"train": {"path": "a.jsonl", "images": "image"}, "max_prompt_tokens": 32}
 PAIRS = DATA | {"train": {"path": "a.jsonl", "images": "image", "chosen": "chosen", "rejected": "rejected"}}

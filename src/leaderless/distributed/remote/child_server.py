@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from leaderless.base.values import Json
-from leaderless.distributed.remote.http_messages import NUMBER
+from leaderless.distributed.remote.messages import NUMBER
 
 LOG_LINES = 30
 """Lines of a server's log in an error."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from leaderless.distributed.in_flight import PendingGather
 from leaderless.distributed.transport import ProcessGroup, Round
 from leaderless.distributed.weights.blocks import HeldWeights, WeightBlock, whole_block
-from leaderless.distributed.weights.packed import checksums
+from leaderless.distributed.weights.buckets import checksums
 from leaderless.distributed.weights.route import RouteTurn, WeightPiece, WeightRoute, bucket_bytes
 
 WORD = 8

@@ -1,4 +1,4 @@
-"""How tensor and expert parallelism divide weights, from names alone, so that every rank knows what each other one has.
+"""How parallelism divides weights (tensor, expert, pipeline), from names alone, so that ranks know what others have.
 
 Of a linear layer that widens, each rank has some of the outputs; of one that narrows, the inputs that these are. Words
 are divided where they can be. Of experts, each rank has some, or a part of these. What is left is small, and every rank
@@ -7,11 +7,13 @@ has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
-from leaderless.distributed.weights.blocks import Shape, WeightBlock, WeightDivision
+from leaderless.distributed.weights.blocks import Placement, Shape, WeightBlock, WeightDivision
 from leaderless.planner import Layout
+from leaderless.planner.memory.pipeline_stages import count_layers, stage_of
 from leaderless.planner.memory.vision_size import sees
 
 WIDENING = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
@@ -103,3 +105,51 @@ class _PartDivision(WeightDivision):
             top, bottom = block.offsets[along] - begin, block.offsets[along] + block.sizes[along] - 1 - begin
             indices = range(max(top, 0) // length, min(bottom, self._part[along] - 1) // length + 1)
             yield from (index * self.parts + part for index in indices)
+
+
+def stage_rows(names: Iterable[str]) -> Placement:
+    """Divide weights over the ranks of their stage, as `tensor_rows`; `names` covers all weights of a model."""
+    return partial(_rows_of_stage, count_layers(names))
+
+
+def _rows_of_stage(num_layers: int, name: str, shape: Shape, layout: Layout) -> WeightDivision:
+    if layout.pp == 1:
+        return tensor_rows(name, shape, layout)
+    num_peers = len(layout.ranks) // layout.pp
+    within = tensor_rows(name, shape, replace(layout, ranks=tuple(range(num_peers)), pp=1))
+    stage, width = stage_of(name, num_layers, layout.pp), layout.cp * layout.tp
+    return _StageDivision(shape, len(layout.ranks), within=within, stage=stage, pp=layout.pp, width=width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StageDivision(WeightDivision):
+    """Blocks of the ranks of one stage, of which every shard of rows has a number; other ranks have empty blocks.
+
+    Blocks are numbered among the ranks of the stage; blocks of other ranks have negative numbers.
+    """
+
+    within: WeightDivision
+    stage: int
+    pp: int
+    width: int
+
+    def number_of(self, place: int) -> int:
+        shard, along = divmod(place, self.pp * self.width)
+        stage, inside = divmod(along, self.width)
+        return self.within.number_of(shard * self.width + inside) if stage == self.stage else -1 - place
+
+    def places(self, number: int) -> range:
+        if number < 0:
+            return range(-1 - number, -number)
+        inside = self.within.places(number)  # neighbors along `tp`, so that they are neighbors in the layout, too
+        shard, along = divmod(inside[0], self.width)
+        first = (shard * self.pp + self.stage) * self.width + along
+        return range(first, first + len(inside))
+
+    def block(self, number: int) -> WeightBlock:
+        if number < 0:
+            return WeightBlock((0,) * len(self.shape), (0, *self.shape[1:]))
+        return self.within.block(number)
+
+    def touching(self, block: WeightBlock) -> list[int]:
+        return list(self.within.touching(block))

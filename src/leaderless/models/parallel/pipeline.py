@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from leaderless.config import RecipeError
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.blocks import Placement
-from leaderless.distributed.weights.pipeline_parallel import stage_rows
+from leaderless.distributed.weights.tensor_parallel import stage_rows
 from leaderless.models.attention.packed import PackedAttention
 from leaderless.models.decoder import Decoder
 from leaderless.models.lora.linear import is_adapter

@@ -38,7 +38,7 @@ OwnEstimate = Callable[[Recipe, Plan, Sequence[int], tuple[Bounds, Bounds]], Mem
 SHORT = 4
 """Part of the longest response that responses have where passes hold many prompts."""
 CHECKSUM_BYTES = 64 * MIB
-"""Bytes of factors and products of a checksum on an accelerator: see `leaderless.distributed.weights.packed`."""
+"""Bytes of factors and products of a checksum on an accelerator: see `leaderless.distributed.weights.buckets`."""
 
 
 def estimate_memory(

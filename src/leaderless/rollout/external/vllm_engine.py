@@ -20,8 +20,14 @@ from leaderless.base.values import Json
 from leaderless.distributed.in_flight import mark
 from leaderless.distributed.remote.child_server import ChildServer, package_command
 from leaderless.distributed.remote.messages import Ask, Gain, Settings, from_columns
-from leaderless.distributed.weights.buckets import CudaStaging, HostStaging, LocalStaging, WeightBucket, make_buckets
-from leaderless.distributed.weights.packed import checksums
+from leaderless.distributed.weights.buckets import (
+    CudaStaging,
+    HostStaging,
+    LocalStaging,
+    WeightBucket,
+    checksums,
+    make_buckets,
+)
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.rollout.external.lora_slots import AdapterDriver
 from leaderless.rollout.external.vllm_process.worker import VllmWorker

@@ -22,8 +22,7 @@ from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.remote.child_server import ChildServer, package_command
 from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Pool, everything, shard_rows
-from leaderless.distributed.weights.buckets import BUCKET_BYTES, HostStaging
-from leaderless.distributed.weights.packed import PackedWeight, checksum
+from leaderless.distributed.weights.buckets import BUCKET_BYTES, HostStaging, PackedWeight, checksum
 from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import receive_weights
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm

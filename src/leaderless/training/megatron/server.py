@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from leaderless.distributed.remote.http_messages import Handler, SharedMemory, bind
-from leaderless.distributed.weights.packed import PackedWeight, checksum
+from leaderless.distributed.remote.messages import Handler, SharedMemory, bind
+from leaderless.distributed.weights.buckets import PackedWeight, checksum
 from leaderless.training.megatron.messages import MegatronPass, MegatronSettings, Slope
 from leaderless.training.megatron.model import MegatronModel, check_versions
 

@@ -1,4 +1,4 @@
-"""Obstacles that keep a rank's accelerator from computing a run, found before anything is loaded."""
+"""Obstacles that keep an accelerator from computing a run, before anything is loaded; its kernels of attention."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from packaging.version import Version
 
 from leaderless.base.devices import SHARED_MEMORY, SMALL_SHARED_MEMORY, unused_accelerators
 from leaderless.config import Recipe, RecipeError
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.models.attention.flash import activate_flash_attention_3, restore_flash_attention
 from leaderless.planner import Plan, format_bytes
 from leaderless.worker.rank_info import RankInfo
 
@@ -123,3 +125,18 @@ def unfit_packages(packages: Sequence[str]) -> Iterator[str]:
                     f"{package} {found} was built for {one.name}{one.specifier}, and {other} is installed: install "
                     f"{one.name}{one.specifier}, or a {package} that was built for {other}"
                 )
+
+
+def choose_attention(plan: Plan, device: torch.device, world: ProcessGroup, say: Callable[[str], None]) -> None:
+    """Use FlashAttention-3 if all ranks can; the first one says so. All of them call it together."""
+    if device.type != "cuda":
+        return
+    models = {(size.num_heads, size.num_kv_heads, size.head_dim) for size in plan.sizes.values() if size is not None}
+    reason = activate_flash_attention_3(device, sorted(models))
+    if int(world.max(torch.tensor(int(reason is not None)), "whether ranks use FlashAttention-3")):
+        if reason is None:
+            restore_flash_attention()
+        elif reason:
+            say(f"attention: torch's own kernels, as FlashAttention-3 cannot be used: {reason}")
+    elif world.rank == world.ranks[0]:
+        say("attention: FlashAttention-3")

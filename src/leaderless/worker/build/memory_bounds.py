@@ -1,11 +1,15 @@
-"""The memory of this rank, compared with what the plan needs before anything is loaded."""
+"""The memory of this rank, compared with what the plan needs before anything is loaded.
+
+What is decided about memory is kept in the folder of the run for its next start.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import psutil
 import torch
@@ -14,13 +18,13 @@ from rich.markup import escape
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.training import Whole
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.observability.run_directory import RunDirectory
+from leaderless.observability.run_directory import RunDirectory, write_atomically
 from leaderless.planner import Plan, format_bytes
 from leaderless.planner.memory.estimate import estimate_memory
 from leaderless.planner.memory.fit import fit_plan
+from leaderless.planner.memory.limits import MAX_LOGITS
 from leaderless.planner.memory.parts import Room
 from leaderless.worker.rank_info import RankInfo
-from leaderless.worker.supervision.settled_memory import read_room, write_room
 
 
 @dataclass(frozen=True)
@@ -137,3 +141,45 @@ def _left_in(path: Path) -> int | None:
         stat = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
         return max(0, int(most) - int((path / used).read_text()) + int(stat.get(cache, 0)))
     return None
+
+
+_PASSES, _WHOLE, _LOGITS = "micro_batch_tokens", "keep_whole", "max_logits"
+
+
+def read_limits(directory: RunDirectory) -> dict[str, int]:
+    """Most tokens of one pass, for each role whose passes did not fit into memory."""
+    return {role: int(num_tokens) for role, num_tokens in _read(directory, _PASSES).items()}
+
+
+def lower_limit(directory: RunDirectory, role: str, num_tokens: int) -> None:
+    """Write a lower bound for the passes of a role, unless an even lower one is known."""
+    limits = read_limits(directory)
+    limits[role] = min(num_tokens, limits.get(role, num_tokens))
+    _write(directory, _PASSES, limits)
+
+
+def read_room(directory: RunDirectory, num_ranks: int) -> Room | None:
+    """Uses of memory when the run began on as many ranks; None if it did not."""
+    keeps = _read(directory, _WHOLE).get(str(num_ranks))
+    max_logits = _read(directory, _LOGITS).get(str(num_ranks), MAX_LOGITS)
+    return None if keeps is None else Room(cast("Whole", keeps), int(max_logits))
+
+
+def write_room(directory: RunDirectory, num_ranks: int, room: Room) -> None:
+    """Write what memory is used for on a number of ranks."""
+    for name, value in ((_LOGITS, room.max_logits), (_WHOLE, room.keeps)):
+        _write(directory, name, {**_read(directory, name), str(num_ranks): value})
+
+
+def _read_all(directory: RunDirectory) -> dict[str, Mapping[str, int | str]]:
+    if not directory.limits.exists():
+        return {}
+    return cast("dict[str, Mapping[str, int | str]]", json.loads(directory.limits.read_text(encoding="utf-8")))
+
+
+def _read(directory: RunDirectory, name: str) -> Mapping[str, int | str]:
+    return _read_all(directory).get(name, {})
+
+
+def _write(directory: RunDirectory, name: str, values: Mapping[str, int | str]) -> None:
+    write_atomically(directory.limits, json.dumps({**_read_all(directory), name: values}, indent=2))

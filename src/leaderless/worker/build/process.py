@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Protocol, cast
 
 from rich.markup import escape
 
+from leaderless.base.named_functions import load_own
 from leaderless.base.versions import REMEDY, unfit_versions
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import ModelConfig
@@ -33,26 +35,24 @@ from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.planner import Plan, RoleInstance, answering
 from leaderless.planner.memory.parts import Room
+from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.rewards.judges.judge import AnswerFile
 from leaderless.rewards.pool import RewardPool
+from leaderless.stages.context import Clients
 from leaderless.stages.play_episodes import writer_of
-from leaderless.worker.build.accelerator import check_accelerator
-from leaderless.worker.build.attention_kernels import choose_attention
-from leaderless.worker.build.description import write_description
-from leaderless.worker.build.image_agreement import check_readers
+from leaderless.worker.build.accelerator import check_accelerator, choose_attention
+from leaderless.worker.build.instances import check_readers
 from leaderless.worker.build.join import add_process_groups, check_shared, join_workers
 from leaderless.worker.build.judging import JudgeHelper, Judging
 from leaderless.worker.build.memory_bounds import check_memory
 from leaderless.worker.build.parts import Parts
 from leaderless.worker.build.roles import Roles
 from leaderless.worker.checkpoint.reader import find_damage, load_checkpoint
-from leaderless.worker.client_entrance import entrance_of
 from leaderless.worker.device_sharing import DeviceSharing, open_turns
 from leaderless.worker.evaluate.evaluator import Evaluator, make_evaluator
-from leaderless.worker.evaluate.preferences import PreferenceEvaluator
-from leaderless.worker.evaluate.reference import all_datasets, make_scorer
+from leaderless.worker.evaluate.preferences import PreferenceEvaluator, all_datasets, make_scorer
 from leaderless.worker.rank_info import RankInfo
-from leaderless.worker.replan.active_plan import plan_in_force
+from leaderless.worker.replan.active_plan import plan_in_force, write_description
 from leaderless.worker.worker import Worker
 
 
@@ -274,3 +274,24 @@ def _print_own(display: Display, text: str) -> None:
         display.say(escape(text))
     else:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+class Entrance(Protocol):
+    """An address that is reserved, or the knowledge of other ranks' addresses."""
+
+    def open(self, recipe: Recipe, tokenizer: Tokenizer) -> Clients | None:
+        """Let clients in; None on ranks that they do not ask."""
+
+    def say(self, directory: RunDirectory, say: Callable[[str], None]) -> None:
+        """Say where clients ask, and write it into the folder of the run."""
+
+
+def entrance_of(recipe: Recipe, plan: Plan, rank: int) -> Entrance | None:
+    """The entrance of a rank; None if the run has no clients.
+
+    Raises:
+        RecipeError: The address cannot be had.
+    """
+    if not (name := PRODUCTS[recipe.product].clients):
+        return None
+    return cast("Callable[[Recipe, Plan, int], Entrance]", load_own(name))(recipe, plan, rank)

@@ -55,10 +55,16 @@ from leaderless.training.engine import (
 )
 from leaderless.training.registry import make_train_engine, make_value_engine
 from leaderless.training.resharding import move_state
-from leaderless.worker.build.instances import apart_setup, instances_of, is_merged, trains_like
-from leaderless.worker.build.weight_layout import placement_of, type_of_engines
+from leaderless.worker.build.instances import (
+    apart_setup,
+    instances_of,
+    is_merged,
+    placement_of,
+    trains_like,
+    type_of_engines,
+)
+from leaderless.worker.build.memory_bounds import lower_limit, read_limits
 from leaderless.worker.device_sharing import DeviceSharing
-from leaderless.worker.supervision.settled_memory import lower_limit, read_limits
 
 InstanceKey = tuple[str, tuple[int, ...]]
 """Role and ranks."""

@@ -1,26 +1,35 @@
-"""How a model orders held-out pairs, on all ranks of the model at once."""
+"""Scores of pairs of responses: how a model orders held-out ones, and the reference's of a dataset, found once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from leaderless.config import Recipe
+from leaderless.base.devices import release_memory
+from leaderless.base.values import Json
+from leaderless.base.versions import VERSION
+from leaderless.config import Recipe, RecipeError
+from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch
-from leaderless.data.dataset import Dataset, make_batch
-from leaderless.distributed.transport import ProcessGroup
+from leaderless.data.dataset import Dataset, Float, Progress, make_batch
+from leaderless.data.prompts.encode import tokenizer_fingerprint
+from leaderless.data.sources.disk_cache import Arrays, DataCache
+from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.observability.metrics import Metrics, Share
-from leaderless.planner import Layout
+from leaderless.planner import Layout, Plan, trained_instance
+from leaderless.planner.workflow.preference_stages import REFERENCE_SCORES, scored_before
 from leaderless.stages.context import ModelRole
 from leaderless.stages.preferences import evaluate_preferences, score_sides
 from leaderless.stages.reward_model import evaluate_reward_model, score_pairs
-from leaderless.training.engine import ValueEngine
-
-ROWS_PER_PASS = 256
-"""Rows that a rank reads and scores together."""
+from leaderless.training.engine import EngineSetup, TrainEngine, ValueEngine
+from leaderless.training.registry import make_train_engine
 
 
 @dataclass(frozen=True)
@@ -79,3 +88,137 @@ class PreferenceEvaluator:
         if not isinstance(self.model, ModelRole):
             return evaluate_reward_model(rows, scores, self.recipe.algorithm.reward_model.centering)
         return evaluate_preferences(self.recipe.algorithm.preference_loss, rows, scores, self.process_group)
+
+
+ROWS_PER_PASS = 256
+"""Rows that a rank reads and scores together."""
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores datasets by the reference of a trained role, on the ranks and in the layout of that role.
+
+    Its model is loaded when it is first asked for scores that no earlier start has kept, and `close` lets go of it.
+    """
+
+    recipe: Recipe
+    role: str
+    layout: Layout
+    transport: Transport
+    device: torch.device
+    cache: DataCache
+    micro_batch_tokens: int
+    say: Callable[[str], None]
+
+    def scored(self, dataset: Dataset, progress: Progress) -> Dataset:
+        """A dataset with the reference's scores of all of its usable rows. All ranks of the world call it together."""
+        arrays = self.cache.kept("reference", self._origin(dataset), lambda: self._find_out(dataset, progress))
+        return replace(dataset, reference=arrays["scores"].astype(np.float64))
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.__dict__.pop("_engine", None)
+        gc.collect()
+        release_memory(self.device)
+
+    def _origin(self, dataset: Dataset) -> list[Json]:
+        """All that scores follow from, as the first rank sees it."""
+        if not self.cache.is_first or not self.cache.folder:
+            return []
+        config, encoder = self._model, dataset.encoder
+        data: list[Json] = [dataset.source.version(), encoder.config.model_dump(mode="json"), dataset.rows.tolist()]
+        model: list[Json] = [config.model_dump(mode="json"), _files_of(Path(config.path))]
+        return [VERSION, *data, tokenizer_fingerprint(encoder.tokenizer), *model]
+
+    @cached_property
+    def _model(self) -> ModelConfig:
+        config = self.recipe.model_of(self.role)
+        assert config is not None, "checked by the planner"
+        return config
+
+    @cached_property
+    def _engine(self) -> TrainEngine:
+        self.say(f"scoring the dataset by models.{self.role} [bold]{self._model.name}[/], once")
+        recipe = self.recipe.as_seen_by(self.role)
+        setup = EngineSetup(
+            role=self.role,
+            model=self._model,
+            is_critic=False,
+            layout=self.layout,
+            process_group=self.transport.process_group(self.layout.ranks),
+            axis_groups=self.transport.axis_groups(self.layout),
+            device=self.device,
+            optimizer=None,
+            num_updates=0,
+            micro_batch_tokens=self.micro_batch_tokens,
+        )
+        return make_train_engine(recipe.training.backend, setup)
+
+    def _find_out(self, dataset: Dataset, progress: Progress) -> Arrays:
+        world, count = self.transport.world, len(dataset.rows)
+        mine = self._score(dataset, progress) if world.rank in self.layout else torch.zeros(0, 3, dtype=torch.float64)
+        found = torch.cat(world.gather(mine, f"the reference's scores of {dataset.encoder.key}"))
+        scores = np.zeros((count, 2))
+        scores[found[:, 0].long().numpy()] = found[:, 1:].numpy()
+        self._check_finite(dataset, scores)
+        return {"scores": scores}
+
+    def _check_finite(self, dataset: Dataset, scores: Float) -> None:
+        """Refuse scores that are no numbers, before they are kept; all ranks have the same."""
+        wrong = np.flatnonzero(~np.isfinite(scores).all(axis=1))
+        if len(wrong):
+            place = dataset.source.describe(int(dataset.rows[wrong[0]]))
+            raise RecipeError.at(
+                f"models.{self.role}",
+                f"{self._model.name} gives responses of {len(wrong)} of {len(scores)} rows of {dataset.encoder.key} no "
+                f"finite log-probability, such as that of {place}: look at its weights, or set compute_dtype=float32",
+            )
+
+    def _score(self, dataset: Dataset, progress: Progress) -> Tensor:
+        """[m, 3] float64: the places of this rank's rows among the usable ones, and the scores of both responses."""
+        count, layout, rank = len(dataset.rows), self.layout, self.transport.rank
+        shard, dp = layout.shard_of(rank), layout.dp
+        mine = range(count * shard // dp, count * (shard + 1) // dp)
+        most, parts = -(-count // dp), [torch.zeros(0, 3, dtype=torch.float64)]
+        for first in range(0, most, ROWS_PER_PASS):  # as many passes on every rank, the last ones without rows
+            places = mine[first : first + ROWS_PER_PASS]
+            rows = dataset.rows[list(places)].tolist()
+            has_images = dataset.encoder.images is not None
+            prompts = replace(dataset, reference=None).read(rows)
+            batch = make_batch(rows, prompts, has_responses=False, has_images=has_images, has_preferences=True)
+            scores = score_sides(self._engine, batch).double()
+            parts.append(torch.cat([torch.tensor(list(places)).double()[:, None], scores], 1))
+            progress(min(first + ROWS_PER_PASS, len(mine)), len(mine))
+        whole = torch.cat(parts)
+        return whole if layout.represents(rank) else whole[:0]
+
+
+def make_scorer(
+    recipe: Recipe, plan: Plan, transport: Transport, device: torch.device, folder: Path, say: Callable[[str], None]
+) -> Scorer | None:
+    """The scorer of a plan whose nodes read scores of the reference; None if none does."""
+    node = next((one for one in plan.nodes if REFERENCE_SCORES in one.reads), None)
+    if node is None:
+        return None
+    role = scored_before(recipe, node.node)
+    assert role is not None
+    assert node.node.role is not None
+    trained = trained_instance(plan, node.node.role)
+    assert trained is not None
+    cache = DataCache(transport.world, folder)
+    bound = plan.batch.micro_batch_tokens
+    return Scorer(recipe, role, trained.layout, transport, device, cache, bound, say)
+
+
+def _files_of(folder: Path) -> list[Json]:
+    """Names, sizes and times of the files of a model; empty for one on the hub, which has a revision."""
+    if not folder.is_dir():
+        return []
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(folder.iterdir())]
+
+
+def all_datasets(sets: Sequence[object]) -> list[Dataset]:
+    """Datasets whose rows can be scored: no stream, as the recipe's check has made sure."""
+    found = [one for one in sets if isinstance(one, Dataset)]
+    assert len(found) == len(sets)
+    return found

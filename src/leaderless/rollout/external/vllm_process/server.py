@@ -7,9 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from leaderless.distributed.remote.http_messages import Handler, bind
-from leaderless.distributed.remote.messages import Ask, Settings, to_columns
-from leaderless.distributed.weights.packed import PackedWeight
+from leaderless.distributed.remote.messages import Ask, Handler, Settings, bind, to_columns
+from leaderless.distributed.weights.buckets import PackedWeight
 from leaderless.rollout.external.vllm_process.worker import VllmWorker
 
 

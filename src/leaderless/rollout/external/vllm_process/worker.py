@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from leaderless.distributed.remote.messages import Ask, Gain, Settings, joined
-from leaderless.distributed.weights.packed import PackedWeight, checksums
+from leaderless.distributed.weights.buckets import PackedWeight, checksums
 from leaderless.rollout.external.vllm_process.adapters import VllmAdapters
 from leaderless.rollout.external.vllm_process.experts import packed, record_on_cpu, recorded_by_each_rank
 
