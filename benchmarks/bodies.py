@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators.conformance import report
 from leaderless.embodied.simulators.protocol import Continuous, VectorEnvironment
 from leaderless.embodied.simulators.registry import find_body

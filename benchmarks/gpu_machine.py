@@ -27,9 +27,8 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
-from leaderless.planner.memory.cache_pool import pool_tokens
-from leaderless.planner.memory.limits import MAX_LOGITS
-from leaderless.planner.memory.parts import LARGE_MAX_LOGITS
+from leaderless.planner.memory.limits import MAX_LOGITS, pool_tokens
+from leaderless.planner.memory.rank import LARGE_MAX_LOGITS
 from leaderless.rollout.engine import Request
 from leaderless.rollout.native.cuda_graph import record
 from leaderless.rollout.native.engine import NativeEngine

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gpu_machine import SIBLINGS, Machine
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.memory.estimate import estimate_memory, plan_pool
-from leaderless.planner.memory.parts import DeviceMemory, Room
+from leaderless.planner.memory.rank import DeviceMemory, Room
 from leaderless.planner.workflow import load_recipe, resolve_workflow
 
 

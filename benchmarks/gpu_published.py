@@ -21,7 +21,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.attention.packed import ATTENTION_NAME
 from leaderless.models.causal_lm import CausalLM
-from leaderless.planner.memory.cache_pool import PAGE_TOKENS
+from leaderless.planner.memory.limits import PAGE_TOKENS
 from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.rollout.native.paged_attention import attend_with_torch
 from leaderless.rollout.native.paged_check import paged_attention

@@ -15,7 +15,7 @@ from gpu_device import speeds
 from gpu_machine import DECODED_TOKENS, DECODING_STEPS, SIBLINGS, Machine, Result, num_weights
 from gpu_plan import planned_memory
 from leaderless.config.rollout import SamplingConfig
-from leaderless.planner.memory.cache_pool import PAGE_TOKENS
+from leaderless.planner.memory.limits import PAGE_TOKENS
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native.paged_attention import attend_with_torch
 from leaderless.rollout.native.paged_plan import Arrangement

@@ -18,7 +18,7 @@ from leaderless.models.fused_scores import compile_scores
 from leaderless.models.scoring import Scoring, score_tokens
 from leaderless.planner import Layout
 from leaderless.planner.memory.limits import MAX_LOGITS
-from leaderless.planner.memory.parts import LARGE_MAX_LOGITS
+from leaderless.planner.memory.rank import LARGE_MAX_LOGITS
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.weight_sources import Colocated
 from leaderless.training.fsdp import FsdpEngine

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.policies.cnn import Cnn
 from leaderless.embodied.policies.protocol import BodyPolicy
 from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyTask

@@ -29,8 +29,7 @@ from tests.tiny import random_samples
 from transformers import AutoModelForCausalLM
 
 from decode_counts import FREE
-from leaderless.config.models import ModelConfig, OptimizerConfig
-from leaderless.config.training import Whole
+from leaderless.config.models import ModelConfig, OptimizerConfig, Whole
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.training.fsdp import FsdpEngine

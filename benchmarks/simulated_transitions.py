@@ -26,7 +26,7 @@ from benchmarks.transitions.case import RESPONSES, Case
 from benchmarks.transitions.report import RESULTS
 from benchmarks.transitions.transition import Results, Transition
 
-from leaderless.planner.memory.parts import format_bytes
+from leaderless.planner.memory.rank import format_bytes
 from leaderless.planner.simulate.rows import SimulatedRows
 from leaderless.planner.simulate.transfers import Cost
 

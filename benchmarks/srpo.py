@@ -126,7 +126,7 @@ def rank_correlation(policy: Path, num_layouts: int, seed: int, *, is_by_task: b
     Over all failed episodes of a group with a comparison, of ranks within the group.
     """
     from leaderless.algorithms.advantages.srpo import self_referential_rewards
-    from leaderless.config.body import BodyConfig
+    from leaderless.config.environment import BodyConfig
     from leaderless.config.models import ModelConfig
     from leaderless.embodied.rollout.policy_rollout import BodyTask, make_body_rollout
     from leaderless.embodied.simulators.tabletop import TableTask

@@ -16,8 +16,8 @@ from pydantic_core import PydanticUndefined
 from leaderless.algorithms.registry import CUSTOM
 from leaderless.base.section import ShorthandSection
 from leaderless.config import Recipe
-from leaderless.config.reward_options import RewardOptions
-from leaderless.config.roles import RoleConfig
+from leaderless.config.judges import RewardOptions
+from leaderless.config.models import RoleConfig
 from leaderless.planner.simulate.cluster import ClusterConfig
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import yaml
 from generate_markup import cell, table_of
 
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators.protocol import Continuous, Spaces, VectorEnvironment
 from leaderless.embodied.simulators.registry import ADAPTERS, find_body
 

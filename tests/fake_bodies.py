@@ -13,7 +13,7 @@ from tests.distributed.test_bodies import played
 from tests.small_worlds import Line
 from tests.unit.embodied.test_sac import SMALL, decisions, memory_of, policy_of
 
-from leaderless.config.body import PolicyConfig
+from leaderless.config.environment import PolicyConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.embodied.policies.mlp import Mlp, MlpValue
 from leaderless.embodied.policies.protocol import BodyPolicy, BodyValue

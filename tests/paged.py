@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from leaderless.config.rollout import SamplingConfig
-from leaderless.planner.memory.cache_pool import bucket_of
+from leaderless.planner.memory.limits import bucket_of
 from leaderless.rollout.native.kv_cache import Segment
 from leaderless.rollout.native.paged_attention import PagedAttend, attend_with_torch
 from leaderless.rollout.native.paged_plan import (

@@ -9,7 +9,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from leaderless.planner.memory.parts import format_bytes
+from leaderless.planner.memory.rank import format_bytes
 
 TITLES = ("way", "step", "tokens/s", "a rank", "moving", "network", "process")
 

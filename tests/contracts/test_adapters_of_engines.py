@@ -23,7 +23,7 @@ from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.models.lora.linear import adapted_layers
 from leaderless.planner import Layout
-from leaderless.planner.rollout_engines import engine_for
+from leaderless.planner.engines import engine_for
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.external.engine import ExternalEngine
 from leaderless.rollout.external.lora_slots import Host, LoraSlot

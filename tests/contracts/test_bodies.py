@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from benchmarks.bodies import CASES as MEASURED
 
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators.conformance import CHECKS
 from leaderless.embodied.simulators.registry import ADAPTERS, find_body
 

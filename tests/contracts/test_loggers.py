@@ -25,7 +25,7 @@ import yaml
 from tests.loggers import SAMPLE, Notes, begin, notes, steps
 
 from leaderless.base.values import Json
-from leaderless.config.loggers import LoggerConfig
+from leaderless.config.run import LoggerConfig
 from leaderless.observability.loggers.follower import Follower
 from leaderless.observability.loggers.protocol import LoggedRun
 from leaderless.observability.loggers.registry import find_logger

@@ -44,7 +44,7 @@ from leaderless.models.loading.tokenizer import end_tokens, load_tokenizer
 from leaderless.models.routers import Routers
 from leaderless.models.vision.vision_models import VisionLM
 from leaderless.planner import Layout
-from leaderless.planner.rollout_engines import RolloutEngineSpec, engine_of
+from leaderless.planner.engines import RolloutEngineSpec, engine_of
 from leaderless.rollout.engine import Completion, Delta, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.external.engine import Driver, ExternalEngine
 from leaderless.rollout.external.sglang_engine import SglangServer

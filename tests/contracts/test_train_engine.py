@@ -27,7 +27,7 @@ from leaderless.data.batch import Batch
 from leaderless.distributed.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.planner import Layout
-from leaderless.planner.train_backends import BUILTIN_BACKENDS
+from leaderless.planner.engines import BUILTIN_BACKENDS
 from leaderless.training.engine import Trainable, TrainEngine, ValueEngine
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch
@@ -446,7 +446,7 @@ def test_what_is_no_engine_is_refused_with_what_it_lacks(ranks: RankPool) -> Non
 
 def test_no_module_outside_of_training_knows_which_back_end_runs() -> None:
     sources = ROOT / "src/leaderless"
-    known = {sources / "planner/train_backends.py", sources / "config/training.py"}
+    known = {sources / "planner/engines.py", sources / "config/models.py"}
     known |= {sources / "planner/checks/capabilities.py"}
     """The table of built-in back ends, the default of the setting, and refusals that name what would work."""
     own = {sources / folder for folder in ("training", "embodied/training", "cli/convert_config")}

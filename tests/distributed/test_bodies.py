@@ -20,7 +20,7 @@ from tests.small_worlds import Line
 from torch import Tensor
 
 from leaderless.config import RecipeError
-from leaderless.config.body import BodyConfig, Grain, PolicyConfig
+from leaderless.config.environment import BodyConfig, Grain, PolicyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch
 from leaderless.distributed.transport import Transport

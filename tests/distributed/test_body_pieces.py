@@ -13,7 +13,7 @@ from tests.distributed.test_training import Numbers, largest_difference
 from tests.small_bodies import Bins, Worth
 from torch import Tensor, nn
 
-from leaderless.config.body import PolicyConfig
+from leaderless.config.environment import PolicyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.distributed.transport import Transport
 from leaderless.embodied.simulators.protocol import Spaces

@@ -16,8 +16,7 @@ from tests.tiny import mixture_model, random_samples, tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from leaderless.config.models import ModelConfig
-from leaderless.config.training import Whole
+from leaderless.config.models import ModelConfig, Whole
 from leaderless.distributed.transport import Transport
 from leaderless.models import compiled_layers
 from leaderless.planner import Layout

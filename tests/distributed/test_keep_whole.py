@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leaderless.config.models import ModelConfig
-from leaderless.config.training import Whole
+from leaderless.config.models import ModelConfig, Whole
 from leaderless.distributed.transport import Transport
 from leaderless.planner import Layout
 from leaderless.training.fsdp import FsdpEngine

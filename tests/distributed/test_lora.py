@@ -31,7 +31,7 @@ from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.lora.linear import is_adapter, without_adapters
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
-from leaderless.planner.memory.pipeline_stages import check_adapted_stages
+from leaderless.planner.memory.layers import check_adapted_stages
 from leaderless.rollout.weight_sources import held_by
 from leaderless.training.fsdp import FsdpEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch

@@ -18,15 +18,12 @@ from tests.unit.config.test_config_schema import all_sections
 from leaderless.algorithms.sac_settings import SacConfig
 from leaderless.algorithms.settings import CorrectionConfig, RewardModelConfig, TeamConfig
 from leaderless.base.section import Section
-from leaderless.config.channels import ChannelConfig
-from leaderless.config.judges import CriterionConfig, JudgeOptions, PairwiseConfig, ParseConfig
-from leaderless.config.mcp_servers import McpServerConfig
-from leaderless.config.online import OnlineConfig
-from leaderless.config.placement import PlacementConfig
-from leaderless.config.reward_options import RewardOptions
+from leaderless.config.environment import McpServerConfig, OnlineConfig
+from leaderless.config.judges import CriterionConfig, JudgeOptions, PairwiseConfig, ParseConfig, RewardOptions
+from leaderless.config.layout import ChannelConfig, PlacementConfig
+from leaderless.config.models import MegatronConfig
 from leaderless.config.rewards import CodeOptions
 from leaderless.config.rollout import ExternalConfig
-from leaderless.config.training import MegatronConfig
 
 
 def has_siblings(section: type[BaseModel]) -> bool:

@@ -29,7 +29,7 @@ from leaderless.config import RecipeError
 from leaderless.data.dataset import make_batch
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
-from leaderless.planner.memory.parts import Room
+from leaderless.planner.memory.rank import Room
 from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.preferences import score_sides
 from leaderless.training.engine import EngineSetup, TrainEngine

@@ -11,7 +11,7 @@ from tests.distributed.test_bodies import setup
 from tests.gpu.test_cuda import NUM_GPUS, join
 from tests.small_worlds import Line
 
-from leaderless.config.body import BodyConfig, PolicyConfig
+from leaderless.config.environment import BodyConfig, PolicyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch
 from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyTask, make_body_rollout

@@ -39,7 +39,7 @@ from leaderless.models.scoring import (
 )
 from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Metrics
-from leaderless.planner.memory.parts import LARGE_MAX_LOGITS
+from leaderless.planner.memory.rank import LARGE_MAX_LOGITS
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.lean_forward import forward_of

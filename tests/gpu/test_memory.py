@@ -16,7 +16,7 @@ from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.attention.shared_prompts import Family, VarlenAttention
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.planner.memory.model import PassMemory
-from leaderless.planner.memory.parts import WORKSPACE_BYTES
+from leaderless.planner.memory.rank import WORKSPACE_BYTES
 from leaderless.rollout.native.paged_check import paged_attention
 from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
 

@@ -10,7 +10,7 @@ import typer
 
 from leaderless.cli.signals import ended_by_signals
 from leaderless.config import load_recipe
-from leaderless.config.loggers import LoggerConfig
+from leaderless.config.run import LoggerConfig
 from leaderless.observability.console import print_line
 from leaderless.observability.loggers.registry import check_loggers
 from leaderless.observability.loggers.start import loggers_running

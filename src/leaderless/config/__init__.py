@@ -13,23 +13,18 @@ from leaderless.base.errors import RecipeError as RecipeError
 from leaderless.base.errors import nearest as nearest
 
 if TYPE_CHECKING:
-    from leaderless.config.keys import all_keys as all_keys
     from leaderless.config.load import LoadedRecipe as LoadedRecipe
+    from leaderless.config.load import all_keys as all_keys
     from leaderless.config.load import dump_recipe as dump_recipe
     from leaderless.config.load import load_recipe as load_recipe
     from leaderless.config.load import load_section as load_section
     from leaderless.config.recipe import Recipe as Recipe
 
-_NAMES = {
-    "load": ("LoadedRecipe", "dump_recipe", "load_recipe", "load_section"),
-    "recipe": ("Recipe",),
-    "keys": ("all_keys",),
-}
+_OF_LOAD = ("LoadedRecipe", "all_keys", "dump_recipe", "load_recipe", "load_section")
 
 
 def __getattr__(name: str) -> object:
     """Import a public name from the module that owns it."""
-    for module, names in _NAMES.items():
-        if name in names:
-            return getattr(import_module(f"leaderless.config.{module}"), name)
-    raise AttributeError(f"module 'leaderless.config' has no attribute {name!r}")
+    if name not in (*_OF_LOAD, "Recipe"):
+        raise AttributeError(f"module 'leaderless.config' has no attribute {name!r}")
+    return getattr(import_module(f"leaderless.config.{'recipe' if name == 'Recipe' else 'load'}"), name)

@@ -1,16 +1,46 @@
-"""Episodes: the environment in which the policy acts, and their limits."""
+"""Where episodes come from: environments with their tools, bodies, and clients of an online run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from leaderless.base.errors import RecipeError, nearest
 from leaderless.base.named_functions import is_function_name, load_function
-from leaderless.base.section import ShorthandSection
-from leaderless.config.mcp_servers import McpServerConfig
+from leaderless.base.section import Section, ShorthandSection
+
+
+class McpServerConfig(Section):
+    """A server that offers tools: a program that each rank starts, or an address."""
+
+    command: tuple[str, ...] = ()
+    """Program that answers on standard input and output, with its arguments. It gets the variables of `env` and a few
+    others, such as `PATH` and `HOME`, but no secrets of the run; its standard error goes to the standard error of the
+    run."""
+    env: Mapping[str, str] = {}
+    """Environment variables of the program."""
+    url: str | None = Field(default=None, pattern=r"^https?://.+")
+    """Address of a server that answers by streamable HTTP, instead of `command`."""
+    token_variable: str | None = Field(default=None, min_length=1)
+    """Environment variable of the run whose value is sent to `url` as a bearer token."""
+    shared: bool = False
+    """Whether all episodes of a rank share one session, for servers that keep nothing between calls; else each episode
+    has one of its own, which begins with its first call."""
+    start_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds that starting a session may take."""
+
+    @model_validator(mode="after")
+    def _has_one_address(self) -> McpServerConfig:
+        if bool(self.command) == (self.url is not None):
+            raise ValueError("must have either `command`, a program to start, or `url`, the address of a server")
+        if self.url is None and self.token_variable is not None:
+            raise ValueError("`token_variable` is sent to a `url`; a program gets variables by `env`")
+        if self.url is not None and self.env:
+            raise ValueError("`env` is for a `command`; a server at a `url` is already running")
+        return self
+
 
 TOOL_FORMATS = ("hermes", "llama", "qwen3_coder", "mistral")
 """Built-in formats in which policies write calls of tools."""
@@ -91,3 +121,88 @@ def custom_reader(name: str, key: str = FORMAT_KEY) -> Callable[..., object] | N
         hint = nearest(name, [*TOOL_FORMATS, "auto"])
         raise RecipeError.at(key, f"unknown format '{name}'{hint}; a custom one is 'package.module:function'")
     return load_function(name, key, 1)
+
+
+Grain = Literal["token", "action", "chunk"]
+"""Unit with its own log-probability: each number of an action, each action, or all actions of a decision."""
+
+
+class PolicyConfig(ShorthandSection):
+    """A model that moves a body, or that values what it sees."""
+
+    shorthand: ClassVar[str] = "type"
+
+    type: str = Field(min_length=1)
+    """Kind of the model: a built-in one, such as `mlp`, `cnn` or `film`, or a class `package.module:Class`."""
+    options: Mapping[str, JsonValue] = {}
+    """Arguments of its constructor, such as sizes."""
+
+
+class BodyConfig(ShorthandSection):
+    """The environment of a body. A row of the dataset is a task, and a response an episode.
+
+    The policy decides on several steps at once, a chunk of actions. What its decisions are made of takes the place of
+    tokens.
+    """
+
+    shorthand: ClassVar[str] = "type"
+
+    type: str = Field(min_length=1)
+    """Environment: a built-in one, such as `table`, or a class `package.module:Class` derived from `VectorEnvironment`;
+    see [Bodies](../guides/bodies.md)."""
+    options: Mapping[str, JsonValue] = {}
+    """Arguments of its constructor."""
+    num_environments: int = Field(default=64, ge=1)
+    """Episodes that one rank plays at the same time."""
+    processes: int = Field(default=0, ge=0)
+    """Processes next to each rank that step its environments, which may crash or hang without harm, and step while the
+    rank decides; 0 steps them in the rank itself."""
+    step_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that a reset or a decision's steps may take in a process; then its episodes fail."""
+    max_steps: int = Field(default=256, ge=1)
+    """Steps after which an episode is truncated, if the environment does not end it before."""
+    log_prob: Grain = "token"
+    """Unit with its own log-probability and advantage: each number of an action, each action (one step), or all
+    actions of a decision together."""
+    demonstrations: str | None = None
+    """Folder of demonstrations, for workflows that imitate them."""
+    encoder: str = Field(default="convolution", min_length=1)
+    """Source of vectors of episodes, for workflows that compare them, such as `srpo`: `convolution`, a small network
+    with fixed random weights, or the folder of a V-JEPA 2 of transformers."""
+    encoded_frames: int = Field(default=16, ge=2)
+    """Frames of an episode that it looks at, spread evenly."""
+
+
+ONLINE = "online"
+"""Path of the training data of an online run, which are the requests of clients."""
+
+MAX_REWARD = 1e30
+"""Largest absolute value of a reward, which training holds as a float32 number."""
+
+
+class OnlineConfig(Section):
+    """Where clients ask the policy, and what their feedback is worth. It takes the place of `data.train`."""
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Interface to listen on. Where other machines can reach it, clients send the key in LEADERLESS_TOKEN."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port of the first replica of the rollout; the next ones have the ports after it. 0 for any free ones."""
+    feedback: Mapping[str, float] = {"accepted": 1.0, "edited": 0.5, "rejected": 0.0}
+    """Reward of each word that clients may send; they may also send a number."""
+    feedback_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds after which a response without feedback is dropped."""
+    max_staleness: int = Field(default=8, ge=0)
+    """Most optimizer steps between the oldest token of a response and the weights of the step that takes it; an older
+    response is dropped."""
+    tool_format: str = Field(default="auto", min_length=1)
+    """How the policy writes calls of tools; see `environment.tool_format`."""
+
+    @field_validator("feedback")
+    @classmethod
+    def _words_are_given(cls, value: Mapping[str, float]) -> Mapping[str, float]:
+        if not value or "" in value:
+            raise ValueError("must name at least one word, and none that is empty")
+        large = next((word for word in value if abs(value[word]) > MAX_REWARD), None)
+        if large is not None:
+            raise ValueError(f"gives '{large}' {value[large]:g}, but a reward is at most {MAX_REWARD:g}")
+        return value

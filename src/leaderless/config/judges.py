@@ -1,4 +1,4 @@
-"""A judge: a language model that grades responses."""
+"""Settings of every reward, and of a judge: a language model that grades responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,24 @@ from pydantic_core import CoreSchema
 
 from leaderless.base.named_functions import is_function_name
 from leaderless.base.section import Section, ShorthandSection
-from leaderless.config.reward_options import RewardOptions
+
+DEFAULT_SOURCE = "default"
+"""Among the sources of a reward: all that no reward names."""
+
+
+class RewardOptions(ShorthandSection):
+    """Settings of every reward; a bare number is its weight."""
+
+    shorthand: ClassVar[str] = "weight"
+
+    weight: float = 1.0
+    """Weight in the sample's reward, which is the weighted sum over the rewards that apply to it."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds that grading one response may take; after that its process is ended and the reward counts as failed."""
+    sources: tuple[str, ...] = ()
+    """Sources of rows that the reward applies to (`data.train.source` names the column; without one, the source of a
+    mixture's row is the name of its dataset); `default` stands for sources that no reward names. Empty for all."""
+
 
 PLACE = re.compile(r"\{\{(\w+)\}\}|\{([^\W\d]\w*)\}")
 """A place of a template, such as `{prompt}`; doubled braces stand for themselves."""

@@ -1,12 +1,13 @@
-"""The models of roles, and the optimizer."""
+"""The models of roles, how they are trained, and the settings that one role has for itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import ClassVar, Literal, Self
 
 from pydantic import (
+    BaseModel,
     Field,
     GetJsonSchemaHandler,
     JsonValue,
@@ -17,9 +18,12 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from leaderless.algorithms.settings import AlgorithmConfig
 from leaderless.base.devices import find_accelerator
+from leaderless.base.named_functions import is_function_name
 from leaderless.base.section import Section, ShorthandSection
-from leaderless.config.body import PolicyConfig
+from leaderless.config.environment import PolicyConfig
+from leaderless.config.rollout import RolloutConfig
 
 ComputeType = Literal["float32", "bfloat16"]
 LEARNING_RATE, ADAPTER_LEARNING_RATE = 1e-6, 1e-5
@@ -178,3 +182,93 @@ class ModelConfig(ShorthandSection):
     def name(self) -> str:
         """Name of the model in messages."""
         return self.path or (self.body.type if self.body else "")
+
+
+Whole = Literal["nothing", "weights", "all"]
+"""Part of a divided model that each rank keeps whole; see `TrainingConfig.keep_whole`."""
+
+
+class MegatronConfig(Section):
+    """Where Megatron-Core runs: in a process of its own next to each rank."""
+
+    python: str | None = Field(default=None, min_length=1)
+    """Python interpreter of an environment with megatron-core 0.18 and megatron-bridge 0.5; `backend: megatron` needs
+    one."""
+    start_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds that a process may take until it has loaded its model."""
+    answer_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds without an answer after which a process counts as hanging, and the run fails."""
+
+
+class TrainingConfig(Section):
+    """Training and scoring of models."""
+
+    backend: str = Field(default="fsdp")
+    """Engine that holds, scores and trains the models: `fsdp` (PyTorch's fully sharded data parallelism), `megatron`
+    (Megatron-Core in an environment of its own), or a custom back end as `package.module:function`."""
+    keep_whole: Literal["auto"] | Whole = "auto"
+    """Part of a divided model that each rank keeps whole, in addition to the layers that compute: `nothing`;
+    `weights` between the forward and the backward pass, so that they are gathered once a pass and not twice; or `all`,
+    that is also gradients until the last micro-batch of an update, so that ranks add them up once an update and not
+    after each micro-batch. `auto` is, on accelerators, the most for which the estimated memory has room, and `nothing`
+    on the CPU and where layouts may change during the run. With `all` sums have another order, so that last digits
+    differ. A rank that has a model for itself and computes in half precision converts all weights once for the passes
+    of an update, or, with `nothing`, layer by layer in each pass. For language models, with the back end `fsdp`."""
+    compile: Literal["auto"] | bool = "auto"
+    """Whether decoder layers are compiled (`torch.compile`), all but their attention: fewer kernels, and last digits
+    that differ. `auto` does so on CUDA if a trial succeeds on all ranks. Layers with experts, those that ranks divide
+    along `tp`, and adapters with dropout are not compiled, which the start of a run says. On accelerators, so is what
+    scores of tokens need besides products, for all models. For language models, with the back end `fsdp`."""
+    megatron: MegatronConfig = MegatronConfig()
+    """Settings of the back end `megatron`."""
+
+    @field_validator("backend")
+    @classmethod
+    def _is_named(cls, value: str) -> str:
+        if not value.isidentifier() and not is_function_name(value):
+            raise ValueError("must be the name of a back end, such as fsdp, or package.module:function")
+        return value
+
+    @model_validator(mode="after")
+    def _has_interpreter(self) -> Self:
+        if self.backend == "megatron" and self.megatron.python is None:
+            raise ValueError(
+                "backend=megatron needs megatron.python: name the Python interpreter of an environment with "
+                "megatron-core 0.18 and megatron-bridge 0.5, which need Python 3.12"
+            )
+        return self
+
+
+DERIVED = ("reference", "critic")
+"""Roles that start from another role's model if the recipe gives them none; others end in `_` and one of these."""
+
+RoleSection = Literal["algorithm", "rollout", "optimizer", "training"]
+"""A section of the recipe that a role may have for itself."""
+
+
+class RoleConfig(Section):
+    """Settings of one role, on top of the recipe's sections of the same names."""
+
+    algorithm: AlgorithmConfig | None = None
+    """Advantage, loss and penalties of this role, and of nodes without settings of their own that work on its samples;
+    what is not given is as in `algorithm`."""
+    rollout: RolloutConfig | None = None
+    """Generation of this role's samples; what is not given is as in `rollout`. An engine that is `auto` is
+    the same for all roles."""
+    optimizer: OptimizerConfig | None = None
+    """Optimizer of this role; what is not given is as in `optimizer`."""
+    training: TrainingConfig | None = None
+    """Settings of the engine that holds, scores and trains this role's model; by default as in `training`."""
+
+
+def origin_of(role: str) -> str | None:
+    """The role whose model another starts from: `policy` for `critic`, `planner` for `planner_critic`, else None."""
+    first, _, kind = role.rpartition("_")
+    return (first or "policy") if kind in DERIVED else None
+
+
+def as_settings(section: object) -> Mapping[str, object]:
+    """A section as it was given, as a mapping; empty for none."""
+    if isinstance(section, BaseModel):
+        return section.model_dump(exclude_unset=True)
+    return section if isinstance(section, Mapping) else {}

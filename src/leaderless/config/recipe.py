@@ -9,22 +9,22 @@ from pydantic import Field, field_validator, model_validator
 
 from leaderless.algorithms.settings import AlgorithmConfig
 from leaderless.base.section import Section
-from leaderless.config.body import BodyConfig
-from leaderless.config.channels import ChannelConfig
 from leaderless.config.data import DataConfig, DatasetConfig, TrainingSetConfig
-from leaderless.config.environment import EnvironmentConfig
-from leaderless.config.layout import LayoutConfig
-from leaderless.config.loggers import LoggerConfig
-from leaderless.config.models import ModelConfig, OptimizerConfig
-from leaderless.config.online import ONLINE, OnlineConfig
-from leaderless.config.placement import PlacementConfig, expand_auto, or_auto
-from leaderless.config.replanning import ScheduleConfig
+from leaderless.config.environment import ONLINE, BodyConfig, EnvironmentConfig, OnlineConfig
+from leaderless.config.layout import ChannelConfig, LayoutConfig, PlacementConfig, ScheduleConfig, expand_auto, or_auto
+from leaderless.config.models import (
+    ModelConfig,
+    OptimizerConfig,
+    RoleConfig,
+    RoleSection,
+    TrainingConfig,
+    as_settings,
+    origin_of,
+)
 from leaderless.config.rewards import RewardsConfig
-from leaderless.config.roles import RoleConfig, RoleSection, as_settings, origin_of
 from leaderless.config.rollout import BatchConfig, EvaluationConfig, RolloutConfig
-from leaderless.config.run import CheckpointConfig, GuardsConfig, RunConfig
+from leaderless.config.run import CheckpointConfig, GuardsConfig, LoggerConfig, RunConfig
 from leaderless.config.source import merge_settings
-from leaderless.config.training import TrainingConfig
 
 Product = Literal["text", "episodes", "online", "bodies"]
 """Kinds of samples: responses to prompts, episodes in an environment or of clients, and of bodies."""

@@ -11,8 +11,7 @@ from pydantic_core import CoreSchema, InitErrorDetails
 
 from leaderless.base.errors import nearest
 from leaderless.base.section import Section
-from leaderless.config.judges import JudgeOptions
-from leaderless.config.reward_options import DEFAULT_SOURCE, RewardOptions
+from leaderless.config.judges import DEFAULT_SOURCE, JudgeOptions, RewardOptions
 
 
 class MathOptions(RewardOptions):

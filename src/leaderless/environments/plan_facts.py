@@ -1,4 +1,4 @@
-"""Facts for a plan about the environment that a recipe names; see `leaderless.planner.workflow.environment_facts`."""
+"""Facts for a plan about the environment that a recipe names; see `leaderless.planner.workflow.products`."""
 
 from __future__ import annotations
 

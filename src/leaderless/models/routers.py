@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from leaderless.config import RecipeError
-from leaderless.planner.checks.divisibility import MOST_EXPERTS
+from leaderless.planner.checks.capabilities import MOST_EXPERTS
 
 ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3VLMoeTextTopKRouter")
 """Classes of `transformers` that take the softmax of all experts, and the largest of it."""

@@ -1,5 +1,7 @@
 """Where a workflow runs: layouts, columns, chains, bytes and memory. Pure Python, no torch."""
 
+from leaderless.planner.engines import rollout_engine as rollout_engine
+from leaderless.planner.engines import train_backend as train_backend
 from leaderless.planner.entries import Action as Action
 from leaderless.planner.entries import Load as Load
 from leaderless.planner.entries import Pull as Pull
@@ -14,7 +16,7 @@ from leaderless.planner.layout import Cluster as Cluster
 from leaderless.planner.layout import Layout as Layout
 from leaderless.planner.layout import format_ranks as format_ranks
 from leaderless.planner.make_plan import make_plan as make_plan
-from leaderless.planner.memory.parts import format_bytes as format_bytes
+from leaderless.planner.memory.rank import format_bytes as format_bytes
 from leaderless.planner.plan import Plan as Plan
 from leaderless.planner.plan import trained_instance as trained_instance
 from leaderless.planner.plan import trains_reward_model as trains_reward_model
@@ -24,5 +26,3 @@ from leaderless.planner.plan_parts import Loop as Loop
 from leaderless.planner.plan_parts import PlannedNode as PlannedNode
 from leaderless.planner.plan_parts import RoleInstance as RoleInstance
 from leaderless.planner.plan_parts import answering as answering
-from leaderless.planner.rollout_engines import rollout_engine as rollout_engine
-from leaderless.planner.train_backends import train_backend as train_backend

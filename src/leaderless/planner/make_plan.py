@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.planner import checks
-from leaderless.planner.checks.draft import Draft
+from leaderless.planner.checks.capabilities import Draft
 from leaderless.planner.graph.column_flow import ColumnFlow
 from leaderless.planner.graph.judges import check_context, check_judges, check_judging, with_judges
 from leaderless.planner.graph.loops import edges_of, make_loops, with_staleness
@@ -20,7 +20,7 @@ from leaderless.planner.memory.model_size import ModelSize, read_model_size
 from leaderless.planner.plan import Plan
 from leaderless.planner.plan_parts import BatchSizes, PlannedNode, RoleInstance
 from leaderless.planner.workflow import Node, Workflow, spec_of
-from leaderless.planner.workflow.preference_stages import longest_pair, scored_before
+from leaderless.planner.workflow.reward_stages import longest_pair, scored_before
 from leaderless.planner.workflow.stage_spec import AnyUse
 
 

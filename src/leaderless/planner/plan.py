@@ -25,7 +25,7 @@ from leaderless.planner.memory.model_size import ModelSize
 from leaderless.planner.plan_parts import BatchSizes, Channel, Edge, Loop, PlannedNode, RoleInstance
 
 if TYPE_CHECKING:
-    from leaderless.planner.memory.parts import MemoryEstimate
+    from leaderless.planner.memory.rank import MemoryEstimate
 
 _CHANNEL = ("name", "kind", "source", "target", "capacity", "max_staleness", "max_bytes")
 

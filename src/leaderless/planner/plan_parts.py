@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from leaderless.config import Recipe
-from leaderless.config.channels import Stragglers
+from leaderless.config.layout import Stragglers
 from leaderless.planner.entries import (
     Action,
     Load,

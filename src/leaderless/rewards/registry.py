@@ -8,8 +8,7 @@ from typing import cast
 
 from leaderless.base.errors import Problem, RecipeError
 from leaderless.base.named_functions import load_callable, load_function
-from leaderless.config.judges import JudgeOptions
-from leaderless.config.reward_options import RewardOptions
+from leaderless.config.judges import JudgeOptions, RewardOptions
 from leaderless.config.rewards import (
     AnswerMatchOptions,
     CodeOptions,

@@ -32,12 +32,12 @@ from leaderless.models.lora.linear import share_weights
 from leaderless.models.routers import Routers
 from leaderless.models.vision.vision_models import VisionLM
 from leaderless.planner import Layout, format_ranks
-from leaderless.planner.checks.divisibility import check_sendable
+from leaderless.planner.checks.capabilities import check_sendable
+from leaderless.planner.engines import engine_of
 from leaderless.planner.graph.adapters import describe, lora_of
-from leaderless.planner.memory.cache_pool import CachePool
-from leaderless.planner.memory.linear_layers import TEXT_PART
+from leaderless.planner.memory.layers import TEXT_PART
+from leaderless.planner.memory.limits import CachePool
 from leaderless.planner.memory.model_size import read_model_size
-from leaderless.planner.rollout_engines import engine_of
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.external.engine import Driver, ExternalEngine
 from leaderless.rollout.external.lora_slots import Host

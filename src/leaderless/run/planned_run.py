@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, cast
 
 from leaderless.base.named_functions import load_own
 from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, nearest
-from leaderless.config.layout import LayoutConfig
+from leaderless.config.layout import LayoutConfig, ScheduleConfig
 from leaderless.config.packaged_files import how_to_make
-from leaderless.config.replanning import ScheduleConfig
 from leaderless.data.sources.files import find_files
 from leaderless.observability.console import print_line, print_path
 from leaderless.observability.loggers.start import loggers_running
@@ -25,9 +24,9 @@ from leaderless.planner.graph.adapters import optimizer_of
 from leaderless.planner.placement.replanning import alternatives
 from leaderless.planner.placement.stage_seconds import read_profile
 from leaderless.planner.workflow import Workflow, load_recipe, resolve_workflow, spec_of
-from leaderless.planner.workflow.evaluation import ANSWER, JUDGE, evaluation_workflow
 from leaderless.planner.workflow.products import PRODUCTS
-from leaderless.planner.workflow.reward_stage import reward_names
+from leaderless.planner.workflow.read import ANSWER, JUDGE, evaluation_workflow
+from leaderless.planner.workflow.reward_stages import reward_names
 from leaderless.rollout.choose_engine import choose_engine
 from leaderless.run.settings import leaves_of
 

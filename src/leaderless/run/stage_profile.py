@@ -165,7 +165,7 @@ def profile_of(spans: Spans, recipe: Recipe, workers: int) -> Profile:
     Raises:
         RecipeError: There is nothing to explain.
     """
-    from leaderless.planner.placement.cost_fit import fit_seconds  # it imports numpy
+    from leaderless.planner.placement.node_seconds import fit_seconds  # it imports numpy
 
     if not spans.points:
         raise RecipeError.at(

@@ -15,9 +15,8 @@ from transformers import PreTrainedConfig
 
 from leaderless.base.devices import setup_device
 from leaderless.config import RecipeError, load_recipe, nearest
-from leaderless.config.models import ComputeType, ModelConfig
+from leaderless.config.models import ComputeType, ModelConfig, TrainingConfig
 from leaderless.config.rollout import RolloutConfig
-from leaderless.config.training import TrainingConfig
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.data.prompts.images import ImageReader
 from leaderless.distributed.weights.blocks import Pool, everything
@@ -27,10 +26,10 @@ from leaderless.models.loading.tokenizer import check_vocabulary, load_tokenizer
 from leaderless.models.vision.image_readers import open_reader
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
-from leaderless.planner.memory.cache_pool import CachePool, pool_tokens
+from leaderless.planner.engines import engine_for
+from leaderless.planner.memory.limits import CachePool, pool_tokens
 from leaderless.planner.memory.model import number_bytes
 from leaderless.planner.memory.model_size import read_model_size
-from leaderless.planner.rollout_engines import engine_for
 from leaderless.rollout.choose_engine import choose_engine
 from leaderless.rollout.make_engine import RolloutSetup, make_engine
 from leaderless.rollout.spanning_engine import ALONE

@@ -10,7 +10,7 @@ from leaderless.algorithms import AdvantageInputs, Groups, repeat_per_token
 from leaderless.algorithms.advantage import compute
 from leaderless.base.values import Json
 from leaderless.data.batch import Batch, Column, Jagged
-from leaderless.planner.workflow.reward_stage import ENVIRONMENT
+from leaderless.planner.workflow.reward_stages import ENVIRONMENT
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Episodes
 from leaderless.stages.mini_batches import adapt_kl_coefficient, counted_samples, kl_coefficient

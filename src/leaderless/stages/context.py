@@ -23,7 +23,7 @@ from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import PlannedNode
-from leaderless.planner.assign.step_parts import first_places, parts_of
+from leaderless.planner.assign.balance import first_places, parts_of
 from leaderless.planner.workflow.stage_spec import AnyUse, RoleUse
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput

@@ -13,7 +13,7 @@ from leaderless.distributed.errors import memory_explained
 from leaderless.environments.registry import agents_of
 from leaderless.planner import PlannedNode
 from leaderless.planner.workflow.columns import EXPERTS
-from leaderless.planner.workflow.reward_stage import ENVIRONMENT
+from leaderless.planner.workflow.reward_stages import ENVIRONMENT
 from leaderless.stages.context import StageContext
 from leaderless.stages.earlier_turns import EarlierTurns, earlier_episodes
 from leaderless.stages.episode_samples import Play, Played

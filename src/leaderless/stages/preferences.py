@@ -19,7 +19,7 @@ from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Mean, Share
-from leaderless.planner.workflow.preference_stages import REFERENCE_SCORES
+from leaderless.planner.workflow.reward_stages import REFERENCE_SCORES
 from leaderless.stages.context import StageContext
 from leaderless.stages.mini_batches import Loss, MiniBatch, OptimizerUpdate, metric_name
 from leaderless.training.engine import TrainEngine

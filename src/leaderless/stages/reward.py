@@ -17,7 +17,7 @@ from leaderless.config.data import DatasetConfig
 from leaderless.data.batch import Batch, Column
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.environments.journal import text_of
-from leaderless.planner.workflow.reward_stage import ENVIRONMENT, SUCCESS, judge_metrics, reward_names
+from leaderless.planner.workflow.reward_stages import ENVIRONMENT, SUCCESS, judge_metrics, reward_names
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import Passage, RewardInput
 from leaderless.rollout.engine import Completion

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from leaderless.algorithms.sac_settings import SacConfig
-from leaderless.config.body import BodyConfig
-from leaderless.config.models import ModelConfig, OptimizerConfig
-from leaderless.config.training import Whole
+from leaderless.config.environment import BodyConfig
+from leaderless.config.models import ModelConfig, OptimizerConfig, Whole
 from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.blocks import LocalWeight

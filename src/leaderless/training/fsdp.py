@@ -31,7 +31,7 @@ from leaderless.models.uploads import one_copy, placed
 from leaderless.models.value_model import ValueModel
 from leaderless.models.vision.image_readers import Pixels
 from leaderless.models.vision.vision_models import VisionDecoder, VisionLM
-from leaderless.planner.checks.divisibility import check_divides, check_experts
+from leaderless.planner.checks.capabilities import check_divides, check_experts
 from leaderless.planner.graph.adapters import lora_of
 from leaderless.planner.layout import BACK, EXPERTS
 from leaderless.training.engine import EngineSetup, TrainEngine

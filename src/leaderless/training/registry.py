@@ -7,7 +7,7 @@ from typing import Protocol, cast
 
 from leaderless.base.named_functions import load_own
 from leaderless.config import RecipeError
-from leaderless.planner.train_backends import KEY, backend_of
+from leaderless.planner.engines import BACKEND_KEY, backend_of
 from leaderless.training.engine import EngineSetup, TrainEngine, ValueEngine
 
 
@@ -39,7 +39,7 @@ def _make(backend: str, setup: EngineSetup, protocol: type[Protocol]) -> object:
     missing = sorted(name for name in names if not name.startswith("_") and not hasattr(engine, name))
     if missing:
         raise RecipeError.at(
-            KEY,
+            BACKEND_KEY,
             f"'{backend}' made {type(engine).__name__} for role '{setup.role}', which is no {protocol.__name__}: "
             f"it lacks {', '.join(missing)}",
         )

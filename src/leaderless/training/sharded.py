@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import override
 
 from leaderless.base.devices import trim_host_memory
-from leaderless.config.models import ModelConfig, OptimizerConfig
-from leaderless.config.training import Whole
+from leaderless.config.models import ModelConfig, OptimizerConfig, Whole
 from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Placement, Pool, everything, shard_rows

@@ -24,7 +24,7 @@ import gpu_ready
 from gpu_call import Call
 from gpu_machine import PRESETS, Machine
 from gpu_plan import planned_memory
-from leaderless.planner.memory.parts import CONTEXT_BYTES
+from leaderless.planner.memory.rank import CONTEXT_BYTES
 
 GIB = 1 << 30
 GOOD: dict[str, Any] = {

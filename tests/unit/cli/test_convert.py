@@ -19,8 +19,8 @@ from leaderless.cli.convert_config.convert import TABLES, Converted, Framework, 
 from leaderless.cli.convert_config.table import LOGGERS, Row
 from leaderless.cli.main import app
 from leaderless.config import RecipeError, all_keys, load_recipe
-from leaderless.config.foreign_names import own_name
 from leaderless.config.layout import LayoutConfig
+from leaderless.config.load import own_name
 from leaderless.config.models import ModelConfig
 from leaderless.observability.loggers.registry import BUILT_IN
 from leaderless.rewards.trl_and_verl import math_of_verl

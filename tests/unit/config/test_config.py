@@ -10,9 +10,8 @@ from pydantic import ValidationError
 from tests.unit.recipes import make_recipe, only_problem, write_recipe
 
 from leaderless.config import Problem, Recipe, RecipeError, all_keys, dump_recipe, load_recipe, nearest
-from leaderless.config.channels import ChannelConfig
-from leaderless.config.foreign_names import _NAMES, own_name
-from leaderless.config.layout import LayoutConfig
+from leaderless.config.layout import ChannelConfig, LayoutConfig
+from leaderless.config.load import _NAMES, own_name
 from leaderless.config.models import ModelConfig
 from leaderless.config.source import apply_overrides, read_yaml
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from leaderless.config import Recipe, all_keys
-from leaderless.config.reward_options import RewardOptions
+from leaderless.config.judges import RewardOptions
 
 OWN = "tests.unit.algorithms.test_custom_classes:Harmonic"
 MINIMAL = {"name": "a", "workflow": "w", "models": {"policy": "m"}, "data": {"train": {"path": "x"}}, "steps": 1}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from leaderless.data.buffer.block_exchange import ExchangeLeg, Result, Talk
 from leaderless.data.buffer.block_routes import HELD, SPARE, WANTED, Meeting, agree
 from leaderless.planner import Layout, Reshard
-from leaderless.planner.assign.balance import Int, assign
+from leaderless.planner.assign.balance import EarlierWork, Int, assign, by_part
 from leaderless.planner.assign.blocks import (
     LATE_LEGS,
     NUM_LEGS,
@@ -26,7 +26,6 @@ from leaderless.planner.assign.blocks import (
     num_messages,
 )
 from leaderless.planner.assign.routes import RowRoutes
-from leaderless.planner.assign.step_parts import EarlierWork, by_part
 
 
 @dataclass

@@ -18,9 +18,16 @@ from leaderless.data.buffer.block_exchange import MeshPosition
 from leaderless.data.buffer.group_selection import Span, select_in_blocks, span_of
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.planner import Layout, Load, Reshard, flat
-from leaderless.planner.assign.balance import Int, sequence_cost
+from leaderless.planner.assign.balance import (
+    NO_GROUP,
+    EarlierWork,
+    Int,
+    at_places,
+    first_places,
+    parts_of,
+    sequence_cost,
+)
 from leaderless.planner.assign.blocks import ROUNDS_PER_LEG, SELECTION_LEGS, Mesh, is_in_blocks, num_messages
-from leaderless.planner.assign.step_parts import NO_GROUP, EarlierWork, at_places, first_places, parts_of
 from leaderless.planner.entries import QUADRATIC_TOKENS
 from leaderless.planner.simulate.rows import RowPlacement, SimulatedRows, Workload
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leaderless.config.channels import Stragglers
+from leaderless.config.layout import Stragglers
 from leaderless.worker.asynchronous.async_state import RolloutQuota
 
 

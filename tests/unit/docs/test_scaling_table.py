@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from leaderless.planner import Cluster, Plan, make_plan
-from leaderless.planner.memory.parts import DeviceMemory
+from leaderless.planner.memory.rank import DeviceMemory
 from leaderless.planner.workflow import load_recipe, resolve_workflow
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from leaderless.config import RecipeError
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators.babyai_levels import VIEW, BabyAI
 from leaderless.embodied.simulators.gymnasium_envs import GymnasiumBody, Panda
 from leaderless.embodied.simulators.libero_tasks import _Suite

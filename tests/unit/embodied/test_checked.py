@@ -14,7 +14,7 @@ from tests.small_bodies import Bins
 from tests.small_worlds import Line
 
 from leaderless.config import RecipeError
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyEpisode, BodyTask
 from leaderless.embodied.rollout.vector_envs import open_worlds
 from leaderless.embodied.simulators.env_checker import check_steps, not_finite

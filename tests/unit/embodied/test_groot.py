@@ -12,7 +12,7 @@ from tests.unit.embodied.looking import ARM, check_rows_are_alone, check_scores,
 from torch import Tensor
 
 from leaderless.config import RecipeError
-from leaderless.config.body import PolicyConfig
+from leaderless.config.environment import PolicyConfig
 from leaderless.embodied.policies.groot_n15 import Groot, GrootValue
 from leaderless.embodied.policies.loading import make_model
 from leaderless.embodied.policies.observations import padded

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.embodied import isaac
 
 from leaderless.config import RecipeError
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators import conformance
 from leaderless.embodied.simulators.env_checker import check_steps
 from leaderless.embodied.simulators.isaaclab_tasks import IsaacLab, _library

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from leaderless.config import RecipeError
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators.libero_init_states import read_states, starts_of
 from leaderless.embodied.simulators.libero_tasks import axis_angle
 from leaderless.embodied.simulators.registry import open_body

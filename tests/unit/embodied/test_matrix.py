@@ -15,7 +15,7 @@ from leaderless.algorithms.advantage import AdvantageInputs
 from leaderless.algorithms.advantages.body_gae import BodyGaeAdvantage
 from leaderless.algorithms.body_decisions import Decisions, RewardGrain
 from leaderless.algorithms.packed import Aggregation, Denominators, token_weights
-from leaderless.config.body import Grain
+from leaderless.config.environment import Grain
 from leaderless.embodied.training.decision_units import DecisionUnits, grained
 
 EXECUTED = [[3, 3, 1], [2], [], [3, 2], [3]]

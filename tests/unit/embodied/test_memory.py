@@ -13,7 +13,7 @@ from tests.small_worlds import Line
 
 from leaderless.algorithms.sac_settings import SacConfig
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.embodied.planning.memory import UNIT_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from leaderless.config.body import PolicyConfig
+from leaderless.config.environment import PolicyConfig
 from leaderless.embodied.policies.loading import make_model
 from leaderless.embodied.policies.normalizer import StateNormalizer, joined, moments
 from leaderless.embodied.policies.protocol import BodyPolicy, Observed

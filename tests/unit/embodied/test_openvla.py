@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel, SiglipVisionConfig, SiglipVisionModel
 
 from leaderless.config import RecipeError
-from leaderless.config.body import PolicyConfig
+from leaderless.config.environment import PolicyConfig
 from leaderless.embodied.policies.action_statistics import ActionLimits
 from leaderless.embodied.policies.loading import make_model
 from leaderless.embodied.policies.observations import padded

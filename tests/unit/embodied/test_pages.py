@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators.libero_tasks import SETTLING_STEPS
 from leaderless.embodied.simulators.registry import ADAPTERS, find_body
 

@@ -12,7 +12,7 @@ from tests.small_vla import write_small_pi0
 from tests.unit.embodied.looking import ARM, check_rows_are_alone, check_scores, noise, observed
 
 from leaderless.config import RecipeError
-from leaderless.config.body import PolicyConfig
+from leaderless.config.environment import PolicyConfig
 from leaderless.embodied.policies.loading import make_model
 from leaderless.embodied.policies.pi0 import Pi0, Pi0Value
 from leaderless.embodied.policies.vision_towers import fitted

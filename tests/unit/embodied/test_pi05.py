@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from leaderless.config import RecipeError
-from leaderless.config.body import PolicyConfig
+from leaderless.config.environment import PolicyConfig
 from leaderless.embodied.policies.loading import make_model
 from leaderless.embodied.policies.pi05 import Pi05, Pi05Value, state_words
 from leaderless.embodied.policies.pi05_network import Pi05Config, Pi05Network, own_name

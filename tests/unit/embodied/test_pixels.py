@@ -12,7 +12,7 @@ import torch
 from tests.unit.embodied.cameras import SIZE, Cameras
 from torch import Tensor
 
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.policies.mlp import Mlp
 from leaderless.embodied.policies.protocol import Acted, Observed
 from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyTask

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leaderless.config import RecipeError
-from leaderless.config.body import PolicyConfig
+from leaderless.config.environment import PolicyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.embodied.policies.loading import empty_model, make_model, open_model
 from leaderless.embodied.policies.observations import images_of, padded

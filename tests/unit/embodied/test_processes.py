@@ -12,7 +12,7 @@ import torch
 from tests.small_bodies import WORLD, Bins
 from tests.small_worlds import Line
 
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.data.batch import Batch
 from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyEpisode, BodyTask
 from leaderless.embodied.rollout.vector_envs import VectorEnvs, open_worlds

@@ -8,7 +8,7 @@ import pytest
 from tests.small_worlds import Line
 
 from leaderless.config import RecipeError
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators.registry import open_body
 
 

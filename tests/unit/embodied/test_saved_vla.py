@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.small_vla import write_small_pi0, write_small_pi05, write_small_vla
 
 from leaderless.config import RecipeError
-from leaderless.config.body import PolicyConfig
+from leaderless.config.environment import PolicyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.embodied.policies.loading import empty_model, open_model
 from leaderless.embodied.policies.observations import padded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from leaderless.config.body import Grain
+from leaderless.config.environment import Grain
 from leaderless.embodied.training.decision_units import DecisionUnits, grained
 
 EXECUTED = [[3, 3, 1], [], [2], [3, 2]]

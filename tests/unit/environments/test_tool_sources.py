@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from leaderless.config import RecipeError
-from leaderless.config.environment import EnvironmentConfig
-from leaderless.config.mcp_servers import McpServerConfig
+from leaderless.config.environment import EnvironmentConfig, McpServerConfig
 from leaderless.environments.guarded_environment import EnvironmentFailure, ThreadEnvironment
 from leaderless.environments.protocol import Environment
 from leaderless.environments.tools import Call, tool

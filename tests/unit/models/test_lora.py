@@ -33,7 +33,7 @@ from leaderless.models.lora.linear import adapted_layers, is_adapter, merged, wi
 from leaderless.planner import Plan
 from leaderless.planner.graph.adapters import PREFIX, described, optimizer_of
 from leaderless.planner.memory.model_size import read_model_size
-from leaderless.planner.memory.parts import DeviceMemory
+from leaderless.planner.memory.rank import DeviceMemory
 from leaderless.planner.show.text import print_plan
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.probe import make_probe, probe_of

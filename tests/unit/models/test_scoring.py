@@ -16,7 +16,7 @@ from leaderless.models import compiled_layers, fused_scores, scoring
 from leaderless.models.fused_scores import PLAIN, compile_scores, scores_failure, slope
 from leaderless.models.parallel.vocabulary import VocabularyPart
 from leaderless.models.scoring import Entropy, Scoring, score_tokens
-from leaderless.planner.memory.parts import LARGE_MAX_LOGITS
+from leaderless.planner.memory.rank import LARGE_MAX_LOGITS
 
 ROWS, HIDDEN, VOCABULARY = 23, 12, 30
 CHUNK = 4 * VOCABULARY

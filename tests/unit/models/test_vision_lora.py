@@ -29,7 +29,7 @@ from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.models.lora.linear import adapted_layers, is_adapter, write_adapters
 from leaderless.models.vision.vision_models import VisionLM
 from leaderless.planner.graph.adapters import PREFIX, lora_of
-from leaderless.planner.memory.linear_layers import TEXT_PART
+from leaderless.planner.memory.layers import TEXT_PART
 from leaderless.planner.memory.model_size import read_model_size
 from leaderless.rollout import make_engine
 from leaderless.training.fsdp import FsdpEngine

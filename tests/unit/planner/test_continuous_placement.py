@@ -14,13 +14,12 @@ from tests.unit.recipes import make_recipe, write_model
 
 from leaderless.config import RecipeError
 from leaderless.planner import Cluster, make_plan
+from leaderless.planner.engines import rollout_engine
 from leaderless.planner.placement.candidates import Allowed, Candidate, candidates_of
 from leaderless.planner.placement.continuous import Pools, step_seconds
-from leaderless.planner.placement.cost_fit import fit_seconds
-from leaderless.planner.placement.node_seconds import Rates, StepSeconds
+from leaderless.planner.placement.node_seconds import Rates, StepSeconds, fit_seconds
 from leaderless.planner.placement.search import EQUAL, _simplest, choose_layout, predict_step
 from leaderless.planner.placement.stage_seconds import MachineIdentity, Point, StageSeconds
-from leaderless.planner.rollout_engines import rollout_engine
 from leaderless.planner.show.placement import choice_to_json, reason, without_helpers
 
 STEP_S = 0.005

@@ -37,7 +37,7 @@ from leaderless.planner import (
     SyncWeights,
     Windowed,
 )
-from leaderless.planner.graph.deadlock import find_circle, lag_of
+from leaderless.planner.graph.loops import find_circle, lag_of
 
 DEADLINE_S = 60.0
 """Longest wait of a thread. A stuck world is noticed at once, so that only a broken test takes as long."""

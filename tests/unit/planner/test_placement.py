@@ -15,8 +15,7 @@ from leaderless.config import RecipeError
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.placement.candidates import Allowed, candidates_of
-from leaderless.planner.placement.cost_fit import fit_seconds
-from leaderless.planner.placement.node_seconds import StepSeconds, fullest_place
+from leaderless.planner.placement.node_seconds import StepSeconds, fit_seconds, fullest_place
 from leaderless.planner.placement.search import choose_layout, predict_step
 from leaderless.planner.placement.stage_seconds import (
     MachineIdentity,

@@ -15,12 +15,11 @@ from leaderless.config.models import ModelConfig
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.memory import estimate as memory
 from leaderless.planner.memory import limits
-from leaderless.planner.memory import parts as memory_parts
-from leaderless.planner.memory.cache_pool import UNBOUND, CacheBound
+from leaderless.planner.memory import rank as memory_parts
 from leaderless.planner.memory.fit import MARGIN, Fit, fit_plan
-from leaderless.planner.memory.limits import MAX_LOGITS
+from leaderless.planner.memory.limits import MAX_LOGITS, UNBOUND, CacheBound
 from leaderless.planner.memory.model_size import FAMILIES, read_model_size
-from leaderless.planner.memory.parts import LARGE_MAX_LOGITS, Room, format_bytes
+from leaderless.planner.memory.rank import LARGE_MAX_LOGITS, Room, format_bytes
 from leaderless.planner.workflow import load_recipe, resolve_workflow
 
 SMALL = {
@@ -88,7 +87,7 @@ def test_weights_of_models_that_see_images_are_counted(tmp_path, family, is_froz
 
     from leaderless.distributed.weights.tensor_parallel import divided_dim, sees
     from leaderless.models.loading.tiny_vision import write_vision_model
-    from leaderless.planner.memory.linear_layers import TOWERS
+    from leaderless.planner.memory.layers import TOWERS
 
     is_qwen = family.startswith("qwen")
     if is_qwen:

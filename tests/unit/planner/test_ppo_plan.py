@@ -13,7 +13,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.planner import Cluster, Plan, SyncWeights, make_plan
 from leaderless.planner.memory.model_size import read_model_size
 from leaderless.planner.workflow import Workflow, resolve_workflow, stage
-from leaderless.planner.workflow.evaluation import evaluation_workflow
+from leaderless.planner.workflow.read import evaluation_workflow
 
 
 def ppo(world_size: int = 1, algorithm: Mapping[str, object] | None = None, **sections: object) -> Plan:

@@ -12,8 +12,7 @@ from tests.unit.recipes import make_recipe, plan_of, write_model
 
 from leaderless.config.layout import LayoutConfig
 from leaderless.planner.placement.replan_candidates import FEW_PROPOSED, NUM_PROPOSED, _moved, describe, propose
-from leaderless.planner.placement.replanning import NodeSeconds, step_seconds
-from leaderless.planner.placement.slow_links import Links, find_slow, pairs_in_rounds
+from leaderless.planner.placement.replanning import Links, NodeSeconds, find_slow, pairs_in_rounds, step_seconds
 from leaderless.planner.plan import Plan
 
 JUDGES = "tests.end_to_end.two_judges:workflow"

@@ -13,9 +13,10 @@ from tests.end_to_end.two_judges import layout, workflow
 from tests.unit.recipes import continuous, make_recipe, only_problem, plan_of
 
 from leaderless.config import RecipeError
-from leaderless.config.replanning import ScheduleConfig
+from leaderless.config.layout import ScheduleConfig
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.planner.placement.replanning import (
+    Links,
     NodeSeconds,
     alternatives,
     check_adoptable,
@@ -24,7 +25,6 @@ from leaderless.planner.placement.replanning import (
     lost_seconds,
     step_seconds,
 )
-from leaderless.planner.placement.slow_links import Links
 from leaderless.worker.replan.replanner import Replanner
 
 SCHEDULE = {"replan_every_steps": 1, "layouts": {"apart": {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}}}}

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from tests.unit.recipes import make_recipe, plan_of, write_model
 
-from leaderless.planner.memory.cache_pool import CacheBound
 from leaderless.planner.memory.fit import MARGIN, fit_plan
+from leaderless.planner.memory.limits import CacheBound
 from leaderless.planner.show.fit import Fitted
 
 GIB = 1 << 30

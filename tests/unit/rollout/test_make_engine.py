@@ -20,7 +20,7 @@ from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.planner import Cluster, Layout, Plan, make_plan, rollout_engine
-from leaderless.planner.memory.cache_pool import CachePool
+from leaderless.planner.memory.limits import CachePool
 from leaderless.planner.workflow import resolve_workflow
 from leaderless.rollout import choose_engine as choose
 from leaderless.rollout import make_engine as make

@@ -27,7 +27,7 @@ from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.attention.packed import PackedAttention
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.loading.tokenizer import load_tokenizer
-from leaderless.planner.memory.cache_pool import bucket_of
+from leaderless.planner.memory.limits import bucket_of
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.native import paged_check, paged_plan
 from leaderless.rollout.native.bucket_graphs import BucketGraphs

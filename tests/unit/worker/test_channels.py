@@ -17,9 +17,9 @@ from tests.unit.recipes import end, make_recipe, only_problem, plan_of, write_mo
 
 from leaderless.config import RecipeError
 from leaderless.planner import Cluster, Layout, Plan, Pull, Push, Reshard, RunNode, SyncWeights, make_plan
-from leaderless.planner.graph.deadlock import find_circle, lag_of
+from leaderless.planner.graph.loops import find_circle, lag_of
 from leaderless.planner.memory.estimate import estimate_memory
-from leaderless.planner.memory.parts import DeviceMemory
+from leaderless.planner.memory.rank import DeviceMemory
 from leaderless.planner.show.picture import draw_plan
 from leaderless.planner.show.text import print_plan
 from leaderless.planner.workflow import BUILTIN_STAGES, Node, StageSpec, Workflow, resolve_workflow

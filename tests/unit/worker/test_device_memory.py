@@ -28,9 +28,9 @@ from leaderless.models.attention.shared_prompts import ExpandedAttention, Family
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.gradient_checkpointing import recompute_layers
 from leaderless.planner.memory import engine as memory_of_engines
-from leaderless.planner.memory.cache_pool import UNBOUND, CacheBound
 from leaderless.planner.memory.engine import EngineMemory
 from leaderless.planner.memory.estimate import models_of
+from leaderless.planner.memory.limits import UNBOUND, CacheBound
 from leaderless.planner.memory.model_size import read_model_size
 from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.rollout.native import engine as native

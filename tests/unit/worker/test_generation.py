@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from leaderless.config.channels import Stragglers
+from leaderless.config.layout import Stragglers
 from leaderless.data.batch import Batch
 from leaderless.worker.asynchronous.async_state import (
     STATE_FILE,

@@ -18,7 +18,7 @@ from leaderless.config import RecipeError
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner.memory.fit import MARGIN
 from leaderless.planner.memory.limits import MAX_LOGITS
-from leaderless.planner.memory.parts import LARGE_MAX_LOGITS, Room
+from leaderless.planner.memory.rank import LARGE_MAX_LOGITS, Room
 from leaderless.worker.build import memory_bounds
 from leaderless.worker.build.memory_bounds import MemoryBounds, available_memory, check_memory, lower_limit, read_limits
 from leaderless.worker.rank_info import RankInfo

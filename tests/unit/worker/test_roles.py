@@ -14,11 +14,11 @@ from tests.tiny import tiny_model
 from tests.unit.recipes import make_recipe, plan_of
 
 from leaderless.config import Recipe
-from leaderless.config.training import Whole
+from leaderless.config.models import Whole
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.distributed.transport import Transport
 from leaderless.planner import Cluster, RoleInstance, make_plan
-from leaderless.planner.memory.parts import Room
+from leaderless.planner.memory.rank import Room
 from leaderless.planner.workflow import Workflow
 from leaderless.rollout.external import engine as external
 from leaderless.stages.context import ModelRole

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from leaderless.data.buffer.block_exchange import MeshPosition, Talk
 from leaderless.data.buffer.group_selection import select_in_blocks
 from leaderless.planner import Reshard
-from leaderless.planner.assign.balance import Int
+from leaderless.planner.assign.balance import EarlierWork, Int, by_part, first_places, parts_of
 from leaderless.planner.assign.blocks import (
     HOME,
     BlockUnits,
@@ -40,7 +40,6 @@ from leaderless.planner.assign.blocks import (
     spread,
 )
 from leaderless.planner.assign.routes import RowRoutes
-from leaderless.planner.assign.step_parts import EarlierWork, by_part, first_places, parts_of
 
 HELD, SPARE, WANTED = range(3)
 """Kinds of facts: a row that a rank has, a row that it received before, a row that it needs."""

@@ -45,7 +45,7 @@ from leaderless.planner import (
     Windowed,
     flat,
 )
-from leaderless.planner.assign.step_parts import EarlierWork
+from leaderless.planner.assign.balance import EarlierWork
 
 WINDOWS = "windows"
 """Lane in which windows are sent."""

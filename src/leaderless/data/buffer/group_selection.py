@@ -14,9 +14,8 @@ import torch
 
 from leaderless.data.buffer.block_exchange import MeshPosition, Talk, hold
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.planner.assign.balance import Int
+from leaderless.planner.assign.balance import NO_GROUP, Int, at_places
 from leaderless.planner.assign.blocks import SELECTION_LEGS, Mesh, is_in_blocks
-from leaderless.planner.assign.step_parts import NO_GROUP, at_places
 
 Places = Callable[[int], Int]
 """Takes the number of all groups, and returns the places that are asked for."""

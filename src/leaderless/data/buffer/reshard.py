@@ -29,10 +29,19 @@ from leaderless.data.buffer.transfer import ReshardTransfer
 from leaderless.data.buffer.wire import Schema, schema_from_json, schema_of, schema_to_json
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.planner import Layout, Reshard
-from leaderless.planner.assign.balance import Int, assign, is_repeated, sequence_cost
+from leaderless.planner.assign.balance import (
+    EarlierWork,
+    Int,
+    assign,
+    at_places,
+    by_part,
+    first_places,
+    is_repeated,
+    parts_of,
+    sequence_cost,
+)
 from leaderless.planner.assign.blocks import is_in_blocks
 from leaderless.planner.assign.routes import RowRoutes
-from leaderless.planner.assign.step_parts import EarlierWork, at_places, by_part, first_places, parts_of
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 

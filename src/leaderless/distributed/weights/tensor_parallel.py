@@ -13,8 +13,7 @@ from functools import partial
 
 from leaderless.distributed.weights.blocks import Placement, Shape, WeightBlock, WeightDivision
 from leaderless.planner import Layout
-from leaderless.planner.memory.pipeline_stages import count_layers, stage_of
-from leaderless.planner.memory.vision_size import sees
+from leaderless.planner.memory.layers import count_layers, sees, stage_of
 
 WIDENING = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 """Layers of which each rank has some rows of the weight, and of the bias."""

@@ -7,7 +7,7 @@ from typing import cast
 
 from leaderless.algorithms.sac_settings import SacConfig
 from leaderless.base.named_functions import load_callable
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.config.models import ModelConfig
 
 MEASURED = "leaderless.embodied.policies.policy_size"

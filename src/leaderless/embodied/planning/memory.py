@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.planning.body_size import BodySize, LearnerSize, measure_body, measure_learner
 from leaderless.planner.layout import most_prompts_of_rank
 from leaderless.planner.memory.model import FLOAT32_BYTES, number_bytes
-from leaderless.planner.memory.parts import MemoryEstimate
-from leaderless.planner.memory.rank import Bounds, Parts, RankMemory, fullest_rank
+from leaderless.planner.memory.rank import Bounds, MemoryEstimate, Parts, RankMemory, fullest_rank
 from leaderless.planner.plan import Plan
 from leaderless.planner.plan_parts import RoleInstance, answering
 

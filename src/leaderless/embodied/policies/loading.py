@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from leaderless.base.named_functions import is_function_name, load_class
 from leaderless.base.values import Json
 from leaderless.config import RecipeError, nearest
-from leaderless.config.body import PolicyConfig
+from leaderless.config.environment import PolicyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.embodied.policies.base_folder import BASE, MODEL_TYPE, keep_base
 from leaderless.embodied.policies.normalizer import StateNormalizer

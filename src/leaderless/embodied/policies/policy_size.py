@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from leaderless.algorithms.sac_settings import SacConfig
 from leaderless.config import RecipeError
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.embodied.planning.body_size import BodySize, LearnerSize
 from leaderless.embodied.policies.loading import model_for

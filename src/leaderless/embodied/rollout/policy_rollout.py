@@ -14,7 +14,7 @@ from torch import Tensor
 from leaderless.base.devices import cores_left
 from leaderless.base.values import Json
 from leaderless.config import Recipe
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.embodied.policies.loading import open_model

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators.env_checker import NotAsDeclared, check_seen, check_steps, not_finite
 from leaderless.embodied.simulators.env_processes import EnvironmentLost, EnvironmentProcess, ProcessAnswer
 from leaderless.embodied.simulators.protocol import Observations, Spaces, Steps, VectorEnvironment

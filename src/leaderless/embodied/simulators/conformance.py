@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators.env_checker import NotAsDeclared, check_seen, check_steps, not_finite
 from leaderless.embodied.simulators.protocol import Continuous, Observations, Steps, VectorEnvironment
 from leaderless.embodied.simulators.registry import find_body

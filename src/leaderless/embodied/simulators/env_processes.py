@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from leaderless.base.exits import exit_in_words
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators.env_checker import NotAsDeclared, check_seen, check_steps
 from leaderless.embodied.simulators.protocol import Continuous, Observations, Spaces, Steps
 from leaderless.embodied.simulators.registry import BUILT_IN, open_body

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from leaderless.base.values import Json
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators.env_processes import is_beside_a_rank
 from leaderless.embodied.simulators.protocol import Observations, Steps, VectorEnvironment
 from leaderless.embodied.simulators.registry import find_body

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from leaderless.base.named_functions import is_function_name, load_class
 from leaderless.config import Recipe, RecipeError, nearest
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators.protocol import VectorEnvironment
 
 ADAPTERS: Mapping[str, str] = {

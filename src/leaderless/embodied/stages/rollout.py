@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaderless.config.body import BodyConfig
+from leaderless.config.environment import BodyConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Column, Jagged, make_sample_ids
 from leaderless.embodied.policies.observations import frame_bytes

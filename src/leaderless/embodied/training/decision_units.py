@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leaderless.config.body import Grain
+from leaderless.config.environment import Grain
 from leaderless.data.batch import ragged_index
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from leaderless.algorithms.body_decisions import Decisions
 from leaderless.config import RecipeError
-from leaderless.config.body import Grain
+from leaderless.config.environment import Grain
 from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.embodied.policies.loading import open_model
 from leaderless.embodied.policies.normalizer import StateNormalizer, joined, moments

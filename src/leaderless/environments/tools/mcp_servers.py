@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
-from leaderless.config.mcp_servers import McpServerConfig
+from leaderless.config.environment import McpServerConfig
 from leaderless.config.packaged_files import how_to_install
 from leaderless.environments.guarded_environment import TOOL, EnvironmentFailure
 from leaderless.environments.tools.calls import Tool, WrongArgumentsError

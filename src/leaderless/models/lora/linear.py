@@ -26,7 +26,7 @@ from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.distributed.weights.tensor_parallel import is_of_experts
 from leaderless.models.lora.dropout import CurrentPass, dropped_product, key_of, watch_passes
 from leaderless.models.lora.expert_lora import ExpertAdapters, adapt_experts, adapted_experts, from_peft, to_peft
-from leaderless.planner.checks.divisibility import only_for_text
+from leaderless.planner.checks.capabilities import only_for_text
 from leaderless.planner.graph.adapters import (
     CONFIG_FILE,
     PREFIX,
@@ -38,8 +38,7 @@ from leaderless.planner.graph.adapters import (
     lora_of,
     name_in_peft,
 )
-from leaderless.planner.memory.linear_layers import TEXT_PART, is_named, with_adapters
-from leaderless.planner.memory.vision_size import sees
+from leaderless.planner.memory.layers import TEXT_PART, is_named, sees, with_adapters
 
 
 class LoraLinear(nn.Linear):

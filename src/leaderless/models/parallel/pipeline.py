@@ -24,8 +24,7 @@ from leaderless.models.attention.packed import PackedAttention
 from leaderless.models.decoder import Decoder
 from leaderless.models.lora.linear import is_adapter
 from leaderless.planner import Layout
-from leaderless.planner.memory.pipeline_stages import check_adapted_stages, check_pipeline, layers_of_stage
-from leaderless.planner.memory.vision_size import sees
+from leaderless.planner.memory.layers import check_adapted_stages, check_pipeline, layers_of_stage, sees
 
 _LENGTHS = (4, 7)
 """Lengths of the two sequences with which a model is tried."""

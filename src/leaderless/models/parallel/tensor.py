@@ -24,8 +24,8 @@ from leaderless.models.lora.linear import LoraLinear, is_adapter
 from leaderless.models.parallel.expert import expert_modules
 from leaderless.models.parallel.reductions import ADDENDS, copied, summed
 from leaderless.models.parallel.vocabulary import VocabularyPart
-from leaderless.planner.checks.divisibility import whole_experts
-from leaderless.planner.memory.vision_size import sees
+from leaderless.planner.checks.capabilities import whole_experts
+from leaderless.planner.memory.layers import sees
 
 SAME_LAYERS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 """Families with the layers of another one, which says how they can be divided while they do not."""

@@ -30,7 +30,7 @@ from leaderless.models.value_model import ValueModel
 from leaderless.models.vision.image_readers import FamilyImageReader, Pixels
 from leaderless.models.vision.mrope import ImagePositions, grid_positions
 from leaderless.models.vision.patches import patches_of
-from leaderless.planner.memory.linear_layers import TOWERS
+from leaderless.planner.memory.layers import TOWERS
 
 ADDING = "_deepstack_process"
 """Method of text models to which more is seen than what they embed; it adds that behind layers."""

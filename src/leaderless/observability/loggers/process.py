@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from leaderless.config.loggers import LoggerConfig
+from leaderless.config.run import LoggerConfig
 from leaderless.observability.hidden_values import without_secrets
 from leaderless.observability.loggers.follower import Follower
 from leaderless.observability.loggers.protocol import LoggedRun, Logger

@@ -9,8 +9,8 @@ from typing import cast
 
 from leaderless.base.named_functions import is_function_name, load_callable
 from leaderless.config import Problem, RecipeError, nearest
-from leaderless.config.loggers import LoggerConfig
 from leaderless.config.packaged_files import how_to_install
+from leaderless.config.run import LoggerConfig
 from leaderless.observability.loggers.protocol import Logger
 
 BUILT_IN: Mapping[str, str] = {

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from leaderless.config.loggers import LoggerConfig
+from leaderless.config.run import LoggerConfig
 from leaderless.observability.loggers.registry import names_of
 
 GRACE_S = 2.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from leaderless.planner.checks import capabilities, divisibility, model_files, settings
-from leaderless.planner.checks.draft import Draft
+from leaderless.planner.checks import capabilities, model_files, settings
+from leaderless.planner.checks.capabilities import Draft
 
 Check = Callable[[Draft], None]
 """Refuses a draft with a `RecipeError`, or lets it pass."""
@@ -32,9 +32,9 @@ OF_MODELS: Sequence[Check] = (
 )
 """Asked once it is known which models are where."""
 OF_SIZES: Sequence[Check] = (
-    divisibility.check_heads,
-    divisibility.check_adapters,
-    divisibility.check_experts_settings,
+    capabilities.check_heads,
+    capabilities.check_adapters,
+    capabilities.check_experts_settings,
     model_files.check_vocabularies,
 )
 """Asked once the sizes of models are known, as far as they can be."""

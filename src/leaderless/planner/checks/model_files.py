@@ -9,10 +9,10 @@ from typing import Any
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.planner.checks.draft import Draft
+from leaderless.planner.checks.capabilities import Draft
+from leaderless.planner.engines import backend_of
 from leaderless.planner.memory.model_size import model_file
 from leaderless.planner.plan_parts import PlannedNode, RoleInstance, answering
-from leaderless.planner.train_backends import backend_of
 
 # fmt: off
 UNDIVIDED = {

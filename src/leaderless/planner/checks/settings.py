@@ -7,11 +7,10 @@ from itertools import product
 from leaderless.algorithms.settings import CriticConfig
 from leaderless.config import RecipeError, nearest
 from leaderless.config.rollout import MAX_RESPONSES
-from leaderless.planner.checks.capabilities import check_axes
-from leaderless.planner.checks.draft import Draft
+from leaderless.planner.checks.capabilities import Draft, check_axes
 from leaderless.planner.graph.schedule import is_expanded, keeps_groups
 from leaderless.planner.plan_parts import answering
-from leaderless.planner.workflow.preference_stages import scored_before
+from leaderless.planner.workflow.reward_stages import scored_before
 
 
 def check_responses(draft: Draft) -> None:

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
-from leaderless.config.roles import origin_of
-from leaderless.planner.rollout_engines import engine_for
-from leaderless.planner.train_backends import backend_of
+from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig, origin_of
+from leaderless.planner.engines import backend_of, engine_for
 
 if TYPE_CHECKING:
     from leaderless.planner.plan_parts import RoleInstance

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from leaderless.config import Recipe, RecipeError, nearest
-from leaderless.config.channels import ChannelConfig
+from leaderless.config.layout import ChannelConfig
+from leaderless.planner.engines import engine_of
 from leaderless.planner.graph.row_sets import DATA
 from leaderless.planner.graph.schedule import makers
 from leaderless.planner.layout import format_ranks, places_of_shard
 from leaderless.planner.plan_parts import PlannedNode, RoleInstance
-from leaderless.planner.rollout_engines import engine_of
 
 Pool = frozenset[int]
 """Ranks of nodes that share ranks, directly or through other nodes."""

@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from leaderless.config import Recipe
 from leaderless.planner.graph.judges import as_judged
 from leaderless.planner.layout import most_prompts_of_rank
-from leaderless.planner.memory.cache_pool import CacheBound, bucket_of, buffers_bytes, pool_tokens
-from leaderless.planner.memory.limits import MOST_SPARE_SLOTS, PREFILL_TOKENS, SMALLEST_SLOT
+from leaderless.planner.memory.limits import (
+    MOST_SPARE_SLOTS,
+    PREFILL_TOKENS,
+    SMALLEST_SLOT,
+    CacheBound,
+    bucket_of,
+    buffers_bytes,
+    pool_tokens,
+)
 from leaderless.planner.memory.model import FLOAT32_BYTES, ModelMemory
-from leaderless.planner.workflow.environment_facts import agents_of
+from leaderless.planner.workflow.products import agents_of
 
 LOGIT_BYTES, TRUNCATED_LOGIT_BYTES = 12, 40
 """Bytes for each logit of a decoding step: itself, scaled, and its weight; for top-p or top-k, sorted as well."""

@@ -8,11 +8,11 @@ from typing import cast
 
 from leaderless.base.named_functions import load_own
 from leaderless.config import Recipe
-from leaderless.config.training import Whole
+from leaderless.config.models import Whole
+from leaderless.planner.engines import backend_of
 from leaderless.planner.graph.adapters import base_of
 from leaderless.planner.graph.judges import as_judged
 from leaderless.planner.layout import all_ranks
-from leaderless.planner.memory.cache_pool import CacheBound, CachePool
 from leaderless.planner.memory.engine import EngineMemory
 from leaderless.planner.memory.limits import (
     CPU_MAX_LOGITS,
@@ -23,14 +23,14 @@ from leaderless.planner.memory.limits import (
     PINNED_BYTES,
     READ_BYTES,
     WEIGHT_BUCKET_BYTES,
+    CacheBound,
+    CachePool,
 )
 from leaderless.planner.memory.model import FLOAT32_BYTES, Guest, ModelMemory, PassMemory, number_bytes
 from leaderless.planner.memory.model_size import ModelSize
-from leaderless.planner.memory.parts import MemoryEstimate, Room
-from leaderless.planner.memory.rank import Bounds, Parts, RankMemory, fullest_rank
+from leaderless.planner.memory.rank import Bounds, MemoryEstimate, Parts, RankMemory, Room, fullest_rank
 from leaderless.planner.plan import Plan
 from leaderless.planner.plan_parts import RoleInstance, answering
-from leaderless.planner.train_backends import backend_of
 from leaderless.planner.workflow.products import PRODUCTS
 
 OwnEstimate = Callable[[Recipe, Plan, Sequence[int], tuple[Bounds, Bounds]], MemoryEstimate | None]

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from leaderless.config import Recipe
-from leaderless.config.training import Whole
+from leaderless.config.models import Whole
 from leaderless.planner.make_plan import longest_part
-from leaderless.planner.memory.cache_pool import PAGE_TOKENS, CacheBound
 from leaderless.planner.memory.estimate import estimate_memory
-from leaderless.planner.memory.parts import COMMANDS, LARGE_MAX_LOGITS, DeviceMemory, Room, format_bytes
+from leaderless.planner.memory.limits import PAGE_TOKENS, CacheBound
+from leaderless.planner.memory.rank import COMMANDS, LARGE_MAX_LOGITS, DeviceMemory, Room, format_bytes
 from leaderless.planner.plan import Plan
 
 MARGIN = 0.85

@@ -1,6 +1,9 @@
-"""Numbers that a plan shares with the code whose memory it counts. Imports nothing."""
+"""Numbers that a plan shares with the code whose memory it counts, and pools of pages for keys and values."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 MIB = 1 << 20
 MAX_LOGITS, CPU_MAX_LOGITS = 1 << 25, 1 << 21
@@ -30,3 +33,91 @@ ROUND_BYTES = 1 << 25
 """Approximate bytes that a rank sends to all its peers in one round, and receives."""
 PIECE_BYTES = (1 << 16, 1 << 22)
 """Least and most of that for one parcel."""
+
+
+PAGE_TOKENS = 64
+"""Tokens of a page: few enough to waste little of the last page, and enough to keep lists of pages short."""
+SPARE_ITEMS = 256
+"""Most items of work that lengths add to the number of rows; with them a device has work for all its processors."""
+
+
+@dataclass(frozen=True)
+class CachePool:
+    """Pool of an engine's pages.
+
+    Attributes:
+        tokens: Tokens of all pages.
+        stays: Whether the pool, the engine's weights and its recorded passes stay while it sleeps.
+    """
+
+    tokens: int
+    stays: bool = False
+
+
+class CacheBound(NamedTuple):
+    """Limits of engines' pools where there is not room for everything.
+
+    Attributes:
+        most_tokens: Most tokens of a pool; None without a bound.
+        stays: Whether it stays while its engine sleeps.
+        has_pages: Whether there are pages, for which CUDA has kernels; else keys and values are in slots.
+    """
+
+    most_tokens: int | None = None
+    stays: bool = False
+    has_pages: bool = True
+
+
+UNBOUND = CacheBound()
+"""A pool for all sequences at their longest, which is released while its engine sleeps."""
+
+
+def pages_for(tokens: int) -> int:
+    """Pages of a segment of some tokens and one more."""
+    return -(-(tokens + 1) // PAGE_TOKENS)
+
+
+def pool_tokens(num_sequences: int, own: int, num_prompts: int, prompt: int, most: int | None) -> int:
+    """Tokens of a pool in which no sequence has to wait for pages, or of the largest one that is allowed.
+
+    Args:
+        num_sequences: Sequences that are decoded at the same time.
+        own: Most tokens that each of them has for itself.
+        num_prompts: Prompts that several sequences share.
+        prompt: Most tokens of a prompt.
+        most: Most tokens of the pool; a single sequence has to fit in any case. None without a bound.
+    """
+    # An engine starts a sequence only if each of the others may take one page more.
+    pages = num_sequences * (pages_for(own) + 1) + num_prompts * pages_for(prompt)
+    if most is not None:
+        pages = min(pages, max(most // PAGE_TOKENS, pages_for(own + prompt) + 2))
+    return pages * PAGE_TOKENS
+
+
+def bucket_of(num_rows: int) -> int:
+    """Round a number of rows up to a power of two, or from 16 on also to one and a half times such a power.
+
+    It is at least two: for a single row, when the last response is left, `torch.compile` would make other kernels.
+    """
+    power = 1 << max(1, (num_rows - 1).bit_length())
+    return 3 * power // 4 if power >= 32 and num_rows <= 3 * power // 4 else power
+
+
+def buffers_bytes(most_rows: int, longest: int, num_heads: int, head_dim: int) -> int:
+    """Bytes of the memory through which numbers reach passes, and of what these write for each other.
+
+    For each row, 32 bytes by which its token is drawn and written, 28 of the places of its work, 16 of what is drawn, 4
+    of its number, and 8 of its last token; 20 bytes for each item of work; and 4 for each page that is listed, which
+    are as many as fit prompts and responses of the greatest length as there are rows. Results of items of work are
+    float32, with a normalizer each.
+
+    Args:
+        most_rows: Most sequences that are decoded at the same time.
+        longest: Most tokens of a sequence.
+        num_heads: Heads of queries.
+        head_dim: Numbers of a head.
+    """
+    rows = bucket_of(most_rows)
+    pages = 2 * rows * -(-longest // PAGE_TOKENS)
+    numbers = rows * (32 + 28 + 16 + 4 + 8) + 2 * (rows + SPARE_ITEMS) * 20 + 4 * pages
+    return numbers + (3 * rows + 2 * SPARE_ITEMS) * num_heads * (head_dim + 1) * 4

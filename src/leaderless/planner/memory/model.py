@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from leaderless.config import Recipe
-from leaderless.config.models import ModelConfig
+from leaderless.config.models import ModelConfig, Whole
 from leaderless.config.rollout import RolloutConfig
-from leaderless.config.training import Whole
+from leaderless.planner.engines import RolloutEngineSpec, engine_for
 from leaderless.planner.graph.adapters import companions_of, donor_of
 from leaderless.planner.memory.limits import MAX_WORDS
 from leaderless.planner.memory.model_size import ModelSize
 from leaderless.planner.memory.vision_size import NO_VISION, VisionSize
 from leaderless.planner.plan_parts import RoleInstance
-from leaderless.planner.rollout_engines import RolloutEngineSpec, engine_for
 
 FLOAT32_BYTES = 4
 

@@ -11,15 +11,15 @@ from leaderless.base.errors import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig
 from leaderless.planner.graph.adapters import lora_of
 from leaderless.planner.layout import Layout
-from leaderless.planner.memory.linear_layers import (
+from leaderless.planner.memory.layers import (
     TEXT_PART,
     Linear,
     decoder_layers,
+    layers_of_stage,
     num_adapter_weights,
     widest_inputs,
     with_adapters,
 )
-from leaderless.planner.memory.pipeline_stages import layers_of_stage
 from leaderless.planner.memory.vision_size import TEXT, VisionSize, text_config, vision_tower
 
 QKV_BIAS = {"qwen2", "qwen2_moe"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from leaderless.planner.memory.linear_layers import TOWERS, Linear
+from leaderless.planner.memory.layers import TOWERS, Linear
 
 TEXT: Mapping[str, tuple[str, ...]] = {
     "qwen2_vl": ("qwen2",),
@@ -30,13 +30,6 @@ UNSAID: Mapping[str, Mapping[str, int]] = {
 }
 """Values of layers for text where their section does not say: published files leave out what is as `transformers` has
 it by default."""
-SIGHT = {"visual", "vision_tower", "multi_modal_projector"}
-"""Modules that see images."""
-
-
-def sees(name: str) -> bool:
-    """Whether a weight or a module, by its name, belongs to the part of a model that sees images."""
-    return not SIGHT.isdisjoint(name.split("."))
 
 
 @dataclass(frozen=True)

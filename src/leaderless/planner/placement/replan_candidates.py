@@ -13,11 +13,9 @@ from math import gcd
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.layout import LayoutConfig
 from leaderless.planner.layout import format_ranks
-from leaderless.planner.placement.candidates import Allowed, Candidate, candidates_of, placeable
+from leaderless.planner.placement.candidates import Allowed, Candidate, Rough, candidates_of, placeable
 from leaderless.planner.placement.node_seconds import StepSeconds
-from leaderless.planner.placement.replanning import NodeSeconds, check_exchangeable, with_layout
-from leaderless.planner.placement.rough_estimate import Rough
-from leaderless.planner.placement.slow_links import Links
+from leaderless.planner.placement.replanning import Links, NodeSeconds, check_exchangeable, with_layout
 from leaderless.planner.placement.stage_seconds import MachineIdentity, Profile, StageSeconds
 from leaderless.planner.plan import Plan
 

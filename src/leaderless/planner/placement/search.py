@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from leaderless.config import Recipe, RecipeError
+from leaderless.planner.engines import engine_of
 from leaderless.planner.layout import Cluster
 from leaderless.planner.make_plan import make_plan
 from leaderless.planner.memory.estimate import estimate_memory
 from leaderless.planner.memory.fit import fit_plan
-from leaderless.planner.placement.candidates import Allowed, Candidate, candidates_of
+from leaderless.planner.placement.candidates import Allowed, Candidate, Rough, candidates_of
 from leaderless.planner.placement.node_seconds import StepSeconds
-from leaderless.planner.placement.rough_estimate import Rough
 from leaderless.planner.placement.stage_seconds import Profile, check_profile
 from leaderless.planner.placement.step_seconds import Predicted, predict
 from leaderless.planner.plan import Plan
-from leaderless.planner.rollout_engines import engine_of
 from leaderless.planner.simulate.cluster import GIB
 from leaderless.planner.workflow import Workflow
 

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from leaderless.base.values import Json
 from leaderless.config import Recipe
-from leaderless.planner.memory.cache_pool import CachePool
 from leaderless.planner.memory.estimate import estimate_memory, plan_pool
 from leaderless.planner.memory.fit import MARGIN, Fit, fit_plan
-from leaderless.planner.memory.parts import MemoryEstimate, format_bytes
+from leaderless.planner.memory.limits import CachePool
+from leaderless.planner.memory.rank import MemoryEstimate, format_bytes
 from leaderless.planner.plan import Plan
 from leaderless.planner.show.text import print_section
 from leaderless.planner.simulate.cluster import GIB

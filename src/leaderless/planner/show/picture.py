@@ -15,7 +15,7 @@ from jinja2 import Environment, Template
 from leaderless.planner.entries import Repeat, SyncWeights
 from leaderless.planner.graph.row_sets import DATA
 from leaderless.planner.layout import format_ranks
-from leaderless.planner.memory.parts import format_bytes
+from leaderless.planner.memory.rank import format_bytes
 from leaderless.planner.plan import Plan
 from leaderless.planner.plan_parts import Loop, PlannedNode
 from leaderless.planner.show.graph_layout import FRAME, GraphLink, LaneFrame, Point, Wire, place, place_lanes

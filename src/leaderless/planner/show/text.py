@@ -14,9 +14,9 @@ from rich.text import Text
 from leaderless.base.values import Json
 from leaderless.planner.entries import Action, Pull, Push, Repeat, Reshard, SyncWeights, Windowed
 from leaderless.planner.layout import format_ranks
+from leaderless.planner.memory.layers import layers_of_stage
 from leaderless.planner.memory.model_size import ModelSize
-from leaderless.planner.memory.parts import COMMANDS, MemoryEstimate, format_bytes
-from leaderless.planner.memory.pipeline_stages import layers_of_stage
+from leaderless.planner.memory.rank import COMMANDS, MemoryEstimate, format_bytes
 from leaderless.planner.plan import Plan
 from leaderless.planner.plan_parts import PlannedNode, RoleInstance
 from leaderless.planner.simulate.cluster import GIB, ClusterConfig

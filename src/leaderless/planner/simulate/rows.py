@@ -11,9 +11,16 @@ from numpy.typing import NDArray
 
 from leaderless.config import Recipe
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard
-from leaderless.planner.assign.balance import assign, is_repeated, sequence_cost
+from leaderless.planner.assign.balance import (
+    assign,
+    at_places,
+    by_part,
+    first_places,
+    is_repeated,
+    parts_of,
+    sequence_cost,
+)
 from leaderless.planner.assign.blocks import BlockUnits, Mesh, Shards, assign_in_blocks, is_in_blocks
-from leaderless.planner.assign.step_parts import at_places, by_part, first_places, parts_of
 from leaderless.planner.graph.schedule import makers
 from leaderless.planner.simulate.cluster import WorkloadConfig
 from leaderless.planner.workflow.columns import EXPERTS_PER_TOKEN, IMAGE_BYTES_PER_TOKEN, Axis, column_of

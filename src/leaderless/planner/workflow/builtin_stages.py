@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from leaderless.config import RecipeError
 from leaderless.config.environment import custom_reader
+from leaderless.config.models import origin_of
 from leaderless.config.packaged_files import server_refusal
-from leaderless.config.roles import origin_of
 from leaderless.planner.workflow.columns import (
     BODY_COLUMNS,
     EPISODE_IDS,
@@ -20,9 +20,8 @@ from leaderless.planner.workflow.columns import (
     SEEN_COLUMNS,
     TAKEN_COLUMNS,
 )
-from leaderless.planner.workflow.environment_facts import agents_of, tools_of
-from leaderless.planner.workflow.preference_stages import PREFERENCE_STAGES
-from leaderless.planner.workflow.reward_stage import REWARD
+from leaderless.planner.workflow.products import agents_of, tools_of
+from leaderless.planner.workflow.reward_stages import PREFERENCE_STAGES, REWARD
 from leaderless.planner.workflow.stage_spec import STAGES, StageSpec
 from leaderless.planner.workflow.training_stages import (
     SEQUENCE,

@@ -1,14 +1,18 @@
-"""The kinds of runs, and the functions that some of them have in place of those for text. Imports no torch.
+"""The kinds of runs, and facts about what a recipe names, by functions of rooms above. Imports no torch.
 
 Functions are named as `package.module:function`, and only what calls one imports it: nothing imports policies and
-simulators, or a server, but the runs that need them.
+simulators, or a server, but the runs that need them. Environments are classes and functions of users, and so is the
+knowledge of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from leaderless.base.named_functions import load_function
+from leaderless.config.environment import EnvironmentConfig
 
 if TYPE_CHECKING:
     from leaderless.config.recipe import Product
@@ -49,3 +53,29 @@ PRODUCTS: Mapping[Product, ProductFunctions] = {
     ),
 }
 """The functions of each kind of run; the functions of its stages are in their contracts."""
+
+
+FACTS = "leaderless.environments.plan_facts"
+"""Module whose functions say what the environment of a recipe is like, each from the recipe's section."""
+
+
+def agents_of(config: EnvironmentConfig) -> tuple[str, ...]:
+    """Names of the agents of an environment; none of a program, which has one without a name.
+
+    Raises:
+        RecipeError: There is no such environment, or its constructor does not take the options.
+    """
+    return _ask("agents_of", config)
+
+
+def tools_of(config: EnvironmentConfig) -> tuple[str, ...]:
+    """Names of the tools of an environment, and of tools that the recipe adds, without tools of servers.
+
+    Raises:
+        RecipeError: As of `agents_of`; or a tool cannot be described, or two have the same name.
+    """
+    return _ask("tools_of", config)
+
+
+def _ask(name: str, config: EnvironmentConfig) -> tuple[str, ...]:
+    return cast("tuple[str, ...]", load_function(f"{FACTS}:{name}", "environment.type", 1)(config))

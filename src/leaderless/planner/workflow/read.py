@@ -12,6 +12,7 @@ from leaderless.base.named_functions import is_function_name, load_function
 from leaderless.config import LoadedRecipe, Problem, RecipeError, nearest
 from leaderless.config import load as config_load
 from leaderless.config.source import RecipeSource, Setting, merge_settings, read_yaml
+from leaderless.planner.workflow.builtin_stages import KEEP, RESPOND
 from leaderless.planner.workflow.workflow import Workflow
 
 
@@ -166,3 +167,15 @@ def load_recipe(recipe: str | Path | RecipeSource, overrides: Sequence[str] = ()
         RecipeError: There are problems; all are named, each with its place.
     """
     return config_load.load_recipe(recipe, overrides, lambda name: {"algorithm": resolve_workflow(name).algorithm})
+
+
+ANSWER = "answer"
+"""Name of the node that samples the responses."""
+JUDGE = "judge"
+"""Name of the node that has the judges which are models of the recipe."""
+
+
+def evaluation_workflow(role: str, *, is_judged: bool = False) -> Workflow:
+    """A workflow in which a role answers; with judges that are models, they have a node, and so a layout, as well."""
+    workflow = Workflow("evaluation").node(ANSWER, run=RESPOND, role=role)
+    return workflow.node(JUDGE, run=KEEP, after=ANSWER) if is_judged else workflow

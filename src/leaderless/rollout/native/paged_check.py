@@ -12,7 +12,7 @@ from torch import Tensor
 from leaderless.config.rollout import SamplingConfig
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM
-from leaderless.planner.memory.cache_pool import PAGE_TOKENS
+from leaderless.planner.memory.limits import PAGE_TOKENS
 from leaderless.rollout.native.paged_attention import PagedAttend, attend_with_torch
 from leaderless.rollout.native.paged_plan import Arrangement
 from leaderless.rollout.native.paged_staging import Staging

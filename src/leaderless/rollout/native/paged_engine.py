@@ -30,7 +30,7 @@ from leaderless.models.attention.packed import check_window
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.routers import Routers
 from leaderless.models.uploads import placed
-from leaderless.planner.memory.cache_pool import PAGE_TOKENS
+from leaderless.planner.memory.limits import PAGE_TOKENS
 from leaderless.rollout.engine import Delta
 from leaderless.rollout.native.bucket_graphs import BucketGraphs
 from leaderless.rollout.native.decode_state import Running

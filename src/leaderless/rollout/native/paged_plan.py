@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from leaderless.planner.memory.cache_pool import SPARE_ITEMS
+from leaderless.planner.memory.limits import SPARE_ITEMS
 from leaderless.rollout.native.kv_cache import Segment
 from leaderless.rollout.native.pages import PagePool
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from leaderless.base.devices import can_pin
-from leaderless.planner.memory.cache_pool import bucket_of
+from leaderless.planner.memory.limits import bucket_of
 from leaderless.rollout.native.paged_plan import (
     TILE_ROWS,
     Arrangement,

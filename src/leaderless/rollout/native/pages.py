@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from leaderless.models.uploads import one_copy, placed
-from leaderless.planner.memory.cache_pool import PAGE_TOKENS
+from leaderless.planner.memory.limits import PAGE_TOKENS
 from leaderless.rollout.native.kv_cache import KeyValueStore, LayerKeysValues, Segment, Store
 
 LEAST_WIDTH = 8

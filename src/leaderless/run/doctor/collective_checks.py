@@ -13,7 +13,7 @@ from uuid import uuid4
 import torch
 
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.planner.placement.slow_links import pairs_in_rounds
+from leaderless.planner.placement.replanning import pairs_in_rounds
 from leaderless.run.doctor.finding import DoctorFinding, Level, differences
 
 NUM_ROUND_TRIPS = 20

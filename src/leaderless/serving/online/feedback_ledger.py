@@ -11,7 +11,7 @@ from functools import cached_property
 
 from leaderless.base.values import Json
 from leaderless.config import nearest
-from leaderless.config.online import MAX_REWARD, OnlineConfig
+from leaderless.config.environment import MAX_REWARD, OnlineConfig
 from leaderless.environments.episode_trace import Said, Trace
 from leaderless.serving.api.errors import ApiError
 from leaderless.serving.online.groups import grouped

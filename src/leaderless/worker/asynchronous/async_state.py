@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from leaderless.config import RecipeError
-from leaderless.config.channels import Stragglers
+from leaderless.config.layout import Stragglers
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.planner.layout import in_proportion, places_of_shard
 

@@ -16,9 +16,8 @@ from leaderless.models.loading.support import sees_images
 from leaderless.models.vision.image_readers import FamilyImageReader, open_reader
 from leaderless.planner import Plan, RoleInstance, answering
 from leaderless.planner.checks.model_files import check_scorer, scorers_of
+from leaderless.planner.engines import backend_of, engine_for
 from leaderless.planner.graph.adapters import companions_of
-from leaderless.planner.rollout_engines import engine_for
-from leaderless.planner.train_backends import backend_of
 from leaderless.rollout.external.lora_slots import Sharing, shared_by
 from leaderless.training.engine import ApartSetup
 

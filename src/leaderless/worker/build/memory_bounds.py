@@ -16,14 +16,14 @@ import torch
 from rich.markup import escape
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.training import Whole
+from leaderless.config.models import Whole
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.observability.run_directory import RunDirectory, write_atomically
 from leaderless.planner import Plan, format_bytes
 from leaderless.planner.memory.estimate import estimate_memory
 from leaderless.planner.memory.fit import fit_plan
 from leaderless.planner.memory.limits import MAX_LOGITS
-from leaderless.planner.memory.parts import Room
+from leaderless.planner.memory.rank import Room
 from leaderless.worker.rank_info import RankInfo
 
 

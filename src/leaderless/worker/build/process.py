@@ -34,7 +34,7 @@ from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.planner import Plan, RoleInstance, answering
-from leaderless.planner.memory.parts import Room
+from leaderless.planner.memory.rank import Room
 from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.rewards.judges.judge import AnswerFile
 from leaderless.rewards.pool import RewardPool

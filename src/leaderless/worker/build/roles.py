@@ -29,11 +29,11 @@ from leaderless.models.loading.tokenizer import check_vocabulary, load_chat_toke
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering, trained_instance, trains_reward_model
 from leaderless.planner.checks.model_files import players_of
+from leaderless.planner.engines import engine_for, engine_of
 from leaderless.planner.graph.adapters import base_of, companions_of, donor_of, optimizer_of
 from leaderless.planner.graph.judges import as_judged
 from leaderless.planner.memory.estimate import plan_pool
-from leaderless.planner.memory.parts import Room
-from leaderless.planner.rollout_engines import engine_for, engine_of
+from leaderless.planner.memory.rank import Room
 from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.external.engine import ExternalEngine

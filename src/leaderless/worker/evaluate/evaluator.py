@@ -27,7 +27,7 @@ from leaderless.observability.metrics import Metrics
 from leaderless.planner import Layout, Plan, answering
 from leaderless.planner.workflow.metrics import pass_at_sizes
 from leaderless.planner.workflow.products import PRODUCTS
-from leaderless.planner.workflow.reward_stage import ENVIRONMENT, SUCCESS
+from leaderless.planner.workflow.reward_stages import ENVIRONMENT, SUCCESS
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, generate, prompts_of

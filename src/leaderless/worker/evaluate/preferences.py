@@ -24,7 +24,7 @@ from leaderless.data.sources.disk_cache import Arrays, DataCache
 from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.observability.metrics import Metrics, Share
 from leaderless.planner import Layout, Plan, trained_instance
-from leaderless.planner.workflow.preference_stages import REFERENCE_SCORES, scored_before
+from leaderless.planner.workflow.reward_stages import REFERENCE_SCORES, scored_before
 from leaderless.stages.context import ModelRole
 from leaderless.stages.preferences import evaluate_preferences, score_sides
 from leaderless.stages.reward_model import evaluate_reward_model, score_pairs

@@ -16,15 +16,17 @@ from leaderless.planner import Loop, Plan
 from leaderless.planner.placement.replan_candidates import describe, propose
 from leaderless.planner.placement.replanning import (
     OWN,
+    Links,
     NodeSeconds,
     ReplanChoice,
     alternatives,
     choose,
+    find_slow,
     loop_seconds,
     lost_seconds,
+    pairs_in_rounds,
     step_seconds,
 )
-from leaderless.planner.placement.slow_links import Links, find_slow, pairs_in_rounds
 from leaderless.worker.asynchronous.channels import between_loops, wait_for
 from leaderless.worker.build.parts import Parts
 

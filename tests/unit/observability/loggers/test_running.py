@@ -10,7 +10,7 @@ import pytest
 from tests.loggers import begin, notes, steps
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.loggers import LoggerConfig
+from leaderless.config.run import LoggerConfig
 from leaderless.observability.loggers.process import LoggerProcess
 from leaderless.observability.loggers.registry import check_loggers, find_logger, names_of
 from leaderless.observability.loggers.start import loggers_running

@@ -13,7 +13,7 @@ from tests.unit.planner.test_joins import joint
 from tests.unit.recipes import make_recipe, write_model
 
 from leaderless.config import RecipeError, all_keys
-from leaderless.config.channels import ChannelConfig
+from leaderless.config.layout import ChannelConfig
 from leaderless.planner import Cluster, Layout, Load, Reshard, make_plan
 from leaderless.planner.simulate.cluster import ClusterConfig
 from leaderless.planner.simulate.network import Network

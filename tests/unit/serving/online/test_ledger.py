@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from leaderless.config.online import OnlineConfig
+from leaderless.config.environment import OnlineConfig
 from leaderless.environments.episode_trace import Said, Trace
 from leaderless.serving.api.errors import ApiError
 from leaderless.serving.online.feedback_ledger import ReplyChoice, ReplyLedger
