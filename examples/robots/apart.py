@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from leaderless.algorithms.sac_settings import SacConfig
+from leaderless.algorithms.settings import SacConfig
 from leaderless.config.models import OptimizerConfig
 from leaderless.embodied.data.replay_buffer import ReplayBuffer
 from leaderless.embodied.policies.squashed import Squashed

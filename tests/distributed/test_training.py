@@ -74,9 +74,8 @@ def _accumulate(engine: FsdpEngine, batch: Batch, transport: Transport) -> None:
 
     def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
         old = outputs.log_probs.detach() + 0.3 * gain[micro_batch.response_index]
-        tokens = clipped_policy_loss(
-            outputs.log_probs, old, gain[micro_batch.response_index], clip_low=0.2, clip_high=0.5
-        )
+        ratios, gains = outputs.log_probs - old, gain[micro_batch.response_index]
+        tokens = clipped_policy_loss(ratios, gains, clip_low=0.2, clip_high=0.5)
         return (weights[micro_batch.response_index] * tokens.loss).sum()
 
     add_gradients(engine, batch, loss)

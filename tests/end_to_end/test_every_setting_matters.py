@@ -15,8 +15,7 @@ from tests.end_to_end.cli import ROOT, command
 from tests.tiny import tiny_model, write_additions, write_recipe
 from tests.unit.config.test_config_schema import all_sections
 
-from leaderless.algorithms.sac_settings import SacConfig
-from leaderless.algorithms.settings import CorrectionConfig, RewardModelConfig, TeamConfig
+from leaderless.algorithms.settings import CorrectionConfig, RewardModelConfig, SacConfig, TeamConfig
 from leaderless.base.section import Section
 from leaderless.config.environment import McpServerConfig, OnlineConfig
 from leaderless.config.judges import CriterionConfig, JudgeOptions, PairwiseConfig, ParseConfig, RewardOptions

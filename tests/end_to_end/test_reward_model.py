@@ -17,7 +17,7 @@ from tests.preferences import PAIR_DATA
 from tests.tiny import tiny_model, write_recipe
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from leaderless.algorithms.reward_model import bradley_terry
+from leaderless.algorithms.loss_terms import bradley_terry
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from leaderless.algorithms.algorithm import Algorithm, CheckedRecipe, check_declared
 from leaderless.algorithms.lazy_torch import torch
-from leaderless.algorithms.packed import count_groups, repeat_per_token
+from leaderless.algorithms.packed import Groups, count_groups, repeat_per_token
 from leaderless.algorithms.returns import Moments, token_level_rewards, whiten
 from leaderless.base.errors import RecipeError
 
@@ -88,6 +88,10 @@ class AdvantageInputs:
         is_counted = repeat_per_token(self.is_trained, self.lengths)
         moments = Moments.of(self.sum_over_ranks(Moments.count(values, is_counted)))
         return whiten(values, is_counted, moments, epsilon=epsilon)
+
+    def groups(self) -> Groups:
+        """The rewards by group."""
+        return Groups.of(self.rewards, self.is_valid, self.group_ids)
 
     def signal_share(self) -> float:
         """Groups with a signal over all groups, on all ranks."""

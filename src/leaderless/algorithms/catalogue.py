@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from leaderless.algorithms import correction, covariance, kl, packed, proximal, returns, reward_model, value_loss
+from leaderless.algorithms import correction, loss_terms, packed, policy_loss, returns
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.algorithm import Algorithm
 from leaderless.algorithms.losses import POLICY_LOSSES
@@ -22,17 +22,17 @@ Function = Callable[..., object]
 FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
     "reward": (returns.token_level_rewards, returns.overlong_penalty),
     "whitening": (returns.whiten,),
-    "value loss": (value_loss.clipped_value_loss,),
-    "reward model": (reward_model.bradley_terry,),
-    "covariance": (covariance.covariances,),
-    "KL": (kl.kl_penalty, kl.adapted_coefficient),
+    "value loss": (loss_terms.clipped_value_loss,),
+    "reward model": (loss_terms.bradley_terry,),
+    "covariance": (policy_loss.covariances,),
+    "KL": (loss_terms.kl_penalty, loss_terms.adapted_coefficient),
     "aggregation": (packed.token_weights,),
     "correction": (
         correction.importance_ratios,
         correction.truncated_weights,
         correction.masked_weights,
         correction.is_within,
-        proximal.interpolated_log_probs,
+        correction.interpolated_log_probs,
     ),
 }
 """Functions that several algorithms share, by kind; one that offers several variants lists them in its docstring."""

@@ -1,19 +1,8 @@
 """Inputs, output and declarations of a policy loss.
 
-The functions that compute losses take packed response tokens, one sample's after another's, and return
-the loss of each token:
-
-- `log_probs`: [total] under the current policy, with gradient.
-- `old_log_probs`: [total] under the policy before this step's updates. The ratio is the probability under the current
-  policy over that under the old one.
-- `advantages`: [total].
-- `lengths`: [n] int64, response tokens of each sample, summing to `total`.
-- `is_chosen`: [total] bool, tokens that the loss treats differently.
-- `clip_low`, `clip_high`: range of the ratio, from 1 - clip_low, with clip_low between 0 and 1, to 1 + clip_high, with
-  clip_high above 0.
-
-Log-ratios are cut at +-20 before they are exponentiated, so that nothing overflows: e^20 is far outside any clipping
-range. Half-precision inputs are converted to float32, in which losses are computed and returned.
+A ratio is the probability of a token under the current policy over the one under the old policy. Log-ratios are cut at
++-20 before they are exponentiated, so that nothing overflows: e^20 is far outside any clipping range. Half-precision
+inputs are converted to float32, in which losses are computed and returned.
 """
 
 from __future__ import annotations
@@ -25,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from leaderless.algorithms.algorithm import Algorithm, check_declared
 from leaderless.algorithms.lazy_torch import torch
+from leaderless.algorithms.packed import log_ratio_of, widen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +46,11 @@ class LossInputs:
     is_chosen: Tensor
     columns: Mapping[str, Tensor]
     step: int
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """[total] logarithms of ratios, at least in float32."""
+        return log_ratio_of(self.log_probs, self.old_log_probs)
 
 
 @dataclass(frozen=True)
@@ -134,6 +129,29 @@ class ResponseLoss(PolicyLoss):
                 f"algorithm.aggregation={algorithm.aggregation} does not go with policy_loss.type={self.type}, which "
                 "is defined as a mean over responses: use sequence_mean_token_mean"
             )
+
+
+def covariances(log_probs: Tensor, advantages: Tensor, *, mean_log_prob: float, mean_advantage: float) -> Tensor:
+    """The contribution, without gradient, of each token to the covariance of log-probability and advantage.
+
+    Tokens of a large one lower the entropy most. The means are over the mini-batch on all ranks, so that neither
+    micro-batches nor ranks matter.
+
+    Formula: (log p - mean log p) (A - mean A).
+
+    Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv 2505.22617, the
+    definition of token-wise covariance before Clip-Cov.
+    """
+    return (widen(log_probs.detach()) - mean_log_prob) * (widen(advantages) - mean_advantage)
+
+
+def covariances_of(inputs: ChoiceInputs) -> tuple[float, Tensor]:
+    """Number of tokens of the mini-batch on all ranks, and the covariance of each of this rank's, [total]."""
+    log_probs, advantages = inputs.log_probs, inputs.advantages
+    sums = torch.tensor([float(len(log_probs)), float(log_probs.double().sum()), float(advantages.double().sum())])
+    count, total, gain = inputs.sum_over_ranks(sums.double()).tolist()
+    means = {"mean_log_prob": total / max(count, 1.0), "mean_advantage": gain / max(count, 1.0)}
+    return count, covariances(log_probs, advantages, **means)
 
 
 def compute(loss: PolicyLoss, inputs: LossInputs) -> LossOutput:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from leaderless.algorithms.reward_model import bradley_terry
+from leaderless.algorithms.loss_terms import bradley_terry
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.uploads import one_copy, placed
 from leaderless.observability.metrics import Mean, Share

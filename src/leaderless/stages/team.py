@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from leaderless.algorithms import repeat_per_token
-from leaderless.algorithms.sequential import joint_ratios, rounds_of
+from leaderless.algorithms.team_plays import joint_ratios, rounds_of
 from leaderless.data.batch import Batch, Jagged
 from leaderless.planner.workflow import scored_agent
 from leaderless.stages.context import StageContext

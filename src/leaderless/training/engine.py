@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from leaderless.algorithms.sac_settings import SacConfig
+from leaderless.algorithms.settings import SacConfig
 from leaderless.config.environment import BodyConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig, Whole
 from leaderless.data.batch import Batch, Jagged

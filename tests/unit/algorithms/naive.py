@@ -11,17 +11,19 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from leaderless.algorithms import Aggregation, LossOutput, clipped_value_loss, covariances, kl_penalty
-from leaderless.algorithms.losses.cispo import cispo_loss
-from leaderless.algorithms.losses.clip_cov import clip_cov_loss
-from leaderless.algorithms.losses.cpgd import cpgd_loss
-from leaderless.algorithms.losses.dppo import Divergence, dppo_loss
-from leaderless.algorithms.losses.gmpo import gmpo_loss
-from leaderless.algorithms.losses.gspo import gspo_loss
-from leaderless.algorithms.losses.kl_cov import kl_cov_loss
-from leaderless.algorithms.losses.ppo import clipped_policy_loss
-from leaderless.algorithms.losses.reinforce import reinforce_loss
-from leaderless.algorithms.losses.sapo import sapo_loss
+from leaderless.algorithms import (
+    Aggregation,
+    LossInputs,
+    LossOutput,
+    PolicyLoss,
+    clipped_value_loss,
+    covariances,
+    kl_penalty,
+)
+from leaderless.algorithms.losses import POLICY_LOSSES
+from leaderless.algorithms.losses.clip_cov import ClipCovLoss
+from leaderless.algorithms.losses.dppo import Divergence, DppoLoss
+from leaderless.algorithms.losses.kl_cov import KlCovLoss
 
 AGGREGATIONS: tuple[Aggregation, ...] = (
     "token_mean",
@@ -54,6 +56,24 @@ class Case:
     slope: Twin | None = None
     is_reinforce_on_policy: bool = True
     is_per_response: bool = False
+
+
+def loss_of(
+    loss: PolicyLoss,
+    new: Tensor,
+    old: Tensor,
+    gain: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    is_chosen: Tensor | None = None,
+) -> LossOutput:
+    """A loss of log-probs, old log-probs and advantages; without lengths all tokens are of one response."""
+    lengths = torch.tensor([len(new)]) if lengths is None else lengths
+    none = torch.zeros(len(new), dtype=torch.bool)
+    columns = {"rollout_log_probs": old}
+    return loss.compute(
+        LossInputs(new, old, gain, lengths, ~none, none if is_chosen is None else is_chosen, columns, 1)
+    )
 
 
 def ratio(token: Token) -> float:
@@ -99,9 +119,7 @@ def dppo_weight(token: Token, divergence: Divergence, threshold: float, largest:
 def dppo(divergence: Divergence, threshold: float, largest: float) -> Case:
     """A loss that is a weight without gradient times the policy gradient."""
     return Case(
-        lambda new, old, gain, _: dppo_loss(
-            new, old, gain, divergence=divergence, threshold=threshold, max_ratio=largest
-        ),
+        partial(loss_of, DppoLoss(divergence=divergence, threshold=threshold, max_ratio=largest)),
         each(lambda token: -dppo_weight(token, divergence, threshold, largest) * token[2] * token[0]),
         each(lambda token: -dppo_weight(token, divergence, threshold, largest) * token[2]),
     )
@@ -159,7 +177,7 @@ def chosen(new: Tensor, gain: Tensor) -> Tensor:
 
 
 def clip_cov(new: Tensor, old: Tensor, gain: Tensor, lengths: Tensor) -> LossOutput:
-    return clip_cov_loss(new, old, gain, chosen(new, gain), clip_low=0.2, clip_high=0.3)
+    return loss_of(ClipCovLoss(clip_low=0.2, clip_high=0.3), new, old, gain, lengths, is_chosen=chosen(new, gain))
 
 
 def clip_cov_slope(tokens: Sequence[Token]) -> list[float]:
@@ -183,40 +201,38 @@ def per_token(function: Callable[..., LossOutput], **settings: float) -> Callabl
     return lambda new, old, gain, _: function(new, old, gain, **settings)
 
 
+def of(name: str, **settings: float) -> Callable[..., LossOutput]:
+    return partial(loss_of, POLICY_LOSSES[name].model_validate(settings))
+
+
 SETTINGS_CPGD = {"clip_low": 0.2, "clip_high": 0.3, "drift_coefficient": 0.1, "drift_clip": 0.5}
 
 CASES: dict[str, Case] = {
-    "reinforce": Case(
-        lambda new, _old, gain, _lengths: reinforce_loss(new, gain), each(lambda token: -token[2] * token[0])
-    ),
-    "ppo": Case(per_token(clipped_policy_loss, clip_low=0.2, clip_high=0.2), each(clipped, 0.2, 0.2)),
-    "clip_higher": Case(per_token(clipped_policy_loss, clip_low=0.2, clip_high=0.4), each(clipped, 0.2, 0.4)),
-    "dual_clip": Case(
-        per_token(clipped_policy_loss, clip_low=0.2, clip_high=0.2, dual_clip=1.5), each(clipped, 0.2, 0.2, 1.5)
-    ),
+    "reinforce": Case(of("reinforce"), each(lambda token: -token[2] * token[0])),
+    "ppo": Case(of("ppo", clip_low=0.2, clip_high=0.2), each(clipped, 0.2, 0.2)),
+    "clip_higher": Case(of("ppo", clip_low=0.2, clip_high=0.4), each(clipped, 0.2, 0.4)),
+    "dual_clip": Case(of("ppo", clip_low=0.2, clip_high=0.2, dual_clip=1.5), each(clipped, 0.2, 0.2, 1.5)),
     "cispo": Case(
-        per_token(cispo_loss, clip_low=1.0, clip_high=0.3),
+        of("cispo", clip_low=1.0, clip_high=0.3),
         each(lambda token: -min(ratio(token), 1.3) * token[2] * token[0]),
         each(lambda token: -min(ratio(token), 1.3) * token[2]),
     ),
     "cispo_two_sided": Case(
-        per_token(cispo_loss, clip_low=0.2, clip_high=0.3),
+        of("cispo", clip_low=0.2, clip_high=0.3),
         each(lambda token: -clip(ratio(token), 0.8, 1.3) * token[2] * token[0]),
         each(lambda token: -clip(ratio(token), 0.8, 1.3) * token[2]),
     ),
-    "sapo": Case(per_token(sapo_loss, temperature_positive=1.0, temperature_negative=2.5), each(sapo, 1.0, 2.5)),
-    "cpgd": Case(
-        per_token(cpgd_loss, **SETTINGS_CPGD), each(cpgd, 0.2, 0.3, 0.1), each(cpgd_slope, 0.2, 0.3, 0.1, 0.5)
-    ),
+    "sapo": Case(of("sapo", temperature_positive=1.0, temperature_negative=2.5), each(sapo, 1.0, 2.5)),
+    "cpgd": Case(of("cpgd", **SETTINGS_CPGD), each(cpgd, 0.2, 0.3, 0.1), each(cpgd_slope, 0.2, 0.3, 0.1, 0.5)),
     "dppo": dppo("total_variation", 0.02, 1.5),
     "dppo_kl": dppo("kl", 0.002, 10.0),
     "gspo": Case(
-        partial(gspo_loss, clip_low=0.1, clip_high=0.2), lambda t: gspo(t, 0.1, 0.2), lambda t: gspo_slope(t, 0.1, 0.2)
+        of("gspo", clip_low=0.1, clip_high=0.2), lambda t: gspo(t, 0.1, 0.2), lambda t: gspo_slope(t, 0.1, 0.2)
     ),
-    "gmpo": Case(partial(gmpo_loss, clip_low=0.2, clip_high=0.3), lambda t: gmpo(t, 0.2, 0.3), is_per_response=True),
+    "gmpo": Case(of("gmpo", clip_low=0.2, clip_high=0.3), lambda t: gmpo(t, 0.2, 0.3), is_per_response=True),
     "clip_cov": Case(clip_cov, each(clipped, 0.2, 0.3), clip_cov_slope, is_reinforce_on_policy=False),
     "kl_cov": Case(
-        lambda new, old, gain, _: kl_cov_loss(new, old, gain, chosen(new, gain), coefficient=0.7),
+        lambda new, old, gain, _: loss_of(KlCovLoss(coefficient=0.7), new, old, gain, is_chosen=chosen(new, gain)),
         each(kl_cov, 0.7),
     ),
     "value": Case(per_token(clipped_value_loss, clip=0.3), each(value_loss, 0.3), is_reinforce_on_policy=False),

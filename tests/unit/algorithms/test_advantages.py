@@ -13,16 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from leaderless.algorithms import Groups, count_groups, count_groups_without_signal, repeat_per_token
-from leaderless.algorithms.advantages.cpgd import cpgd_advantages
-from leaderless.algorithms.advantages.distillation import distillation_advantages
-from leaderless.algorithms.advantages.gpg import gpg_advantages
-from leaderless.algorithms.advantages.grpo import grpo_advantages
-from leaderless.algorithms.advantages.opo import opo_advantages
-from leaderless.algorithms.advantages.pass_at_k import pass_at_k_advantages
-from leaderless.algorithms.advantages.rejection import rejection_advantages
-from leaderless.algorithms.advantages.remax import remax_advantages
-from leaderless.algorithms.advantages.rloo import rloo_advantages
+from leaderless.algorithms import (
+    Advantage,
+    AdvantageInputs,
+    Groups,
+    count_groups,
+    count_groups_without_signal,
+    repeat_per_token,
+)
+from leaderless.algorithms.advantages import ADVANTAGES
+from leaderless.algorithms.advantages.cpgd import CpgdAdvantage
+from leaderless.algorithms.advantages.distillation import DistillationAdvantage
+from leaderless.algorithms.advantages.gpg import GpgAdvantage
+from leaderless.algorithms.advantages.grpo import GrpoAdvantage
+from leaderless.algorithms.advantages.opo import OpoAdvantage
+from leaderless.algorithms.advantages.pass_at_k import PassAtKAdvantage
+from leaderless.algorithms.advantages.rejection import RejectionAdvantage
+from leaderless.algorithms.advantages.remax import RemaxAdvantage
+from leaderless.algorithms.advantages.rloo import RlooAdvantage
 
 EPSILON = 1e-6
 
@@ -31,6 +39,40 @@ Estimate = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 Twin = Callable[[list[float], list[int], float], list[float]]
 """From a group's valid rewards, their lengths and the share: one group at a time, in plain Python."""
+
+
+def advantages_of(
+    advantage: Advantage,
+    rewards: Tensor,
+    valid: Tensor,
+    groups: Tensor,
+    lengths: Tensor | None = None,
+    share: float | None = None,
+    **columns: Tensor,
+) -> Tensor:
+    """The advantages of responses, of one token each unless lengths are given; `share` is of groups with a signal."""
+    return advantage.compute(
+        AdvantageInputs(
+            rewards=rewards,
+            final_rewards=rewards,
+            penalties=torch.zeros(0),
+            is_valid=valid,
+            is_trained=valid,
+            lengths=torch.ones(len(rewards), dtype=torch.int64) if lengths is None else lengths,
+            group_ids=groups,
+            episode_ids=torch.arange(len(rewards)),
+            columns=columns,
+            sum_over_ranks=lambda own: own if share is None else torch.tensor([share, 1.0], dtype=torch.float64),
+            step=1,
+        )
+    ).advantages
+
+
+def estimate(name: str, **settings: float) -> Estimate:
+    advantage = ADVANTAGES[name].model_validate(settings)
+    return lambda rewards, valid, lengths, groups, share: advantages_of(
+        advantage, rewards, valid, groups, lengths, share
+    )
 
 
 def naive_opo(rewards: list[float], lengths: list[int], share: float) -> list[float]:
@@ -60,30 +102,24 @@ def naive_pass_at_k(k: int) -> Twin:
 
 ESTIMATES: dict[str, tuple[Estimate, Twin]] = {
     "grpo": (
-        lambda r, v, _n, g, _s: grpo_advantages(r, v, g, normalize_by_std=True, epsilon=EPSILON),
+        estimate("grpo", epsilon=EPSILON),
         lambda r, _n, _s: [(x - fmean(r)) / (stdev(r) + EPSILON) for x in r],
     ),
     "dr_grpo": (
-        lambda r, v, _n, g, _s: grpo_advantages(r, v, g, normalize_by_std=False, epsilon=EPSILON),
+        estimate("grpo", normalize_by_std=False),
         lambda r, _n, _s: [x - fmean(r) for x in r],
     ),
-    "rloo": (lambda r, v, _n, g, _s: rloo_advantages(r, v, g), naive_rloo),
-    "opo": (lambda r, v, n, g, _s: opo_advantages(r, v, n, g), naive_opo),
+    "rloo": (estimate("rloo"), naive_rloo),
+    "opo": (estimate("opo"), naive_opo),
     "gpg": (
-        lambda r, v, _n, g, s: gpg_advantages(r, v, g, signal_share=s),
+        estimate("gpg"),
         lambda r, _n, s: [(x - fmean(r)) / s for x in r],
     ),
     "cpgd": (
-        lambda r, v, _n, g, s: cpgd_advantages(r, v, g, signal_share=s, max_weight=2.0),
+        estimate("cpgd", max_weight=2.0),
         lambda r, _n, s: [min(2.0, 1 / s) * (x - fmean(r)) for x in r],
     ),
-    **{
-        f"pass_at_{k}": (
-            lambda r, v, _n, g, _s, k=k: pass_at_k_advantages(r > 0, v, g, k=k),
-            naive_pass_at_k(k),
-        )
-        for k in (1, 2, 4)
-    },
+    **{f"pass_at_{k}": (estimate("pass_at_k", k=k, correct_at=0.1), naive_pass_at_k(k)) for k in (1, 2, 4)},
 }
 
 rows = st.lists(
@@ -201,32 +237,34 @@ def one_group(rewards: list[float]) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_grpo_worked_by_hand() -> None:
     # Rewards 1, 0, 0, 0: mean 1/4, sample variance (9/16 + 3/16) / 3 = 1/4, so the deviation is 1/2.
-    result = grpo_advantages(*one_group([1.0, 0.0, 0.0, 0.0]), normalize_by_std=True, epsilon=EPSILON)
+    result = advantages_of(GrpoAdvantage(epsilon=EPSILON), *one_group([1.0, 0.0, 0.0, 0.0]))
     torch.testing.assert_close(result, torch.tensor([1.5, -0.5, -0.5, -0.5]), atol=1e-5, rtol=0)
 
 
 def test_dr_grpo_worked_by_hand() -> None:
     # Mean 4/3, and no division.
-    result = grpo_advantages(*one_group([1.0, 0.0, 3.0]), normalize_by_std=False, epsilon=EPSILON)
+    result = advantages_of(GrpoAdvantage(normalize_by_std=False), *one_group([1.0, 0.0, 3.0]))
     torch.testing.assert_close(result, torch.tensor([-1 / 3, -4 / 3, 5 / 3]))
 
 
 def test_rloo_worked_by_hand() -> None:
     # The means of the others are (0 + 3) / 2, (1 + 3) / 2 and (1 + 0) / 2.
-    torch.testing.assert_close(rloo_advantages(*one_group([1.0, 0.0, 3.0])), torch.tensor([-0.5, -2.0, 2.5]))
+    result = advantages_of(RlooAdvantage(), *one_group([1.0, 0.0, 3.0]))
+    torch.testing.assert_close(result, torch.tensor([-0.5, -2.0, 2.5]))
 
 
 @given(st.lists(st.floats(-9, 9, width=32), min_size=2, max_size=9))
 def test_rloo_is_dr_grpo_times_n_over_n_minus_1(rewards: list[float]) -> None:
     group, n = one_group(rewards), len(rewards)
-    mean_centred = grpo_advantages(*group, normalize_by_std=False, epsilon=EPSILON)
-    torch.testing.assert_close(rloo_advantages(*group), mean_centred * n / (n - 1))
+    mean_centred = advantages_of(GrpoAdvantage(normalize_by_std=False), *group)
+    torch.testing.assert_close(advantages_of(RlooAdvantage(), *group), mean_centred * n / (n - 1))
 
 
 def test_opo_worked_by_hand() -> None:
     # Baseline (1 * 4 + 3 * 0) / (1 + 3) = 1.
     rewards, valid, groups = one_group([4.0, 0.0])
-    torch.testing.assert_close(opo_advantages(rewards, valid, torch.tensor([1, 3]), groups), torch.tensor([3.0, -1.0]))
+    result = advantages_of(OpoAdvantage(), rewards, valid, groups, torch.tensor([1, 3]))
+    torch.testing.assert_close(result, torch.tensor([3.0, -1.0]))
 
 
 def test_no_baseline_has_less_variance_than_that_of_opo() -> None:
@@ -242,7 +280,7 @@ def test_no_baseline_has_less_variance_than_that_of_opo() -> None:
     rewards, lengths = (torch.tensor(part).repeat_interleave(times) for part in zip(*outcomes, strict=True))
     scores = torch.stack(gradients).repeat_interleave(times, dim=0)
     valid, groups = torch.ones(len(rewards), dtype=torch.bool), torch.zeros(len(rewards)).long()
-    baseline = (rewards - opo_advantages(rewards, valid, lengths, groups)).mean().item()
+    baseline = (rewards - advantages_of(OpoAdvantage(), rewards, valid, groups, lengths)).mean().item()
 
     def variance(b: float) -> float:
         estimates = (rewards.double() - b)[:, None] * scores
@@ -256,37 +294,51 @@ def test_no_baseline_has_less_variance_than_that_of_opo() -> None:
 def test_gpg_and_cpgd_worked_by_hand() -> None:
     # Two of five groups have a signal: 1 / 0.4 = 2.5, which CPGD cuts to 2. Mean-centred rewards are 1/2 and -1/2.
     group = one_group([1.0, 0.0])
-    torch.testing.assert_close(gpg_advantages(*group, signal_share=0.4), torch.tensor([1.25, -1.25]))
-    torch.testing.assert_close(cpgd_advantages(*group, signal_share=0.4, max_weight=2.0), torch.tensor([1.0, -1.0]))
-    torch.testing.assert_close(cpgd_advantages(*group, signal_share=0.4, max_weight=3.0), torch.tensor([1.25, -1.25]))
+    for advantage, expected in (
+        (GpgAdvantage(), 1.25),
+        (CpgdAdvantage(max_weight=2.0), 1.0),
+        (CpgdAdvantage(max_weight=3.0), 1.25),
+    ):
+        result = advantages_of(advantage, *group, share=0.4)
+        torch.testing.assert_close(result, torch.tensor([expected, -expected]))
 
 
 def test_gpg_gives_a_mean_over_all_groups_the_size_of_one_over_groups_with_a_signal() -> None:
     rewards, groups = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1, 2, 2])
     valid = torch.ones(6, dtype=torch.bool)
-    result = gpg_advantages(rewards, valid, groups, signal_share=global_share([(rewards, valid, groups)]))
+    result = advantages_of(GpgAdvantage(), rewards, valid, groups)
     assert result.abs().mean() == pytest.approx(0.5)
 
 
 def test_pass_at_k_worked_by_hand() -> None:
     # Of 4, one is correct; k = 2: p = 1 - C(3,2)/C(4,2) = 1/2, s = 1/2. Correct: (1 - 1/2) / (1/2) = 1.
     # Wrong: C(2,1)/C(3,1) = 2/3, so (1/2 - 2/3) / (1/2) = -1/3.
-    correct, valid, groups = one_group([1.0, 0.0, 0.0, 0.0])
-    result = pass_at_k_advantages(correct.bool(), valid, groups, k=2)
+    result = advantages_of(PassAtKAdvantage(k=2), *one_group([1.0, 0.0, 0.0, 0.0]))
     torch.testing.assert_close(result, torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
 
 
 def test_pass_at_k_has_no_signal_where_a_set_cannot_be_formed_or_cannot_fail() -> None:
-    correct, valid, groups = one_group([1.0, 1.0, 0.0])
     for k in (2, 3, 4, 9):  # every pair of these contains a correct one; and there are not 4
-        assert not pass_at_k_advantages(correct.bool(), valid, groups, k=k).any()
+        assert not advantages_of(PassAtKAdvantage(k=k), *one_group([1.0, 1.0, 0.0])).any()
+
+
+def remax(rewards: Tensor, valid: Tensor, greedy: Tensor, greedy_valid: Tensor) -> Tensor:
+    """The advantages of sampled responses, each to a prompt with a greedy one."""
+    count = len(rewards)
+    both, are_valid, groups = (
+        torch.cat([rewards, greedy]),
+        torch.cat([valid, greedy_valid]),
+        torch.arange(count).repeat(2),
+    )
+    is_greedy = torch.arange(2 * count) >= count
+    return advantages_of(RemaxAdvantage(), both, are_valid, groups, is_greedy=is_greedy)[:count]
 
 
 def test_remax_worked_by_hand_and_without_a_reward_that_failed() -> None:
     rewards, greedy = torch.tensor([1.0, math.nan, 1.0, 0.25]), torch.tensor([0.25, 0.0, math.nan, 1.0])
     valid, greedy_valid = torch.tensor([True, False, True, True]), torch.tensor([True, True, False, True])
-    assert remax_advantages(rewards, valid, greedy, greedy_valid).tolist() == [0.75, 0.0, 0.0, -0.75]
-    half = remax_advantages(rewards.bfloat16(), valid, greedy.bfloat16(), greedy_valid)
+    assert remax(rewards, valid, greedy, greedy_valid).tolist() == [0.75, 0.0, 0.0, -0.75]
+    half = remax(rewards.bfloat16(), valid, greedy.bfloat16(), greedy_valid)
     assert half.dtype == torch.float32
     assert half.tolist() == [0.75, 0.0, 0.0, -0.75]
 
@@ -298,15 +350,21 @@ def test_remax_equals_a_naive_loop(samples: list[tuple[float, bool, float, bool]
         -1, 2
     )
     valid = torch.tensor([[ok, fine] for _, ok, _, fine in samples], dtype=torch.bool).reshape(-1, 2)
-    result = remax_advantages(values[:, 0], valid[:, 0], values[:, 1], valid[:, 1])
+    result = remax(values[:, 0], valid[:, 0], values[:, 1], valid[:, 1])
     torch.testing.assert_close(result, torch.tensor(expected))
+
+
+def distillation(student: Tensor, teacher: Tensor) -> Tensor:
+    rewards, valid = torch.zeros(len(student)), torch.ones(len(student), dtype=torch.bool)
+    log_probs = {"old_log_probs": student, "ref_log_probs": teacher}
+    return advantages_of(DistillationAdvantage(), rewards, valid, torch.arange(len(student)), **log_probs)
 
 
 @given(st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), max_size=20))
 def test_distillation_is_the_gradient_of_the_divergence_to_the_teacher(tokens: list[tuple[float, float]]) -> None:
     student, teacher = torch.tensor(tokens, dtype=torch.float64).reshape(-1, 2).unbind(1)
     expected = torch.tensor([t - s for s, t in tokens], dtype=torch.float32)
-    torch.testing.assert_close(distillation_advantages(student, teacher), expected)
+    torch.testing.assert_close(distillation(student, teacher), expected)
 
 
 def test_distillation_follows_the_exact_gradient_over_all_outcomes() -> None:
@@ -314,7 +372,7 @@ def test_distillation_follows_the_exact_gradient_over_all_outcomes() -> None:
     teacher = torch.tensor([1.0, 0.0, -0.5, 0.2], dtype=torch.float64).log_softmax(0)
     log_probs = logits.log_softmax(0)
     (exact,) = torch.autograd.grad((log_probs.exp() * (log_probs - teacher)).sum(), logits, retain_graph=True)
-    gains = distillation_advantages(log_probs, teacher).double()
+    gains = distillation(log_probs, teacher).double()
     (sampled,) = torch.autograd.grad(-(log_probs.detach().exp() * gains * log_probs).sum(), logits)
     torch.testing.assert_close(sampled, exact, atol=1e-6, rtol=1e-5)
 
@@ -322,11 +380,13 @@ def test_distillation_follows_the_exact_gradient_over_all_outcomes() -> None:
 def test_rejection_makes_a_mean_over_all_tokens_one_over_correct_ones() -> None:
     correct, valid = torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False])
     lengths, losses = torch.tensor([3, 5, 2, 4]), torch.arange(14.0)
-    share = 5 / 10  # 3 + 2 tokens are correct, of 3 + 5 + 2 that count
-    gains = repeat_per_token(rejection_advantages(correct, valid, correct_share=share), lengths)
+    # 3 + 2 tokens are correct, of 3 + 5 + 2 that count.
+    found = advantages_of(RejectionAdvantage(), correct.float(), valid, torch.arange(4), lengths)
+    assert found.tolist() == [2, 0, 2, 0]
+    gains = repeat_per_token(found, lengths)
     is_counted = repeat_per_token(valid, lengths)
     assert float((gains * losses)[is_counted].mean()) == pytest.approx(float(losses[[0, 1, 2, 8, 9]].mean()))
-    assert not rejection_advantages(~correct & False, valid, correct_share=0.0).any()
+    assert not advantages_of(RejectionAdvantage(), torch.zeros(4), valid, torch.arange(4), lengths).any()
 
 
 def test_statistics_of_groups_worked_by_hand() -> None:

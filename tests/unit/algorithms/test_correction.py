@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.algorithms.naive import Token, packed, random_batch, responses
+from tests.unit.algorithms.naive import Token, loss_of, packed, random_batch, responses
 from torch import Tensor
 
 from leaderless.algorithms import CorrectionLevel, importance_ratios, is_within, masked_weights, truncated_weights
-from leaderless.algorithms.losses.ppo import clipped_policy_loss
+from leaderless.algorithms.losses.ppo import PpoLoss
 
 LEVELS: tuple[CorrectionLevel, ...] = ("token", "sequence", "geometric")
 
@@ -116,7 +116,7 @@ def test_decoupled_ppo_has_the_gradient_of_its_objective() -> None:
     behave = prox + 0.3 * torch.randn(14, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     new.requires_grad_()
     weights = importance_ratios(prox, behave, lengths, "token")
-    ours = weights * clipped_policy_loss(new, prox, gain, clip_low=0.2, clip_high=0.2).loss
+    ours = weights * loss_of(PpoLoss(clip_low=0.2, clip_high=0.2), new, prox, gain).loss
     u = (new - prox).exp()
     theirs = -(prox - behave).exp() * torch.minimum(u * gain, u.clamp(0.8, 1.2) * gain)
     torch.testing.assert_close(ours, theirs)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.algorithms.naive import packed, random_batch
+from tests.unit.algorithms.naive import loss_of, packed, random_batch
 from torch import Tensor
 
-from leaderless.algorithms import covariances
-from leaderless.algorithms.losses.clip_cov import choose_for_clip_cov, clip_cov_loss
-from leaderless.algorithms.losses.kl_cov import kl_cov_loss, threshold_of_top
-from leaderless.algorithms.losses.ppo import clipped_policy_loss
-from leaderless.algorithms.losses.reinforce import reinforce_loss
+from leaderless.algorithms import ChoiceInputs, covariances
+from leaderless.algorithms.losses.clip_cov import ClipCovLoss
+from leaderless.algorithms.losses.kl_cov import KlCovLoss, threshold_of_top
+from leaderless.algorithms.losses.ppo import PpoLoss
+from leaderless.algorithms.losses.reinforce import ReinforceLoss
 
 ROUNDS = 8
 
@@ -42,17 +42,25 @@ def test_covariances_sum_to_the_covariance(pairs: list[tuple[float, float]]) -> 
 
 
 def test_the_choice_for_clip_cov_worked_by_hand() -> None:
-    is_in_range = torch.tensor([True, True, False, True])
-    noise = torch.tensor([0.1, 0.5, 0.1, 0.49])
-    assert choose_for_clip_cov(is_in_range, noise, probability=0.5).tolist() == [True, False, False, True]
-    assert choose_for_clip_cov(is_in_range, noise, probability=0.0).tolist() == [False] * 4
-    assert choose_for_clip_cov(is_in_range, noise, probability=7.0).tolist() == [True, True, False, True]
+    # Means -1.75 and 1.5; the covariances 1.125, 3.125, 0.125 and 1.125, of which all but the third are in range.
+    # Of 4 tokens, 4 times the fraction are wanted among the 3.
+    log_probs, gain = torch.tensor([-1.0, -3.0, -2.0, -1.0]), torch.tensor([3.0, -1.0, 1.0, 3.0])
+    inputs = ChoiceInputs(log_probs, gain, torch.tensor([0.1, 0.5, 0.1, 0.49]), lambda own: own)
+    for fraction, chosen in (
+        (0.375, [True, False, False, True]),
+        (1e-9, [False] * 4),
+        (0.9, [True, True, False, True]),
+    ):
+        assert ClipCovLoss(fraction=fraction, lowest=1.0, highest=5.0).choose(inputs).tolist() == chosen
 
 
 def test_clip_cov_chooses_the_number_it_wants_on_average() -> None:
     noise = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
-    is_in_range = torch.arange(100_000) % 4 == 0
-    chosen = choose_for_clip_cov(is_in_range, noise, probability=2000 / 25_000)
+    # Each fourth token is 1 above both means or 1 below them, so that its covariance is 1; all others have 0.
+    place = torch.arange(100_000)
+    gain = torch.where(place % 4 == 0, torch.where(place % 8 == 0, 1.0, -1.0), 0.0)
+    inputs = ChoiceInputs(gain - 2, gain, noise, lambda own: own)
+    chosen = ClipCovLoss(fraction=0.02, lowest=0.5, highest=2.0).choose(inputs)
     assert chosen.sum().item() == pytest.approx(2000, abs=4 * 2000**0.5)
 
 
@@ -133,9 +141,9 @@ def settings() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def test_clip_cov_is_the_clipped_loss_without_gradient_at_chosen_tokens() -> None:
     new, old, gain, is_chosen = settings()
-    plain = clipped_policy_loss(new, old, gain, clip_low=0.2, clip_high=0.3)
+    plain = loss_of(PpoLoss(clip_low=0.2, clip_high=0.3), new, old, gain)
     (expected,) = torch.autograd.grad(plain.loss.sum(), new)
-    result = clip_cov_loss(new, old, gain, is_chosen, clip_low=0.2, clip_high=0.3)
+    result = loss_of(ClipCovLoss(clip_low=0.2, clip_high=0.3), new, old, gain, is_chosen=is_chosen)
     (gradient,) = torch.autograd.grad(result.loss.sum(), new)
     torch.testing.assert_close(result.loss, plain.loss)
     torch.testing.assert_close(gradient, expected.masked_fill(is_chosen, 0.0))
@@ -145,7 +153,9 @@ def test_clip_cov_is_the_clipped_loss_without_gradient_at_chosen_tokens() -> Non
 def test_kl_cov_worked_by_hand() -> None:
     # Ratio 2 and 1/2, A = 1: -2 + 0.5 log 2 where chosen, -1/2 where not. Gradients: -2 + 0.5, -1/2.
     new = torch.tensor([2.0, 0.5]).log().requires_grad_()
-    result = kl_cov_loss(new, torch.zeros(2), torch.ones(2), torch.tensor([True, False]), coefficient=0.5)
+    result = loss_of(
+        KlCovLoss(coefficient=0.5), new, torch.zeros(2), torch.ones(2), is_chosen=torch.tensor([True, False])
+    )
     torch.testing.assert_close(result.loss, torch.tensor([-2 + 0.5 * torch.tensor(2.0).log().item(), -0.5]))
     (gradient,) = torch.autograd.grad(result.loss.sum(), new)
     torch.testing.assert_close(gradient, torch.tensor([-1.5, -0.5]))
@@ -154,7 +164,9 @@ def test_kl_cov_worked_by_hand() -> None:
 
 def test_a_chosen_token_far_from_the_old_policy_is_still_pulled_back() -> None:
     new = torch.tensor([-50.0, 50.0], requires_grad=True)
-    loss = kl_cov_loss(new, torch.zeros(2), torch.zeros(2), torch.tensor([True, True]), coefficient=0.5).loss
+    loss = loss_of(
+        KlCovLoss(coefficient=0.5), new, torch.zeros(2), torch.zeros(2), is_chosen=torch.tensor([True, True])
+    ).loss
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     assert gradient.tolist() == [-0.5, 0.5]
 
@@ -163,11 +175,11 @@ def test_a_chosen_token_far_from_the_old_policy_is_still_pulled_back() -> None:
 def test_on_policy_both_have_the_gradient_of_reinforce_at_tokens_not_chosen(chooses: bool) -> None:
     new, _, gain, is_chosen = settings()
     is_chosen = is_chosen & chooses
-    (expected,) = torch.autograd.grad(reinforce_loss(new, gain).loss.sum(), new)
+    (expected,) = torch.autograd.grad(loss_of(ReinforceLoss(), new, new, gain).loss.sum(), new)
     old = new.detach()
-    clip_cov = clip_cov_loss(new, old, gain, is_chosen, clip_low=0.2, clip_high=0.2)
+    clip_cov = loss_of(ClipCovLoss(clip_low=0.2, clip_high=0.2), new, old, gain, is_chosen=is_chosen)
     (gradient,) = torch.autograd.grad(clip_cov.loss.sum(), new)
     torch.testing.assert_close(gradient, expected.masked_fill(is_chosen, 0.0))
-    kl_cov = kl_cov_loss(new, old, gain, is_chosen, coefficient=1.0)
+    kl_cov = loss_of(KlCovLoss(coefficient=1.0), new, old, gain, is_chosen=is_chosen)
     (gradient,) = torch.autograd.grad(kl_cov.loss.sum(), new)
     torch.testing.assert_close(gradient, expected)

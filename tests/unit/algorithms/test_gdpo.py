@@ -101,7 +101,7 @@ def test_gdpo_worked_by_hand_tells_apart_what_has_one_advantage_in_grpo() -> Non
     expected = [x * root / math.sqrt(3.25 / 3) for x in (1.5, -1.5, 1.0, -1.0)]
     assert gdpo([*both, *one]) == pytest.approx(expected, rel=1e-5)
     same = inputs_of([*both, *one])
-    grpo = grpo_advantages(same.rewards, same.is_valid, same.group_ids, normalize_by_std=True, epsilon=EPSILON)
+    grpo = grpo_advantages(same.rewards, same.is_valid, same.group_ids, EPSILON)
     assert grpo.tolist() == pytest.approx([root, -root] * 2, rel=1e-4)
 
 
@@ -112,7 +112,7 @@ def test_the_example_of_the_page_is_right() -> None:
     rows: list[Row] = [(0, True, [right, 2 * short, None]) for right, short in zip(rights, shorts, strict=True)]
     same = inputs_of(rows)  # whose second weight is 0.5
     assert same.rewards.tolist() == pytest.approx(sums)
-    theirs = grpo_advantages(same.rewards, same.is_valid, same.group_ids, normalize_by_std=True, epsilon=EPSILON)
+    theirs = grpo_advantages(same.rewards, same.is_valid, same.group_ids, EPSILON)
     assert theirs.tolist() == pytest.approx(grpo, abs=0.006)
     halved = [0.433, 1.299, -1.299, -0.433]
     assert gdpo(rows, normalize_over_step=False) == pytest.approx(halved, abs=1e-3)
@@ -123,7 +123,7 @@ def test_the_example_of_the_page_is_right() -> None:
 def test_a_single_reward_is_grpo_but_for_the_last_division() -> None:
     rows: list[Row] = [(i // 4, i != 5, [float(i * i % 7), None, None]) for i in range(12)]
     inputs = inputs_of(rows)
-    grpo = grpo_advantages(inputs.rewards, inputs.is_valid, inputs.group_ids, normalize_by_std=True, epsilon=EPSILON)
+    grpo = grpo_advantages(inputs.rewards, inputs.is_valid, inputs.group_ids, EPSILON)
     assert gdpo(rows, normalize_over_step=False) == pytest.approx(grpo.tolist(), abs=1e-6)
     scale = grpo[inputs.is_valid].double().std().item()
     assert gdpo(rows) == pytest.approx((grpo / scale).tolist(), rel=1e-4, abs=1e-6)

@@ -82,7 +82,7 @@ def test_reinforce_pp_with_a_baseline_worked_by_hand() -> None:
     # Groups (1, 0) and (4, 0) are centred to +-1/2 and +-2; of these the mean is 0 and the deviation sqrt(8.5 / 3).
     rewards, groups = torch.tensor([1.0, 0.0, 4.0, 0.0, math.nan]), torch.tensor([0, 0, 1, 1, 1])
     valid = ~rewards.isnan()
-    centred = grpo_advantages(rewards, valid, groups, normalize_by_std=False, epsilon=EPSILON)
+    centred = grpo_advantages(rewards, valid, groups, None)
     result = whiten(centred, valid, moments(centred, valid, world_size=2), epsilon=EPSILON)
     expected = torch.tensor([0.5, -0.5, 2.0, -2.0, 0.0]) / math.sqrt(8.5 / 3)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)

@@ -13,6 +13,7 @@ from tests.unit.algorithms.naive import (
     CASES,
     Token,
     clipped,
+    loss_of,
     packed,
     random_batch,
     responses,
@@ -21,19 +22,19 @@ from tests.unit.algorithms.naive import (
 )
 
 from leaderless.algorithms import Denominators, token_weights
-from leaderless.algorithms.losses.cispo import cispo_loss
-from leaderless.algorithms.losses.cpgd import cpgd_loss
-from leaderless.algorithms.losses.dppo import dppo_loss
-from leaderless.algorithms.losses.ppo import clipped_policy_loss
-from leaderless.algorithms.losses.reinforce import reinforce_loss
-from leaderless.algorithms.losses.sapo import sapo_loss
+from leaderless.algorithms.losses.cispo import CispoLoss
+from leaderless.algorithms.losses.cpgd import CpgdLoss
+from leaderless.algorithms.losses.dppo import DppoLoss
+from leaderless.algorithms.losses.ppo import PpoLoss
+from leaderless.algorithms.losses.reinforce import ReinforceLoss
+from leaderless.algorithms.losses.sapo import SapoLoss
 
 
 def test_clipped_loss_worked_by_hand() -> None:
     # ratio 1.5, A 2: min(3, 1.3 * 2 = 2.6); A -2: min(-3, -2.6); ratio 0.5, A 2: min(1, 1.6); A -2: min(-1, -1.6).
     ratio = torch.tensor([1.0, 1.5, 1.5, 0.5, 0.5])
     gain = torch.tensor([2.0, 2.0, -2.0, 2.0, -2.0])
-    result = clipped_policy_loss(ratio.log(), torch.zeros(5), gain, clip_low=0.2, clip_high=0.3)
+    result = loss_of(PpoLoss(clip_low=0.2, clip_high=0.3), ratio.log(), torch.zeros(5), gain)
     torch.testing.assert_close(result.loss, torch.tensor([-2.0, -2.6, 3.0, -1.0, 1.6]))
     assert result.is_clipped.tolist() == [False, True, False, False, True]
 
@@ -41,14 +42,14 @@ def test_clipped_loss_worked_by_hand() -> None:
 def test_dual_clip_worked_by_hand() -> None:
     # At ratio 4, A -2 the surrogate is -8; dual clip at 3 stops it at -6. At ratio 2 it is -4, above. A 2: untouched.
     ratio, gain = torch.tensor([4.0, 2.0, 4.0]), torch.tensor([-2.0, -2.0, 2.0])
-    result = clipped_policy_loss(ratio.log(), torch.zeros(3), gain, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    result = loss_of(PpoLoss(clip_low=0.2, clip_high=0.2, dual_clip=3.0), ratio.log(), torch.zeros(3), gain)
     torch.testing.assert_close(result.loss, torch.tensor([6.0, 4.0, -2.4]))
     assert result.is_clipped.tolist() == [True, False, True]
 
 
 def test_reinforce_worked_by_hand() -> None:
     # -A log p = -2 * -0.5 and 3 * -1.
-    result = reinforce_loss(torch.tensor([-0.5, -1.0]), torch.tensor([2.0, -3.0]))
+    result = loss_of(ReinforceLoss(), torch.tensor([-0.5, -1.0]), torch.tensor([-0.5, -1.0]), torch.tensor([2.0, -3.0]))
     torch.testing.assert_close(result.loss, torch.tensor([1.0, -3.0]))
     assert not result.is_clipped.any()
 
@@ -56,7 +57,7 @@ def test_reinforce_worked_by_hand() -> None:
 def test_cispo_worked_by_hand() -> None:
     # Weights min(2, 1.3) and max(0.5, 0) = 0.5; losses -1.3 * 2 * log 2 and -0.5 * 2 * log 0.5.
     log_probs = torch.tensor([2.0, 0.5]).log()
-    result = cispo_loss(log_probs, torch.zeros(2), torch.tensor([2.0, 2.0]), clip_low=1.0, clip_high=0.3)
+    result = loss_of(CispoLoss(clip_low=1.0, clip_high=0.3), log_probs, torch.zeros(2), torch.tensor([2.0, 2.0]))
     torch.testing.assert_close(result.loss, torch.tensor([-2.6 * math.log(2), math.log(2)]))
     assert result.is_clipped.tolist() == [True, False]
 
@@ -64,7 +65,7 @@ def test_cispo_worked_by_hand() -> None:
 def test_sapo_worked_by_hand() -> None:
     # At ratio 1, (4 / t) sigmoid(0) A = 2 A / t; at ratio 2 and t 1, 4 sigmoid(1).
     ratio, gain = torch.tensor([1.0, 1.0, 2.0]), torch.tensor([3.0, -3.0, 1.0])
-    result = sapo_loss(ratio.log(), torch.zeros(3), gain, temperature_positive=1.0, temperature_negative=2.0)
+    result = loss_of(SapoLoss(temperature_positive=1.0, temperature_negative=2.0), ratio.log(), torch.zeros(3), gain)
     torch.testing.assert_close(result.loss, torch.tensor([-6.0, 3.0, -4 / (1 + math.exp(-1))]))
 
 
@@ -72,7 +73,7 @@ def test_cpgd_worked_by_hand() -> None:
     # Ratio 2, A 1: -min(log 2, log 1.3) + 0.5 (2 - 1 - log 2). Ratio 0.5, A 1: log 2 + 0.5 (0.5 - 1 + log 2).
     log_probs = torch.tensor([2.0, 0.5]).log().requires_grad_()
     settings = {"clip_low": 0.2, "clip_high": 0.3, "drift_coefficient": 0.5, "drift_clip": 0.4}
-    result = cpgd_loss(log_probs, torch.zeros(2), torch.ones(2), **settings)
+    result = loss_of(CpgdLoss(**settings), log_probs, torch.zeros(2), torch.ones(2))
     expected = [-math.log(1.3) + 0.5 * (1 - math.log(2)), math.log(2) + 0.5 * (math.log(2) - 0.5)]
     torch.testing.assert_close(result.loss, torch.tensor(expected))
     assert result.is_clipped.tolist() == [True, False]
@@ -86,19 +87,19 @@ def test_dppo_worked_by_hand() -> None:
     # grow tenfold: from 0.001 to 0.01 is a shift of 0.009, and its weight is cut at 4.
     log_probs = torch.tensor([0.7, 0.7, 0.55, 0.01]).log().requires_grad_()
     behavior, gain = torch.tensor([0.5, 0.5, 0.5, 0.001]).log(), torch.tensor([1.0, -1.0, 2.0, 1.0])
-    result = dppo_loss(log_probs, behavior, gain, divergence="total_variation", threshold=0.1, max_ratio=4.0)
+    result = loss_of(DppoLoss(divergence="total_variation", threshold=0.1, max_ratio=4.0), log_probs, behavior, gain)
     assert result.is_clipped.tolist() == [True, False, False, False]
     (gradient,) = torch.autograd.grad(result.loss.sum(), log_probs)
     torch.testing.assert_close(gradient, torch.tensor([0.0, 1.4, -2.2, -4.0]))
     # The same shift is a divergence of 0.5 log(0.5 / 0.7) + 0.5 log(0.5 / 0.3) = 0.0872.
     for threshold, is_outside in ((0.08, True), (0.09, False)):
-        result = dppo_loss(log_probs, behavior, gain, divergence="kl", threshold=threshold, max_ratio=4.0)
+        result = loss_of(DppoLoss(divergence="kl", threshold=threshold, max_ratio=4.0), log_probs, behavior, gain)
         assert result.is_clipped.tolist() == [is_outside, False, False, False]
 
 
 def test_a_token_that_has_become_certain_is_at_a_finite_distance() -> None:
-    result = dppo_loss(
-        torch.zeros(1), torch.tensor([-1.0]), torch.ones(1), divergence="kl", threshold=0.05, max_ratio=2.0
+    result = loss_of(
+        DppoLoss(divergence="kl", threshold=0.05, max_ratio=2.0), torch.zeros(1), torch.tensor([-1.0]), torch.ones(1)
     )
     assert result.is_clipped.tolist() == [True]
     assert result.loss.isfinite().all()
@@ -120,7 +121,7 @@ def test_the_clipped_loss_equals_a_naive_loop_for_all_settings(
     batch: list[Token], low: float, high: float, dual: float
 ) -> None:
     new, old, gain, _ = packed([batch])
-    result = clipped_policy_loss(new, old, gain, clip_low=low, clip_high=high, dual_clip=dual)
+    result = loss_of(PpoLoss(clip_low=low, clip_high=high, dual_clip=dual), new, old, gain)
     expected = [clipped(token, low, high, dual) for token in batch]
     torch.testing.assert_close(result.loss, torch.tensor(expected, dtype=torch.float64))
 
@@ -147,8 +148,11 @@ def test_clipped_tokens_are_those_without_a_gradient_of_their_own(name: str) -> 
     if name == "gspo":
         lengths = torch.ones(80, dtype=torch.int64)  # so that some responses are clipped and some are not
     if name == "cpgd":
-        result = cpgd_loss(
-            new.requires_grad_(), old, gain, clip_low=0.2, clip_high=0.3, drift_coefficient=0.0, drift_clip=1.0
+        result = loss_of(
+            CpgdLoss(clip_low=0.2, clip_high=0.3, drift_coefficient=0.0, drift_clip=1.0),
+            new.requires_grad_(),
+            old,
+            gain,
         )
     else:
         result = CASES[name].loss(new.requires_grad_(), old, gain, lengths)
@@ -173,8 +177,11 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str, aggregati
 def test_a_response_far_below_the_old_policy_keeps_its_gradient_under_cpgd() -> None:
     # The log-ratio does not overflow, so that nothing needs to be cut: -A, and the drift's 0.1 (e^-50 - 1).
     log_probs = torch.tensor([-50.0], requires_grad=True)
-    loss = cpgd_loss(
-        log_probs, torch.zeros(1), torch.ones(1), clip_low=0.2, clip_high=0.2, drift_coefficient=0.1, drift_clip=5.0
+    loss = loss_of(
+        CpgdLoss(clip_low=0.2, clip_high=0.2, drift_coefficient=0.1, drift_clip=5.0),
+        log_probs,
+        torch.zeros(1),
+        torch.ones(1),
     ).loss
     (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
     torch.testing.assert_close(gradient, torch.tensor([-1.1]))
@@ -185,7 +192,7 @@ def test_the_gradient_of_sapo_is_that_of_the_ratio_times_a_bell(ratio: float) ->
     # With p the gate's sigmoid, 4 p (1 - p) ratio A: 1 at ratio 1, and falling to both sides.
     log_probs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     gain = torch.tensor([2.0], dtype=torch.float64)
-    loss = sapo_loss(log_probs, torch.zeros(1), gain, temperature_positive=3.0, temperature_negative=1.0).loss
+    loss = loss_of(SapoLoss(temperature_positive=3.0, temperature_negative=1.0), log_probs, torch.zeros(1), gain).loss
     (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
     p = 1 / (1 + math.exp(-3 * (ratio - 1)))
     assert gradient.item() == pytest.approx(-4 * p * (1 - p) * ratio * 2, rel=1e-6)

@@ -22,7 +22,6 @@ from leaderless.algorithms import (
     unpack,
 )
 from leaderless.algorithms.advantages.gae import gae_advantages
-from leaderless.algorithms.advantages.reinforce_pp import reinforce_advantages
 
 samples = st.lists(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), max_size=6), min_size=1, max_size=6)
 shares = st.floats(0, 1)
@@ -54,7 +53,7 @@ def test_gae_worked_by_hand() -> None:
 
 def test_returns_to_go_worked_by_hand() -> None:
     # 1 + 0.5 (2 + 0.5 * 4) = 3, 2 + 0.5 * 4 = 4, 4; and 8 for another sample.
-    result = reinforce_advantages(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([3, 1]), discount=0.5)
+    result = decayed_sum(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([3, 1]), 0.5)
     assert result.tolist() == [3, 4, 4, 8]
 
 
@@ -100,7 +99,7 @@ def test_gae_with_decay_1_and_no_values_is_the_returns_to_go(
 ) -> None:
     rewards, _, lengths = packed(batch)
     advantages, _ = gae_advantages(rewards, torch.zeros_like(rewards), lengths, discount=discount, decay=1.0)
-    torch.testing.assert_close(advantages, reinforce_advantages(rewards, lengths, discount=discount))
+    torch.testing.assert_close(advantages, decayed_sum(rewards, lengths, discount))
 
 
 @given(batch=samples, discount=shares)
@@ -109,7 +108,7 @@ def test_gae_with_decay_1_is_the_returns_to_go_less_the_values(
 ) -> None:
     rewards, values, lengths = packed(batch)
     advantages, returns = gae_advantages(rewards, values, lengths, discount=discount, decay=1.0)
-    to_go = reinforce_advantages(rewards, lengths, discount=discount)
+    to_go = decayed_sum(rewards, lengths, discount)
     torch.testing.assert_close(advantages, to_go - values)
     torch.testing.assert_close(returns, to_go)
 
@@ -181,7 +180,7 @@ def test_returns_do_not_depend_on_order_or_on_how_samples_are_split(split: list[
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
 def test_no_tokens_give_no_advantages(lengths: list[int]) -> None:
     sizes, empty = torch.tensor(lengths, dtype=torch.int64), torch.empty(0)
-    assert reinforce_advantages(empty, sizes, discount=1.0).shape == (0,)
+    assert decayed_sum(empty, sizes, 1.0).shape == (0,)
     assert all(x.shape == (0,) for x in gae_advantages(empty, empty, sizes, discount=1.0, decay=1.0))
     valid = torch.ones(len(lengths), dtype=torch.bool)
     assert token_level_rewards(torch.ones(len(lengths)), valid, empty, sizes).shape == (0,)
@@ -191,7 +190,7 @@ def test_bfloat16_is_summed_in_float32() -> None:
     # In bfloat16, 256 + 1 = 256: returns to go of 1000 tokens would stop growing there.
     rewards, lengths = torch.ones(1000, dtype=torch.bfloat16), torch.tensor([1000])
     expected = torch.arange(1000, 0, -1).float()
-    torch.testing.assert_close(reinforce_advantages(rewards, lengths, discount=1.0), expected)
+    torch.testing.assert_close(decayed_sum(rewards, lengths, 1.0), expected)
     advantages, returns = gae_advantages(rewards, torch.zeros_like(rewards), lengths, discount=1.0, decay=1.0)
     torch.testing.assert_close(advantages, expected)
     torch.testing.assert_close(returns, expected)

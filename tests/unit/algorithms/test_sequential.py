@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.unit.recipes import make_recipe
 
-from leaderless.algorithms.sequential import joint_ratios, rounds_of
+from leaderless.algorithms.team_plays import joint_ratios, rounds_of
 from leaderless.config import Recipe
 from leaderless.planner.workflow.stage_spec import has_turn, num_turns
 from leaderless.planner.workflow.workflow import Node

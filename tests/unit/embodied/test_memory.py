@@ -11,7 +11,7 @@ from tests.small_bodies import body_recipe
 from tests.small_vla import write_small_pi0, write_small_pi05, write_small_vla
 from tests.small_worlds import Line
 
-from leaderless.algorithms.sac_settings import SacConfig
+from leaderless.algorithms.settings import SacConfig
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.environment import BodyConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig

@@ -15,7 +15,7 @@ from tests.small_worlds import Line
 from tests.unit.embodied.threads import Threads
 
 from leaderless.algorithms.sac import Ensemble, squashed_log_densities, targets
-from leaderless.algorithms.sac_settings import SacConfig
+from leaderless.algorithms.settings import SacConfig
 from leaderless.config.environment import BodyConfig
 from leaderless.config.models import OptimizerConfig
 from leaderless.data.batch import Batch

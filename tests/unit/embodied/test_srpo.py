@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from tests.unit.embodied.threads import Threads
 
-from leaderless.algorithms.advantages.srpo import centers_of, self_referential_rewards, task_numbers
-from leaderless.algorithms.density_clusters import NOISE, dbscan
+from leaderless.algorithms.advantages.srpo import NOISE, centers_of, dbscan, self_referential_rewards, task_numbers
 from leaderless.config import RecipeError
 from leaderless.embodied.simulators.protocol import Continuous, Spaces
 from leaderless.embodied.stages.embeddings import RandomConvolution, Video, encoder_of, film_of

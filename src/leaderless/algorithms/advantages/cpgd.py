@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.packed import Groups
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class CpgdAdvantage(Advantage):
@@ -31,17 +27,5 @@ class CpgdAdvantage(Advantage):
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """Compute the advantages of this rank's responses."""
-        options = {"signal_share": inputs.signal_share(), "max_weight": self.max_weight}
-        return AdvantageOutput(cpgd_advantages(inputs.rewards, inputs.is_valid, inputs.group_ids, **options))
-
-
-def cpgd_advantages(
-    rewards: Tensor, is_valid: Tensor, group_ids: Tensor, *, signal_share: float, max_weight: float
-) -> Tensor:
-    """Centered and scaled rewards, [n] float32.
-
-    `signal_share` is the share of groups with a signal, on all ranks; `max_weight` is at least 1.
-    """
-    groups = Groups.of(rewards, is_valid, group_ids)
-    weight = min(max_weight, 1 / max(signal_share, 1e-12))
-    return groups.keep_signal(weight * groups.centered())
+        groups, weight = inputs.groups(), min(self.max_weight, 1 / max(inputs.signal_share(), 1e-12))
+        return AdvantageOutput(groups.keep_signal(weight * groups.centered()))

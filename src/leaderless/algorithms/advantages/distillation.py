@@ -9,8 +9,6 @@ from leaderless.algorithms.advantage import Advantage, AdvantageInputs, Advantag
 from leaderless.base.errors import RecipeError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from leaderless.algorithms.algorithm import CheckedRecipe
 
 
@@ -44,13 +42,6 @@ class DistillationAdvantage(Advantage):
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """Compute the advantages of this rank's response tokens."""
-        gains = distillation_advantages(inputs.column("old_log_probs"), inputs.column("ref_log_probs"))
+        student, teacher = (inputs.column(name).detach().double() for name in self.reads)
+        gains = (teacher - student).float()
         return AdvantageOutput(gains, metrics={"distillation/divergence": -gains})
-
-
-def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-    """How much more likely each token is under a teacher than under the student that sampled it, [total] float32.
-
-    Both are [total]; the student's are from before this step's updates, and the advantages have no gradient.
-    """
-    return (teacher_log_probs.detach().double() - log_probs.detach().double()).float()

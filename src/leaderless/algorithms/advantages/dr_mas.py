@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,9 +10,6 @@ from leaderless.algorithms.advantage import Advantage, AdvantageInputs, Advantag
 from leaderless.algorithms.advantages.grpo import grpo_advantages
 from leaderless.algorithms.lazy_torch import torch
 from leaderless.algorithms.team_plays import team_rewards
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class DrMasAdvantage(Advantage):
@@ -41,12 +38,8 @@ class DrMasAdvantage(Advantage):
         rewards, is_valid = inputs.rewards, inputs.is_valid
         if self.reward == "team":
             rewards, is_valid = team_rewards(rewards, is_valid, inputs.column("joint_ids"))
-        groups = agent_groups(inputs.group_ids, inputs.column("actor"))
-        settings = {"normalize_by_std": self.normalize_by_std, "epsilon": self.epsilon}
-        return AdvantageOutput(grpo_advantages(rewards, is_valid, groups, **settings))  # type: ignore[arg-type]
-
-
-def agent_groups(group_ids: Tensor, actor: Tensor) -> Tensor:
-    """[n] int64: a number for each agent in each group, from the group and the agent of each row, [n] int64 each."""
-    index: Tensor = torch.unique(torch.stack([group_ids, actor], dim=1), dim=0, return_inverse=True)[1]
-    return index
+        # A number for each agent in each group.
+        pairs = torch.stack([inputs.group_ids, inputs.column("actor")], dim=1)
+        _, groups = torch.unique(pairs, dim=0, return_inverse=True)
+        epsilon = self.epsilon if self.normalize_by_std else None
+        return AdvantageOutput(grpo_advantages(rewards, is_valid, groups, epsilon))

@@ -45,28 +45,16 @@ class GdpoAdvantage(Advantage):
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """Compute the advantages of this rank's responses."""
-        parts = reward_parts(inputs)
-        total = sum(
-            (
-                inputs.reward_weights[name] * gdpo_part(values, has, inputs.group_ids, epsilon=self.epsilon)
-                for name, (values, has) in parts.items()
-            ),
-            torch.zeros(len(inputs.rewards), dtype=torch.float64),
-        )
+        total = torch.zeros(len(inputs.rewards), dtype=torch.float64)
+        for name, (values, has) in reward_parts(inputs).items():
+            groups = Groups.of(values, has, inputs.group_ids)
+            normalized = groups.centered() / (groups.std() + self.epsilon)[groups.index]
+            has_signal = has & groups.has_signal[groups.index]
+            total = total + inputs.reward_weights[name] * torch.where(has_signal, normalized, 0.0)
         if self.normalize_over_step:
             moments = Moments.of(inputs.sum_over_ranks(Moments.count(total, inputs.is_valid)))
             total = total / (moments.std + self.epsilon)
         return AdvantageOutput(torch.where(inputs.is_valid, total, 0.0).float())
-
-
-def gdpo_part(values: Tensor, is_valid: Tensor, group_ids: Tensor, *, epsilon: float) -> Tensor:
-    """One reward relative to its group, [n] float64; 0 where it is not valid, or the group has no signal in it.
-
-    `epsilon`, above 0, is added to the standard deviation.
-    """
-    groups = Groups.of(values, is_valid, group_ids)
-    normalized = groups.centered() / (groups.std() + epsilon)[groups.index]
-    return torch.where(is_valid & groups.has_signal[groups.index], normalized, 0.0)
 
 
 def reward_parts(inputs: AdvantageInputs) -> dict[str, tuple[Tensor, Tensor]]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.packed import Groups
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class GpgAdvantage(Advantage):
@@ -28,11 +24,5 @@ class GpgAdvantage(Advantage):
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """Compute the advantages of this rank's responses."""
-        share = inputs.signal_share()
-        return AdvantageOutput(gpg_advantages(inputs.rewards, inputs.is_valid, inputs.group_ids, signal_share=share))
-
-
-def gpg_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor, *, signal_share: float) -> Tensor:
-    """Centered and scaled rewards, [n] float32; `signal_share` is the share of groups with a signal, on all ranks."""
-    groups = Groups.of(rewards, is_valid, group_ids)
-    return groups.keep_signal(groups.centered() / max(signal_share, 1e-12))
+        groups = inputs.groups()
+        return AdvantageOutput(groups.keep_signal(groups.centered() / max(inputs.signal_share(), 1e-12)))

@@ -32,25 +32,14 @@ class GrpoAdvantage(Advantage):
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """Compute the advantages of this rank's responses."""
-        advantages = grpo_advantages(
-            inputs.rewards,
-            inputs.is_valid,
-            inputs.group_ids,
-            normalize_by_std=self.normalize_by_std,
-            epsilon=self.epsilon,
-        )
-        return AdvantageOutput(advantages)
+        epsilon = self.epsilon if self.normalize_by_std else None
+        return AdvantageOutput(grpo_advantages(inputs.rewards, inputs.is_valid, inputs.group_ids, epsilon))
 
 
-def grpo_advantages(
-    rewards: Tensor, is_valid: Tensor, group_ids: Tensor, *, normalize_by_std: bool, epsilon: float
-) -> Tensor:
-    """Group-relative advantages, [n] float32; without the division, as in Dr. GRPO.
-
-    `epsilon`, above 0, is added to the standard deviation.
-    """
+def grpo_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor, epsilon: float | None) -> Tensor:
+    """Group-relative advantages, [n] float32; without an `epsilon`, above 0, they are not divided, as in Dr. GRPO."""
     groups = Groups.of(rewards, is_valid, group_ids)
     advantages = groups.centered()
-    if normalize_by_std:
+    if epsilon is not None:
         advantages = advantages / (groups.std() + epsilon)[groups.index]
     return groups.keep_signal(advantages)

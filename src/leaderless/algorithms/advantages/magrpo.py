@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,9 +10,6 @@ from leaderless.algorithms.advantage import Advantage, AdvantageInputs, Advantag
 from leaderless.algorithms.advantages.grpo import grpo_advantages
 from leaderless.algorithms.lazy_torch import torch
 from leaderless.algorithms.team_plays import team_rewards
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class MagrpoAdvantage(Advantage):
@@ -36,29 +33,8 @@ class MagrpoAdvantage(Advantage):
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """Compute the advantages of this rank's responses."""
-        advantages = magrpo_advantages(
-            inputs.rewards,
-            inputs.is_valid,
-            inputs.group_ids,
-            inputs.column("joint_ids"),
-            normalize_by_std=self.normalize_by_std,
-            epsilon=self.epsilon,
-        )
-        return AdvantageOutput(advantages)
-
-
-def magrpo_advantages(
-    rewards: Tensor,
-    is_valid: Tensor,
-    group_ids: Tensor,
-    joint_ids: Tensor,
-    *,
-    normalize_by_std: bool,
-    epsilon: float,
-) -> Tensor:
-    """Advantages of whole plays, [n] float32; `joint_ids`, [n] int64, are the plays of the rows."""
-    team, is_whole = team_rewards(rewards, is_valid, joint_ids)
-    plays, index = torch.unique(joint_ids, return_inverse=True)
-    first = torch.full((len(plays),), len(index)).scatter_reduce(0, index, torch.arange(len(index)), "amin")
-    settings = {"normalize_by_std": normalize_by_std, "epsilon": epsilon}
-    return grpo_advantages(team[first], is_whole[first], group_ids[first], **settings)[index]  # type: ignore[arg-type]
+        team, is_whole = team_rewards(inputs.rewards, inputs.is_valid, inputs.column("joint_ids"))
+        plays, index = torch.unique(inputs.column("joint_ids"), return_inverse=True)
+        first = torch.full((len(plays),), len(index)).scatter_reduce(0, index, torch.arange(len(index)), "amin")
+        epsilon = self.epsilon if self.normalize_by_std else None
+        return AdvantageOutput(grpo_advantages(team[first], is_whole[first], inputs.group_ids[first], epsilon)[index])

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.packed import Groups
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class OpoAdvantage(Advantage):
@@ -26,11 +22,6 @@ class OpoAdvantage(Advantage):
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """Compute the advantages of this rank's responses."""
-        return AdvantageOutput(opo_advantages(inputs.rewards, inputs.is_valid, inputs.lengths, inputs.group_ids))
-
-
-def opo_advantages(rewards: Tensor, is_valid: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """Advantages over a length-weighted baseline, [n] float32; `lengths`, [n] int64, are response tokens."""
-    groups = Groups.of(rewards, is_valid, group_ids)
-    baseline = groups.sum(groups.values * lengths) / groups.sum(lengths.double()).clamp(min=1)
-    return groups.keep_signal(groups.values - baseline[groups.index])
+        groups, lengths = inputs.groups(), inputs.lengths
+        baseline = groups.sum(groups.values * lengths) / groups.sum(lengths.double()).clamp(min=1)
+        return AdvantageOutput(groups.keep_signal(groups.values - baseline[groups.index]))

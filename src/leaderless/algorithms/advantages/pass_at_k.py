@@ -49,23 +49,16 @@ class PassAtKAdvantage(Advantage):
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """Compute the advantages of this rank's responses."""
-        is_correct = inputs.rewards >= self.correct_at
-        return AdvantageOutput(pass_at_k_advantages(is_correct, inputs.is_valid, inputs.group_ids, k=self.k))
-
-
-def pass_at_k_advantages(is_correct: Tensor, is_valid: Tensor, group_ids: Tensor, *, k: int) -> Tensor:
-    """Advantages, [n] float32, for which a set of k responses is worth as much as its best one.
-
-    `is_correct` is [n] bool; `k` is at least 1.
-    """
-    groups = Groups.of(is_correct.double(), is_valid, group_ids)
-    wrong = groups.count - groups.sum(groups.values)
-    all_wrong = _ratio_of_binomials(wrong, groups.count, k)
-    deviation = (all_wrong * (1 - all_wrong)).sqrt()
-    for_wrong = all_wrong - _ratio_of_binomials(wrong - 1, groups.count - 1, k - 1)
-    advantages = torch.where(groups.values > 0, all_wrong[groups.index], for_wrong[groups.index])
-    has_deviation = (deviation > 0)[groups.index]
-    return groups.keep_signal(torch.where(has_deviation, advantages / deviation[groups.index], 0.0))
+        is_correct = (inputs.rewards >= self.correct_at).double()
+        groups, k = Groups.of(is_correct, inputs.is_valid, inputs.group_ids), self.k
+        wrong = groups.count - groups.sum(groups.values)
+        all_wrong = _ratio_of_binomials(wrong, groups.count, k)
+        deviation = (all_wrong * (1 - all_wrong)).sqrt()
+        for_wrong = all_wrong - _ratio_of_binomials(wrong - 1, groups.count - 1, k - 1)
+        advantages = torch.where(groups.values > 0, all_wrong[groups.index], for_wrong[groups.index])
+        has_deviation = (deviation > 0)[groups.index]
+        divided = torch.where(has_deviation, advantages / deviation[groups.index], 0.0)
+        return AdvantageOutput(groups.keep_signal(divided))
 
 
 def _ratio_of_binomials(top: Tensor, bottom: Tensor, k: int) -> Tensor:

@@ -10,8 +10,6 @@ from leaderless.algorithms.advantage import Advantage, AdvantageInputs, Advantag
 from leaderless.algorithms.packed import Groups, decayed_sum
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from leaderless.algorithms.algorithm import CheckedRecipe
 
 
@@ -45,10 +43,5 @@ class ReinforceAdvantage(Advantage):
         if self.group_baseline:
             groups = Groups.of(rewards, inputs.is_valid, inputs.group_ids)
             rewards = groups.keep_signal(groups.centered())
-        gains = reinforce_advantages(inputs.token_rewards(rewards), inputs.lengths, discount=self.discount)
+        gains = decayed_sum(inputs.token_rewards(rewards), inputs.lengths, self.discount)
         return AdvantageOutput(inputs.whitened(gains, self.epsilon))
-
-
-def reinforce_advantages(token_rewards: Tensor, lengths: Tensor, *, discount: float) -> Tensor:
-    """Returns to go, [total], before they are whitened."""
-    return decayed_sum(token_rewards, lengths, discount)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
 from leaderless.algorithms.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class RejectionAdvantage(Advantage):
@@ -34,12 +31,4 @@ class RejectionAdvantage(Advantage):
         is_correct, counted = inputs.rewards >= self.correct_at, inputs.lengths * inputs.is_trained
         tokens = inputs.sum_over_ranks(torch.stack([(counted * is_correct).sum(), counted.sum()]).double())
         share = float(tokens[0] / tokens[1].clamp(min=1))
-        return AdvantageOutput(rejection_advantages(is_correct, inputs.is_valid, correct_share=share))
-
-
-def rejection_advantages(is_correct: Tensor, is_valid: Tensor, *, correct_share: float) -> Tensor:
-    """Advantages of correct responses, [n] float32.
-
-    `correct_share` is tokens of correct responses over tokens of all responses that count, on all ranks.
-    """
-    return (is_correct & is_valid).float() / max(correct_share, 1e-12)
+        return AdvantageOutput((is_correct & inputs.is_valid).float() / max(share, 1e-12))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
 from leaderless.algorithms.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class RemaxAdvantage(Advantage):
@@ -29,14 +26,5 @@ class RemaxAdvantage(Advantage):
         is_greedy, group_ids, is_valid = inputs.column("is_greedy"), inputs.group_ids, inputs.is_valid
         order = torch.argsort(group_ids[is_greedy])
         place = order[torch.searchsorted(group_ids[is_greedy][order], group_ids)]
-        greedy_rewards, is_greedy_valid = inputs.rewards[is_greedy][place], is_valid[is_greedy][place]
-        return AdvantageOutput(remax_advantages(inputs.rewards, is_valid, greedy_rewards, is_greedy_valid))
-
-
-def remax_advantages(rewards: Tensor, is_valid: Tensor, greedy_rewards: Tensor, is_greedy_valid: Tensor) -> Tensor:
-    """Rewards minus the rewards of greedy responses, [n] float32; 0 where either reward failed.
-
-    `greedy_rewards`, [n], has the one for the prompt of each sample.
-    """
-    difference = rewards.double() - greedy_rewards.double()
-    return torch.where(is_valid & is_greedy_valid, difference, 0.0).float()
+        difference = inputs.rewards.double() - inputs.rewards[is_greedy][place].double()
+        return AdvantageOutput(torch.where(is_valid & is_valid[is_greedy][place], difference, 0.0).float())

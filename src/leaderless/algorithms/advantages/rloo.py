@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
-from leaderless.algorithms.packed import Groups
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class RlooAdvantage(Advantage):
@@ -26,11 +22,6 @@ class RlooAdvantage(Advantage):
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """Compute the advantages of this rank's responses."""
-        return AdvantageOutput(rloo_advantages(inputs.rewards, inputs.is_valid, inputs.group_ids))
-
-
-def rloo_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor) -> Tensor:
-    """Leave-one-out advantages, [n] float32: each reward minus the mean of the others in its group."""
-    groups = Groups.of(rewards, is_valid, group_ids)
-    scale = groups.count / (groups.count - 1).clamp(min=1)
-    return groups.keep_signal(groups.centered() * scale[groups.index])
+        groups = inputs.groups()
+        scale = groups.count / (groups.count - 1).clamp(min=1)
+        return AdvantageOutput(groups.keep_signal(groups.centered() * scale[groups.index]))

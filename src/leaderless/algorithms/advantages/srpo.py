@@ -12,13 +12,13 @@ from typing_extensions import override
 
 from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
 from leaderless.algorithms.advantages.grpo import grpo_advantages
-from leaderless.algorithms.density_clusters import dbscan
 from leaderless.algorithms.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from leaderless.base.values import Json
+
 
 MIN_POINTS = 2
 """Successful episodes that make a cluster."""
@@ -73,9 +73,7 @@ class SrpoAdvantage(Advantage):
             episode_ids=inputs.episode_ids,
             gather=None if self.task is None else inputs.gather_over_ranks,
         )
-        advantages = grpo_advantages(
-            rewards, inputs.is_valid, inputs.group_ids, normalize_by_std=True, epsilon=self.epsilon
-        )
+        advantages = grpo_advantages(rewards, inputs.is_valid, inputs.group_ids, self.epsilon)
         return AdvantageOutput(advantages, metrics={"srpo/reward": rewards})
 
 
@@ -165,3 +163,44 @@ def centers_of(points: Tensor, radius: float) -> Tensor:
     labels = dbscan(distances, radius * mean * (1 + 1e-9), MIN_POINTS)
     clusters = [points[labels == label].mean(0) for label in range(int(labels.max()) + 1)]
     return torch.stack(clusters) if clusters else points
+
+
+NOISE = -1
+"""Label of points of no cluster."""
+
+
+def dbscan(distances: Tensor, radius: float, min_points: int) -> Tensor:
+    """Labels of points by DBSCAN, [n] int64: clusters from 0 in the order of their first core point, or `NOISE`.
+
+    A core point has at least `min_points` points within `radius`, itself included. Core points within the radius of one
+    another are of one cluster; so are other points within the radius of one of them, of the nearest if there are
+    several. That choice is what DBSCAN leaves to the order of the points, on which nothing depends here.
+
+    Source: Ester et al., A density-based algorithm for discovering clusters, KDD 1996, definitions 1 to 6.
+
+    Args:
+        distances: [n, n], symmetric.
+        radius: Largest distance of neighbors.
+        min_points: Number of points that make a core point.
+    """
+    num = len(distances)
+    is_near = distances <= radius
+    is_core = is_near.sum(1) >= min_points
+    labels = torch.full((num,), NOISE, dtype=torch.int64, device=distances.device)
+    num_found = 0
+    for first in is_core.nonzero()[:, 0].tolist():
+        if int(labels[first]) != NOISE:
+            continue
+        reached = torch.zeros_like(is_core)
+        reached[first] = True
+        size = 0
+        while int(reached.sum()) > size:
+            size = int(reached.sum())
+            reached |= is_near[reached].any(0) & is_core
+        labels[reached] = num_found
+        num_found += 1
+    if num_found:
+        to_core = torch.where(is_core[None, :], distances, torch.inf)
+        lowest, nearest = to_core.min(1)
+        labels = torch.where(~is_core & (lowest <= radius), labels[nearest], labels)
+    return labels

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from leaderless.algorithms.packed import log_ratio_of, ratio_of, widen
+from leaderless.algorithms.packed import ratio_of, widen
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class CispoLoss(PolicyLoss):
-    """The policy gradient weighted by a clipped ratio.
+    """The policy gradient weighted by a clipped ratio without gradient, so that no token loses its own.
 
     Formula: -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p.
 
@@ -29,14 +26,7 @@ class CispoLoss(PolicyLoss):
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of each token of a micro-batch."""
-        options = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        return cispo_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, **options)
-
-
-def cispo_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> LossOutput:
-    """The policy gradient, weighted by a clipped ratio without gradient, so that no token loses its gradient."""
-    ratio = ratio_of(log_ratio_of(log_probs, old_log_probs)).detach()
-    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return LossOutput(-weight * advantages * widen(log_probs), (weight != ratio) & (advantages != 0))
+        ratio, advantages = ratio_of(inputs.log_ratio).detach(), inputs.advantages
+        weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        loss = -weight * advantages * widen(inputs.log_probs)
+        return LossOutput(loss, (weight != ratio) & (advantages != 0))

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from leaderless.algorithms.correction import is_within
-from leaderless.algorithms.covariance import covariances_of
 from leaderless.algorithms.lazy_torch import torch
 from leaderless.algorithms.losses.ppo import clipped_policy_loss
-from leaderless.algorithms.policy_loss import ChoiceInputs, LossInputs, LossOutput, PolicyLoss
+from leaderless.algorithms.policy_loss import ChoiceInputs, LossInputs, LossOutput, PolicyLoss, covariances_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,32 +61,10 @@ class ClipCovLoss(PolicyLoss):
         in_range = is_within(covariance, self.lowest, self.highest)
         num_in_range = float(inputs.sum_over_ranks(in_range.sum().double()))
         probability = self.fraction * count / max(num_in_range, 1.0)
-        return choose_for_clip_cov(in_range, inputs.noise, probability=probability)
+        return in_range & (inputs.noise < probability)
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of each token of a micro-batch."""
-        options = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        return clip_cov_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.is_chosen, **options)
-
-
-def clip_cov_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    is_chosen: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> LossOutput:
-    """The clipped surrogate, without gradient at the chosen tokens."""
-    plain = clipped_policy_loss(log_probs, old_log_probs, advantages, clip_low=clip_low, clip_high=clip_high)
-    return LossOutput(torch.where(is_chosen, plain.loss.detach(), plain.loss), plain.is_clipped | is_chosen)
-
-
-def choose_for_clip_cov(is_in_range: Tensor, noise: Tensor, *, probability: float) -> Tensor:
-    """Tokens whose gradient Clip-Cov removes: a random part of those with a covariance in its range.
-
-    `noise`, [total], is uniform between 0 and 1 and determined by sample and position. `probability` is the intended
-    number of tokens over the number in range, on all ranks.
-    """
-    return is_in_range & (noise < probability)
+        limits, is_chosen = {"clip_low": self.clip_low, "clip_high": self.clip_high}, inputs.is_chosen
+        plain = clipped_policy_loss(inputs.log_ratio, inputs.advantages, **limits)
+        return LossOutput(torch.where(is_chosen, plain.loss.detach(), plain.loss), plain.is_clipped | is_chosen)

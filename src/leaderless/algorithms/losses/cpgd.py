@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from leaderless.algorithms.lazy_torch import torch
-from leaderless.algorithms.packed import log_ratio_of, ratio_of, widen, with_gradient_of
+from leaderless.algorithms.packed import ratio_of, widen, with_gradient_of
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class CpgdLoss(PolicyLoss):
@@ -39,27 +36,10 @@ class CpgdLoss(PolicyLoss):
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of each token of a micro-batch."""
-        options = self.model_dump(exclude={"type"})
-        return cpgd_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, **options)
-
-
-def cpgd_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    drift_coefficient: float,
-    drift_clip: float,
-) -> LossOutput:
-    """A clipped log-ratio in place of the ratio, and a penalty D for drifting away from the old policy.
-
-    As a logarithm is taken of 1 - clip_low, clip_low is below 1; drift_clip is above 0.
-    """
-    log_ratio = log_ratio_of(log_probs, old_log_probs)
-    unclipped = log_ratio * advantages
-    clipped = log_ratio.clamp(math.log(1 - clip_low), math.log(1 + clip_high)) * advantages
-    excess = ratio_of(log_ratio).detach() - 1
-    drift = with_gradient_of(excess - log_ratio, excess.clamp(max=drift_clip) * widen(log_probs))
-    return LossOutput(drift_coefficient * drift - torch.minimum(unclipped, clipped), unclipped > clipped)
+        log_ratio, advantages = inputs.log_ratio, inputs.advantages
+        unclipped = log_ratio * advantages
+        clipped = log_ratio.clamp(math.log(1 - self.clip_low), math.log(1 + self.clip_high)) * advantages
+        excess = ratio_of(log_ratio).detach() - 1
+        slope = excess.clamp(max=self.drift_clip) * widen(inputs.log_probs)
+        drift = self.drift_coefficient * with_gradient_of(excess - log_ratio, slope)
+        return LossOutput(drift - torch.minimum(unclipped, clipped), unclipped > clipped)

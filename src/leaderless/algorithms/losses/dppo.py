@@ -12,8 +12,6 @@ from leaderless.algorithms.packed import log_ratio_of, ratio_of, widen
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from leaderless.algorithms.settings import AlgorithmConfig
 
 Divergence = Literal["total_variation", "kl"]
@@ -47,8 +45,17 @@ class DppoLoss(PolicyLoss):
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of each token of a micro-batch."""
-        options = self.model_dump(exclude={"type"})
-        return dppo_loss(inputs.log_probs, inputs.columns["rollout_log_probs"], inputs.advantages, **options)
+        log_probs, rollout_log_probs = inputs.log_probs, inputs.columns["rollout_log_probs"]
+        log_ratio = log_ratio_of(log_probs, rollout_log_probs).detach()
+        new, behavior = widen(log_probs).detach().exp(), widen(rollout_log_probs).exp()
+        if self.divergence == "total_variation":
+            distance = (new - behavior).abs()
+        else:
+            others = ((1 - behavior).clamp(min=_LEAST) / (1 - new).clamp(min=_LEAST)).log()
+            distance = -behavior * log_ratio + (1 - behavior) * others
+        is_masked = (distance > self.threshold) & (inputs.advantages * log_ratio > 0)
+        weight = torch.where(is_masked, 0.0, ratio_of(log_ratio).clamp(max=self.max_ratio))
+        return LossOutput(-weight * inputs.advantages * widen(log_probs), is_masked)
 
     def refusals(self, algorithm: AlgorithmConfig) -> Iterator[str]:
         """Reasons why it cannot be combined with other settings of the algorithm: a policy that it does not look at."""
@@ -62,25 +69,3 @@ class DppoLoss(PolicyLoss):
                 "algorithm.proximal=interpolated does not go with policy_loss.type=dppo, which has no policy between "
                 "the one that sampled and the current one: leave it out"
             )
-
-
-def dppo_loss(
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    divergence: Divergence,
-    threshold: float,
-    max_ratio: float,
-) -> LossOutput:
-    """The policy gradient, weighted by a cut ratio without gradient, for tokens that a trust region lets through."""
-    log_ratio = log_ratio_of(log_probs, rollout_log_probs).detach()
-    new, behavior = widen(log_probs).detach().exp(), widen(rollout_log_probs).exp()
-    if divergence == "total_variation":
-        distance = (new - behavior).abs()
-    else:
-        others = ((1 - behavior).clamp(min=_LEAST) / (1 - new).clamp(min=_LEAST)).log()
-        distance = -behavior * log_ratio + (1 - behavior) * others
-    is_masked = (distance > threshold) & (advantages * log_ratio > 0)
-    weight = torch.where(is_masked, 0.0, ratio_of(log_ratio).clamp(max=max_ratio))
-    return LossOutput(-weight * advantages * widen(log_probs), is_masked)

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from leaderless.algorithms.lazy_torch import torch
-from leaderless.algorithms.packed import log_ratio_of, ratio_of, repeat_per_token, segment_mean
+from leaderless.algorithms.packed import ratio_of, repeat_per_token, segment_mean
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, ResponseLoss
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from leaderless.algorithms.settings import AlgorithmConfig
 
 
 class GmpoLoss(ResponseLoss):
-    """The geometric mean of the tokens' clipped ratios.
+    """The geometric mean of the tokens' clipped ratios; all tokens of a response have the same advantage and loss.
 
     Formula: -A exp(mean of c), with c the log-ratio, at most clip_high if A > 0 and at least -clip_low if A < 0.
 
@@ -44,24 +42,8 @@ class GmpoLoss(ResponseLoss):
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of each token of a micro-batch."""
-        options = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        return gmpo_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.lengths, **options)
-
-
-def gmpo_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    lengths: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> LossOutput:
-    """The geometric mean of the tokens' ratios times the advantage, each ratio clipped by itself.
-
-    All tokens of a response have the same advantage, and get the same loss.
-    """
-    log_ratio = log_ratio_of(log_probs, old_log_probs)
-    clipped = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    mean = repeat_per_token(segment_mean(clipped, lengths), lengths, len(clipped))
-    return LossOutput(-ratio_of(mean) * advantages, (clipped != log_ratio) & (advantages != 0))
+        log_ratio, advantages, lengths = inputs.log_ratio, inputs.advantages, inputs.lengths
+        low, high = log_ratio.clamp(min=-self.clip_low), log_ratio.clamp(max=self.clip_high)
+        clipped = torch.where(advantages > 0, high, low)
+        mean = repeat_per_token(segment_mean(clipped, lengths), lengths, len(clipped))
+        return LossOutput(-ratio_of(mean) * advantages, (clipped != log_ratio) & (advantages != 0))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from leaderless.algorithms.losses.ppo import clipped_surrogate
-from leaderless.algorithms.packed import log_ratio_of, repeat_per_token, segment_mean, with_gradient_of
+from leaderless.algorithms.losses.ppo import clipped_policy_loss
+from leaderless.algorithms.packed import repeat_per_token, segment_mean, with_gradient_of
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, ResponseLoss
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class GspoLoss(ResponseLoss):
@@ -33,23 +30,7 @@ class GspoLoss(ResponseLoss):
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of each token of a micro-batch."""
-        options = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        return gspo_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.lengths, **options)
-
-
-def gspo_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    lengths: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> LossOutput:
-    """The clipped surrogate with the ratio s of whole responses.
-
-    Each token has the value of s and the gradient of its own probability.
-    """
-    log_ratio = log_ratio_of(log_probs, old_log_probs)
-    mean = repeat_per_token(segment_mean(log_ratio.detach(), lengths), lengths, len(log_ratio))
-    return clipped_surrogate(with_gradient_of(mean, log_ratio), advantages, clip_low=clip_low, clip_high=clip_high)
+        log_ratio, lengths = inputs.log_ratio, inputs.lengths
+        mean = repeat_per_token(segment_mean(log_ratio.detach(), lengths), lengths, len(log_ratio))
+        log_s = with_gradient_of(mean, log_ratio)
+        return clipped_policy_loss(log_s, inputs.advantages, clip_low=self.clip_low, clip_high=self.clip_high)

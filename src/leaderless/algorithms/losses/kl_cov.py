@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from leaderless.algorithms.covariance import covariances_of
 from leaderless.algorithms.lazy_torch import torch
-from leaderless.algorithms.packed import log_ratio_of, ratio_of
-from leaderless.algorithms.policy_loss import ChoiceInputs, LossInputs, LossOutput, PolicyLoss
+from leaderless.algorithms.packed import ratio_of
+from leaderless.algorithms.policy_loss import ChoiceInputs, LossInputs, LossOutput, PolicyLoss, covariances_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +23,7 @@ class KlCovLoss(PolicyLoss):
 
     The covariance of a token is (log p - mean log p) (A - mean A), with the means over the mini-batch on all ranks.
 
-    Formula: -ratio A, plus coefficient |log-ratio| at the chosen tokens.
+    Formula: -ratio A, plus coefficient |log-ratio| at the chosen tokens, which count as clipped.
 
     Source: KL-Cov, arXiv 2505.22617. The paper's formula has the divergence to the old policy, its code the absolute
     log-ratio; this follows the code.
@@ -47,22 +46,9 @@ class KlCovLoss(PolicyLoss):
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of each token of a micro-batch."""
-        return kl_cov_loss(
-            inputs.log_probs,
-            inputs.old_log_probs,
-            inputs.advantages,
-            inputs.is_chosen,
-            coefficient=self.coefficient,
-        )
-
-
-def kl_cov_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, is_chosen: Tensor, *, coefficient: float
-) -> LossOutput:
-    """The unclipped surrogate, with a penalty at the chosen tokens, which count as clipped."""
-    log_ratio = log_ratio_of(log_probs, old_log_probs)
-    penalty = coefficient * log_ratio.abs()
-    return LossOutput(-ratio_of(log_ratio) * advantages + torch.where(is_chosen, penalty, 0.0), is_chosen)
+        log_ratio, is_chosen = inputs.log_ratio, inputs.is_chosen
+        penalty = torch.where(is_chosen, self.coefficient * log_ratio.abs(), 0.0)
+        return LossOutput(-ratio_of(log_ratio) * inputs.advantages + penalty, is_chosen)
 
 
 def threshold_of_top(values: Tensor, count: int, reduce_sum: Callable[[Tensor], Tensor], highest: float) -> float:

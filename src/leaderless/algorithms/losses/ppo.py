@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from leaderless.algorithms.lazy_torch import torch
-from leaderless.algorithms.packed import log_ratio_of, ratio_of, widen
+from leaderless.algorithms.packed import ratio_of, widen
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
 
 if TYPE_CHECKING:
@@ -34,37 +34,17 @@ class PpoLoss(PolicyLoss):
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of each token of a micro-batch."""
-        return clipped_policy_loss(
-            inputs.log_probs,
-            inputs.old_log_probs,
-            inputs.advantages,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip or math.inf,
-        )
+        limits = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual_clip": self.dual_clip or math.inf}
+        return clipped_policy_loss(inputs.log_ratio, inputs.advantages, **limits)
 
 
 def clipped_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float = math.inf,
+    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = math.inf
 ) -> LossOutput:
     """The clipped surrogate of PPO and GRPO, with clip-higher and dual clip.
 
     `dual_clip`, above 1 + clip_high, is the largest ratio for tokens with a negative advantage.
     """
-    log_ratio = log_ratio_of(log_probs, old_log_probs)
-    return clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-
-
-def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = math.inf
-) -> LossOutput:
-    """The clipped surrogate of a given log-ratio; see `clipped_policy_loss`."""
     ratio, advantages = ratio_of(log_ratio), widen(advantages)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages

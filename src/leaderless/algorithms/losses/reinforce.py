@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from leaderless.algorithms.packed import widen
 from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class ReinforceLoss(PolicyLoss):
@@ -23,9 +20,4 @@ class ReinforceLoss(PolicyLoss):
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of each token of a micro-batch."""
-        return reinforce_loss(inputs.log_probs, inputs.advantages)
-
-
-def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> LossOutput:
-    """The plain policy gradient."""
-    return LossOutput.without_clipping(-advantages * widen(log_probs))
+        return LossOutput.without_clipping(-inputs.advantages * widen(inputs.log_probs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from leaderless.algorithms.sac_settings import SacConfig
+from leaderless.algorithms.settings import SacConfig
 from leaderless.base.named_functions import load_callable
 from leaderless.config.environment import BodyConfig
 from leaderless.config.models import ModelConfig

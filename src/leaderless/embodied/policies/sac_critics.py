@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from leaderless.algorithms.sac import Ensemble
-from leaderless.algorithms.sac_settings import SacConfig
+from leaderless.algorithms.settings import SacConfig
 from leaderless.embodied.policies.cnn import Eyes, with_features
 from leaderless.embodied.policies.protocol import Observed
 from leaderless.embodied.policies.squashed import Squashed, SquashedCnn

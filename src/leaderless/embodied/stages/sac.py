@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from leaderless.algorithms.sac_settings import SacConfig
+from leaderless.algorithms.settings import SacConfig
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, ragged_index
 from leaderless.embodied.data.lerobot import Demonstration

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from leaderless.algorithms.sac import targets
-from leaderless.algorithms.sac_settings import SacConfig
+from leaderless.algorithms.settings import SacConfig
 from leaderless.config.models import OptimizerConfig
 from leaderless.embodied.policies.protocol import Observed
 from leaderless.embodied.policies.sac_critics import Critics

@@ -1,14 +1,17 @@
-"""The KL divergence from a reference, estimated at sampled tokens, and the control of its weight."""
+"""Losses besides the policy's: the KL penalty and the control of its weight, and those of critics and reward models."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Literal
 
+from leaderless.algorithms.lazy_torch import torch
 from leaderless.algorithms.packed import MAX_LOG_RATIO, log_ratio_of, widen, with_gradient_of
+from leaderless.algorithms.policy_loss import LossOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 KlEstimator = Literal["k1", "k2", "k3", "absolute"]
 
@@ -75,3 +78,37 @@ def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon
         raise ValueError("kl=nan: cannot adapt the weight of the KL penalty; the log-probs of the step are broken")
     error = min(0.2, max(-0.2, kl / target - 1))
     return coefficient * (1 + error * min(1.0, num_episodes / horizon))
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> LossOutput:
+    """Half the squared error of a critic, or of its clipped value where that is larger.
+
+    Formula: max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
+
+    Source: PPO's published code; written out in "The 37 Implementation Details of PPO", 2022, detail 9.
+
+    The inputs, [total] each, are the values v by the current critic, with gradient, those by the critic before this
+    step's updates, and the targets R. `clip` is the largest change c of a value in one step; infinity gives the plain
+    squared error.
+    """
+    values, old_values, returns = widen(values), widen(old_values), widen(returns)
+    # Clamp to bounds rather than add a clipped change: within them, the clipped value is exactly the value.
+    moved = torch.clamp(values, old_values - clip, old_values + clip)
+    plain, clipped = (values - returns).square(), (moved - returns).square()
+    return LossOutput(0.5 * torch.maximum(plain, clipped), clipped > plain)
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor, *, centering: float) -> Tensor:
+    """[n] negative log-likelihood that the chosen of two responses is preferred, given the scores [n] of both.
+
+    A chosen response is to be better by a margin, [n], at least. Only differences of scores matter; centering pulls the
+    mean of both to 0.
+
+    Formula: -log sigmoid(s_chosen - s_rejected - margin) + centering (s_chosen + s_rejected)^2.
+
+    Source: InstructGPT, arXiv 2203.02155, equation 1, for single pairs; the margin as in Llama 2, arXiv 2307.09288,
+    equation 2; centering as in Helping or Herding, arXiv 2312.09244, section 2.
+    """
+    chosen, rejected = widen(chosen), widen(rejected)
+    loss = -torch.nn.functional.logsigmoid(chosen - rejected - margins.to(chosen))
+    return loss + centering * (chosen + rejected).square() if centering else loss
