@@ -22,7 +22,7 @@ from leaderless.distributed.transport import Transport
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard, RunNode, Windowed, flat
 from leaderless.planner.graph.loops import make_loops
 from leaderless.planner.plan_parts import BatchSizes
-from leaderless.planner.workflow import Node, StageSpec
+from leaderless.planner.workflow import Node, StageSpec, Workflow
 
 PROMPT_COLUMNS = ("prompt_tokens", "rows", "image")
 SAMPLE_COLUMNS = ("tokens", "group_id", "flags", "scores", "halves", "notes", "patches", "matrix")
@@ -161,6 +161,7 @@ def plan_of(case: Case) -> Plan:
         recipe_hash="",
         engine="native",
         layout={},
+        graph=Workflow("walk"),
     )
 
 

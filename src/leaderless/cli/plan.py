@@ -63,8 +63,7 @@ def plan(
         print_json(planned.to_json() | chosen | ({} if fitted is None else {"fit": fitted.to_json()}))
     else:
         from leaderless.planner.graph.judges import judge_lines
-        from leaderless.planner.show.client_addresses import door_lines
-        from leaderless.planner.show.text import print_plan
+        from leaderless.planner.show.text import door_lines, print_plan
 
         lowered = read_limits(run.directory) if planned.batch.adapts_to_memory else {}
         recipe = whole.recipe

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,6 +29,9 @@ from leaderless.config.source import merge_settings
 
 Product = Literal["text", "episodes", "online", "bodies"]
 """Kinds of samples: responses to prompts, episodes in an environment or of clients, and of bodies."""
+
+
+RESPONSE_LENGTH = "rollout.max_response_tokens"
 
 
 class Recipe(Section):
@@ -132,30 +136,12 @@ class Recipe(Section):
         return {**value, "data": {"train": {"path": ONLINE}, **data}} if isinstance(data, Mapping) else value
 
     @model_validator(mode="after")
-    def _online_runs_have_no_other_tasks(self) -> Recipe:
-        if self.online is None:
-            return self
-        train = self.data.train
-        known = {"path": ONLINE, "template": None, "system": None}
-        if not isinstance(train, TrainingSetConfig) or any(
-            getattr(train, name) != known.get(name, field.default) and known.get(name, "") is not None
-            for name, field in TrainingSetConfig.model_fields.items()
-        ):
-            raise ValueError(
-                f"data.train must be left out, or be the path '{ONLINE}' with a template or a system message: with "
-                "`online`, requests of clients take its place"
-            )
-        if "{" in train.template:
-            raise ValueError("data.train.template must be auto, chat or plain: it says how messages are written")
-        if self.environment is not None:
-            raise ValueError(
-                "environment must be left out: with `online`, clients lead the episodes; their tools come with requests"
-            )
-        if self.evaluation.every_steps:
-            raise ValueError(
-                "evaluation.every_steps must be 0: an online run is not evaluated while clients wait; `leaderless "
-                "eval` evaluates its checkpoints"
-            )
+    def _fits_its_product(self) -> Recipe:
+        PRODUCT_FACTS[self.product].check(self)
+        kinds = {role: model.body for role, model in self.models.items()}
+        named = sorted(role for role, kind in kinds.items() if kind is not None)
+        if named and self.body is None:
+            raise ValueError(f"models.{named[0]}.body needs `body`, the environment in which the policy moves")
         return self
 
     @model_validator(mode="after")
@@ -164,48 +150,6 @@ class Recipe(Section):
             for name in ("repeat", "team") if config.algorithm is not None else ():
                 if getattr(config.algorithm, name) != getattr(self.algorithm, name):
                     raise ValueError(f"roles.{role}.algorithm.{name} must be that of all roles: set algorithm.{name}")
-        return self
-
-    @model_validator(mode="after")
-    def _tasks_have_no_prompts(self) -> Recipe:
-        sets: dict[str, DatasetConfig] = {**self.data.train_sets()}
-        if self.data.evaluation is not None:
-            sets["data.evaluation"] = self.data.evaluation
-        for key, config in sets.items() if self.environment or self.body else ():
-            if "{" in config.template:
-                raise ValueError(
-                    f"{key}.template must be auto, chat or plain: it says how the environment's observations are "
-                    "written; compose texts of columns in its method `reset`"
-                )
-            if config.response is not None:
-                raise ValueError(
-                    f"{key}.response: with an environment, all responses are sampled; leave one of the two out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _bodies_generate_no_text(self) -> Recipe:
-        kinds = {role: model.body for role, model in self.models.items() if model.body is not None}
-        if self.body is None:
-            if kinds:
-                raise ValueError(f"models.{min(kinds)}.body needs `body`, the environment in which the policy moves")
-            return self
-        for name, is_given in {
-            "environment": self.environment is not None,
-            "online": self.online is not None,
-            "channels: continuous": bool(self.continuous_channels),
-            "algorithm.replay_experts": self.algorithm.replay_experts,
-            "algorithm.overlong": bool(self.algorithm.overlong.buffer_tokens),
-            "data: images": self.data.has_images,
-            "data: response": self.data.has_responses,
-        }.items():
-            if is_given:
-                raise ValueError(f"{name} cannot be combined with `body`, whose policy generates no text: leave it out")
-        for role, model in self.models.items():
-            if model.lora is not None or model.freeze_vision:
-                raise ValueError(
-                    f"models.{role}: a policy of a body has no adapters and no frozen part: leave them out"
-                )
         return self
 
     @property
@@ -223,15 +167,6 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _layouts_can_be_replaced(self) -> Recipe:
-        if self.online is not None and self.schedule.replan_every_steps:
-            raise ValueError(
-                "schedule.replan_every_steps must be 0 with `online`: such a run is stopped, and continued with "
-                "another layout"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
         if self.evaluation.every_steps and self.data.evaluation is None:
             raise ValueError("evaluation.every_steps needs data.evaluation, the held-out prompts")
@@ -241,17 +176,17 @@ class Recipe(Section):
                 f"evaluation.every_steps: one role plays held-out tasks, but environment.agents names {len(roles)}: "
                 "leave it out"
             )
-        has_world = self.environment is not None or self.body is not None
+        graded = PRODUCT_FACTS[self.product].graded
         judged = self.data.evaluation.preferences if self.data.evaluation else None
         if self.evaluation.every_steps and self.data.preferences != judged:
             raise ValueError(
                 "evaluation.every_steps: the columns chosen and rejected, or response and desirable, must be named in "
                 "both data.train and data.evaluation, or in neither"
             )
-        if self.evaluation.every_steps and not self.reward.options() and not has_world and judged is None:
+        if self.evaluation.every_steps and not self.reward.options() and not graded and judged is None:
             raise ValueError("evaluation.every_steps needs a reward, to tell whether a response is correct")
         metric = self.evaluation.metric
-        rewards = [*self.reward.options(), *["environment"] * has_world, *["success"] * (self.body is not None)]
+        rewards = [*self.reward.options(), *graded]
         if metric is not None and metric not in rewards:
             known = ", ".join(rewards) or "none"
             raise ValueError(f"evaluation.metric='{metric}' is not one of the recipe's rewards ({known})")
@@ -265,12 +200,8 @@ class Recipe(Section):
     @property
     def product(self) -> Product:
         """Kind of samples: each has a rollout of its own, which the table of stages chooses."""
-        sections: dict[Product, Section | None] = {
-            "bodies": self.body,
-            "online": self.online,
-            "episodes": self.environment,
-        }
-        return next((product for product, section in sections.items() if section is not None), "text")
+        given = (name for name, facts in PRODUCT_FACTS.items() if facts.section and getattr(self, facts.section))
+        return next(given, "text")
 
     @property
     def players(self) -> Mapping[str, str]:
@@ -280,7 +211,7 @@ class Recipe(Section):
     @property
     def has_episodes(self) -> bool:
         """Whether the rollout's samples are conversations: with an environment, or with clients."""
-        return self.product in {"episodes", "online"}
+        return PRODUCT_FACTS[self.product].has_episodes
 
     @property
     def has_later_images(self) -> bool:
@@ -295,7 +226,22 @@ class Recipe(Section):
     @property
     def has_tasks(self) -> bool:
         """Whether rows of the dataset are tasks, without prompts."""
-        return self.product != "text"
+        return bool(self.task_section)
+
+    @property
+    def task_section(self) -> str:
+        """The section that tasks come from; empty where rows are prompts."""
+        return PRODUCT_FACTS[self.product].section
+
+    @property
+    def task_rewards(self) -> tuple[str, ...]:
+        """Rewards that come with the tasks: the environment's, or the feedback of clients."""
+        return PRODUCT_FACTS[self.product].rewards
+
+    @property
+    def length_setting(self) -> str:
+        """The setting that bounds what follows a prompt: a response, an episode, or the steps of a body."""
+        return PRODUCT_FACTS[self.product].length_setting
 
     @property
     def row_columns(self) -> Mapping[str, str]:
@@ -358,13 +304,117 @@ class Recipe(Section):
 
         For a body, these are the steps of an episode.
         """
-        if self.body is not None:
-            return self.body.max_steps
-        if self.environment is not None:
-            return self.environment.max_episode_tokens
+        if self.length_setting != RESPONSE_LENGTH:
+            longest: int = attrgetter(self.length_setting)(self)
+            return longest
         lengths = (self.as_seen_by(agent).rollout.max_response_tokens for agent in agents)
         return max(lengths, default=self.rollout.max_response_tokens)
 
     def longest_text(self) -> int:
         """Most tokens of a prompt with its response."""
         return self.data.max_prompt_tokens + self.longest_response()
+
+
+class ProductFacts(NamedTuple):
+    """Facts that hold for all runs of a kind.
+
+    Attributes:
+        section: Section of the recipe that makes a run one of this kind, from which tasks come; none for prompts.
+        check: Function that refuses other sections next to it.
+        has_episodes: Whether samples are conversations.
+        rewards: Rewards that come with its tasks.
+        graded: Rewards by which held-out tasks may be evaluated, besides the recipe's own.
+        length_setting: Setting that bounds what follows a prompt.
+    """
+
+    section: str = ""
+    check: Callable[[Recipe], None] = lambda _: None
+    has_episodes: bool = False
+    rewards: tuple[str, ...] = ()
+    graded: tuple[str, ...] = ()
+    length_setting: str = RESPONSE_LENGTH
+
+
+def _check_online(recipe: Recipe) -> None:
+    """Requests of clients are the only tasks, and the run is neither evaluated nor replanned."""
+    train = recipe.data.train
+    known = {"path": ONLINE, "template": None, "system": None}
+    if not isinstance(train, TrainingSetConfig) or any(
+        getattr(train, name) != known.get(name, field.default) and known.get(name, "") is not None
+        for name, field in TrainingSetConfig.model_fields.items()
+    ):
+        raise ValueError(
+            f"data.train must be left out, or be the path '{ONLINE}' with a template or a system message: with "
+            "`online`, requests of clients take its place"
+        )
+    if "{" in train.template:
+        raise ValueError("data.train.template must be auto, chat or plain: it says how messages are written")
+    if recipe.environment is not None:
+        raise ValueError(
+            "environment must be left out: with `online`, clients lead the episodes; their tools come with requests"
+        )
+    if recipe.evaluation.every_steps:
+        raise ValueError(
+            "evaluation.every_steps must be 0: an online run is not evaluated while clients wait; `leaderless "
+            "eval` evaluates its checkpoints"
+        )
+    if recipe.schedule.replan_every_steps:
+        raise ValueError(
+            "schedule.replan_every_steps must be 0 with `online`: such a run is stopped, and continued with "
+            "another layout"
+        )
+
+
+def _check_tasks(recipe: Recipe) -> None:
+    """Rows are tasks, without texts to compose and responses to imitate."""
+    sets: dict[str, DatasetConfig] = {**recipe.data.train_sets()}
+    if recipe.data.evaluation is not None:
+        sets["data.evaluation"] = recipe.data.evaluation
+    for key, config in sets.items():
+        if "{" in config.template:
+            raise ValueError(
+                f"{key}.template must be auto, chat or plain: it says how the environment's observations are "
+                "written; compose texts of columns in its method `reset`"
+            )
+        if config.response is not None:
+            raise ValueError(
+                f"{key}.response: with an environment, all responses are sampled; leave one of the two out"
+            )
+
+
+def _check_body(recipe: Recipe) -> None:
+    """The policy of a body generates no text, and its models have no parts of language models."""
+    _check_tasks(recipe)
+    given = {name: getattr(recipe, name) is not None for name in ("environment", "online")} | {
+        "channels: continuous": bool(recipe.continuous_channels),
+        "algorithm.replay_experts": recipe.algorithm.replay_experts,
+        "algorithm.overlong": bool(recipe.algorithm.overlong.buffer_tokens),
+        "data: images": recipe.data.has_images,
+    }
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ValueError(f"{name} cannot be combined with `body`, whose policy generates no text: leave it out")
+    for role, model in recipe.models.items():
+        if model.lora is not None or model.freeze_vision:
+            raise ValueError(f"models.{role}: a policy of a body has no adapters and no frozen part: leave them out")
+
+
+PRODUCT_FACTS: Mapping[Product, ProductFacts] = {
+    "bodies": ProductFacts(
+        "body",
+        _check_body,
+        rewards=("environment",),
+        graded=("environment", "success"),
+        length_setting="body.max_steps",
+    ),
+    "online": ProductFacts("online", _check_online, has_episodes=True, rewards=("environment",)),
+    "episodes": ProductFacts(
+        "environment",
+        _check_tasks,
+        has_episodes=True,
+        rewards=("environment",),
+        graded=("environment",),
+        length_setting="environment.max_episode_tokens",
+    ),
+    "text": ProductFacts(),
+}
+"""The facts of each kind of run; a recipe is of the first kind whose section it has."""

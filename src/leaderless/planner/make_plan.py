@@ -36,7 +36,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         RecipeError: A contract of the workflow is broken, a layout does not fit, or a model cannot do what is asked.
     """
     check_judges(recipe, workflow)
-    flow = ColumnFlow(recipe, with_judges(recipe, workflow))
+    written, flow = workflow, ColumnFlow(recipe, with_judges(recipe, workflow))
     workflow = flow.workflow
     _check_roles(recipe, workflow)
     layouts = make_layouts(recipe, workflow, cluster)
@@ -80,6 +80,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         recipe_hash=hashlib.sha256(json.dumps(recipe.model_dump(mode="json")).encode()).hexdigest(),
         engine=cluster.engine,
         layout=recipe.layout,
+        graph=written,
     )
     return replace(plan, memory=estimate_memory(recipe, plan, batch.micro_batch_tokens))
 

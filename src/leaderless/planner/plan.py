@@ -23,6 +23,7 @@ from leaderless.planner.entries import (
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory.model_size import ModelSize
 from leaderless.planner.plan_parts import BatchSizes, Channel, Edge, Loop, PlannedNode, RoleInstance
+from leaderless.planner.workflow import Workflow
 
 if TYPE_CHECKING:
     from leaderless.planner.memory.rank import MemoryEstimate
@@ -50,6 +51,7 @@ class Plan:
         recipe_hash: Hash of the resolved recipe.
         engine: Engine that generates where the recipe leaves it open.
         layout: The section `layout` that it is made for: the recipe's, or what has replaced it while the run goes on.
+        graph: The workflow as it is written, from which the run is planned again.
         profile_hash: Hash of the profile by which the layouts were chosen; empty if they were written.
     """
 
@@ -68,6 +70,7 @@ class Plan:
     recipe_hash: str
     engine: str
     layout: Mapping[str, LayoutConfig]
+    graph: Workflow
     profile_hash: str = ""
 
     def __getitem__(self, name: str) -> PlannedNode:

@@ -21,7 +21,7 @@ from leaderless.environments.replay import replay
 from leaderless.environments.tools.use import close_tools
 from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.observability.episode_files import EpisodeFile, Kind, episode_files, read_episode_file
-from leaderless.planner.workflow import load_recipe, resolve_workflow
+from leaderless.planner.workflow import WorkflowRecipe, load_recipe
 from leaderless.planner.workflow.builtin_stages import spec_of
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rollout.engine import SamplingParams
@@ -59,7 +59,7 @@ class RunEpisodes:
         files: Files of the journal.
     """
 
-    loaded: LoadedRecipe
+    loaded: WorkflowRecipe
     files: Sequence[EpisodeFile]
 
     @classmethod
@@ -104,7 +104,7 @@ class RunEpisodes:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model that plays."""
-        nodes = resolve_workflow(self.recipe.workflow).nodes
+        nodes = self.loaded.workflow.nodes
         role = next((node.role for node in nodes if "generate" in spec_of(node).roles.values() and node.role), "policy")
         config = self.recipe.model_of(role)
         if config is None:

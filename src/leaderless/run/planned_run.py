@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,7 +23,7 @@ from leaderless.planner import Cluster, Plan, make_plan
 from leaderless.planner.graph.adapters import optimizer_of
 from leaderless.planner.placement.replanning import alternatives
 from leaderless.planner.placement.stage_seconds import read_profile
-from leaderless.planner.workflow import Workflow, load_recipe, resolve_workflow, spec_of
+from leaderless.planner.workflow import WorkflowRecipe, load_recipe, spec_of
 from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.planner.workflow.read import ANSWER, JUDGE, evaluation_workflow
 from leaderless.planner.workflow.reward_stages import reward_names
@@ -59,7 +59,7 @@ response to bad numbers."""
 class Planned:
     """A recipe and what the planner made of it."""
 
-    loaded: LoadedRecipe
+    loaded: WorkflowRecipe
     plan: Plan
     choice: PlacementChoice | None = None
     """Why the layouts are what they are, if the planner has chosen them."""
@@ -239,15 +239,15 @@ def located(loaded: LoadedRecipe) -> Iterator[None]:
         raise loaded.locate(error) from None  # the error says all that a user needs
 
 
-def plan_training(loaded: LoadedRecipe, num_workers: int) -> Planned:
+def plan_training(loaded: WorkflowRecipe, num_workers: int) -> Planned:
     """Plan a run; a RecipeError gives every reason why it does not work with this number of workers."""
     with located(loaded):
-        planned = _plan(loaded, resolve_workflow(loaded.recipe.workflow), num_workers)
+        planned = _plan(loaded, num_workers)
         alternatives(planned.recipe, planned.plan)  # report their problems now
         return planned
 
 
-def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) -> Planned:
+def plan_evaluation(loaded: WorkflowRecipe, role: str | None, num_workers: int) -> Planned:
     """Plan an evaluation, in which one role answers on all workers, whatever the recipe says about training.
 
     Without a role it is `evaluation.role`, or the policy. A RecipeError says that the recipe has no held-out prompts,
@@ -273,7 +273,7 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
         checkpoint = recipe.checkpoint.model_copy(update={"best_metric": None})
         evaluation = recipe.evaluation.model_copy(update={"role": role})
         judges = {*recipe.reward.roles().values()}
-        layout = _engine_layouts(recipe, role, num_workers)
+        layout = _engine_layouts(loaded, role, num_workers)
         update = {
             "models": {role: model} | {name: one for name, one in recipe.models.items() if name in judges},
             "layout": layout,
@@ -286,16 +286,16 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
         }
         recipe = recipe.as_seen_by(role).model_copy(update=update)
         workflow = evaluation_workflow(role, is_judged=bool(judges))
-        return _plan(LoadedRecipe(recipe, loaded.source), workflow, num_workers)
+        return _plan(replace(loaded, recipe=recipe, workflow=workflow), num_workers)
 
 
-def _engine_layouts(recipe: Recipe, role: str, num_workers: int) -> dict[str, LayoutConfig]:
+def _engine_layouts(loaded: WorkflowRecipe, role: str, num_workers: int) -> dict[str, LayoutConfig]:
     """The layouts of an evaluation on all workers: engines that span ranks in training do so, if there are enough.
 
     The engine of the role that answers may span other ranks than the judges' engines.
     """
-    layouts: dict[str, LayoutConfig] = {}
-    for node in resolve_workflow(recipe.workflow).nodes:
+    recipe, layouts = loaded.recipe, dict[str, LayoutConfig]()
+    for node in loaded.workflow.nodes:
         spec, given = spec_of(node), recipe.layout.get(node.name, LayoutConfig())
         generates = any(own == role and spec.roles[name] == "generate" for name, own in spec.roles_of(node).items())
         judges = spec.grades and bool(recipe.reward.roles())
@@ -306,11 +306,12 @@ def _engine_layouts(recipe: Recipe, role: str, num_workers: int) -> dict[str, La
     return layouts
 
 
-def _plan(loaded: LoadedRecipe, workflow: Workflow, num_workers: int) -> Planned:
-    cluster, placement = Cluster(num_workers, choose_engine(loaded.recipe.rollout)), loaded.recipe.placement
+def _plan(loaded: WorkflowRecipe, num_workers: int) -> Planned:
+    recipe, workflow = loaded.recipe, loaded.workflow
+    cluster, placement = Cluster(num_workers, choose_engine(recipe.rollout)), recipe.placement
     if placement is not None:
         from leaderless.planner.placement.search import choose_layout  # it imports numpy
 
-        choice = choose_layout(loaded.recipe, workflow, cluster, read_profile(Path(placement.profile)))
-        return Planned(LoadedRecipe(choice.best.recipe, loaded.source), choice.best.plan, choice)
-    return Planned(loaded, make_plan(loaded.recipe, workflow, cluster))
+        choice = choose_layout(recipe, workflow, cluster, read_profile(Path(placement.profile)))
+        return Planned(replace(loaded, recipe=choice.best.recipe), choice.best.plan, choice)
+    return Planned(loaded, make_plan(recipe, workflow, cluster))

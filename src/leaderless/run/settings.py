@@ -18,7 +18,7 @@ from leaderless.config.run import RunConfig
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
 from leaderless.data.sources.row_sources import plain_row
 from leaderless.observability.run_directory import write_atomically
-from leaderless.planner.workflow import Workflow, builtin_workflows, load_recipe, write_workflow
+from leaderless.planner.workflow import Workflow, WorkflowRecipe, builtin_workflows, load_recipe, write_workflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ _Leaf = tuple[tuple[str, ...], Setting]
 
 def read_settings(
     recipe: Recipe | Mapping[str, Setting] | str | Path, overrides: Sequence[str], settings: Mapping[str, Setting]
-) -> LoadedRecipe:
+) -> WorkflowRecipe:
     """Read a recipe from what `Run` takes, and write files for the objects in it.
 
     Overrides change the recipe, and the settings change both.

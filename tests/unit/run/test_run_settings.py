@@ -17,6 +17,7 @@ from leaderless import RewardInput, Run, Workflow
 from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput
 from leaderless.config import RecipeError
 from leaderless.config.data import TrainingSetConfig
+from leaderless.planner.workflow import read as workflows
 from leaderless.planner.workflow import resolve_workflow
 from leaderless.run.planned_run import plan_training
 
@@ -149,3 +150,15 @@ def test_a_run_continues_if_a_rate_that_is_left_out_means_the_one_that_it_was_be
     planned = Run(write_recipe(tmp_path, "", {**changes, "optimizer": {"learning_rate": now}}))
     with nullcontext() if continues else pytest.raises(RecipeError, match=f"begun with {then}"):
         plan_training(planned.loaded, 1)._check_same_settings()
+
+
+def test_a_run_is_planned_with_its_workflow_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for other numbers of workers, and other layouts of the same run."""
+    reads: list[Path] = []
+    read = workflows.read_yaml
+    monkeypatch.setattr(workflows, "read_yaml", lambda path: reads.append(path) or read(path))
+    apart = {"rollout": {"ranks": "0%-50%"}, "policy": {"ranks": "50%-100%"}}
+    changes = {"schedule": {"replan_every_steps": 1, "layouts": {"apart": apart}}}
+    run = Run(write_recipe(tmp_path, tiny_model(), changes))
+    assert [plan_training(run.loaded, size).plan.world_size for size in (2, 4)] == [2, 4]
+    assert [path.name for path in reads] == ["grpo.yaml"]

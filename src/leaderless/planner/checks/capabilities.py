@@ -56,8 +56,9 @@ def check_backends(draft: Draft) -> None:
                 "fsdp, or declare it with @leaderless.train_backend(...) if it can",
             )
         for name, value in (("keep_whole", training.keep_whole), ("compile", training.compile)):
-            if value not in {"auto", False} and (recipe.body is not None or not spec.gathers_layers):
-                others = "models of bodies" if recipe.body is not None else "other back ends than fsdp"
+            others = "" if spec.gathers_layers else "other back ends than fsdp"
+            others = others if recipe.body is None else "models of bodies"
+            if others and value not in {"auto", False}:
                 raise RecipeError.at(
                     draft.recipe.key_of(f"training.{name}", role), f"'{value}' has no effect on {others}: leave it out"
                 )

@@ -36,17 +36,14 @@ class Cut:
         training: Nodes of the part that trains.
         config: Settings of the channel.
         max_staleness: Most optimizer steps between the weights that sampled a row and those trained with it.
+        is_continuous: Whether the first part works on several iterations at once.
     """
 
     generating: frozenset[str]
     training: frozenset[str]
     config: ChannelConfig
     max_staleness: int
-
-    @property
-    def is_continuous(self) -> bool:
-        """Whether the first part works on several iterations at once."""
-        return self.config.mode == "continuous"
+    is_continuous: bool
 
 
 def find_cut(
@@ -127,12 +124,12 @@ class _Cutter:
             )
         generating, training = frozenset(self._nodes_on(first)), frozenset(self._nodes_on(second))
         self._check_roles(name, generating, training)
-        config = self.recipe.channels[name]
-        if config.mode == "continuous":
+        config, is_continuous = self.recipe.channels[name], name in self.recipe.continuous_channels
+        if is_continuous:
             self._check_continuous(name, generating)
             self._check_portions(name, self.nodes[cut[0][0]].layout.ranks)
             self._check_helpers(name, generating, training)
-        return Cut(generating, training, config, self._staleness(name))
+        return Cut(generating, training, config, self._staleness(name), is_continuous)
 
     def _named_pools(self) -> dict[Pool, str]:
         """The first node that a channel names on each pool."""

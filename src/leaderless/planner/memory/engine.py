@@ -112,7 +112,7 @@ class EngineMemory:
         siblings, prompts = recipe.batch.responses_per_prompt, self._num_prompts()
         largest = _slot(self._own_tokens)
         is_asked = self.model.instance.is_judge or self.is_served
-        is_mixed = recipe.has_episodes or (not is_asked and self._num_samples() > count)
+        is_mixed = self.is_played or (not is_asked and self._num_samples() > count)
         smaller = largest - SMALLEST_SLOT if is_mixed else largest // 2 * (largest > SMALLEST_SLOT)
         if not self.is_cpu:
             prompts, count = _num_slots(prompts), _num_slots(count)
@@ -134,13 +134,18 @@ class EngineMemory:
         Where conversations of an environment begin with a shared prompt, they have it themselves after a turn.
         """
         is_alone = self.followed.batch.responses_per_prompt == 1
-        return self.longest if is_alone or self.followed.has_episodes else self.response
+        return self.longest if is_alone or self.is_played else self.response
 
     @property
     def followed(self) -> Recipe:
         """The recipe as the engine follows it."""
         is_judge = self.model.instance.is_judge
         return as_judged(self.recipe, self.model.instance.role) if is_judge else self.recipe
+
+    @property
+    def is_played(self) -> bool:
+        """Whether sequences are conversations."""
+        return self.followed.has_episodes
 
     @property
     def longest(self) -> int:

@@ -105,20 +105,20 @@ def _shortage(recipe: Recipe, plan: Plan, memory: DeviceMemory, tokens: int | No
 
 def _remedies(recipe: Recipe, plan: Plan, memory: DeviceMemory, tokens: int | None) -> str:
     """Settings to lower, first those without an effect on numbers."""
-    remedies: list[str] = []
+    remedies, is_text = list[str](), recipe.body is None
     phase = max(memory.phases, key=memory.totals.__getitem__)
     role, _, does = phase.rpartition(" ")
     if does in {"trains", "scores"} and (kept := recipe.as_seen_by(role).training.keep_whole) in {"weights", "all"}:
         remedies.append(f"leave out {recipe.key_of('training.keep_whole', role)}={kept}")
     if tokens is not None:
-        if does == "generates" and recipe.body is None:
+        if does == "generates" and is_text:
             setting = recipe.key_of("rollout.max_sequences", role)
             remedies.append(f"lower {setting}={recipe.as_seen_by(role).rollout.max_sequences}")
         elif does == "judges":
             remedies.append(f"lower {_most_asked(recipe, role)}")
         else:
             remedies.append(f"lower batch.micro_batch_tokens={tokens}")
-    if recipe.body is not None:
+    if not is_text:
         remedies.append(f"lower batch.prompts_per_step={recipe.batch.prompts_per_step}, whose episodes are kept")
     if "checkpoint copy" in memory.resident:
         saved = format_bytes(memory.resident["checkpoint copy"])
@@ -128,7 +128,7 @@ def _remedies(recipe: Recipe, plan: Plan, memory: DeviceMemory, tokens: int | No
     if unchecked and phase.endswith(" trains"):
         remedies.append(f"set models.{unchecked[0]}.gradient_checkpointing")
     whole = [role for role in trained if (m := recipe.model_of(role)) and m.lora is None]
-    if whole and recipe.body is None and phase.endswith(" trains"):
+    if whole and is_text and phase.endswith(" trains"):
         remedies.append(f"train adapters: set models.{whole[0]}.lora")
     is_cpu = not memory.host
     remedies.append(f"use {'ranks of more machines' if is_cpu else 'more ranks'}, or a smaller model")

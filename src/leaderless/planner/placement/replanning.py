@@ -16,7 +16,6 @@ from leaderless.planner.layout import Cluster, Layout, in_proportion
 from leaderless.planner.make_plan import make_plan
 from leaderless.planner.plan import Plan
 from leaderless.planner.plan_parts import Loop
-from leaderless.planner.workflow import resolve_workflow
 
 LEAST_S = 0.01
 """Seconds of a test below which no host counts as slow."""
@@ -95,7 +94,7 @@ def with_layout(recipe: Recipe, layout: Mapping[str, LayoutConfig], like: Plan) 
         RecipeError: The layout does not fit.
     """
     cluster = Cluster(like.world_size, like.engine)
-    return make_plan(recipe.model_copy(update={"layout": layout}), resolve_workflow(recipe.workflow), cluster)
+    return make_plan(recipe.model_copy(update={"layout": layout}), like.graph, cluster)
 
 
 def check_exchangeable(recipe: Recipe, one: Plan, other: Plan) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from leaderless.base.values import Json
+from leaderless.config import Recipe
 from leaderless.planner.entries import Action, Pull, Push, Repeat, Reshard, SyncWeights, Windowed
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory.layers import layers_of_stage
@@ -76,6 +77,17 @@ def print_plan(
         _section(console, "Memory of the fullest rank", _table("", rows=[(UNKNOWN_MEMORY,)]))
     else:
         _section(console, "Memory of the fullest rank, estimated", _memory(plan.memory))
+
+
+def door_lines(recipe: Recipe, plan: Plan) -> list[tuple[str, str]]:
+    """Rank and address of each replica that clients of an online run ask."""
+    if (config := recipe.online) is None:
+        return []
+    ranks = next(node for node in plan.nodes if node.spec.samples).layout.representatives
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    if not config.port:
+        return [(f"rank {rank}", f"{host}, any free port") for rank in ranks]
+    return [(f"rank {rank}", f"http://{host}:{port}/v1") for port, rank in enumerate(ranks, start=config.port)]
 
 
 def print_estimate(plan: Plan, estimate: Estimate, cluster: ClusterConfig, console: Console) -> None:

@@ -12,6 +12,7 @@ from leaderless.planner.workflow.columns import EPISODE_IDS as EPISODE_IDS
 from leaderless.planner.workflow.columns import IMAGES as IMAGES
 from leaderless.planner.workflow.columns import IS_GREEDY as IS_GREEDY
 from leaderless.planner.workflow.columns import Column as Column
+from leaderless.planner.workflow.read import WorkflowRecipe as WorkflowRecipe
 from leaderless.planner.workflow.read import builtin_workflows as builtin_workflows
 from leaderless.planner.workflow.read import load_recipe as load_recipe
 from leaderless.planner.workflow.read import read_workflow as read_workflow

@@ -30,7 +30,9 @@ from leaderless.planner.workflow.training_stages import (
     check_log_probs,
     filter_reads,
     refuse_replay,
+    refuse_tasks,
     replayed,
+    require_body,
 )
 
 if TYPE_CHECKING:
@@ -121,21 +123,11 @@ def _online_metrics(recipe: Recipe) -> list[str]:
     return [*_text_metrics(recipe), *EPISODE_METRICS, *(f"online/{name}" for name in ONLINE_METRICS)]
 
 
-def _body_metrics(recipe: Recipe) -> list[str]:  # noqa: ARG001
-    return [f"body/{name}" for name in BODY_METRICS]
-
-
-def _body_writes(recipe: Recipe) -> list[str]:
-    return [*(TAKEN_COLUMNS if recipe.algorithm.sac else ()), *BODY_COLUMNS]
-
-
 def _record_reads(recipe: Recipe, node: Node) -> list[str]:
     columns = ["rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details"]
     columns += ["advantages"] * (recipe.algorithm.sac is None)
-    # Without the mask, an environment's text would count as part of the response.
     columns += [IMAGES] * recipe.has_images
-    columns += [*SEEN_COLUMNS, "prompt_tokens", "turns", "success"] * (recipe.body is not None)
-    return columns + ["agent"] * (len(node.agents) > 1) + ["response_mask"] * recipe.has_episodes
+    return columns + ["agent"] * (len(node.agents) > 1) + [*ROLLOUTS[recipe.product].recorded]
 
 
 def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
@@ -168,12 +160,12 @@ def _check_online(recipe: Recipe) -> None:
 
 
 def _check_greedy(recipe: Recipe, node: Node) -> None:
-    if recipe.online is not None:
-        raise RecipeError.at(
-            "online",
-            f"cannot be combined with node '{node.name}', which decodes one more response greedily, as no client asks "
-            "for it: use a workflow whose node runs 'rollout', such as grpo",
-        )
+    refuse_tasks(
+        recipe,
+        f"cannot be combined with node '{node.name}', which decodes one more response greedily, as no client asks "
+        "for it: use a workflow whose node runs 'rollout', such as grpo",
+        "online",
+    )
     _check_rollout(recipe, node)
 
 
@@ -196,12 +188,12 @@ def _check_rollout(recipe: Recipe, node: Node) -> None:
 def _check_play_on(recipe: Recipe, node: Node) -> None:
     _check_sampling(recipe)
     refuse_replay(recipe, node)
-    if recipe.online is not None:
-        raise RecipeError.at(
-            "online",
-            f"lets clients ask one role, but node '{node.name}' continues what another one has begun: use a workflow "
-            "with one rollout, such as grpo",
-        )
+    refuse_tasks(
+        recipe,
+        f"lets clients ask one role, but node '{node.name}' continues what another one has begun: use a workflow "
+        "with one rollout, such as grpo",
+        "online",
+    )
     if node.role not in recipe.players.values():
         raise RecipeError.at(
             "environment.agents",
@@ -215,11 +207,6 @@ def _check_demonstrations(recipe: Recipe, node: Node) -> None:
         raise RecipeError.at(
             "body.demonstrations", f"must name the folder of demonstrations that node '{node.name}' takes samples of"
         )
-
-
-def _check_embeddings(recipe: Recipe, node: Node) -> None:
-    if recipe.body is None:
-        raise RecipeError.at("body", f"must name an environment: node '{node.name}' embeds what a body has seen")
 
 
 def _check_advantage(recipe: Recipe, node: Node) -> None:
@@ -306,14 +293,25 @@ class Rollout(NamedTuple):
     reads: tuple[str, ...]
     writes: Callable[[Recipe], Sequence[str]]
     metrics: Callable[[Recipe], list[str]]
+    recorded: tuple[str, ...] = ()
+    values: tuple[str, ...] = ("values",)
     check: Callable[[Recipe], None] = lambda _: None
 
 
 ROLLOUTS: Mapping[Product, Rollout] = {
     "text": Rollout(("prompt_tokens",), lambda _: (), _text_metrics),
-    "episodes": Rollout(("rows",), lambda _: PLAY_COLUMNS, _episode_metrics, _check_environment),
-    "online": Rollout(("rows",), lambda _: PLAY_COLUMNS, _online_metrics, _check_online),
-    "bodies": Rollout(("rows",), _body_writes, _body_metrics),
+    # Without the mask, an environment's text would be recorded as part of the response.
+    "episodes": Rollout(
+        ("rows",), lambda _: PLAY_COLUMNS, _episode_metrics, ("response_mask",), check=_check_environment
+    ),
+    "online": Rollout(("rows",), lambda _: PLAY_COLUMNS, _online_metrics, ("response_mask",), check=_check_online),
+    "bodies": Rollout(
+        ("rows",),
+        lambda recipe: [*(TAKEN_COLUMNS if recipe.algorithm.sac else ()), *BODY_COLUMNS],
+        lambda _: [f"body/{name}" for name in BODY_METRICS],
+        (*SEEN_COLUMNS, "prompt_tokens", "turns", "success"),
+        ("values", "final_values"),
+    ),
 }
 ROLLOUT = StageSpec(
     "leaderless.stages.rollout:rollout",
@@ -357,7 +355,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         "leaderless.embodied.stages.embeddings:embeddings",
         reads=("frames",),
         writes=("embeddings",),
-        check=_check_embeddings,
+        check=lambda recipe, node: require_body(recipe, f"node '{node.name}' embeds what a body has seen"),
         summary="what each episode of a body looked like, as a vector",
     ),
     "reward": REWARD,
@@ -436,7 +434,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "values": StageSpec(
         "leaderless.stages.update:values",
         reads=SEQUENCE,
-        writes=lambda recipe, *_: ["values", *["final_values"] * (recipe.body is not None)],
+        writes=lambda recipe, *_: ROLLOUTS[recipe.product].values,
         roles={"model": "score"},
         critics=("model",),
         streams=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -156,7 +157,14 @@ def _where_problems(key: str, where: object) -> Iterator[Problem]:
             yield Problem(f"{key}.{column}", "must be text, a whole number, true or false, or a list of these")
 
 
-def load_recipe(recipe: str | Path | RecipeSource, overrides: Sequence[str] = ()) -> LoadedRecipe:
+@dataclass(frozen=True)
+class WorkflowRecipe(LoadedRecipe):
+    """A recipe with the workflow that it names, which is read once."""
+
+    workflow: Workflow
+
+
+def load_recipe(recipe: str | Path | RecipeSource, overrides: Sequence[str] = ()) -> WorkflowRecipe:
     """Read and check a recipe; settings of the algorithm that it lacks come from its workflow.
 
     Args:
@@ -166,7 +174,14 @@ def load_recipe(recipe: str | Path | RecipeSource, overrides: Sequence[str] = ()
     Raises:
         RecipeError: There are problems; all are named, each with its place.
     """
-    return config_load.load_recipe(recipe, overrides, lambda name: {"algorithm": resolve_workflow(name).algorithm})
+    found: list[Workflow] = []
+
+    def defaults_of(name: str) -> Mapping[str, Setting]:
+        found.append(resolve_workflow(name))
+        return {"algorithm": found[0].algorithm}
+
+    loaded = config_load.load_recipe(recipe, overrides, defaults_of)
+    return WorkflowRecipe(loaded.recipe, loaded.source, *found)
 
 
 ANSWER = "answer"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from leaderless.config import RecipeError
@@ -14,6 +13,7 @@ from leaderless.planner.workflow.training_stages import (
     check_log_probs,
     check_pass_fits,
     check_updates_per_step,
+    refuse_tasks,
     training_metrics,
 )
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from leaderless.config import Recipe
     from leaderless.config.data import DatasetConfig
     from leaderless.config.judges import JudgeOptions
-    from leaderless.config.recipe import Product
     from leaderless.config.rewards import RewardsConfig
     from leaderless.planner.workflow.workflow import Node
 
@@ -37,7 +36,7 @@ JUDGE_METRICS = ("failed_share", "cached_share", "requests", "latency_s", "contr
 
 def reward_names(recipe: Recipe) -> list[str]:
     """Names of the rewards of a sample: the rewards of the recipe, and what comes with episodes."""
-    return [*recipe.reward.options(), *([ENVIRONMENT] if recipe.has_tasks else [])]
+    return [*recipe.reward.options(), *recipe.task_rewards]
 
 
 def judge_metrics(config: RewardsConfig) -> tuple[str, ...]:
@@ -141,16 +140,6 @@ def _metrics(recipe: Recipe, node: Node) -> list[str]:
     own += ["entropy", "log_prob_chosen", "log_prob_rejected", *loss.metrics]
     own += ["sft_loss"] * (loss.sft_coefficient > 0)
     return [*training_metrics(recipe, node), *(f"{node.role}/{name}" for name in own), "throughput/tokens_per_s"]
-
-
-SECTIONS: Mapping[Product, str] = {"text": "", "episodes": "environment", "online": "online", "bodies": "body"}
-"""The section of a recipe from which the tasks of a product come; none for prompts of a dataset."""
-
-
-def refuse_tasks(recipe: Recipe, why: str) -> None:
-    """Refuse a recipe whose rows are tasks, without prompts."""
-    if section := SECTIONS[recipe.product]:
-        raise RecipeError.at(section, why)
 
 
 def check_preferences(recipe: Recipe, node: Node, wanted: Preferences, reader: str) -> None:

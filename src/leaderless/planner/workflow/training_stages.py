@@ -59,6 +59,18 @@ def refuse_replay(recipe: Recipe, node: Node) -> None:
         )
 
 
+def refuse_tasks(recipe: Recipe, why: str, section: str = "") -> None:
+    """Refuse a recipe whose tasks come from a section, by default from any."""
+    if recipe.task_section and recipe.task_section == (section or recipe.task_section):
+        raise RecipeError.at(recipe.task_section, why)
+
+
+def require_body(recipe: Recipe, why: str) -> None:
+    """Refuse a recipe without a body."""
+    if recipe.body is None:
+        raise RecipeError.at("body", f"must name an environment: {why}")
+
+
 def filter_reads(recipe: Recipe) -> list[str]:
     """Columns that exclude samples from training."""
     return ["truncated"] if recipe.algorithm.overlong.filter else []
@@ -118,8 +130,7 @@ def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> N
                 "or set gradient_checkpointing of all models",
             )
         return
-    is_played = section == "rollout" and recipe.environment is not None
-    rest = "environment.max_episode_tokens" if is_played else f"{section}.max_response_tokens"
+    rest = recipe.length_setting if section == "rollout" else "data.max_response_tokens"
     longest = recipe.data.max_prompt_tokens + _longest(recipe, section)
     check_pass_fits(recipe, longest, f"but one sample may have {longest} tokens (data.max_prompt_tokens + {rest})")
 
@@ -221,8 +232,7 @@ def _check_update_critic(recipe: Recipe, node: Node) -> None:
 
 def _check_sac(recipe: Recipe, node: Node) -> None:
     """Check the parts of transitions, and refuse settings that SAC would ignore."""
-    if recipe.body is None:
-        raise RecipeError.at("body", f"must name an environment: node '{node.name}' works with transitions of a body")
+    require_body(recipe, f"node '{node.name}' works with transitions of a body")
     if recipe.algorithm.sac is None:
         raise RecipeError.at("algorithm.sac", f"must be given, as `sac: {{}}`: node '{node.name}' learns by it")
     role = node.role or "policy"
@@ -255,10 +265,11 @@ def check_updates_per_step(recipe: Recipe) -> None:
 
 
 def _check_sft(recipe: Recipe, node: Node) -> None:
-    if recipe.online is not None:
-        raise RecipeError.at(
-            "online", f"brings requests, which have no responses that node '{node.name}' could imitate: leave it out"
-        )
+    refuse_tasks(
+        recipe,
+        f"brings requests, which have no responses that node '{node.name}' could imitate: leave it out",
+        "online",
+    )
     if recipe.body is None and not recipe.data.has_responses:
         raise RecipeError.at(
             f"{next(iter(recipe.data.train_sets()))}.response", f"must name the column that node '{node.name}' imitates"

@@ -12,7 +12,6 @@ from leaderless.config import Recipe
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.observability.run_directory import RunDirectory, write_atomically
 from leaderless.planner import Plan, PlannedNode
-from leaderless.planner.show.client_addresses import sampling_node
 from leaderless.serving.listen import TOKEN_VARIABLE, take_port
 from leaderless.serving.online.server import OnlineService
 from leaderless.stages.play_episodes import writer_of
@@ -73,8 +72,8 @@ def make_entrance(recipe: Recipe, plan: Plan, rank: int) -> OnlineEntrance:
     Raises:
         RecipeError: It is taken, or other machines reach it and there is no token.
     """
-    node = sampling_node(recipe, plan)
-    if recipe.online is None or node is None or rank not in node.layout:
+    node = next(node for node in plan.nodes if node.spec.samples)
+    if recipe.online is None or rank not in node.layout:
         return OnlineEntrance(None)
     token, number = os.environ.get(TOKEN_VARIABLE) or None, node.layout.shard_of(rank)
     port = recipe.online.port and recipe.online.port + number

@@ -10,7 +10,7 @@ from tests.unit.recipes import only_problem
 
 from leaderless.config import Recipe, RecipeError, dump_recipe
 from leaderless.planner import Cluster, Plan, make_plan
-from leaderless.planner.show.client_addresses import door_lines
+from leaderless.planner.show.text import door_lines
 from leaderless.planner.workflow import load_recipe, resolve_workflow
 
 SETTINGS = {
