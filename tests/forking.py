@@ -16,6 +16,7 @@ import atexit
 import ctypes
 import functools
 import gc
+import importlib.metadata
 import inspect
 import os
 import pickle
@@ -149,10 +150,14 @@ def _adopting() -> Iterator[None]:
 def live() -> None:
     """The life of a nursery, and of all processes forked from it."""
     given = os.environ.pop(MODULES_VARIABLE, "")
+    # Reading the metadata of all packages takes a quarter of a second, in each run of each rank.
+    importlib.metadata.version = functools.cache(importlib.metadata.version)
     gc.disable()  # modules stay, so that looking for garbage among them takes a sixth of the time for nothing
     for name in given.split() or MODULES:
         import_module(name)
     gc.enable()
+    if not given:
+        _read_versions()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked"
     _name_events_cheaply()
     gc.collect()
@@ -166,6 +171,14 @@ def live() -> None:
         request, descriptors = born
         _settle(request, descriptors)
         _run(request.arguments[0])
+
+
+def _read_versions() -> None:
+    """Keep the versions of the packages that each run checks."""
+    from leaderless.base.versions import unfit_versions
+
+    for _ in unfit_versions():
+        pass
 
 
 def _name_events_cheaply() -> None:
