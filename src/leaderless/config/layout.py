@@ -126,22 +126,14 @@ class PlacementConfig(Section):
         return self
 
     def max_ahead(self, updates_per_step: int) -> int:
-        """Most iterations that continuous generation may be ahead; 0 if there must be none.
-
-        Args:
-            updates_per_step: Optimizer steps of an iteration.
-        """
+        """Most iterations that continuous generation may be ahead; 0 if there must be none."""
         if not self.continuous or self.max_staleness is None:
             return self.max_lag if self.continuous else 0
         return self.max_staleness // updates_per_step
 
 
 def expand_auto(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """The settings of a recipe in which `layout: auto` has become a section `placement`.
-
-    Raises:
-        ValueError: The recipe chooses layouts itself, and lets the planner choose them.
-    """
+    """The settings of a recipe in which `layout: auto` has become a section `placement`."""
     if settings.get("layout") == AUTO:
         return {**settings, "layout": {}, "placement": settings.get("placement") or {}}
     if settings.get("placement") is not None and settings.get("layout"):

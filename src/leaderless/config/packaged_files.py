@@ -24,14 +24,7 @@ def recipes_folder() -> Path:
 
 
 def find_packaged(path: Path) -> Path:
-    """The file that a path means: itself, or if there is none, the packaged one of that name.
-
-    Args:
-        path: File, such as `recipes/gsm8k/grpo.yaml`.
-
-    Raises:
-        RecipeError: There is neither.
-    """
+    """The file that a path means: itself, or if there is none, the packaged one of that name."""
     if path.exists():
         return path
     if path.parts[:1] == FOLDER.parts and ".." not in path.parts:
@@ -50,10 +43,6 @@ def with_packaged_files(path: Path, settings: dict[str, Setting]) -> dict[str, S
     """Settings of a file, where names of packaged files are made absolute if the file is packaged, too.
 
     In a copy of the repository they stay as they are, since they are there.
-
-    Args:
-        path: File that the settings are from.
-        settings: Its settings.
     """
     if path.resolve().is_relative_to(recipes_folder().resolve()):
         return {key: _with_packaged_files(value) for key, value in settings.items()}
@@ -70,11 +59,7 @@ def _with_packaged_files(value: Setting) -> Setting:
 
 
 def how_to_install(*extras: str) -> str:
-    """The command that installs what optional parts need: of the installed package, or of a copy that is developed.
-
-    Args:
-        extras: Names of the parts, such as `serve`.
-    """
+    """The command that installs optional parts, such as `serve`: of the installed package, or of a developed copy."""
     names = ",".join(extras)
     if (_PACKAGE / FOLDER).is_dir():
         return f"pip install 'leaderless[{names}]'"
@@ -88,11 +73,7 @@ def server_refusal() -> str | None:
 
 
 def how_to_make(path: Path) -> str:
-    """The remedy for a file or folder that does not exist, which begins with a semicolon; empty if none is known.
-
-    Args:
-        path: File or folder that a recipe names.
-    """
+    """The remedy for a file or folder that does not exist, which begins with a semicolon; empty if none is known."""
     parts = path.parts
     made = next((part for part in parts if part.startswith("quickstart-")), None)
     if "runs" not in parts or made is None:

@@ -126,11 +126,7 @@ def rollout_engine(
 
 
 def engine_of(name: str, key: str = ENGINE_KEY) -> RolloutEngineSpec:
-    """The contract of an engine: a built-in one, or a function declared with `@rollout_engine`. `key` names it.
-
-    Raises:
-        RecipeError: There is no such engine, or the function cannot be used as one.
-    """
+    """The contract of an engine, built in or declared with `@rollout_engine`; errors are at the setting `key`."""
     return ENGINES.find(name, key, BUILTIN_ENGINES)
 
 
@@ -256,10 +252,5 @@ def train_backend(
 
 
 def backend_of(name: str, key: str = BACKEND_KEY) -> BackendSpec:
-    """The contract of a back end: a built-in one, or a function declared with `@train_backend`.
-
-    Raises:
-        RecipeError: There is no such back end, or the function cannot be used as one; the error is at the setting
-            `key`.
-    """
+    """The contract of a back end, built in or declared with `@train_backend`; errors are at the setting `key`."""
     return BACKENDS.find(name, key, BUILTIN_BACKENDS)

@@ -222,11 +222,7 @@ def most_prompts_of_rank(recipe: Recipe, num_shards: int) -> int:
 
 
 def check_model_axes(decorator: str, axes: Sequence[str]) -> None:
-    """Refuse axes of a decorator that are none of `pp`, `cp` and `tp`.
-
-    Raises:
-        ValueError: An axis is unknown.
-    """
+    """Refuse axes of a decorator that are none of `pp`, `cp` and `tp`."""
     unknown = [axis for axis in axes if axis not in MODEL_AXES]
     if unknown:
         raise ValueError(f"@{decorator}(axes={axes!r}): '{unknown[0]}' is none of {', '.join(MODEL_AXES)}")

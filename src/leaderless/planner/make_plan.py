@@ -27,11 +27,6 @@ from leaderless.planner.workflow.stage_spec import AnyUse
 def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     """Decide what every rank does, and what is sent between ranks.
 
-    Args:
-        recipe: Settings of the user.
-        workflow: The graph that the recipe names.
-        cluster: The ranks there are.
-
     Raises:
         RecipeError: A contract of the workflow is broken, a layout does not fit, or a model cannot do what is asked.
     """

@@ -21,6 +21,7 @@ from leaderless.config import Recipe, RecipeError, load_recipe
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.workflow import resolve_workflow, spec_of
 from leaderless.planner.workflow.metrics import METRICS
+from leaderless.planner.workflow.stage_spec import names_for
 
 def refusal(*overrides):
     try:
@@ -35,7 +36,7 @@ schema = Recipe.model_json_schema()["$defs"]
 found = {
     "settings": [recipe.algorithm.advantage.model_dump(), recipe.algorithm.policy_loss.model_dump()],
     "reads": [plan["advantage"].reads, plan["policy"].reads],
-    "metrics": [name for node in workflow.nodes for name in spec_of(node).metrics_of(recipe, node)],
+    "metrics": [name for node in workflow.nodes for name in names_for(recipe, node, spec_of(node).metrics)],
     "meanings": [METRICS["harmonic/baseline"], METRICS["<role>/root"]],
     "schema": [schema["HarmonicAdvantage"]["properties"]["power"], schema["RootLoss"]["properties"]["root"]],
     "entries": [list(vars(entry).values()) for entry in entries() if entry.name in {"harmonic", "root"}],

@@ -164,11 +164,7 @@ def check_heads(draft: Draft) -> None:
 
 
 def check_divides(key: str, role: str, tp: int, counts: tuple[int, int, int]) -> None:
-    """Refuse tensor parallelism that does not divide attention heads, heads of keys or inner features of a model.
-
-    Raises:
-        RecipeError: One of these counts is no multiple of `tp`; the error is at the key.
-    """
+    """Refuse a `tp` that does not divide attention heads, heads of keys or inner features; the error is at the key."""
     names = "attention heads", "heads of keys", "inner features"
     for name, count in zip(names, counts, strict=True):
         if count % tp:
@@ -185,11 +181,7 @@ def whole_experts(tp: int) -> str:
 
 
 def check_experts(key: str, role: str, ep: int, count: int) -> None:
-    """Refuse expert parallelism that does not divide the experts of a model.
-
-    Raises:
-        RecipeError: The model has none, or their count is no multiple of `ep`; the error is at the key.
-    """
+    """Refuse an `ep` that does not divide the experts of a model, or a model without; the error is at the key."""
     if not count:
         raise RecipeError.at(key, f"ep={ep}: the model of '{role}' has no experts that ranks can divide: leave it out")
     if count % ep:
@@ -219,15 +211,7 @@ def check_adapters(draft: Draft) -> None:
 
 
 def check_sendable(lora: LoraConfig, key: str) -> None:
-    """Refuse adapters of experts for an engine that computes with adapters, and is outside of this package.
-
-    Args:
-        lora: Settings of the adapters.
-        key: Key of the model's settings, for errors.
-
-    Raises:
-        RecipeError: Experts have adapters.
-    """
+    """Refuse adapters of experts for an engine outside of this package that computes with adapters."""
     if lora.expert_rank is not None:
         raise RecipeError.at(
             f"{key}.lora.{_where(lora)}",

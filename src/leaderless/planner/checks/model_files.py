@@ -101,16 +101,7 @@ def players_of(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence
 
 
 def check_player(recipe: Recipe, role: str, family: str) -> None:
-    """Refuse a model by its type.
-
-    Args:
-        recipe: The recipe.
-        role: Role of the model, which plays episodes.
-        family: Type of the model, as its `config.json` says.
-
-    Raises:
-        RecipeError: It cannot take turns, or reads text alone where it is shown images.
-    """
+    """Refuse a model, by its type, that cannot take turns, or reads text alone where it is shown images."""
     model = recipe.model_of(role)
     assert model is not None
     where = {"episodes": "an environment", "online": "clients"}.get(recipe.product)
@@ -135,11 +126,7 @@ def scorers_of(nodes: Sequence[PlannedNode]) -> list[str]:
 
 
 def check_scorer(recipe: Recipe, role: str, family: str) -> None:
-    """Refuse a reward model by its type; see `check_player`.
-
-    Raises:
-        RecipeError: It reads text alone, and prompts have images.
-    """
+    """Refuse a reward model, by its type, that reads text alone where prompts have images."""
     if recipe.data.has_images and family not in SEEING:
         raise RecipeError.at(
             f"models.{role}",

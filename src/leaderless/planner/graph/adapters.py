@@ -39,12 +39,9 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
 def lora_of(model: ModelConfig, key: str) -> LoraConfig | None:
     """The adapters of a model; those that begin with a folder are as it says.
 
-    Args:
-        model: Settings of the model.
-        key: Key of these settings, for errors.
-
     Raises:
-        RecipeError: The folder cannot be read, or its adapters cannot be trained here, or on this model.
+        RecipeError: The folder cannot be read, or its adapters cannot be trained here, or on this model; the error is
+            at the model's key.
     """
     lora = model.lora
     if lora is None or lora.adapter is None:
@@ -89,11 +86,7 @@ def lora_of(model: ModelConfig, key: str) -> LoraConfig | None:
 
 
 def _expert_rank(said: Mapping[str, object], path: Path, key: str) -> int | None:
-    """The rank of the adapters of experts that a folder describes; None if they have none.
-
-    Raises:
-        RecipeError: Weights other than experts' have adapters, only one of these has, or other ranks differ.
-    """
+    """The rank that a folder says adapters of experts have, all of them the same; None if they have none."""
     named, patterns = said.get("target_parameters") or [], said.get("rank_pattern") or {}
     assert isinstance(named, list)
     assert isinstance(patterns, dict)
@@ -125,11 +118,7 @@ def optimizer_of(recipe: Recipe, model: ModelConfig) -> OptimizerConfig:
 
 
 def _layers_in(path: Path, key: str) -> list[str]:
-    """The layers whose matrices a file of adapters has.
-
-    Raises:
-        RecipeError: It cannot be read.
-    """
+    """The layers whose matrices a file of adapters has."""
     try:
         with path.open("rb") as file:  # a length in 8 bytes, then a table in JSON, then the matrices
             table = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -214,15 +203,7 @@ def _frozen(recipe: Recipe, instance: RoleInstance) -> tuple[object, ...] | None
 
 
 def described(folder: Path, key: str) -> ModelConfig:
-    """The model with adapters that a folder describes; see `describe`.
-
-    Args:
-        folder: Folder with the description.
-        key: Key of the model's settings, for errors.
-
-    Raises:
-        RecipeError: The folder describes nothing that can be trained here.
-    """
+    """The model with adapters that a folder describes; see `describe`. Errors are at the model's key."""
     said = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     base = ModelConfig(path=said["base_model_name_or_path"], revision=said.get("revision"))
     lora = lora_of(base.model_copy(update={"lora": LoraConfig(adapter=str(folder))}), key)

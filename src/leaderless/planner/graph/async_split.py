@@ -53,9 +53,6 @@ def find_cut(
 
     Nodes that share ranks form a pool. The edges that leave the pool of a named node go through its channel; nodes that
     other edges join go through iterations together.
-
-    Raises:
-        RecipeError: A channel names no node, has no edge, or cannot work where it is.
     """
     if not recipe.open_channels:
         return None

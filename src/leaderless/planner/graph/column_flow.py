@@ -22,7 +22,7 @@ from leaderless.planner.workflow import (
     scored_agent,
 )
 from leaderless.planner.workflow.metrics import check_best_metric
-from leaderless.planner.workflow.stage_spec import may_be_stale
+from leaderless.planner.workflow.stage_spec import may_be_stale, names_for
 
 HINTS = {
     "values": "a critic does: use the workflow ppo, add a node that runs the stage 'values', or set an "
@@ -52,13 +52,6 @@ class ColumnFlow:
     """
 
     def __init__(self, recipe: Recipe, workflow: Workflow) -> None:
-        """Resolve which columns go where.
-
-        Raises:
-            RecipeError: A contract is broken: unknown stage, column that no node before writes, writers or row changes
-                without an order, settings that a stage refuses, a best metric that nothing reports, repeated nodes
-                whose groups cannot be counted.
-        """
         self._rows = RowSets(workflow)
         self.workflow = workflow = self._rows.workflow
         nodes = workflow.order()
@@ -113,7 +106,7 @@ class ColumnFlow:
 
     def _check_sampling(self, node: Node) -> None:
         """Samples of several roles must have been generated with the same of those settings that a stage assumes."""
-        for name in self.specs[node.name].sampled_with_of(self.settings[node.name], node):
+        for name in names_for(self.settings[node.name], node, self.specs[node.name].sampled_with):
             values = {agent: getattr(self.recipe.as_seen_by(agent).rollout, name) for agent in node.agents}
             other = next((agent for agent in values if values[agent] != values[node.agents[0]]), None)
             if other is not None:
@@ -180,8 +173,8 @@ class ColumnFlow:
 
     def _visit(self, node: Node) -> bool:
         """Trace what a node reads, if the node is needed at all."""
-        spec = self.specs[node.name]
-        if node.name not in self._needed and not spec.is_effective(self.settings[node.name]):
+        spec, settings = self.specs[node.name], self.settings[node.name]
+        if node.name not in self._needed and not spec.is_effective(settings):
             return False
         row_set = self.row_set[node.name]
         self._needed.update(self._rows.makers(row_set))
@@ -190,11 +183,10 @@ class ColumnFlow:
         is_carried = may_be_old and node.name not in self.workflow.repeated
         # A stage that says which rewards are valid is asked how many episodes have failed.
         counted = (EPISODE_IDS,) if "reward_valid" in self.writes[node.name] else ()
-        optional = dict.fromkeys((*spec.reads_if_made_of(node), *counted))
+        optional = dict.fromkeys((*names_for(settings, node, spec.reads_if_made), *counted))
         made = [column for column in optional if self._writers_before(node.name, column, row_set)]
-        always = spec.reads_of(self.settings[node.name], node)
-        carried = spec.carried_of(self.settings[node.name], node) if is_carried else ()
-        for column in (*always, *carried, *made):
+        carried = names_for(settings, node, spec.reads_if_carried) if is_carried else ()
+        for column in (*spec.reads_of(settings, node), *carried, *made):
             self._trace(node.name, column, row_set)
         return True
 
@@ -250,7 +242,8 @@ class ColumnFlow:
         """Where each node scores the tokens of one role, the tokens of all roles that a reader uses are scored."""
         spec = self.specs[reader.name]
         settings = self.settings[reader.name]
-        used = {*spec.reads_of(settings, reader), *spec.carried_of(settings, reader), *spec.reads_if_written}
+        used = {*spec.reads_of(settings, reader), *names_for(settings, reader, spec.reads_if_carried)}
+        used |= {*spec.reads_if_written}
         for column in (OLD_LOG_PROBS, REF_LOG_PROBS):
             if column not in used or column not in self.sources[reader.name]:
                 continue  # a node that only hands rows on need not have all scores

@@ -76,11 +76,7 @@ def with_judges(recipe: Recipe, workflow: Workflow) -> Workflow:
 
 
 def check_judges(recipe: Recipe, workflow: Workflow) -> None:
-    """Refuse judges whose role is unknown or used otherwise, and settings that a judge would not follow.
-
-    Raises:
-        RecipeError: Nothing is graded, the role has no model, another node uses it, or it has such settings.
-    """
+    """Refuse judges whose role is unknown or used otherwise, and settings that a judge would not follow."""
     for name, role in recipe.reward.roles().items():
         key = f"reward.{name}.role"
         if recipe.body is not None:
@@ -125,11 +121,7 @@ def _check_sampling(recipe: Recipe, name: str, role: str) -> None:
 
 
 def check_context(recipe: Recipe, role: str, max_positions: int) -> None:
-    """Refuse questions and answers that do not fit into the context of the judge's model.
-
-    Raises:
-        RecipeError: They may have more tokens than the model has positions.
-    """
+    """Refuse questions and answers that do not fit into the context of the judge's model."""
     for name, options in recipe.reward.judges().items():
         question, left = longest_question(recipe, options), max_positions - options.max_answer_tokens
         if options.role == role and question > left:
@@ -143,11 +135,7 @@ def check_context(recipe: Recipe, role: str, max_positions: int) -> None:
 
 
 def check_judging(recipe: Recipe, instances: Sequence[RoleInstance], loops: Sequence[Loop]) -> None:
-    """Refuse evaluations whose responses would have to be judged in another loop than they are made in.
-
-    Raises:
-        RecipeError: No rank has the judge, or its ranks and those that answer do not go through iterations together.
-    """
+    """Refuse evaluations whose responses no rank would judge, or in another loop than they are made in."""
     if not recipe.evaluation.every_steps or recipe.data.preferences is not None:
         return
     answers = answering(instances, recipe.evaluation.role)
@@ -181,12 +169,6 @@ def judge_of(instances: Sequence[RoleInstance], role: str) -> RoleInstance | Non
 
 
 def shares_ranks(instances: Sequence[RoleInstance], role: str, layout: Layout) -> bool:
-    """Whether ranks of a judge have other models, too, which need its memory between its turns.
-
-    Args:
-        instances: Models of the plan.
-        role: Role of the judge.
-        layout: Ranks of the judge.
-    """
+    """Whether ranks of a judge have other models, too, which need its memory between its turns."""
     others = (one.layout.ranks for one in instances if (one.role, one.layout.ranks) != (role, layout.ranks))
     return any({*ranks} & {*layout.ranks} for ranks in others)

@@ -99,13 +99,7 @@ def find_circle(loops: Sequence[Loop], channels: Sequence[Channel]) -> tuple[str
 def make_loops(
     recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance], repeated: Sequence[str] = ()
 ) -> tuple[tuple[Loop, ...], tuple[Channel, ...]]:
-    """The loops that nodes form, and their channels.
-
-    The nodes are in order; those named by `repeated` are the first of them.
-
-    Raises:
-        RecipeError: A channel of the recipe names no node, has no edge, or cannot work where it is.
-    """
+    """The loops that nodes form, and their channels. The nodes are in order, and begin with the `repeated` ones."""
     cut = find_cut(recipe, nodes, instances, repeated)
     if cut is None:
         loop = _loop(nodes, make_schedule(recipe, nodes, instances, repeated))

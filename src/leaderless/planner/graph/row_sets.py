@@ -52,11 +52,6 @@ class RowSets:
     """
 
     def __init__(self, workflow: Workflow) -> None:
-        """Add the nodes that join and select rows to a workflow.
-
-        Raises:
-            RecipeError: A stage is unknown, rows cannot be joined, or a selection cannot have rows.
-        """
         self.specs: dict[str, StageSpec] = {}
         self.of: dict[str, str] = {}
         self.after: dict[str, str] = {DATA: DATA}

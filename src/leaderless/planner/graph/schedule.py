@@ -179,13 +179,7 @@ def _are_trained(nodes: Sequence[PlannedNode], row_set: str, layout: Layout) -> 
 
 
 def with_history(nodes: Sequence[PlannedNode], schedule: Sequence[Action], before: list[Action]) -> list[Action]:
-    """The same entries, each reshard with what its target already has from earlier ones.
-
-    Args:
-        nodes: Nodes of the plan.
-        schedule: Chain entries, in order.
-        before: Entries that come before; these are added to it.
-    """
+    """The same entries, each reshard with what its target already has from those `before`, to which all are added."""
     entries: list[Action] = []
     for action in schedule:
         entry = action

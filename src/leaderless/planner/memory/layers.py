@@ -45,11 +45,6 @@ def with_adapters(lora: LoraConfig, names: Iterable[str], *, freezes_vision: boo
 
     By default, these are all layers for text. The part that sees has some only where a target names them, and none
     where it is left as it is, except for those with which training begins.
-
-    Args:
-        lora: Settings of the adapters.
-        names: Linear layers of a model.
-        freezes_vision: Whether the part that sees is left as it is.
     """
     known = [*names]
     if lora.targets == "all-linear":
@@ -65,10 +60,8 @@ def with_adapters(lora: LoraConfig, names: Iterable[str], *, freezes_vision: boo
 def decoder_layers(config: Mapping[str, int], sizes: tuple[int, int, int], mixed: Sequence[bool]) -> Iterator[Linear]:
     """The linear layers of a model of text; experts and what chooses them are none.
 
-    Args:
-        config: Configuration of the model.
-        sizes: Widths of what layers take, of their queries, and of their keys or values.
-        mixed: Whether each layer has experts.
+    Sizes are the widths of what layers take, of their queries, and of their keys or values; layers that are mixed have
+    experts.
     """
     hidden, query, key = sizes
     family, dense = str(config["model_type"]), config["intermediate_size"]
@@ -96,12 +89,7 @@ def decoder_layers(config: Mapping[str, int], sizes: tuple[int, int, int], mixed
 
 
 def num_adapter_weights(rank: int, layers: Iterable[Linear]) -> tuple[int, int]:
-    """Number of weights of adapters, and how many of them ranks along `tp` do not divide.
-
-    Args:
-        rank: Rows of the first matrix of each.
-        layers: Layers that have them; layers of a vision tower are not divided.
-    """
+    """Number of weights of adapters of a rank, and how many of them ranks along `tp` do not divide."""
     total = whole = 0
     for name, inputs, outputs in layers:
         total += rank * (inputs + outputs)
@@ -128,17 +116,7 @@ FIRST = "embed_tokens"
 
 
 def check_pipeline(key: str, pp: int, num_layers: int, *, num_added: int = 0) -> None:
-    """Refuse stages into which a model cannot be divided.
-
-    Args:
-        key: Setting at which the error is.
-        pp: Number of stages.
-        num_layers: Number of layers.
-        num_added: First layers behind which something is added that was seen in images.
-
-    Raises:
-        RecipeError: There are more stages than layers, or the first stage has too few layers for what is seen.
-    """
+    """Refuse more stages than layers, or a first stage without all layers behind which something seen is added."""
     if num_layers < pp:
         layers = f"only {num_layers} layers" if num_layers > 1 else "only 1 layer"
         raise RecipeError.at(key, f"pp={pp}: there are {layers}, and each stage needs one: it can be 1 to {num_layers}")
@@ -152,17 +130,7 @@ def check_pipeline(key: str, pp: int, num_layers: int, *, num_added: int = 0) ->
 
 
 def check_adapted_stages(key: str, pp: int, num_layers: int, names: Iterable[str]) -> None:
-    """Refuse stages that have nothing to train, where only adapters are trained.
-
-    Args:
-        key: Setting of the adapters' targets.
-        pp: Number of stages.
-        num_layers: Number of layers.
-        names: Names of the layers with adapters, or of their weights.
-
-    Raises:
-        RecipeError: A stage has no adapters, or the last layer has none.
-    """
+    """Refuse stages that have nothing to train, where only adapters are trained; the last layer has some, too."""
     found = (LAYER.search(name) for name in names if not sees(name))
     adapted = {int(one[1]) for one in found if one}
     stages = [layers_of_stage(num_layers, pp, stage) for stage in range(pp)]

@@ -109,13 +109,7 @@ def buffers_bytes(most_rows: int, longest: int, num_heads: int, head_dim: int) -
     For each row, 32 bytes by which its token is drawn and written, 28 of the places of its work, 16 of what is drawn, 4
     of its number, and 8 of its last token; 20 bytes for each item of work; and 4 for each page that is listed, which
     are as many as fit prompts and responses of the greatest length as there are rows. Results of items of work are
-    float32, with a normalizer each.
-
-    Args:
-        most_rows: Most sequences that are decoded at the same time.
-        longest: Most tokens of a sequence.
-        num_heads: Heads of queries.
-        head_dim: Numbers of a head.
+    float32, with a normalizer for each head of queries.
     """
     rows = bucket_of(most_rows)
     pages = 2 * rows * -(-longest // PAGE_TOKENS)

@@ -71,11 +71,7 @@ class VisionSize:
         return self.patches_per_token * (3 * self.hidden_size + inner)
 
     def pixel_bytes(self, width: int) -> int:
-        """Bytes of the pixels of each token: in float32, as they come from the host, and as a model takes them.
-
-        Args:
-            width: Bytes of a number as the model computes.
-        """
+        """Bytes of the pixels of each token: in float32, as they come from the host, and in numbers of some bytes."""
         return self.patches_per_token * self.patch_values * (4 + (width if width != 4 else 0))
 
     def kept_values(self, *, gradient_checkpointing: bool) -> int:
@@ -91,9 +87,6 @@ NO_VISION = VisionSize(0, 0, 0, 0, 0, is_gated=False)
 
 def text_config(config: Mapping[str, object]) -> dict[str, object]:
     """The configuration of the layers for text, as a model of text has it; older files have no section for it.
-
-    Args:
-        config: Configuration of a model of one of the families.
 
     Raises:
         ValueError: The layers for text are of a family that is not counted.
@@ -111,11 +104,7 @@ def text_config(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def vision_tower(config: Mapping[str, object], *, is_frozen: bool) -> tuple[VisionSize, Sequence[Linear]]:
-    """Count the weights of the part that sees, and list its linear layers.
-
-    Args:
-        config: Configuration of a model of one of the families.
-        is_frozen: Whether it is not trained.
+    """Count the weights of the part that sees, which may be frozen, and list its linear layers.
 
     Raises:
         ValueError: Its layers are of a family that is not counted.

@@ -72,11 +72,8 @@ class StepSeconds:
     def of(self, node: PlannedNode, num_shards: int, *, is_balanced: bool) -> Seconds:
         """[draws] seconds of the slowest shard.
 
-        Args:
-            node: Node that runs.
-            num_shards: Shards of rows.
-            is_balanced: Whether rows come from other ranks, so that shards have about as many tokens; else each shard
-                has the rows that it sampled.
+        Shards are balanced, with about as many tokens each, where rows come from other ranks; else each shard has the
+        rows that it sampled.
         """
         seconds: Seconds = self.of_windows(node, num_shards, 1, is_balanced=is_balanced)[0]
         return seconds

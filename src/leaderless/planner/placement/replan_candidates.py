@@ -36,15 +36,7 @@ def propose(
     fits: Callable[[Plan], bool],
     links: Links | None = None,
 ) -> dict[str, Plan]:
-    """The plans that are worth a comparison, by a description of their layouts.
-
-    Args:
-        recipe: Settings of the user.
-        like: Plan in force, which they can replace during the run.
-        nodes: Measured seconds of each node.
-        fits: Function that says whether a plan fits into the memory of each rank.
-        links: Hosts whose network is slow.
-    """
+    """The plans that are worth a comparison, by a description of their layouts; they can replace the plan in force."""
     candidates, tried = _ranked(recipe, like, nodes, links or Links()), 0
     most = NUM_PROPOSED if like.world_size < MANY_RANKS else FEW_PROPOSED
     plans: dict[str, Plan] = {}

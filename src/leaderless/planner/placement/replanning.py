@@ -88,11 +88,7 @@ OWN = "layout"
 
 
 def with_layout(recipe: Recipe, layout: Mapping[str, LayoutConfig], like: Plan) -> Plan:
-    """Plan a recipe with another section `layout`, for the cluster of another plan of it.
-
-    Raises:
-        RecipeError: The layout does not fit.
-    """
+    """Plan a recipe with another section `layout`, for the cluster of another plan of it."""
     cluster = Cluster(like.world_size, like.engine)
     return make_plan(recipe.model_copy(update={"layout": layout}), like.graph, cluster)
 
@@ -159,11 +155,7 @@ def _check_order(old: Plan, new: Plan) -> None:
 
 
 def alternatives(recipe: Recipe, like: Plan) -> dict[str, Plan]:
-    """The plans that `schedule.layouts` names; the recipe's own is one of them.
-
-    Raises:
-        RecipeError: A layout does not fit, or cannot replace the recipe's while the run goes on.
-    """
+    """The plans that `schedule.layouts` names, and the recipe's own; all can replace that one during the run."""
     plans: dict[str, Plan] = {}
     for name, layout in {OWN: recipe.layout, **recipe.schedule.layouts}.items():
         try:
@@ -239,11 +231,7 @@ def step_seconds(
 ) -> float:
     """Seconds of a step, from the seconds of its nodes: the duration of the slowest loop, which the others wait for.
 
-    Args:
-        plan: Plan of the step.
-        nodes: Seconds of nodes.
-        besides: Seconds of an iteration of each loop outside of its nodes, by the loop's name.
-        links: Hosts whose network is slow.
+    Besides its nodes, an iteration of each loop takes some seconds, by the loop's name.
     """
     return max(loop_seconds(plan, loop, nodes, links) + (besides or {}).get(loop.name, 0.0) for loop in plan.loops)
 
@@ -334,15 +322,7 @@ class ReplanChoice:
 def choose(
     expected: Mapping[str, float], current: str, switch_s: float, num_steps_left: int, config: ScheduleConfig
 ) -> ReplanChoice:
-    """Choose among layouts: another one must be faster by enough, and pay for the switch.
-
-    Args:
-        expected: Seconds of a step with each layout, by name.
-        current: Name of the layout in force.
-        switch_s: Seconds that a switch takes.
-        num_steps_left: Steps until the end of the run.
-        config: Settings of the user.
-    """
+    """Choose among layouts, by seconds of a step: another one must be faster by enough, and pay for the switch."""
     now_s = expected[current]
     name = min(expected, key=lambda one: (expected[one], one != current))
     saved_s = now_s - expected[name]

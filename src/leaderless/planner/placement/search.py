@@ -65,13 +65,8 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
     """Choose the ranks of each node, and how far generation is ahead: a pure function, equal on every rank.
 
     `PlacementChoice.best.recipe` is the recipe with `layout`, `channels` and windows written out and without
-    `placement`; `best.plan` is its plan. To plan again with newly measured seconds, give a profile that holds them.
-
-    Args:
-        recipe: Settings of the user; a layout in them is not looked at, a channel is kept.
-        workflow: The graph that the recipe names.
-        cluster: The ranks there are.
-        profile: Measured seconds.
+    `placement`; `best.plan` is its plan. To plan again with newly measured seconds, give a profile that holds them. A
+    layout of the recipe is not looked at, and a channel is kept.
 
     Raises:
         RecipeError: The profile is one of other settings, or nothing fits into memory.
@@ -126,11 +121,7 @@ def _without_helpers(
 
 
 def predict_step(recipe: Recipe, plan: Plan, profile: Profile) -> Predicted:
-    """The seconds of a step of a plan, whoever has chosen its layouts.
-
-    Raises:
-        RecipeError: The profile is one of other settings, lacks a node, or the plan repeats nodes.
-    """
+    """The seconds of a step of a plan, whoever has chosen its layouts."""
     check_profile(profile, recipe)
     _check_known(plan, profile)
     return predict(plan, profile, StepSeconds(profile, recipe))
@@ -214,12 +205,7 @@ def _bytes_of_helpers(recipe: Recipe, plan: Plan) -> int:
 
 
 def allowed_by(recipe: Recipe, base: Plan) -> Allowed:
-    """Choices that a recipe leaves to the planner, which keeps the channels and windows that it sets itself.
-
-    Raises:
-        RecipeError: Continuous generation is allowed, but not to be an iteration ahead; or there are helpers next to
-            channels of the recipe's own.
-    """
+    """Choices that a recipe leaves to the planner, which keeps the channels and windows that it sets itself."""
     placement = recipe.placement
     if placement is None:
         return Allowed()

@@ -114,11 +114,7 @@ def settings_of(recipe: Recipe) -> dict[str, str]:
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in a file.
-
-    Raises:
-        RecipeError: There is no such file, or it is no profile.
-    """
+    """The profile in a file."""
     remedy = "run `leaderless profile RECIPE --output FILE` on these machines, or write `layout` out"
     try:
         return Profile.model_validate_json(path.read_text(encoding="utf-8"))
@@ -135,11 +131,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def check_profile(profile: Profile, recipe: Recipe) -> None:
-    """Refuse a profile of another recipe.
-
-    Raises:
-        RecipeError: A setting that seconds depend on has another value in the profile.
-    """
+    """Refuse a profile of a recipe in which a setting that seconds depend on has another value."""
     now, then = settings_of(recipe), profile.settings
     key = next((key for key in sorted({*now, *then}) if now.get(key) != then.get(key)), None)
     if key is not None:

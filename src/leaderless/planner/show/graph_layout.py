@@ -149,15 +149,7 @@ def place_lanes(
     label_width: float,
     title_widths: Sequence[float],
 ) -> Lanes:
-    """Place the boxes of each lane under its title, and lanes from left to right.
-
-    Args:
-        lanes: Width and height of each box, by lane.
-        links: Links between the boxes of a lane, by lane.
-        wires: Lanes that each wire goes from and to.
-        label_width: Width of the widest label of a wire, in pixels.
-        title_widths: Width of each lane's title, in pixels.
-    """
+    """Place the boxes of each lane under its title, and lanes from left to right, with room for labels of wires."""
     centers, routes, frames = dict[str, Point](), list[LinkRoute](), list[LaneFrame]()
     left, bottom = 0.0, 0.0
     for boxes, own, title_width in zip(lanes, links, title_widths, strict=True):

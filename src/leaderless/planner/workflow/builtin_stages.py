@@ -88,10 +88,6 @@ def _advantage_sampled_with(recipe: Recipe, node: Node) -> list[str]:  # noqa: A
     return ["max_response_tokens"] * (recipe.algorithm.overlong.buffer_tokens > 0)
 
 
-def _rollout_reads(recipe: Recipe, node: Node) -> tuple[str, ...]:  # noqa: ARG001
-    return ROLLOUTS[recipe.product].reads
-
-
 def _rollout_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
     own = [*ROLLOUT_WRITES, *[EXPERTS] * recipe.algorithm.replay_experts]
     own += [IMAGES, LATER_IMAGES] * recipe.has_later_images
@@ -117,10 +113,6 @@ def _episode_metrics(recipe: Recipe) -> list[str]:
         names += ["episode/tools_s", "tool/calls", "tool/misread"]
         names += [f"tool/{kind}/{tool}" for tool in tools for kind in ("calls", "refused")]
     return names
-
-
-def _online_metrics(recipe: Recipe) -> list[str]:
-    return [*_text_metrics(recipe), *EPISODE_METRICS, *(f"online/{name}" for name in ONLINE_METRICS)]
 
 
 def _record_reads(recipe: Recipe, node: Node) -> list[str]:
@@ -304,7 +296,13 @@ ROLLOUTS: Mapping[Product, Rollout] = {
     "episodes": Rollout(
         ("rows",), lambda _: PLAY_COLUMNS, _episode_metrics, ("response_mask",), check=_check_environment
     ),
-    "online": Rollout(("rows",), lambda _: PLAY_COLUMNS, _online_metrics, ("response_mask",), check=_check_online),
+    "online": Rollout(
+        ("rows",),
+        lambda _: PLAY_COLUMNS,
+        lambda recipe: [*_text_metrics(recipe), *EPISODE_METRICS, *(f"online/{name}" for name in ONLINE_METRICS)],
+        ("response_mask",),
+        check=_check_online,
+    ),
     "bodies": Rollout(
         ("rows",),
         lambda recipe: [*(TAKEN_COLUMNS if recipe.algorithm.sac else ()), *BODY_COLUMNS],
@@ -321,7 +319,7 @@ ROLLOUT = StageSpec(
         "online": "leaderless.serving.online.rollout:rollout",
         "bodies": "leaderless.embodied.stages.rollout:play_bodies",
     },
-    reads=_rollout_reads,
+    reads=lambda recipe, _: ROLLOUTS[recipe.product].reads,
     writes=_rollout_writes,
     rows="expand",
     roles={"model": "generate"},
@@ -372,7 +370,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "own_log_probs": StageSpec(
         "leaderless.stages.team:own_log_probs",
         reads=(*SEQUENCE, "agent", "response_lengths"),
-        reads_if_made=lambda node: ("temperatures", _own_log_probs_column(node)),
+        reads_if_made=lambda _, node: ("temperatures", _own_log_probs_column(node)),
         writes=lambda _, node, __: [_own_log_probs_column(node)],
         roles={"model": "score"},
         takes_own_rows=True,
@@ -466,11 +464,7 @@ EVALUATION_STAGES: dict[str, StageSpec] = {
 
 
 def spec_of(node: Node) -> StageSpec:
-    """The contract of the stage that a node runs: a built-in stage, or a function declared with `@stage`.
-
-    Raises:
-        RecipeError: The stage is unknown, or the function cannot be used as one.
-    """
+    """The contract of the stage that a node runs: a built-in stage, or a function declared with `@stage`."""
     if node.run in ROW_STAGES:
         return ROW_STAGES[node.run]
     found = EVALUATION_STAGES.get(node.run) or STAGES.find(node.run, f"nodes.{node.name}.run", BUILTIN_STAGES)

@@ -14,6 +14,7 @@ from leaderless.config import RecipeError, nearest
 from leaderless.config.judges import JudgeOptions
 from leaderless.config.rewards import CodeOptions, FormatOptions
 from leaderless.planner.workflow.builtin_stages import spec_of
+from leaderless.planner.workflow.stage_spec import names_for
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
@@ -305,7 +306,7 @@ def metrics_of(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> lis
     for node in nodes:
         spec = spec_of(node)
         settings = spec.settings_of(recipe, node)
-        names += [tagged(name, node) for name in spec.metrics_of(settings, node)]
+        names += [tagged(name, node) for name in names_for(settings, node, spec.metrics)]
         if "reward_valid" in spec.writes_of(settings, node, workflow):
             names.append(tagged("reward/failed_share", node))
     if workflow.repeated:
@@ -314,12 +315,7 @@ def metrics_of(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> lis
 
 
 def check_best_metric(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> None:
-    """Refuse a `checkpoint.best_metric` by which the best checkpoint could be lost.
-
-    Raises:
-        RecipeError: No metric has this name, this recipe does not report it, or some of the steps that report it write
-            no checkpoint.
-    """
+    """Refuse a `checkpoint.best_metric` that no step reports, or some that write no checkpoint: it could be lost."""
     name = recipe.checkpoint.best_metric
     if name is None:
         return

@@ -60,20 +60,12 @@ FACTS = "leaderless.environments.plan_facts"
 
 
 def agents_of(config: EnvironmentConfig) -> tuple[str, ...]:
-    """Names of the agents of an environment; none of a program, which has one without a name.
-
-    Raises:
-        RecipeError: There is no such environment, or its constructor does not take the options.
-    """
+    """Names of the agents of an environment; none of a program, which has one without a name."""
     return _ask("agents_of", config)
 
 
 def tools_of(config: EnvironmentConfig) -> tuple[str, ...]:
-    """Names of the tools of an environment, and of tools that the recipe adds, without tools of servers.
-
-    Raises:
-        RecipeError: As of `agents_of`; or a tool cannot be described, or two have the same name.
-    """
+    """Names of the tools of an environment, and of tools that the recipe adds, without tools of servers."""
     return _ask("tools_of", config)
 
 

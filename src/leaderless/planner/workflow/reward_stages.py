@@ -49,10 +49,6 @@ def compares(config: RewardsConfig) -> bool:
     return any(options.pairwise for options in config.judges().values())
 
 
-def _reward_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    return ["rows", "tokens", "truncated", *({"is_greedy"} & {*recipe.algorithm.advantage.reads})]
-
-
 def _reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     names = [f"reward/{name}" for name in ("mean", "std", "failed", *reward_names(recipe))]
     names += [f"judge/{name}" for name in judge_metrics(recipe.reward)]
@@ -100,7 +96,7 @@ def _check_shown(key: str, options: JudgeOptions, name: str, config: DatasetConf
 REWARD = StageSpec(
     "leaderless.stages.reward:reward",
     sampled_with=("stop",),
-    reads=_reward_reads,
+    reads=lambda recipe, _: ["rows", "tokens", "truncated", *({"is_greedy"} & {*recipe.algorithm.advantage.reads})],
     reads_if_made=(
         "response_mask",
         EPISODE_IDS,
@@ -185,22 +181,9 @@ def _check_update(recipe: Recipe, node: Node) -> None:
     loss.check(recipe)
 
 
-def _reward_model_metrics(recipe: Recipe, node: Node) -> list[str]:
-    own = (f"{node.role}/{name}" for name in PREFERENCE_METRICS)
-    return [*training_metrics(recipe, node), *own, "throughput/tokens_per_s"]
-
-
-def _check_reward_model(recipe: Recipe, node: Node) -> None:
-    check_preferences(recipe, node, "pairs", "the reward model")
-
-
 def _check_model_reward(recipe: Recipe, node: Node) -> None:
     refuse_tasks(recipe, f"brings episodes, but node '{node.name}' scores single responses to prompts: leave it out")
     check_log_probs(recipe, node)
-
-
-def _model_reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    return [f"reward/{name}" for name in ("mean", "std", "failed", node.role)]
 
 
 PREFERENCE_STAGES: dict[str, StageSpec] = {
@@ -210,8 +193,12 @@ PREFERENCE_STAGES: dict[str, StageSpec] = {
         roles={"model": "train"},
         critics=("model",),
         has_effect=True,
-        metrics=_reward_model_metrics,
-        check=_check_reward_model,
+        metrics=lambda recipe, node: [
+            *training_metrics(recipe, node),
+            *(f"{node.role}/{name}" for name in PREFERENCE_METRICS),
+            "throughput/tokens_per_s",
+        ],
+        check=lambda recipe, node: check_preferences(recipe, node, "pairs", "the reward model"),
         summary="updates of a reward model on which of two responses is preferred",
     ),
     "model_reward": StageSpec(
@@ -222,7 +209,7 @@ PREFERENCE_STAGES: dict[str, StageSpec] = {
         roles={"model": "score"},
         critics=("model",),
         streams=True,
-        metrics=_model_reward_metrics,
+        metrics=lambda _, node: [f"reward/{name}" for name in ("mean", "std", "failed", node.role)],
         check=_check_model_reward,
         summary="reward responses by the score of a reward model",
     ),

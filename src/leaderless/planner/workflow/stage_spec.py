@@ -47,8 +47,7 @@ class StageSpec:
         reads_if_written: Columns that it reads where an earlier node writes them for others; no node runs for it.
         reads_if_carried: Further columns that it needs where samples may be older than a step: behind a channel, or
             carried over by repeated nodes.
-        reads_if_made: Further columns that it needs if an earlier node writes them; that node runs for it. May be a
-            function of the node.
+        reads_if_made: Further columns that it needs if an earlier node writes them; that node runs for it.
         sampled_with: Settings of `rollout` that it assumes to be the same for all of its samples.
         rows: Effect on rows.
         needs_whole_groups: Whether all samples of a prompt must be on the same rank.
@@ -74,7 +73,7 @@ class StageSpec:
     writes: WrittenColumns = ()
     reads_if_written: tuple[str, ...] = ()
     reads_if_carried: Names = ()
-    reads_if_made: tuple[str, ...] | Callable[[Node], tuple[str, ...]] = ()
+    reads_if_made: Names = ()
     sampled_with: Names = ()
     rows: RowEffect = "same"
     needs_whole_groups: bool = False
@@ -116,11 +115,7 @@ class StageSpec:
         return replace(self, roles={**self.roles, **{name: "judge" for name, _ in node.judges}})
 
     def roles_of(self, node: Node) -> dict[str, str]:
-        """The role for each parameter, but for judges.
-
-        Raises:
-            RecipeError: The node gives other roles than the stage declares.
-        """
+        """The role for each parameter, but for judges; the node must give the roles that the stage declares."""
         key, declared = f"nodes.{node.name}", ", ".join(f"{name} ({use})" for name, use in self.roles.items())
         given = dict(node.roles)
         if node.role is not None and given:
@@ -147,35 +142,18 @@ class StageSpec:
         """The recipe with the settings that hold for a node of this stage."""
         return recipe.as_seen_by(node.role, [node.role] if self.samples and node.role else node.agents)
 
-    def carried_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
-        """Further columns that a node of this stage needs where samples may be older than a step."""
-        carried = self.reads_if_carried
-        return tuple(carried(recipe, node) if callable(carried) else carried)
-
-    def sampled_with_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
-        """Settings of `rollout` that all samples of a node of this stage must have been generated with."""
-        return tuple(self.sampled_with(recipe, node) if callable(self.sampled_with) else self.sampled_with)
-
     def reads_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
         """Columns that a node of this stage reads under a recipe."""
-        columns = tuple(self.reads(recipe, node) if callable(self.reads) else self.reads)
+        columns = names_for(recipe, node, self.reads)
         if recipe.body is not None and {"tokens", "response_mask"} <= {*columns} and self.roles:
             steps = ["env_steps"] * (bool(self.critics) and recipe.algorithm.advantage.values_steps)
             return tuple(dict.fromkeys([*columns, *SEEN_COLUMNS, "choices", "turns", *steps]))
         images = [IMAGES] * recipe.has_images + [LATER_IMAGES] * recipe.has_later_images
         return tuple(dict.fromkeys([*columns, *images])) if "prompt_tokens" in columns else columns
 
-    def reads_if_made_of(self, node: Node) -> tuple[str, ...]:
-        """Further columns that a node of this stage reads if an earlier node writes them."""
-        return self.reads_if_made(node) if callable(self.reads_if_made) else self.reads_if_made
-
     def writes_of(self, recipe: Recipe, node: Node, workflow: Workflow) -> tuple[str, ...]:
         """Columns that a node of this stage writes in a workflow under a recipe."""
         return tuple(self.writes(recipe, node, workflow) if callable(self.writes) else self.writes)
-
-    def metrics_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
-        """Metrics that a node of this stage reports under a recipe."""
-        return tuple(self.metrics(recipe, node) if callable(self.metrics) else self.metrics)
 
     def num_updates(self, recipe: Recipe, node: Node) -> int:
         """Optimizer updates in the whole run, for a node that trains."""
@@ -187,6 +165,11 @@ class StageSpec:
     def is_effective(self, recipe: Recipe) -> bool:
         """Whether the stage has an effect beyond its columns under a recipe."""
         return self.has_effect(recipe) if callable(self.has_effect) else self.has_effect
+
+
+def names_for(recipe: Recipe, node: Node, names: Names) -> tuple[str, ...]:
+    """Names that a stage declares, as they are for a node under a recipe."""
+    return tuple(names(recipe, node) if callable(names) else names)
 
 
 def has_turn(recipe: Recipe, node: Node, step: int) -> bool:

@@ -39,12 +39,6 @@ def _update_reads(recipe: Recipe, node: Node) -> list[str]:
     return list(dict.fromkeys([*columns, *algorithm.policy_loss.reads, *filter_reads(recipe)]))
 
 
-def _update_in_turn_reads(recipe: Recipe, node: Node) -> list[str]:
-    """It computes the log-probabilities before its update itself, to compare them with those after it."""
-    columns = dict.fromkeys([*_update_reads(recipe, node), *TURN_COLUMNS])
-    return [column for column in columns if column != "old_log_probs"]
-
-
 def replayed(recipe: Recipe, node: Node) -> list[str]:
     """The column of experts, if a node has the role that sampled replay its choices."""
     return [EXPERTS] if recipe.algorithm.replay_experts and node.agents == (node.role,) else []
@@ -104,19 +98,10 @@ def _sft_metrics(recipe: Recipe, node: Node) -> list[str]:
     return [*training_metrics(recipe, node), f"{node.role}/entropy", "throughput/tokens_per_s"]
 
 
-def _critic_metrics(recipe: Recipe, node: Node) -> list[str]:
-    own = ("clip_fraction", "value_mean", "explained_variance")
-    return [*training_metrics(recipe, node), *(f"{node.role}/{name}" for name in own)]
-
-
 def training_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     """Metrics of every optimizer update."""
     own = (f"{node.role}/{name}" for name in ("loss", "grad_norm", "learning_rate"))
     return [*own, f"guard/skipped/{node.role}", "guard/roll_backs"]
-
-
-def _longest(recipe: Recipe, section: Literal["data", "rollout"]) -> int:
-    return recipe.data.max_response_tokens if section == "data" else recipe.longest_response()
 
 
 def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> None:
@@ -130,8 +115,10 @@ def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> N
                 "or set gradient_checkpointing of all models",
             )
         return
-    rest = recipe.length_setting if section == "rollout" else "data.max_response_tokens"
-    longest = recipe.data.max_prompt_tokens + _longest(recipe, section)
+    rest, response = recipe.length_setting, recipe.longest_response()
+    if section == "data":
+        rest, response = "data.max_response_tokens", recipe.data.max_response_tokens
+    longest = recipe.data.max_prompt_tokens + response
     check_pass_fits(recipe, longest, f"but one sample may have {longest} tokens (data.max_prompt_tokens + {rest})")
 
 
@@ -293,7 +280,10 @@ TRAINING_STAGES: dict[str, StageSpec] = {
     ),
     "update_in_turn": StageSpec(
         "leaderless.stages.team:update_in_turn",
-        reads=_update_in_turn_reads,
+        # It computes the log-probabilities before its update itself, to compare them with those after it.
+        reads=lambda recipe, node: [
+            *dict.fromkeys(name for name in (*_update_reads(recipe, node), *TURN_COLUMNS) if name != "old_log_probs")
+        ],
         reads_if_made=(EPISODE_IDS, "temperatures"),
         writes=("advantages",),
         needs_whole_groups=True,
@@ -312,7 +302,10 @@ TRAINING_STAGES: dict[str, StageSpec] = {
         roles={"model": "train"},
         critics=("model",),
         has_effect=True,
-        metrics=_critic_metrics,
+        metrics=lambda recipe, node: [
+            *training_metrics(recipe, node),
+            *(f"{node.role}/{name}" for name in ("clip_fraction", "value_mean", "explained_variance")),
+        ],
         check=_check_update_critic,
         summary="clipped squared-error updates towards the returns",
     ),
