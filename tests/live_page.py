@@ -17,8 +17,8 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from leaderless.serving.listen import take_port
+from leaderless.serving.live_page.app import PageServer
 from leaderless.serving.live_page.pages import RunStore
-from leaderless.serving.live_page.server import PageServer
 
 CHROMEDRIVER = shutil.which("chromedriver")
 

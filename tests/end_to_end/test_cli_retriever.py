@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from tests.end_to_end.alone import refused, run_alone
 
-from leaderless.environments.search.remote import RemoteRetriever
-from leaderless.environments.search.retriever import Hit, Page, RetrieverError
+from leaderless.environments.search.retriever import Hit, Page, RemoteRetriever, RetrieverError
 
 DEADLINE_S = 60.0
 
@@ -44,7 +43,7 @@ def test_what_cannot_be_searched_is_refused_in_words(tmp_path: Path, monkeypatch
     monkeypatch.setattr("leaderless.environments.search.bm25.find_spec", {}.get)
     (tmp_path / "pages.jsonl").write_text('{"contents": "a"}\n')
     assert "'.[search]'" in refused(tmp_path, "retriever", "pages.jsonl", "--port", 0)
-    monkeypatch.setattr("leaderless.cli.servers.find_spec", {}.get)
+    monkeypatch.setattr("leaderless.config.packaged_files.find_spec", {}.get)
     assert "'.[serve,search]'" in refused(tmp_path, "retriever", "pages.jsonl")
 
 

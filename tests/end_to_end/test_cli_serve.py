@@ -73,7 +73,7 @@ def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path, run: Path) ->
 
 
 def test_without_its_packages_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leaderless.cli.servers.find_spec", {}.get)
+    monkeypatch.setattr("leaderless.config.packaged_files.find_spec", {}.get)
     assert "pip install --editable '.[serve]'" in refused(tmp_path, "serve", tiny_model())
 
 

@@ -30,8 +30,7 @@ from leaderless.models.loading.tokenizer import end_tokens
 from leaderless.rollout.engine import Completion, Delta, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.run.standalone_model import Served, find_model, open_model
-from leaderless.serving.api.app import sample_ids
-from leaderless.serving.api.server import ModelServer
+from leaderless.serving.api.app import ModelServer, sample_ids
 from leaderless.serving.listen import take_port
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}a: "

@@ -133,3 +133,17 @@ def load_callable(name: str, key: str, kind: str) -> Callable[..., object]:
         known = [name for name, value in vars(module).items() if callable(value)]
         raise RecipeError.at(key, f"module '{module_name}' has no {kind} '{attribute}'{nearest(attribute, known)}")
     return found
+
+
+def check_options(function: Callable[..., object], options: Mapping[str, object], key: str) -> None:
+    """Refuse options that a user's class or function does not take.
+
+    Raises:
+        RecipeError: It does not take them; the error is at the setting `key`.
+    """
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise RecipeError.at(key, f"{name}{signature} does not take them: {error}") from error

@@ -26,7 +26,6 @@ from leaderless.environments.programs.program_environment import ProgramEnvironm
 from leaderless.environments.protocol import Message
 from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.calls import CallResult, ToolCalls
-from leaderless.environments.tools.formats import read_hermes
 from leaderless.environments.tools.sources import ToolSources
 from leaderless.environments.try_episode import Audience, Chance, HumanPlayer, TriedEpisode, Trier, try_episode
 from leaderless.observability.console import console, errors
@@ -139,7 +138,7 @@ async def _play(trial: _Trial, sources: ToolSources, policy: str) -> TriedEpisod
     screen = _Screen(is_human=policy == "human")
     async with AsyncExitStack() as stack:
         stack.push_async_callback(world.close)
-        toolbox = await sources.open(world, read_hermes)
+        toolbox = await sources.open(world)
         stack.push_async_callback(toolbox.close, trial.config.tool_timeout_s)
         if sources.tools:
             console.print(
@@ -169,12 +168,12 @@ async def _model(trial: _Trial, sources: ToolSources, served: Served) -> AsyncIt
     from leaderless.config.rollout import SamplingConfig
     from leaderless.environments.chat_writer import ChatWriter
     from leaderless.environments.engine_scheduler import SharedEngineScheduler
-    from leaderless.environments.tools.template import find_reader
+    from leaderless.environments.tools.formats import find_reader
     from leaderless.environments.try_model import ModelTrier
     from leaderless.rollout.engine import SamplingParams
     from leaderless.stages.play_episodes import reader_of, writer_of
 
-    recipe, tokenizer, schemas = trial.recipe, served.tokenizer, sources.schemas()
+    recipe, tokenizer, schemas = trial.recipe, served.tokenizer, sources.schemas
     if recipe is None:
         writer = ChatWriter(tokenizer, tokenizer.chat_template is not None, tools=schemas)
         params = SamplingParams(SamplingConfig(), MAX_RESPONSE_TOKENS, (), trial.seed)

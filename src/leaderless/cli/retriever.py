@@ -26,11 +26,12 @@ def retriever(
     import asyncio
 
     from leaderless.environments.search.bm25 import open_pages
+    from leaderless.serving.http_server import WebServer
     from leaderless.serving.listen import address_of, take_port
-    from leaderless.serving.retrieval_server import answer_searches
+    from leaderless.serving.retrieval_server import make_retriever_app
 
     with ended_by_signals(), take_port(LOOPBACK, port, None) as listener:
         found = open_pages(str(pages))
         address = f"http://{address_of(listener)}/retrieve"
         text = f"{len(found):,} pages can be searched at {address}; Ctrl-C ends it"
-        asyncio.run(answer_searches(found, listener, lambda: print_line(text)))
+        asyncio.run(WebServer(make_retriever_app(found)).answer(listener, lambda: print_line(text)))

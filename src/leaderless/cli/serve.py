@@ -50,7 +50,7 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
     import asyncio
 
     from leaderless.run.standalone_model import find_model, open_model
-    from leaderless.serving.api.server import ModelServer
+    from leaderless.serving.api.app import ModelServer
     from leaderless.serving.listen import address_of, take_port
 
     with ended_by_signals(), take_port(host, port, token) as listener:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from leaderless.config import RecipeError
-from leaderless.config.packaged_files import how_to_install
+from leaderless.config.packaged_files import server_refusal
 from leaderless.serving.listen import TOKEN_VARIABLE
 
 HostOption = Annotated[
@@ -23,7 +22,7 @@ TokenOption = Annotated[
 
 def check_serving(command: str, token: str | None = None, *extras: str) -> None:
     """Refuse to serve without the packages, of `serve` and further extras, or with a token that no client can send."""
-    if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise RecipeError.at("", f"`leaderless {command}` needs more packages: {how_to_install('serve', *extras)}")
+    if problem := server_refusal(*extras):
+        raise RecipeError.at("", f"`leaderless {command}` {problem}")
     if token is not None and (not token.isascii() or not token.isprintable() or not token.strip() or " " in token):
         raise RecipeError.at("--token", "must consist of printable ASCII characters, without blanks")

@@ -34,8 +34,8 @@ def ui(
     import asyncio
 
     from leaderless.serving.listen import address_of, take_port
+    from leaderless.serving.live_page.app import PageServer
     from leaderless.serving.live_page.pages import RunStore
-    from leaderless.serving.live_page.server import PageServer
 
     with ended_by_signals(), take_port(host, port, token) as listener:
         secret = f"?token={token}" if token else ""

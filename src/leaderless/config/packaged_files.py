@@ -66,10 +66,14 @@ def how_to_install(*extras: str) -> str:
     return f"from a copy of the project, pip install --editable '.[{names}]'"
 
 
-def server_refusal() -> str | None:
-    """Why this process cannot serve clients of the policy at an address; None if it can."""
+def server_refusal(*extras: str) -> str | None:
+    """Why this process cannot answer clients at an address; None if it can.
+
+    Args:
+        extras: Further parts that are to be installed with what is missing.
+    """
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    return f"needs the package {' and '.join(missing)}: {how_to_install('serve')}" if missing else None
+    return f"needs the package {' and '.join(missing)}: {how_to_install('serve', *extras)}" if missing else None
 
 
 def how_to_make(path: Path) -> str:

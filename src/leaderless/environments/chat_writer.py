@@ -40,13 +40,17 @@ class ChatWriter:
     system: str | None = None
     tools: Sequence[Json] = ()
     reader: ImageReader | None = None
-    _ends: list[str] = field(init=False)
-    _special: list[str] = field(init=False)
+    _ends: list[str] = field(init=False, default_factory=list)
+    _special: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        special = {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()} if self.is_chat else ()
-        self._ends = sorted(special, key=len, reverse=True)
-        self._special = [token for token in self._ends if len(token) > 1 and token in _special_tokens(self.tokenizer)]
+        if not self.is_chat:
+            return
+        # Added tokens may be plain words; only special ones have a meaning of their own, such as the end of a message.
+        added, known = getattr(self.tokenizer, "added_tokens_decoder", {}), self.tokenizer.all_special_tokens
+        special = {*known, *(str(token) for token in added.values() if token.special)}
+        self._ends = sorted({*known, *self.tokenizer.get_added_vocab()}, key=len, reverse=True)
+        self._special = [token for token in self._ends if len(token) > 1 and token in special]
 
     def begin(self, messages: Sequence[Message]) -> tuple[list[Message], list[int]]:
         """The first messages of a conversation with the system message, and their tokens, at least one.
@@ -87,7 +91,7 @@ class ChatWriter:
         Raises:
             RecipeError: The chat template cannot write them.
         """
-        text = self._render(messages, is_prompt=True) if self.is_chat else self._text(messages)
+        text = self.rendered(messages) if self.is_chat else self._text(messages)
         known = None if images is None else [image[1:] for image in images]
         return self._encoded(text, messages, known, is_whole=True)
 
@@ -102,8 +106,7 @@ class ChatWriter:
     def _behind(self, messages: Sequence[Message]) -> str:
         """Text of the template behind an agent's message if others follow, the beginning of the next included."""
         before: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-        text = self._render([*before, *messages], is_prompt=True)
-        _, mark, behind = text.rpartition(MARK)
+        _, mark, behind = self.rendered([*before, *messages]).rpartition(MARK)
         if not mark:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise RecipeError.at(
@@ -164,7 +167,17 @@ class ChatWriter:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return _whole(text)
 
-    def _render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
+    def rendered(self, messages: Sequence[Message], *, is_prompt: bool = True, key: str = "") -> str:
+        """A conversation as the chat template writes it.
+
+        Args:
+            messages: The conversation.
+            is_prompt: Whether the agent's next message begins at its end.
+            key: Setting that errors name.
+
+        Raises:
+            RecipeError: The chat template cannot write it.
+        """
         try:
             return self.tokenizer.apply_chat_template(
                 list(map(self._harmless, messages)),
@@ -175,14 +188,10 @@ class ChatWriter:
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise RecipeError.at(
-                "", f"the tokenizer's chat template cannot write a conversation of the roles {roles}: {error}"
+                key,
+                f"the tokenizer's chat template cannot write a conversation of the roles {roles}: "
+                f"{type(error).__name__}: {error}",
             ) from error
-
-
-def _special_tokens(tokenizer: Tokenizer) -> set[str]:
-    """The texts of tokens that have a meaning of their own, such as the end of a message."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)}
 
 
 def _parts(message: Message) -> list[Mapping[str, Json]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from typing_extensions import override
+
 from leaderless.config import RecipeError
-from leaderless.data.prompts.images import PromptImage
 from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 
@@ -18,18 +19,19 @@ BEAT_S = 1.0
 
 
 class EngineScheduler(Protocol):
-    """Sampler of the policy's answers; see `SharedEngineScheduler` for its methods."""
+    """Sampler of the policy's answers."""
 
-    async def ask(
-        self,
-        prompt: Sequence[int],
-        sample_id: int,
-        params: SamplingParams,
-        conversation: int | None = None,
-        known_tokens: int = 0,
-        images: tuple[PromptImage, ...] = (),
-    ) -> Completion:
-        """Sample one response."""
+    async def ask(self, request: Request, params: SamplingParams, known_tokens: int = 0) -> Completion:
+        """Sample one response. If the caller is canceled, it is aborted.
+
+        Args:
+            request: Prompt with one sample id.
+            params: Distribution and limits.
+            known_tokens: Tokens at the beginning of the prompt that were read or sampled before in the conversation.
+
+        Raises:
+            RecipeError: The engine refuses the prompt, as one with tokens that stand for images which are not there.
+        """
 
     def forget(self, conversation: int) -> None:
         """Release what is kept of a conversation."""
@@ -42,7 +44,7 @@ class _Asked:
     known_tokens: int
 
 
-class SharedEngineScheduler:
+class SharedEngineScheduler(EngineScheduler):
     """Steps an engine in the event loop of those that ask it, so that neither needs a thread.
 
     Attributes:
@@ -54,42 +56,15 @@ class SharedEngineScheduler:
     def __init__(
         self, engine: RolloutEngine, beat: Callable[[], None] = lambda: None, clock: Clock | None = None
     ) -> None:
-        """Drive an engine that is awake and has weights.
-
-        Args:
-            engine: The engine.
-            beat: Function that is called as a sign of life.
-            clock: Clock of the thread, which learns when the engine works.
-        """
+        """Drive an engine that is awake and has weights; `beat` is called as a sign of life."""
         self._engine, self._beat, self._clock = engine, beat, clock or Clock()
         self._asked: dict[int, _Asked] = {}
         self._has_work = asyncio.Event()
         self.busy_s = 0.0
         self.known_tokens = self.cached_tokens = 0
 
-    async def ask(
-        self,
-        prompt: Sequence[int],
-        sample_id: int,
-        params: SamplingParams,
-        conversation: int | None = None,
-        known_tokens: int = 0,
-        images: tuple[PromptImage, ...] = (),
-    ) -> Completion:
-        """Sample one response. If the caller is canceled, the response is aborted.
-
-        Args:
-            prompt: Token ids.
-            sample_id: Number that decides, with the seed, what is sampled.
-            params: Distribution and limits.
-            conversation: Number of the conversation that the prompt continues; None if it will not be continued.
-            known_tokens: Tokens at the beginning of the prompt that were read or sampled before in the conversation.
-            images: Images of the prompt, which has tokens for their parts.
-
-        Raises:
-            RecipeError: The engine refuses the prompt, as one with tokens that stand for images which are not there.
-        """
-        request = Request(prompt, [sample_id], conversation=conversation, images=images)
+    @override
+    async def ask(self, request: Request, params: SamplingParams, known_tokens: int = 0) -> Completion:
         try:
             number = self._engine.submit(request, params)
         except ValueError as error:
@@ -105,8 +80,8 @@ class SharedEngineScheduler:
                 self._engine.abort(number)
             raise
 
+    @override
     def forget(self, conversation: int) -> None:
-        """Let the engine release what it keeps of a conversation."""
         self._engine.forget(conversation)
 
     async def run(self) -> None:
@@ -126,6 +101,7 @@ class SharedEngineScheduler:
                     self._beat()
                 continue
             self._step()
+            self._beat()
             await asyncio.sleep(0)
 
     def _step(self) -> None:
@@ -137,11 +113,9 @@ class SharedEngineScheduler:
             asked = self._asked.get(delta.request)
             if asked is None:
                 continue  # aborted
-            completion = asked.completion
             self.cached_tokens += min(delta.cached_tokens, asked.known_tokens)
-            completion.add(delta)
+            asked.completion.add(delta)
             if delta.finish_reason is not None:
                 del self._asked[delta.request]
                 if not asked.answer.done():
-                    asked.answer.set_result(completion)
-        self._beat()
+                    asked.answer.set_result(asked.completion)

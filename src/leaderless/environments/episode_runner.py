@@ -11,10 +11,8 @@ from typing import TypeVar, cast
 
 from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.environments.answer_recorder import AnswerRecorder
 from leaderless.environments.engine_scheduler import EngineScheduler
-from leaderless.environments.episode import Episode, EpisodePosition, Spoken
-from leaderless.environments.episode_trace import Said, Trace, TraceNode
+from leaderless.environments.episode import Episode, EpisodePosition, RecordedAnswer, Said, Spoken, Trace, TraceNode
 from leaderless.environments.guarded_environment import (
     ENVIRONMENT,
     OVERFLOW,
@@ -24,15 +22,17 @@ from leaderless.environments.guarded_environment import (
     messages_of,
 )
 from leaderless.environments.programs.chat import Chat, Rules
-from leaderless.environments.programs.endpoint import LazyEndpoint
-from leaderless.environments.programs.prefix_ids import number_of
-from leaderless.environments.programs.program_environment import ProgramEnvironment
+from leaderless.environments.programs.conversations import number_of
+from leaderless.environments.programs.program_environment import LazyEndpoint, ProgramEnvironment
 from leaderless.environments.protocol import Message, Observation, Turn
 from leaderless.environments.tools import Call, Toolbox, result_messages
-from leaderless.environments.tools.template import find_reader
-from leaderless.environments.tools.use import ToolUse
+from leaderless.environments.tools.formats import find_reader
+from leaderless.rollout.engine import Request
 
 Result = TypeVar("Result")
+Answer = TypeVar("Answer", Observation, Turn)
+OpenTools = Callable[[GuardedEnvironment], Awaitable[Toolbox]]
+"""Function that opens the tools of an episode."""
 
 
 class EpisodeRunner:
@@ -57,15 +57,15 @@ class EpisodeRunner:
         self._is_over = self._is_left = False
 
     async def run(
-        self, open_world: Callable[[], GuardedEnvironment | ProgramEnvironment], tools: ToolUse | None
+        self, open_world: Callable[[], GuardedEnvironment | ProgramEnvironment], open_tools: OpenTools | None
     ) -> Episode:
         """Play to the end, or to the failure."""
         episode, world = self.episode, None
         try:
             world = open_world()
             episode.agents = world.agents
-            if tools is not None and not isinstance(world, ProgramEnvironment):
-                self._toolbox = await tools.open(world)
+            if open_tools is not None and not isinstance(world, ProgramEnvironment):
+                self._toolbox = await open_tools(world)
             await self._play(world)
         except EnvironmentFailure as failure:
             episode.cause, episode.error = failure.cause, str(failure)
@@ -98,10 +98,8 @@ class EpisodeRunner:
         if isinstance(world, ProgramEnvironment):
             await self._follow(world)
             return
-        world = AnswerRecorder(world, self.episode.answers)
         agent = world.agents[0]
-        observation = await self._timed(world.reset(self._place.task, self._place.seed), "environment")
-        self._tell(agent, observation)
+        self._tell(agent, await self._noted(world.reset(self._place.task, self._place.seed)))
         while True:
             if self._num_turns < len(self._place.history):
                 said: TraceNode | None = self._repeat(agent, self._place.history[self._num_turns])
@@ -113,8 +111,8 @@ class EpisodeRunner:
                 return
             calls = self._calls_in(said)
             if not calls:
-                turn = await self._timed(world.act(self._place.writer.text(said.tokens)), "environment")
-                self._reward(turn, said, agent)
+                turn = await self._noted(world.act(self._place.writer.text(said.tokens)))
+                self._reward(turn, agent)
                 self.episode.info |= turn.info
                 if turn.done:
                     return
@@ -122,7 +120,10 @@ class EpisodeRunner:
                 self.episode.is_cut = True
                 return
             if calls:
-                self._tell(agent, await self._answer(calls))
+                assert self._toolbox is not None
+                results = await self._timed(self._toolbox.run(calls, self._config.tool_timeout_s), "tools")
+                self.episode.calls += results
+                self._tell(agent, result_messages(results))
                 continue
             agent = turn.next_after(agent)
             self._tell(agent, turn.observation)
@@ -135,13 +136,6 @@ class EpisodeRunner:
         if found.calls and not any(call.problem for call in found.calls):
             said.messages = [found.message()]
         return found.calls
-
-    async def _answer(self, calls: Sequence[Call]) -> list[Message]:
-        """Answers of tools to the calls of a message."""
-        assert self._toolbox is not None
-        results = await self._timed(self._toolbox.run(calls, self._config.tool_timeout_s), "tools")
-        self.episode.calls += results
-        return result_messages(results)
 
     async def _follow(self, program: ProgramEnvironment) -> None:
         """Play an episode that a program leads."""
@@ -170,6 +164,14 @@ class EpisodeRunner:
         assert last is not None
         last.reward += float(cast("float", result["reward"]))
 
+    async def _noted(self, answer: Awaitable[Answer]) -> Answer:
+        """An answer of the environment, which is noted for the journal."""
+        begin = time.perf_counter()
+        found = await self._timed(answer, "environment")
+        turn = found if isinstance(found, Turn) else Turn(found)
+        self.episode.answers.append(RecordedAnswer(turn, time.perf_counter() - begin))
+        return found
+
     async def _timed(self, answer: Awaitable[Result], what: str) -> Result:
         begin = time.perf_counter()
         try:
@@ -193,17 +195,19 @@ class EpisodeRunner:
         prompt = end.context()
         room = min(self._place.params.max_tokens, self._max_tokens - len(prompt))
         if room < 1:
-            self._overflow(len(prompt))
+            if self._config.on_overflow == "fail" or not self._num_turns:
+                raise EnvironmentFailure(
+                    OVERFLOW,
+                    f"a conversation has {len(prompt)} tokens, and may have {self._max_tokens} (data.max_prompt_tokens "
+                    "+ environment.max_episode_tokens): raise them, or let the environment say less",
+                )
+            self.episode.is_cut = True
             return None
+        noise = noise_id(self._place.number, self._attempt, self._num_turns)
+        conversation = self._conversation(self.episode.agents.index(agent))
+        request = Request(prompt, [noise], conversation=conversation, images=end.seen())
         begin = time.perf_counter()
-        completion = await self._pump.ask(
-            prompt,
-            noise_id(self._place.number, self._attempt, self._num_turns),
-            self._place.params.limited_to(room),
-            self._conversation(self.episode.agents.index(agent)),
-            num_known,
-            end.seen(),
-        )
+        completion = await self._pump.ask(request, self._place.params.limited_to(room), num_known)
         self.episode.seconds["model"] += time.perf_counter() - begin
         facts = Said(completion.log_probs, completion.policy_versions, self._num_turns, agent, completion.is_truncated)
         facts.temperature, facts.experts = self._place.params.distribution.temperature, completion.experts
@@ -239,30 +243,17 @@ class EpisodeRunner:
         self._num_turns += 1
         return self._ends[facts.agent]
 
-    def _overflow(self, num_tokens: int) -> None:
-        """End an episode in which a conversation has become too long."""
-        text = (
-            f"a conversation has {num_tokens} tokens, and may have {self._max_tokens} (data.max_prompt_tokens + "
-            "environment.max_episode_tokens): raise them, or let the environment say less"
-        )
-        if self._config.on_overflow == "fail" or not self._num_turns:
-            raise EnvironmentFailure(OVERFLOW, text)
-        self.episode.is_cut = True
-
-    def _reward(self, turn: Turn, said: TraceNode, agent: str) -> None:
+    def _reward(self, turn: Turn, agent: str) -> None:
         """Add rewards to what their agents have said last."""
         for name, value in turn.rewards_for(agent).items():
-            node = said if name == agent else self._last_said(name)
-            if node is None and value:
+            said = (node.said for node in reversed(self.episode.trace.nodes) if node.said and node.said.agent == name)
+            last = next(said, None)
+            if last is not None:
+                last.reward += value
+            elif value:
                 raise EnvironmentFailure(
                     ENVIRONMENT, f"agent '{name}' is rewarded by {value:g}, but has not said anything yet"
                 )
-            if node is not None and node.said is not None:
-                node.said.reward += value
-
-    def _last_said(self, agent: str) -> TraceNode | None:
-        nodes = (node for node in reversed(self.episode.trace.nodes) if node.said and node.said.agent == agent)
-        return next(nodes, None)
 
     def _conversation(self, agent: int) -> int:
         return noise_id(self._place.number, self._attempt, -1 - agent)

@@ -7,16 +7,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from typing_extensions import override
 
 from leaderless.base.values import is_finite_number
 from leaderless.data.prompts.media import other_than_text
-from leaderless.environments.deadlines import time_limit
 from leaderless.environments.pictures import with_files
 from leaderless.environments.protocol import ONLY_AGENT, Environment, EpisodeFailed, Message, Observation, Task, Turn
-from leaderless.environments.user_threads import call_user
+from leaderless.environments.user_functions import call_user, time_limit
 
 if TYPE_CHECKING:
     from leaderless.environments.tools.calls import Tool
@@ -69,45 +68,41 @@ class ThreadEnvironment(GuardedEnvironment):
         *,
         shows_images: bool = False,
     ) -> None:
-        """Make nothing yet.
-
-        Args:
-            make: Function that makes the environment, called in a thread when it is first needed.
-            timeout_s: Seconds that this and each of its answers may take.
-            agents: Names of the environment's agents.
-            shows_images: Whether what it shows may have images, which become files.
-        """
+        """Make nothing yet; the constructor is called in a thread, too, and images in what is shown become files."""
         self._make, self._timeout_s, self.agents = make, timeout_s, tuple(agents)
         self._shows_images = shows_images
         self._environment: Environment | None = None
         self._objects: dict[ToolOwner, object] = {}
 
-    async def make(self) -> None:
-        """Make the environment.
+    async def make(self) -> Environment:
+        """Make the environment, unless it was made before.
 
         Raises:
-            Failure: It cannot be made.
+            EnvironmentFailure: It cannot be made.
         """
-        await self._made()
+        if self._environment is None:
+            self._environment = await call(self._make, self._timeout_s, "the constructor of the environment")
+        return self._environment
 
     @override
     async def reset(self, task: Task, seed: str) -> Observation:
-        environment, rng = await self._made(), Random(seed)  # noqa: S311
-        shown: Observation = await call(partial(environment.reset, task, rng), self._timeout_s, self._name("reset"))
-        return await self._with_files(shown, "reset")
+        environment, rng = await self.make(), Random(seed)  # noqa: S311
+        what = f"{type(environment).__name__}.reset"
+        shown: Observation = await call(partial(environment.reset, task, rng), self._timeout_s, what)
+        return await self._with_files(shown, what)
 
     @override
     async def act(self, text: str) -> Turn:
-        environment = await self._made()
-        found = await call(partial(environment.act, text), self._timeout_s, self._name("act"))
-        turn = checked(found, self._name("act"), self.agents)
-        return replace(turn, observation=await self._with_files(turn.observation, "act"))
+        environment = await self.make()
+        what = f"{type(environment).__name__}.act"
+        turn = checked(await call(partial(environment.act, text), self._timeout_s, what), what, self.agents)
+        return replace(turn, observation=await self._with_files(turn.observation, what))
 
-    async def _with_files(self, shown: Observation, method: str) -> Observation:
-        """Observation with images as files, which a thread makes."""
+    async def _with_files(self, shown: Observation, what: str) -> Observation:
+        """Observation of a method with images as files, which a thread makes."""
         if isinstance(shown, str) or not self._shows_images:
             return shown
-        return await call(partial(with_files, shown), self._timeout_s, f"an image of {self._name(method)}")
+        return await call(partial(with_files, shown), self._timeout_s, f"an image of {what}")
 
     @override
     async def bind(self, tool: FunctionTool) -> Tool:
@@ -115,7 +110,7 @@ class ThreadEnvironment(GuardedEnvironment):
         if home is None:
             return tool
         if home.is_environment:
-            return tool.of_instance(await self._made())
+            return tool.of_instance(await self.make())
         if home not in self._objects:
             what = f"the constructor of the tool {home.kind.__name__}"
             self._objects[home] = await call(lambda: home.kind(**home.options), self._timeout_s, what, TOOL)
@@ -130,14 +125,6 @@ class ThreadEnvironment(GuardedEnvironment):
                 with suppress(EnvironmentFailure):
                     await call(close, self._timeout_s, f"{type(held).__name__}.close")
 
-    async def _made(self) -> Environment:
-        if self._environment is None:
-            self._environment = await call(self._make, self._timeout_s, "the constructor of the environment")
-        return self._environment
-
-    def _name(self, method: str) -> str:
-        return f"{type(self._environment).__name__}.{method}"
-
 
 async def call(
     function: Callable[[], Result | Awaitable[Result]], timeout_s: float, what: str, cause: str = ENVIRONMENT
@@ -146,14 +133,8 @@ async def call(
 
     A thread that takes longer is left behind: it cannot be ended, but does not keep the process alive.
 
-    Args:
-        function: Function without arguments.
-        timeout_s: Seconds that it may take.
-        what: Name of the function, for people.
-        cause: Word by which its errors are counted.
-
     Raises:
-        Failure: It raised an error or took too long.
+        EnvironmentFailure: It raised an error or took too long.
     """
     try:
         async with time_limit(timeout_s, what) as limit:
@@ -177,23 +158,19 @@ def failure_of(error: Exception, what: str, cause: str = ENVIRONMENT) -> Environ
 
 
 def messages_of(observation: Observation, *, sees_images: bool = False) -> list[Message]:
-    """An observation as messages; a text is one of the user.
-
-    Args:
-        observation: Observation of an environment; see `GuardedEnvironment`.
-        sees_images: Whether messages may have images.
+    """An observation as messages, which may have images if the policy sees them; a text is one of the user.
 
     Raises:
-        Failure: It is neither a text nor messages, or a message holds what the policy does not read.
+        EnvironmentFailure: It is neither a text nor messages, or a message holds what the policy does not read.
     """
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
-    if not isinstance(observation, list | tuple) or not all(_is_message(message) for message in observation):
+    messages: list[Any] = list(observation) if isinstance(observation, list | tuple) else [None]
+    if not all(isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one for one in messages):
         raise EnvironmentFailure(
             ENVIRONMENT,
             f"an observation must be a text, or a list of messages with 'role' and 'content', not {observation!r:.80}",
         )
-    messages = [message for message in observation if isinstance(message, Mapping)]
     if medium := next(filter(None, map(partial(other_than_text, has_images=sees_images), messages)), None):
         remedy = "describe it in words"
         if medium == "an image":
@@ -205,31 +182,25 @@ def messages_of(observation: Observation, *, sees_images: bool = False) -> list[
     return messages
 
 
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
-
-
 def checked(turn: object, what: str, agents: tuple[str, ...]) -> Turn:
     """Answer of an environment, if it is well-formed.
 
     Raises:
-        Failure: It is no `Turn`, a reward is not finite, facts have no names, or an agent is unknown.
+        EnvironmentFailure: It is no `Turn`, a reward is not finite, facts have no names, or an agent is unknown.
     """
     if not isinstance(turn, Turn):
         raise EnvironmentFailure(ENVIRONMENT, f"{what} returned {type(turn).__name__}: it must return a Turn")
-    if not isinstance(turn.info, Mapping):
-        raise EnvironmentFailure(
-            ENVIRONMENT, f"{what} returned the info {turn.info!r:.80}: it must be a dict of facts by name"
-        )
-    rewards = turn.reward.items() if isinstance(turn.reward, Mapping) else [(None, turn.reward)]
-    for agent, reward in rewards:
+    info: object = turn.info
+    problem, known = "", ", ".join(agents)
+    if not isinstance(info, Mapping):
+        problem = f"returned the info {info!r:.80}: it must be a dict of facts by name"
+    elif turn.agent is not None and turn.agent not in agents:
+        problem = f"lets the agent '{turn.agent}' act, which is none of {known}"
+    for agent, reward in turn.rewards_for(agents[0]).items():
         if not is_finite_number(reward):
-            raise EnvironmentFailure(ENVIRONMENT, f"{what} returned the reward {reward!r}: it must be a finite number")
-        if agent is not None and agent not in agents:
-            known = ", ".join(agents)
-            raise EnvironmentFailure(ENVIRONMENT, f"{what} rewards the agent '{agent}', which is none of {known}")
-    if turn.agent is not None and turn.agent not in agents:
-        raise EnvironmentFailure(
-            ENVIRONMENT, f"{what} lets the agent '{turn.agent}' act, which is none of {', '.join(agents)}"
-        )
+            problem = f"returned the reward {reward!r}: it must be a finite number"
+        elif agent not in agents:
+            problem = f"rewards the agent '{agent}', which is none of {known}"
+    if problem:
+        raise EnvironmentFailure(ENVIRONMENT, f"{what} {problem}")
     return turn

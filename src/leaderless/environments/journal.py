@@ -1,17 +1,16 @@
-"""Episodes as lines of a journal, from which they can be played again without model or environment."""
+"""Episodes as lines of a journal, from which they can be played again without model or environment, and compared."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
 from leaderless.base.values import Json
-from leaderless.environments.answer_recorder import RecordedAnswer
-from leaderless.environments.episode import Episode
-from leaderless.environments.episode_trace import Said, Trace
+from leaderless.environments.episode import Episode, RecordedAnswer, Said, Trace
 from leaderless.environments.pictures import put_back, taken_out
 from leaderless.environments.protocol import Message, Turn
 from leaderless.environments.tools import CallResult
@@ -71,49 +70,119 @@ def episode_of(line: Line) -> Episode:
     Raises:
         ValueError: The line is not one of a journal.
     """
+    known, trace, answers = cast("Mapping[str, Any]", line), Trace(), []
+    images = known.get("images", [])
     try:
-        return _episode_of(cast("Mapping[str, list[Json]]", line))
+        for one in known["nodes"]:
+            parent = None if one["parent"] is None else trace.nodes[one["parent"]]
+            said = None if one["said"] is None else Said(**one["said"])
+            trace.add(parent, one["tokens"], cast("list[Message]", put_back(one["messages"], images)), said)
+        for one in known["answers"]:
+            turn = {name: value for name, value in one.items() if name != "seconds"}
+            turn["observation"] = put_back(turn.get("observation", ""), images)
+            answers.append(RecordedAnswer(Turn(**turn), float(one["seconds"])))
+        return Episode(
+            trace=trace,
+            agents=tuple(map(str, known["agents"])),
+            cause=str(known["cause"]),
+            error=str(known["error"]),
+            is_cut=bool(known["is_cut"]),
+            attempts=1 + int(known["attempt"]),
+            seconds=dict(known["seconds"]),
+            calls=[CallResult(**one) for one in known["calls"]],
+            info=dict(known["info"]),
+            answers=answers,
+        )
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"episode {line.get('id')} of the journal is damaged ({error!r})") from error
-
-
-def _episode_of(line: Mapping[str, list[Json]]) -> Episode:
-    trace, images = Trace(), line.get("images", [])
-    for one in cast("list[Mapping[str, list[int]]]", line["nodes"]):
-        parent, said = cast("int | None", one["parent"]), cast("Mapping[str, Json] | None", one["said"])
-        trace.add(
-            None if parent is None else trace.nodes[parent],
-            one["tokens"],
-            cast("list[Message]", put_back(one["messages"], images)),
-            None if said is None else Said(**said),  # type: ignore[arg-type]
-        )
-    return Episode(
-        trace=trace,
-        agents=tuple(map(str, line["agents"])),
-        cause=str(line["cause"]),
-        error=str(line["error"]),
-        is_cut=bool(line["is_cut"]),
-        attempts=1 + int(str(line["attempt"])),
-        seconds=dict(cast("Mapping[str, float]", line["seconds"])),
-        calls=[CallResult(**one) for one in cast("list[dict[str, Any]]", line["calls"])],
-        info=dict(cast("Mapping[str, Json]", line["info"])),
-        answers=[_answer_of(dict(one), images) for one in cast("list[Mapping[str, Json]]", line["answers"])],
-    )
-
-
-def _answer_of(fields: dict[str, Json], images: Sequence[Json]) -> RecordedAnswer:
-    seconds = float(str(fields.pop("seconds")))
-    fields["observation"] = put_back(fields.get("observation", ""), images)
-    return RecordedAnswer(Turn(**fields), seconds)  # type: ignore[arg-type]
 
 
 def _facts(said: Said) -> dict[str, Json]:
     # A dataclass is walked by hand: `asdict` would copy each number of the lists.
     facts = {name: value for name, value in vars(said).items() if name not in {"log_probs", "experts"}}
-    return {"log_probs": _short(said.log_probs), **facts}
+    # The same float32 numbers with no more digits than they need.
+    log_probs: Json = np.asarray(said.log_probs, np.float32).astype("U16").astype(np.float64).tolist()
+    return {"log_probs": log_probs, **facts}
 
 
-def _short(values: Sequence[float]) -> list[Json]:
-    """The same float32 numbers with no more digits than they need."""
-    numbers: list[Json] = np.asarray(values, np.float32).astype("U16").astype(np.float64).tolist()
-    return numbers
+DIFFERENT = "different"
+"""Cause of the end of an episode that does not go as the journal says."""
+SHOWN_CHARACTERS = 160
+"""Length at which values in a difference are cut."""
+
+
+@dataclass(frozen=True)
+class JournalDifference:
+    """Difference from the journal.
+
+    Attributes:
+        place: Turn and value.
+        expected: Beginning of the value in the journal, from shortly before the difference.
+        found: Beginning of the value that was found, from the same place.
+    """
+
+    place: str
+    expected: str
+    found: str
+
+
+def first_difference(expected: Line, found: Line) -> JournalDifference | None:
+    """The first difference between two lines of an episode, in the order in which it was played; None if they agree."""
+    known, new = (cast("Line", json.loads(text_of(line))) for line in (expected, found))  # as read from a file
+    return next((_shown(place, one, other) for place, one, other in _pairs(known, new) if one != other), None)
+
+
+def _pairs(known: Mapping[str, Json], new: Mapping[str, Json]) -> Iterator[tuple[str, Json, Json]]:
+    """Values to compare, with their places, in the order of the turns; the last ones are whole lines."""
+    yield "agents", known["agents"], new["agents"]
+    answers, others = (cast("list[Mapping[str, Json]]", line["answers"]) for line in (known, new))
+    for number, (one, other) in enumerate(zip(answers, others, strict=False)):
+        place = f"answer of the environment to turn {number}" if number else "first observation"
+        for name in (key for key in one if key != "seconds"):
+            yield place if name == "observation" else f"{place}, {name}", one[name], other.get(name)
+    if new["cause"] not in {known["cause"], DIFFERENT}:
+        yield "end of the episode, error", known["error"], new["error"]
+    if not answers and not others:  # a program may ask several questions at once, in any order
+        yield "what the policy said, and on what", _said_in(known), _said_in(new)
+    else:
+        yield from _pairs_of_messages(known, new)
+    for name in ("cause", "error", "is_cut", "info"):
+        yield f"end of the episode, {name}", known[name], new[name]
+    yield "number of answers", len(answers), len(others)
+    yield "number of messages", len(cast("list[Json]", known["nodes"])), len(cast("list[Json]", new["nodes"]))
+
+
+def _said_in(line: Line) -> Json:
+    """Messages of a policy, with all that they followed on, in a custom order, and the sum of its rewards."""
+    nodes = [node for node in episode_of(line).trace.said() if node.parent is not None]
+    said = sorted([node.parent.context(), list(node.tokens)] for node in nodes if node.parent is not None)
+    return cast("Json", [*said, sum(node.said.reward for node in nodes if node.said)])
+
+
+def _pairs_of_messages(known: Line, new: Line) -> Iterator[tuple[str, Json, Json]]:
+    nodes, new_nodes = (cast("list[Mapping[str, Json]]", line["nodes"]) for line in (known, new))
+    turn = 0
+    for one, other in zip(nodes, new_nodes, strict=False):
+        turn += one["said"] is not None
+        place = f"turn {turn}" if one["said"] is not None else f"what is told before turn {turn + 1}"
+        for name in one:
+            yield f"{place}, {name}", _compared(one[name]), _compared(other.get(name))
+
+
+def _compared(value: Json) -> Json:
+    """A value of a message, without what says how it came to be said."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: one for name, one in value.items() if name not in {"is_repeated", "temperature"}}
+
+
+def _shown(place: str, expected: Json, found: Json) -> JournalDifference:
+    one, other = (value if isinstance(value, str) else json.dumps(value) for value in (expected, found))
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    begin = max(0, same - SHOWN_CHARACTERS // 4)
+
+    def cut(text: str) -> str:
+        end = begin + SHOWN_CHARACTERS
+        return f"{'…' if begin else ''}{text[begin:end]}{'…' if len(text) > end else ''}"
+
+    return JournalDifference(place, cut(one), cut(other))

@@ -26,24 +26,18 @@ def is_image(part: Mapping[str, Json]) -> bool:
     return part.get("type") in {"image", "image_url", "input_image"}
 
 
-def with_files(observation: Observation, *, takes_paths: bool = True) -> Observation:
+def with_files(observation: Observation) -> Observation:
     """Observation with the file of each image as a data URL, which JSON can hold.
 
     A part `{"type": "image", "image": ...}` may give a picture of PIL, an array [height, width, 3] of uint8, an encoded
     file, a data URL or a path; `{"type": "image_url", "image_url": {"url": ...}}` a data URL.
-
-    Args:
-        observation: A text or messages, which may be malformed; what is no image is left as it is.
-        takes_paths: Whether an image may be a path of this machine.
 
     Raises:
         ValueError: An image cannot be read or decoded.
     """
     if not isinstance(observation, list | tuple):
         return observation
-    return [
-        message_with_files(one, takes_paths=takes_paths) if isinstance(one, Mapping) else one for one in observation
-    ]
+    return [message_with_files(one, takes_paths=True) if isinstance(one, Mapping) else one for one in observation]
 
 
 def message_with_files(
@@ -62,22 +56,20 @@ def message_with_files(
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message
-    parts: list[Json] = []
+    parts, known = list[Json](), set() if known is None else known
     for part in content:
-        if isinstance(part, Mapping) and is_image(part):
-            image = _given(part)
-            if not takes_paths and not (isinstance(image, str) and image.startswith("data:")):
-                raise ValueError(
-                    f"{image!s:.60} is no data URL: addresses and paths are not read; send the image itself, as "
-                    "data:image/png;base64,..."
-                )
-            is_known = known is not None and isinstance(image, str) and image in known
-            url = str(image) if is_known else data_url(image)
-            if known is not None:
-                known.add(url)
-            parts.append({"type": "image", KEY: url})
-        else:
+        if not isinstance(part, Mapping) or not is_image(part):
             parts.append(part)
+            continue
+        image = _given(part)
+        if not takes_paths and not (isinstance(image, str) and image.startswith("data:")):
+            raise ValueError(
+                f"{image!s:.60} is no data URL: addresses and paths are not read; send the image itself, as "
+                "data:image/png;base64,..."
+            )
+        url = image if isinstance(image, str) and image in known else data_url(image)
+        known.add(url)
+        parts.append({"type": "image", KEY: url})
     return {**message, "content": parts}
 
 

@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.environments.deadlines import run_to_end, until_stuck
 from leaderless.environments.engine_scheduler import EngineScheduler, SharedEngineScheduler
 from leaderless.environments.episode import Episode, EpisodePosition
-from leaderless.environments.episode_runner import EpisodeRunner
+from leaderless.environments.episode_runner import EpisodeRunner, OpenTools
 from leaderless.environments.guarded_environment import GuardedEnvironment
-from leaderless.environments.programs.endpoint import LazyEndpoint
-from leaderless.environments.programs.program_environment import ProgramEnvironment
-from leaderless.environments.tools.use import ToolUse
+from leaderless.environments.programs.program_environment import LazyEndpoint, ProgramEnvironment
+from leaderless.environments.tools.sources import ToolSources
+from leaderless.environments.user_functions import run_to_end, until_stuck
 from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import RolloutEngine
 
@@ -28,19 +27,11 @@ class EpisodePlayer:
         open_world: Callable[[], GuardedEnvironment | ProgramEnvironment],
         max_tokens: int,
         pump: EngineScheduler,
-        tools: ToolUse | None = None,
+        open_tools: OpenTools | None = None,
     ) -> None:
-        """Play nothing yet.
-
-        Args:
-            config: The recipe's `environment` section.
-            open_world: Function that makes the environment of an episode.
-            max_tokens: Most tokens of a conversation, from its beginning.
-            pump: Source of the policy's responses.
-            tools: Tools that the policy may call; None for none.
-        """
+        """Play nothing yet; a conversation has at most `max_tokens`, from its beginning."""
         self._config, self._open_world, self._max_tokens, self._pump = config, open_world, max_tokens, pump
-        self._tools, self._doorway = tools, LazyEndpoint()
+        self._open_tools, self._doorway = open_tools, LazyEndpoint()
 
     async def play(self, place: EpisodePosition) -> Episode:
         """Play an episode, again if it fails and may be tried again."""
@@ -48,7 +39,7 @@ class EpisodePlayer:
         for attempt in range(self._config.max_attempts):
             one = EpisodeRunner(self._config, self._max_tokens, self._pump, self._doorway, place, attempt)
             try:
-                episode = await until_stuck(one.run(self._open_world, self._tools))
+                episode = await until_stuck(one.run(self._open_world, self._open_tools))
             except TimeoutError as error:
                 episode = one.leave(str(error))
             if not episode.cause:
@@ -67,7 +58,7 @@ def play_all(
     places: Sequence[EpisodePosition],
     max_tokens: int,
     progress: Callable[[int], None],
-    tools: ToolUse | None = None,
+    tools: ToolSources | None = None,
     clock: Clock | None = None,
 ) -> tuple[list[Episode], SharedEngineScheduler]:
     """Play episodes with an engine that is awake and has weights, at most `config.concurrency` at a time.
@@ -88,7 +79,8 @@ def play_all(
 
     async def play() -> tuple[list[Episode], SharedEngineScheduler]:
         pump = SharedEngineScheduler(engine, lambda: progress(0), clock)
-        player, free = EpisodePlayer(config, open_world, max_tokens, pump, tools), asyncio.Semaphore(config.concurrency)
+        player = EpisodePlayer(config, open_world, max_tokens, pump, None if tools is None else tools.open)
+        free = asyncio.Semaphore(config.concurrency)
 
         async def one(place: EpisodePosition) -> Episode:
             async with free:

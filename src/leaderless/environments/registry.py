@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from leaderless.base.named_functions import is_function_name, load_class, name_of
+from leaderless.base.named_functions import check_options, is_function_name, load_class, name_of
 from leaderless.config import RecipeError, nearest
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.guarded_environment import EnvironmentFailure, GuardedEnvironment, ThreadEnvironment
-from leaderless.environments.programs.program_environment import ProgramEnvironment
-from leaderless.environments.programs.registry import BUILT_IN as PROGRAMS
-from leaderless.environments.programs.registry import program_maker
+from leaderless.environments.programs.program_environment import BUILT_IN as PROGRAMS
+from leaderless.environments.programs.program_environment import ProgramEnvironment, program_maker
 from leaderless.environments.protocol import ONLY_AGENT, Environment
 from leaderless.environments.remote import ProcessEnvironment
+from leaderless.environments.tools.sources import python_tools
 
 BUILT_IN: Mapping[str, str] = {
     "calculator": "leaderless.environments.calculator:Calculator",
@@ -43,12 +42,7 @@ def find_environment(config: EnvironmentConfig) -> type[Environment]:
             "environment.type", f"unknown environment '{name}'{hint}; a custom one is 'package.module:Class'"
         )
     found = load_class(name, "environment.type", Environment)  # type: ignore[type-abstract]
-    try:
-        inspect.signature(found).bind(**config.options)
-    except TypeError as error:
-        raise RecipeError.at(
-            "environment.options", f"{found.__name__}{inspect.signature(found)} does not take them: {error}"
-        ) from error
+    check_options(found, config.options, "environment.options")
     agents = tuple(found.agents)
     if not agents or len(set(agents)) < len(agents):
         raise RecipeError.at("environment.type", f"{found.__name__}.agents must be one or more different names")
@@ -68,8 +62,19 @@ def environment_class(config: EnvironmentConfig) -> type[Environment] | None:
 
 def agents_of(config: EnvironmentConfig) -> tuple[str, ...]:
     """Names of the agents of the environment that a recipe names. Errors as of `world_maker`."""
+    return named_agents(config) or (ONLY_AGENT,)
+
+
+def named_agents(config: EnvironmentConfig) -> tuple[str, ...]:
+    """The same, but none of a program: a fact for plans, as are `named_tools`."""
     found = environment_class(config)
-    return (ONLY_AGENT,) if found is None else tuple(found.agents)
+    return () if found is None else tuple(found.agents)
+
+
+def named_tools(config: EnvironmentConfig) -> tuple[str, ...]:
+    """Names of the tools, except servers' tools, once all of the section has been checked."""
+    world_maker(config)
+    return tuple(tool.name for tool in python_tools(config, environment_class(config)))
 
 
 def world_maker(config: EnvironmentConfig) -> Callable[[], GuardedEnvironment | ProgramEnvironment]:
@@ -84,8 +89,8 @@ def world_maker(config: EnvironmentConfig) -> Callable[[], GuardedEnvironment | 
     found = find_environment(config)
     if config.isolation == "process" or found.needs_own_process:
         return partial(ProcessEnvironment, config, tuple(found.agents), name_of(found))
-    make, agents = partial(found, **config.options), tuple(found.agents)
-    return partial(ThreadEnvironment, make, config.act_timeout_s, agents, shows_images=config.images)
+    make = partial(found, **config.options)
+    return partial(ThreadEnvironment, make, config.act_timeout_s, found.agents, shows_images=config.images)
 
 
 def try_environment(config: EnvironmentConfig) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import importlib
 import json
 import multiprocessing
 import os
@@ -26,6 +25,7 @@ from typing import ClassVar, cast
 from typing_extensions import override
 
 from leaderless.base.exits import exit_in_words
+from leaderless.base.named_functions import load_own
 from leaderless.base.values import Json
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.guarded_environment import (
@@ -36,12 +36,12 @@ from leaderless.environments.guarded_environment import (
     GuardedEnvironment,
     ThreadEnvironment,
 )
-from leaderless.environments.protocol import Observation, Task, Turn
+from leaderless.environments.protocol import Environment, Observation, Task, Turn
 from leaderless.environments.tools.calls import Call, CallResult, Tool
 from leaderless.environments.tools.function_tool import FunctionTool, ToolError
 from leaderless.environments.tools.sources import python_tools
 from leaderless.environments.tools.toolbox import Toolbox
-from leaderless.environments.user_threads import call_user
+from leaderless.environments.user_functions import call_user
 
 GRACE_S = 5.0
 """Seconds that a process gets beyond the time limit of an answer, to report by itself what took so long."""
@@ -57,13 +57,7 @@ class ProcessEnvironment(GuardedEnvironment):
     """An environment that is an object of another process, which ends with the episode."""
 
     def __init__(self, config: EnvironmentConfig, agents: tuple[str, ...], name: str) -> None:
-        """Start a process.
-
-        Args:
-            config: The recipe's `environment` section.
-            agents: Names of the environment's agents.
-            name: Environment as `module:Class`.
-        """
+        """Start a process for an environment that is named as `module:Class`."""
         self.agents, self._config = agents, config
         self._connection, there = Pipe()
         self._process = _start(name, config, there)
@@ -74,7 +68,7 @@ class ProcessEnvironment(GuardedEnvironment):
         """Make the environment.
 
         Raises:
-            Failure: It cannot be made.
+            EnvironmentFailure: It cannot be made.
         """
         await self._ask("make", {})
 
@@ -110,7 +104,7 @@ class ProcessEnvironment(GuardedEnvironment):
         """Ask the process for something, and wait for its answer, which may take `act_timeout_s` or another time.
 
         Raises:
-            Failure: The environment has failed, or its process has ended or does not answer.
+            EnvironmentFailure: The environment has failed, or its process has ended or does not answer.
         """
         limit_s = (timeout_s or self._config.act_timeout_s) + GRACE_S
         if not self._is_ready:
@@ -125,9 +119,10 @@ class ProcessEnvironment(GuardedEnvironment):
                 kind, value = cast("tuple[str, Json]", await call_user(exchange, what))
         except TimeoutError as error:
             self._end()
-            text = f"the environment's process has not answered '{what}' within {limit_s:g} s, and was ended"
             raise EnvironmentFailure(
-                TIMEOUT, f"{text}: raise environment.act_timeout_s, or let it answer faster"
+                TIMEOUT,
+                f"the environment's process has not answered '{what}' within {limit_s:g} s, and was ended: raise "
+                "environment.act_timeout_s, or let it answer faster",
             ) from error
         except (EOFError, OSError) as error:
             raise EnvironmentFailure(
@@ -160,9 +155,6 @@ class RemoteTool(Tool):
         world: The process.
     """
 
-    name: str
-    description: str
-    parameters: Mapping[str, Json]
     there: FunctionTool
     world: ProcessEnvironment
     limits_itself: ClassVar[bool] = True
@@ -223,7 +215,6 @@ def serve(name: str, config: str, connection: Connection, path: Sequence[str]) -
 
 
 async def _serve(name: str, config: EnvironmentConfig, connection: Connection) -> None:
-    module, _, attribute = name.partition(":")
     world: ThreadEnvironment | None = None
     tools: dict[str, FunctionTool] = {}
     pid = os.getpid()
@@ -234,20 +225,15 @@ async def _serve(name: str, config: EnvironmentConfig, connection: Connection) -
             return
         try:
             if world is None:
-                found = getattr(importlib.import_module(module), attribute)
+                found = cast("type[Environment]", load_own(name))
                 _seed(str(arguments.get("seed")))
                 make = partial(found, **config.options)
-                agents = tuple(found.agents)
-                world = ThreadEnvironment(make, config.act_timeout_s, agents, shows_images=config.images)
+                world = ThreadEnvironment(make, config.act_timeout_s, found.agents, shows_images=config.images)
                 tools = {tool.name: tool for tool in python_tools(config, found)}
             if what == "tool":
-                call, toolbox = (
-                    Call(**arguments),
-                    Toolbox(
-                        [await world.bind(tools[arguments["name"]])], max_result_characters=config.max_result_characters
-                    ),
-                )
-                (result,) = await toolbox.run([call], config.tool_timeout_s)
+                own = [await world.bind(tools[arguments["name"]])]
+                toolbox = Toolbox(own, max_result_characters=config.max_result_characters)
+                (result,) = await toolbox.run([Call(**arguments)], config.tool_timeout_s)
                 answer: tuple[str, object] = ("value", asdict(result))
             else:
                 answer = ("value", await _answer(world, what, arguments))
@@ -272,10 +258,9 @@ async def _answer(world: ThreadEnvironment, what: str, arguments: Mapping[str, s
             return vars(await world.act(arguments["text"]))
         case "make":
             await world.make()
-            return None
         case _:
             await world.close()
-            return None
+    return None
 
 
 def _seed(seed: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import string
@@ -18,8 +17,9 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.guarded_environment import GuardedEnvironment, messages_of
 from leaderless.environments.protocol import Message, Task
 from leaderless.environments.tools.calls import Call, CallResult, Tool, ToolCalls, result_messages
+from leaderless.environments.tools.formats import read_call
 from leaderless.environments.tools.toolbox import Toolbox
-from leaderless.environments.user_threads import call_user
+from leaderless.environments.user_functions import call_user
 
 MAX_WORDS = 5
 _LETTERS = string.ascii_letters + string.digits + string.punctuation
@@ -72,19 +72,10 @@ async def try_episode(
     trier: Trier,
     audience: Audience,
 ) -> TriedEpisode:
-    """Play an episode.
-
-    Args:
-        config: The recipe's `environment` section.
-        world: The environment, which is closed afterwards by the caller.
-        toolbox: Tools of the episode.
-        task: Row of the dataset.
-        seed: Seed of the environment's random numbers.
-        trier: Policy.
-        audience: Object that shows what happens.
+    """Play an episode in an environment, which is closed afterwards by the caller.
 
     Raises:
-        Failure: The environment or a tool has failed.
+        EnvironmentFailure: The environment or a tool has failed.
     """
     agent, rewards = world.agents[0], dict.fromkeys(world.agents, 0.0)
     waiting: dict[str, list[Message]] = {agent: messages_of(await world.reset(task, seed), sees_images=config.images)}
@@ -117,12 +108,7 @@ class HumanPlayer(Trier):
     """A policy that types lines; `/name {"argument": 1}` calls a tool."""
 
     def __init__(self, file: int, ask: Callable[[str], None]) -> None:
-        """Read nothing yet.
-
-        Args:
-            file: Descriptor that lines are read from.
-            ask: Function that shows whose turn it is.
-        """
+        """Read nothing yet; `ask` shows whose turn it is."""
         self._file, self._ask, self._buffer = file, ask, b""
 
     @override
@@ -149,13 +135,7 @@ def typed(line: str) -> ToolCalls:
     if not line.startswith("/"):
         return ToolCalls(line)
     name, _, text = line[1:].strip().partition(" ")
-    try:
-        arguments = json.loads(text or "{}")
-    except ValueError as error:
-        return ToolCalls("", [Call(name, problem=f"arguments must be a JSON object ({error}): {text}")])
-    if not isinstance(arguments, dict):
-        return ToolCalls("", [Call(name, problem=f"arguments must be a JSON object, not {text}")])
-    return ToolCalls("", [Call(name, arguments)])
+    return ToolCalls("", [read_call({"name": name, "arguments": text or "{}"})])
 
 
 class Chance(Trier):
@@ -181,13 +161,7 @@ def random_word(rng: Random) -> str:
 
 
 def random_value(schema: Json, definitions: Json, rng: Random) -> Json:
-    """A value that fits a JSON schema, in its types, choices and bounds.
-
-    Args:
-        schema: JSON schema.
-        definitions: Schemas that it may refer to, by name.
-        rng: Source of randomness.
-    """
+    """A value that fits a JSON schema, in its types, choices and bounds."""
     if not isinstance(schema, Mapping):
         return random_word(rng)
     if isinstance(reference := schema.get("$ref"), str) and isinstance(definitions, Mapping):
@@ -219,11 +193,9 @@ def _of_type(schema: Mapping[str, Json], definitions: Json, rng: Random) -> Json
         case "object":
             properties, required = schema.get("properties"), schema.get("required", ())
             assert isinstance(required, Sequence)
-            return {
-                name: random_value(inner, definitions, rng)
-                for name, inner in (properties.items() if isinstance(properties, Mapping) else ())
-                if name in required or rng.random() < 0.5
-            }
+            known = properties.items() if isinstance(properties, Mapping) else ()
+            chosen = (pair for pair in known if pair[0] in required or rng.random() < 0.5)
+            return {name: random_value(inner, definitions, rng) for name, inner in chosen}
         case _:
             return random_word(rng)
 

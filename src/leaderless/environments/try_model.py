@@ -14,7 +14,7 @@ from leaderless.environments.protocol import Message
 from leaderless.environments.tools.calls import ToolCalls
 from leaderless.environments.tools.formats import Reader
 from leaderless.environments.try_episode import Trier
-from leaderless.rollout.engine import SamplingParams
+from leaderless.rollout.engine import Request, SamplingParams
 
 
 class ModelTrier(Trier):
@@ -28,15 +28,7 @@ class ModelTrier(Trier):
         params: SamplingParams,
         max_tokens: int,
     ) -> None:
-        """Say nothing yet.
-
-        Args:
-            pump: Engine, whose `run` is in progress.
-            writer: Writer of messages.
-            reader: Reader of the calls of tools; None if there are no tools.
-            params: Distribution, and the length of a message.
-            max_tokens: Most tokens of a conversation.
-        """
+        """Say nothing yet; without tools there is no reader, and `run` of the engine is in progress."""
         self._pump, self._writer, self._reader = pump, writer, reader
         self._params, self._max_tokens = params, max_tokens
         self._contexts: dict[str, list[int]] = {}
@@ -55,8 +47,8 @@ class ModelTrier(Trier):
         room = self._max_tokens - len(context)
         if room < 1:
             return None
-        number = noise_id(0, 0, self._num_turns)
-        completion = await self._pump.ask(context, number, self._params.limited_to(room), images=tuple(seen))
+        request = Request([*context], [noise_id(0, 0, self._num_turns)], images=tuple(seen))
+        completion = await self._pump.ask(request, self._params.limited_to(room))
         self._num_turns += 1
         self._said[agent] = list(completion.tokens)
         context += completion.tokens

@@ -14,11 +14,10 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.source import Setting, apply_overrides, read_yaml, with_setting
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.environments.episode import EpisodePosition
-from leaderless.environments.journal import Line
-from leaderless.environments.journal_difference import JournalDifference
+from leaderless.environments.journal import JournalDifference, Line
 from leaderless.environments.registry import world_maker
 from leaderless.environments.replay import replay
-from leaderless.environments.tools.use import close_tools
+from leaderless.environments.tools.sources import close_tools
 from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.observability.episode_files import EpisodeFile, Kind, episode_files, read_episode_file
 from leaderless.planner.workflow import WorkflowRecipe, load_recipe

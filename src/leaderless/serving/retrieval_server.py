@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from socket import socket
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,12 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from leaderless.base.values import Json
-from leaderless.environments.search.remote import answer_of
-from leaderless.environments.search.retriever import Retriever
-from leaderless.serving.api.auth import Guard
-from leaderless.serving.api.errors import ApiError
-from leaderless.serving.api.json_bodies import read_body
-from leaderless.serving.api.uvicorn_config import uvicorn_config
+from leaderless.environments.search.retriever import Retriever, answer_of
+from leaderless.serving.http_server import ApiError, Guard, health, read_body
 
 DEFAULT_TOPK = 3
 """Pages for each query if a request does not say how many."""
@@ -31,9 +24,6 @@ MAX_BODY_BYTES = 1 << 22
 
 def make_retriever_app(retriever: Retriever) -> Starlette:
     """Make the web application of a retriever; programs on this machine are answered."""
-
-    async def health(request: Request) -> Response:  # noqa: ARG001
-        return JSONResponse({"status": "ok"})
 
     async def retrieve(request: Request) -> Response:
         try:
@@ -49,14 +39,6 @@ def make_retriever_app(retriever: Retriever) -> Starlette:
         middleware=[Middleware(Guard, token=None)],
         exception_handlers={HTTPException: _refuse, ApiError: _refuse},
     )
-
-
-async def answer_searches(retriever: Retriever, listener: socket, started: Callable[[], None]) -> None:
-    """Answer requests until a signal arrives; `started` is called as soon as clients can connect."""
-    config = uvicorn_config(make_retriever_app(retriever))
-    listener.listen(config.backlog)
-    started()
-    await uvicorn.Server(config).serve(sockets=[listener])
 
 
 def _question(body: bytes) -> tuple[list[str], int, bool]:

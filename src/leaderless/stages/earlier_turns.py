@@ -8,8 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from leaderless.data.batch import SIBLING_BITS, Batch
-from leaderless.environments.episode import Spoken
-from leaderless.environments.episode_trace import Said
+from leaderless.environments.episode import Said, Spoken
 
 
 class EpisodeIndex(NamedTuple):

@@ -17,11 +17,10 @@ from leaderless.data.batch import SIBLING_BITS, Batch, Column, Jagged, make_samp
 from leaderless.data.dataset import image_column
 from leaderless.data.prompts.images import PromptImage, num_alike
 from leaderless.environments.chat_writer import ChatWriter
-from leaderless.environments.episode import Episode
-from leaderless.environments.episode_trace import TraceNode, TraceSample
+from leaderless.environments.episode import Episode, TraceNode, TraceSample
 from leaderless.environments.guarded_environment import CAUSES, OVERFLOW
 from leaderless.environments.journal import line_of, text_of
-from leaderless.environments.tools.use import ToolUse
+from leaderless.environments.tools.sources import ToolSources
 from leaderless.models.routers import UNKNOWN
 from leaderless.observability.metrics import Metrics
 from leaderless.planner.workflow.columns import EXPERTS, IMAGES, LATER_IMAGES
@@ -83,7 +82,7 @@ class Played:
     pump: Work
     end_token: int
     writers: Sequence[ChatWriter]
-    tools: ToolUse | None
+    tools: ToolSources | None
 
     @cached_property
     def _rows(self) -> Sequence[_Row]:
@@ -238,7 +237,7 @@ class Played:
         for name, values in numbers.items():
             metrics.mean(f"episode/{name}", sum(values), len(values))
         if self.tools is not None:
-            _report_calls(metrics, whole, self.tools.names)
+            _report_calls(metrics, whole, [tool.name for tool in self.tools.tools])
 
 
 def _report_calls(metrics: Metrics, episodes: Sequence[Episode], names: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from leaderless.environments.chat_writer import ChatWriter
 from leaderless.environments.episode import Episode, EpisodePosition
 from leaderless.environments.player import play_all
 from leaderless.environments.registry import environment_class, world_maker
-from leaderless.environments.tools.use import ToolUse, tool_use
+from leaderless.environments.tools.sources import ToolSources, tool_use
 from leaderless.observability.clock import Clock
 from leaderless.planner.checks.model_files import check_player
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
@@ -113,7 +113,7 @@ def places_of(
     tasks: Batch,
     recipe: Recipe,
     tokenizer: Tokenizer,
-    tools: ToolUse | None,
+    tools: ToolSources | None,
     role: str | None,
     data: DatasetConfig | None = None,
 ) -> list[EpisodePosition]:
@@ -150,7 +150,7 @@ def _places(
     return places
 
 
-def tools_of(recipe: Recipe, tokenizer: Tokenizer) -> ToolUse | None:
+def tools_of(recipe: Recipe, tokenizer: Tokenizer) -> ToolSources | None:
     """The tools that the policy may call in the recipe's environment, the same ones until they are closed.
 
     Raises:
@@ -211,7 +211,7 @@ def _opened(path: str, revision: str | None, role: str) -> FamilyImageReader:
 
 
 def writer_of(
-    tokenizer: Tokenizer, data: DatasetConfig, tools: ToolUse | None = None, reader: ImageReader | None = None
+    tokenizer: Tokenizer, data: DatasetConfig, tools: ToolSources | None = None, reader: ImageReader | None = None
 ) -> ChatWriter:
     """Writer of the messages of episodes whose tasks are rows of a dataset."""
     is_chat = RowEncoder(tokenizer, data, "data.train", is_task=True).is_chat

@@ -10,7 +10,7 @@ import numpy as np
 from leaderless.base.values import Json
 from leaderless.config import Recipe
 from leaderless.data.prompts.encode import Tokenizer
-from leaderless.environments.episode_trace import TraceSample
+from leaderless.environments.episode import TraceSample
 from leaderless.environments.journal import Line, episode_of
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.protocol import RewardInput

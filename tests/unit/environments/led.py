@@ -12,8 +12,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.environments.chat_writer import ChatWriter
 from leaderless.environments.episode import Episode, EpisodePosition
 from leaderless.environments.player import play_all
-from leaderless.environments.programs.program_environment import ProgramEnvironment, Solve
-from leaderless.environments.programs.registry import program_maker
+from leaderless.environments.programs.program_environment import ProgramEnvironment, Solve, program_maker
 from leaderless.rollout.engine import Request, SamplingParams
 
 TOKENIZER = tokenizer_with(CHATML, merges=[("a", "b")])

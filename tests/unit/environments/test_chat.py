@@ -65,7 +65,7 @@ def test_without_a_template_texts_follow_each_other() -> None:
 
 def test_a_template_without_tool_messages_is_refused_by_name() -> None:
     writer = ChatWriter(tokenizer_with(BRACKETS, end="</s>"), is_chat=True)
-    with pytest.raises(RecipeError, match="roles user, assistant, tool: no such role"):
+    with pytest.raises(RecipeError, match="roles user, assistant, tool: TemplateError: no such role"):
         writer.add([{"role": "tool", "content": "3"}], [])
 
 

@@ -20,7 +20,7 @@ from tests.unit.environments.test_programs import TOOL, trained_tokens
 
 from leaderless.environments.episode import Episode
 from leaderless.environments.programs import Chat
-from leaderless.environments.programs.confinement import Confinement
+from leaderless.environments.programs.command import Confinement
 from leaderless.environments.protocol import Task
 from leaderless.rewards.sandbox.bubblewrap import bubblewrap_refusal
 

@@ -30,12 +30,11 @@ from leaderless.data.prompts.images import PromptImage, num_alike, unpack_images
 from leaderless.environments import chat_writer, pictures
 from leaderless.environments.chat_writer import ChatWriter
 from leaderless.environments.engine_scheduler import EngineScheduler
-from leaderless.environments.episode_trace import Said, Trace
+from leaderless.environments.episode import Said, Trace
 from leaderless.environments.guarded_environment import EnvironmentFailure, messages_of
 from leaderless.environments.journal import episode_of, line_of, text_of
 from leaderless.environments.pictures import data_of, with_files
-from leaderless.environments.programs.conversations import ProgramConversations
-from leaderless.environments.programs.messages import AskRefusedError, checked
+from leaderless.environments.programs.conversations import AskRefusedError, ProgramConversations, checked
 from leaderless.environments.protocol import Environment, Message, Observation, Task, Turn
 from leaderless.environments.try_model import ModelTrier
 from leaderless.models.loading.tokenizer import load_tokenizer
@@ -390,8 +389,8 @@ async def said_to_nobody() -> list[int]:
     asked: list[list[int]] = []
 
     class Asked:
-        async def ask(self, prompt: list[int], *_: object, **__: object) -> Completion:
-            asked.append([*prompt])
+        async def ask(self, request: Request, *_: object) -> Completion:
+            asked.append([*request.prompt])
             return Completion(tokens=[5], log_probs=[-1.0], finish_reason="stop")
 
     tokenizer = load_tokenizer(ModelConfig(path=vision_model()), "policy")

@@ -18,8 +18,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.environments.guarded_environment import ThreadEnvironment
-from leaderless.environments.journal import Line, line_of
-from leaderless.environments.journal_difference import JournalDifference
+from leaderless.environments.journal import JournalDifference, Line, line_of
 from leaderless.environments.protocol import Environment, Observation, Task, Turn
 from leaderless.environments.replay import replay
 from leaderless.observability.metrics import Metrics

@@ -11,7 +11,7 @@ import pytest
 from tests.rows import Characters
 from tests.unit.environments.scripted import AsyncCount, Count, ScriptedEngine, play
 
-from leaderless.environments import deadlines
+from leaderless.environments import user_functions
 from leaderless.environments.chat_writer import ChatWriter
 from leaderless.environments.episode import Episode
 from leaderless.environments.protocol import Environment, EpisodeFailed, Observation, Task, Turn
@@ -175,7 +175,7 @@ class Stubborn(AsyncCount):
 
 
 def test_what_goes_on_after_it_was_canceled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadlines, "GRACE_S", 0.3)
+    monkeypatch.setattr(user_functions, "GRACE_S", 0.3)
     engine, begin = ScriptedEngine(counting), time.monotonic()
     texts = ("act", "act for a while", "close", "fine")
     episodes, _ = play(engine, Stubborn, PLAIN, [{"text": text} for text in texts], act_timeout_s=0.5)

@@ -14,8 +14,7 @@ from leaderless.config import RecipeError, packaged_files
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.episode import Episode
 from leaderless.environments.programs import AskRefusedError, Chat
-from leaderless.environments.programs.program_environment import Solve
-from leaderless.environments.programs.registry import program_maker
+from leaderless.environments.programs.program_environment import Solve, program_maker
 from leaderless.environments.protocol import EpisodeFailed, Message, Task
 from leaderless.stages.episode_samples import has_drifted
 

@@ -20,8 +20,7 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.environments.episode import Episode, EpisodePosition
 from leaderless.environments.guarded_environment import GuardedEnvironment, ThreadEnvironment
-from leaderless.environments.journal import Line, episode_of, line_of, text_of
-from leaderless.environments.journal_difference import JournalDifference, first_difference
+from leaderless.environments.journal import JournalDifference, Line, episode_of, first_difference, line_of, text_of
 from leaderless.environments.player import play_all
 from leaderless.environments.programs.chat import Chat
 from leaderless.environments.protocol import ONLY_AGENT, Environment, Observation, Task, Turn

@@ -18,7 +18,6 @@ from leaderless.config.environment import EnvironmentConfig, McpServerConfig
 from leaderless.environments.guarded_environment import EnvironmentFailure, ThreadEnvironment
 from leaderless.environments.protocol import Environment
 from leaderless.environments.tools import Call, tool
-from leaderless.environments.tools.formats import read_hermes
 from leaderless.environments.tools.sources import ToolSources
 
 HERE = "tests.unit.environments.test_tool_sources"
@@ -94,12 +93,12 @@ def sources_of(environment=Plain, *tools, **settings):
 
 
 def open_box(sources, world=None):
-    return asyncio.run(sources.open(world or ThreadEnvironment(Plain, 5.0), read_hermes))
+    return asyncio.run(sources.open(world or ThreadEnvironment(Plain, 5.0)))
 
 
 def test_each_episode_has_its_own_objects_of_environment_and_classes():
     sources = sources_of(World, f"{HERE}:add", {"type": f"{HERE}:Memory", "options": {"words": ["a"]}})
-    assert [schema["function"]["name"] for schema in sources.schemas()] == ["is_more", "add", "remember"]
+    assert [schema["function"]["name"] for schema in sources.schemas] == ["is_more", "add", "remember"]
     worlds = [ThreadEnvironment(lambda secret=secret: World(secret), 5.0) for secret in (3, 5)]
     boxes = [open_box(sources, world) for world in worlds]
     calls = [Call("is_more", {"than": 4}), Call("add", {"a": 1, "b": 2}), Call("remember", {"word": "x"})]

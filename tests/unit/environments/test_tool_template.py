@@ -8,9 +8,8 @@ from tests.unit.environments.test_toolbox import add
 
 from leaderless.config import RecipeError
 from leaderless.environments.tools.calls import ToolCalls
-from leaderless.environments.tools.formats import read_hermes, read_llama, read_mistral, read_qwen3_coder
+from leaderless.environments.tools.formats import find_reader, read_hermes, read_llama, read_mistral, read_qwen3_coder
 from leaderless.environments.tools.function_tool import FunctionTool
-from leaderless.environments.tools.template import find_reader
 
 SCHEMAS = [FunctionTool.of(add).schema]
 CALL = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
@@ -61,7 +60,7 @@ def test_a_format_may_be_named():
         ("auto", None, "no chat template is used, which would tell the format; set environment.tool_format"),
         ("auto", LLAMA, "the chat template does not show the tool 'add'"),
         ("auto", CHATML.replace(CALL, GLM), "writes calls in an unknown format; set environment.tool_format to"),
-        ("hermes", BRACKETS, "cannot write tools, with the roles user, assistant, tool: TemplateError: no such role"),
+        ("hermes", BRACKETS, "of the roles user, assistant, tool: TemplateError: no such role"),
         ("hermes", CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}"), "leaves out messages"),
         ("herms", CHATML, "unknown format 'herms' (did you mean 'hermes'?)"),
         ("no.such:reader", CHATML, "module 'no.such' cannot be imported"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leaderless.environments.episode_trace import Said, Trace, TraceNode
+from leaderless.environments.episode import Said, Trace, TraceNode
 
 
 def said(count: int, turn: int, agent: str = "") -> Said:

@@ -14,10 +14,9 @@ from tests.unit.environments.led import END, lead
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.environments.adapters.verifiers_programs import make_rows
-from leaderless.environments.adapters.worker import PackageWorker, shared
+from leaderless.environments.adapters.verifiers_programs import PackageWorker, make_rows, shared
 from leaderless.environments.guarded_environment import EnvironmentFailure
-from leaderless.environments.programs.registry import program_maker
+from leaderless.environments.programs.program_environment import program_maker
 
 PYTHON = os.environ.get("LEADERLESS_VERIFIERS_PYTHON", "")
 SETTINGS: dict[str, object] = {"type": "verifiers", "act_timeout_s": 120}

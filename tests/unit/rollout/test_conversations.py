@@ -209,11 +209,11 @@ def test_no_more_is_counted_as_known_than_a_conversation_has_said() -> None:
     async def play() -> SharedEngineScheduler:
         pump = SharedEngineScheduler(engine_of())
         running, prompt = asyncio.create_task(pump.run()), list(range(1, 31))
-        first = await asyncio.gather(*(pump.ask(prompt, number, PARAMS, number) for number in range(4)))
+        first = await asyncio.gather(*(pump.ask(Request(prompt, [number], (), number), PARAMS) for number in range(4)))
         assert (pump.known_tokens, pump.cached_tokens) == (0, 0), "what siblings share is not a later turn's"
         for number, completion in enumerate(first):
             text = [*prompt, *completion.tokens, 7, 8]
-            await pump.ask(text, 10 + number, PARAMS, number, len(text) - 2)
+            await pump.ask(Request(text, [10 + number], (), number), PARAMS, len(text) - 2)
         running.cancel()
         return pump
 

@@ -24,24 +24,14 @@ LEAVING_S = 10.0
 
 
 class VerifiersPlayer:
-    """Answers questions about one environment.
-
-    Args:
-        package: The package verifiers.
-        environment: The environment.
-    """
+    """Answers questions about one environment of the package verifiers."""
 
     def __init__(self, package: ModuleType, environment: Any) -> None:  # noqa: ANN401 - of another package
         self._package, self._environment = package, environment
         self._playing: dict[int, asyncio.Task[None]] = {}
 
     async def answer(self, questions: asyncio.Queue[str | None], say: Callable[[Json], None]) -> None:
-        """Answer questions until there are no more.
-
-        Args:
-            questions: Lines that were read; None is the end.
-            say: Function that writes an answer.
-        """
+        """Answer questions, which are lines that were read, until None says that there are no more."""
         while (line := await questions.get()) is not None:
             question = json.loads(line)
             number = question["number"]
@@ -100,13 +90,7 @@ class VerifiersPlayer:
 
 
 async def main(name: str, arguments: Mapping[str, Json], say: Callable[[Json], None]) -> None:
-    """Load the environment, and answer.
-
-    Args:
-        name: Name of the environment.
-        arguments: Arguments of its function `load_environment`.
-        say: Function that writes an answer.
-    """
+    """Load the environment, and answer."""
     questions: asyncio.Queue[str | None] = asyncio.Queue()
     loop, is_loaded = asyncio.get_running_loop(), Event()
 

@@ -5,6 +5,6 @@ Imports no torch.
 
 from leaderless.environments.programs.chat import Chat as Chat
 from leaderless.environments.programs.chat import ChatAnswer as ChatAnswer
-from leaderless.environments.programs.messages import AskRefusedError as AskRefusedError
+from leaderless.environments.programs.conversations import AskRefusedError as AskRefusedError
 
-__all__ = ["Answer", "AskRefusedError", "Chat"]
+__all__ = ["AskRefusedError", "Chat", "ChatAnswer"]

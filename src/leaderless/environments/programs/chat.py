@@ -12,18 +12,23 @@ from typing import TYPE_CHECKING, Protocol
 
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
-from leaderless.environments.episode_trace import Said, Trace
-from leaderless.environments.programs.conversations import Context, ProgramConversations
-from leaderless.environments.programs.messages import AskRefusedError, call_of, checked
-from leaderless.environments.programs.prefix_ids import Lines, number_of
+from leaderless.environments.episode import Said, Trace
+from leaderless.environments.programs.conversations import (
+    AskRefusedError,
+    Context,
+    Lines,
+    ProgramConversations,
+    call_of,
+    checked,
+    number_of,
+)
 from leaderless.environments.protocol import Message
 
 if TYPE_CHECKING:
-    from leaderless.config.rollout import SamplingConfig
     from leaderless.environments.chat_writer import ChatWriter
     from leaderless.environments.engine_scheduler import EngineScheduler
     from leaderless.environments.tools.formats import Reader
-    from leaderless.rollout.engine import Completion, FinishReason, SamplingParams
+    from leaderless.rollout.engine import Completion, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,16 @@ class ChatAnswer:
 
 
 class ProgramEndpoint(Protocol):
-    """Where programs in other processes reach the policy."""
+    """The address at which programs in other processes reach the policy."""
 
     def admit(self, chat: Chat) -> tuple[str, str]:
         """The address and the key of an episode, which works from now on."""
 
     def dismiss(self, chat: Chat) -> None:
         """Answer nothing more for an episode."""
+
+    async def close(self) -> None:
+        """Stop listening."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +100,6 @@ class Chat:
     Attributes:
         rng: Source of random numbers; the same in all episodes of a prompt's group.
         trace: Messages of the episode.
-        base_url: Address at which programs reach the policy in the format of OpenAI's API.
-        api_key: Key that they have to send there.
         overflow: The first question that was refused because a limit of the episode was reached; None if none was.
         seconds: Seconds in which the policy was asked.
         reward: Reward that a program has posted; None if it has posted none.
@@ -165,8 +171,11 @@ class Chat:
         messages = [checked(message, sees_images=sees_images, known=self._images) for message in said]
         if not messages or messages[-1]["role"] == "assistant":
             raise AskRefusedError("messages must end with a message of another role than 'assistant'")
+        key, reader = json.dumps(tools, sort_keys=True), None
         try:
-            reader = self._reader(tools) if tools else None
+            if tools:
+                # Found once for the same tools: that takes some renderings of the chat template.
+                reader = self._readers[key] = self._readers.get(key) or self.rules.reader_of(tools)
             context = self._conversations.of_messages(messages, tools)
         except RecipeError as error:
             raise AskRefusedError(str(error)) from error
@@ -179,19 +188,14 @@ class Chat:
         self._check_open()
         if not prompt:
             raise AskRefusedError("prompt is empty: give at least one token")
-        if not isinstance(prompt, str):
-            self._check_known(prompt)
+        count = len(self.writer.tokenizer)
+        unknown = () if isinstance(prompt, str) else [token for token in prompt if not 0 <= token < count]
+        if unknown:  # it has no embedding, on which the engine would fail
+            raise AskRefusedError(f"prompt has token {unknown[0]}, but the model knows {count} tokens")
         context = self._conversations.of_prompt(prompt)
         if not context.tokens:
             raise AskRefusedError("prompt has no tokens: give a text that the tokenizer does not leave out")
         return await self._guarded(context, max_tokens, tuple(stop), None)
-
-    def _check_known(self, tokens: Sequence[int]) -> None:
-        """Refuse token ids that have no embedding, on which the engine would fail."""
-        count = len(self.writer.tokenizer)
-        unknown = next((token for token in tokens if not 0 <= token < count), None)
-        if unknown is not None:
-            raise AskRefusedError(f"prompt has token {unknown}, but the model knows {count} tokens")
 
     def _check_open(self) -> None:
         """Refuse questions after the end of the episode, whose trace is complete."""
@@ -208,13 +212,6 @@ class Chat:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._lines.close()
-
-    def _reader(self, tools: Sequence[Json]) -> Reader:
-        """The reader of calls of tools, which takes some renderings of the chat template to find."""
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._readers:
-            self._readers[key] = self.rules.reader_of(tools)
-        return self._readers[key]
 
     def _admitted(self) -> tuple[str, str]:
         if self._address is None:
@@ -261,20 +258,19 @@ class Chat:
         return refusal
 
     async def _answer(self, context: Context, params: SamplingParams, reader: Reader | None) -> ChatAnswer:
+        from leaderless.rollout.engine import Request  # it imports torch, which plans do without
+
         key = tuple(context.tokens)
         again = self._asked[key] = self._asked.get(key, -1) + 1
+        # It depends on the context, and not on the order of questions asked at once.
+        noise = number_of(f"{self.rules.number}/{again}/{','.join(map(str, key))}")
         line, num_known = self._lines.take(context.end)
         try:
-            completion = await self._pump.ask(
-                context.tokens, self._noise(context.tokens, again), params, line, num_known, context.end.seen()
-            )
-        except BaseException as error:
-            self._lines.free(line, None)
-            if isinstance(error, RecipeError):
-                raise AskRefusedError(str(error)) from error
-            raise
+            request = Request(context.tokens, [noise], conversation=line, images=context.end.seen())
+            completion = await self._pump.ask(request, params, num_known)
+        except RecipeError as error:
+            raise AskRefusedError(str(error)) from error
         if completion.finish_reason == "aborted":
-            self._lines.free(line, None)
             raise AskRefusedError("the engine has given up the answer: ask again", "aborted")
         answer = self._written(completion, context.tokens, reader, params.stop)
         facts = Said(
@@ -288,10 +284,6 @@ class Chat:
         said = self._conversations.answer(context, completion.tokens, checked(answer.message), facts)
         self._lines.free(line, said)
         return answer
-
-    def _noise(self, tokens: Sequence[int], again: int) -> int:
-        """The sample id of an answer. It depends on the context, and not on the order of questions asked at once."""
-        return number_of(f"{self.rules.number}/{again}/{','.join(map(str, tokens))}")
 
     def _written(
         self, completion: Completion, prompt: Sequence[int], reader: Reader | None, stop: Sequence[str]
@@ -307,33 +299,10 @@ class Chat:
                 first = number_of(",".join(map(str, (*prompt, *completion.tokens))))
                 numbered = enumerate(read.calls, first)
                 calls = [call_of(f"call_{number:x}", call.name, call.arguments) for number, call in numbered]
-        reason: FinishReason | str = completion.finish_reason or "stop"
-        return ChatAnswer(
-            content=content,
-            tool_calls=calls,
-            finish_reason="tool_calls" if calls and reason == "stop" else reason,
-            tokens=completion.tokens,
-            log_probs=completion.log_probs,
-            prompt_tokens=prompt,
-        )
-
-
-def differs(asked: SamplingConfig, given: Mapping[str, float], params: SamplingParams) -> str | None:
-    """Why an answer cannot be sampled as a program wants it; None if the recipe samples so.
-
-    Args:
-        asked: Distribution that the program asks for.
-        given: Names of the settings that it has given.
-        params: Distribution of the recipe.
-    """
-    for name in given:
-        wanted, own = getattr(asked, name), getattr(params.distribution, name)
-        if wanted != own:
-            return (
-                f"{name}={wanted:g} differs from the recipe's {own:g}, under which log-probabilities are trained: "
-                f"leave it out, or set rollout.{name}"
-            )
-    return None
+        reason: str = completion.finish_reason or "stop"
+        if calls and reason == "stop":
+            reason = "tool_calls"
+        return ChatAnswer(content, calls, reason, completion.tokens, completion.log_probs, prompt)
 
 
 def _before(text: str, stop: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""A program of its own, in any language, as what leads an episode."""
+"""A program of its own, in any language, as what leads an episode; in bubblewrap if it is to be confined."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
 
 from leaderless.base.exits import exit_in_words
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.environments.guarded_environment import CRASH, ENVIRONMENT, EnvironmentFailure
 from leaderless.environments.programs.chat import Chat
-from leaderless.environments.programs.confinement import Confinement
 from leaderless.environments.protocol import Task
-from leaderless.rewards.sandbox.bubblewrap import bubblewrap_refusal
+from leaderless.rewards.sandbox.bubblewrap import bubblewrap_refusal, find_bubblewrap
 
 _KEPT_BYTES = 65536
 """Bytes of output that are kept, the last ones."""
@@ -63,7 +66,7 @@ class Command:
         """Run the command, and return the object with its reward.
 
         Raises:
-            Failure: It ended with an error, or gave no reward.
+            EnvironmentFailure: It ended with an error, or gave no reward.
         """
         row = json.dumps(task, ensure_ascii=False)
         if len(row.encode()) > _MAX_TASK_BYTES:
@@ -170,3 +173,75 @@ class _Tail:
         while data := await self._reader.read(_KEPT_BYTES):
             self._kept += data
             del self._kept[:-_KEPT_BYTES]
+
+
+_FORWARD = Path(__file__).with_name("socket_forward.py")
+_PIECE_BYTES = 65536
+_DOOR = "/run/leaderless-door"
+
+
+class Confinement:
+    """Surroundings of one command, in a context.
+
+    It has a network of its own, in which one address leads, through a socket in the file system, to the same address
+    outside.
+    """
+
+    def __init__(self, folder: str, base_url: str) -> None:
+        """Confine nothing yet; the folder is an empty one of this command."""
+        address = urlsplit(base_url)
+        assert address.hostname is not None
+        assert address.port is not None
+        self._host, self._port = address.hostname, address.port
+        self._socket = str(Path(folder, "door"))
+        self.home = str(Path(folder, "home"))
+        """Folder that the command may write to."""
+        Path(self.home).mkdir()
+        self._carrying: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_unix_server(self._carry, self._socket)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        for task in list(self._carrying):
+            task.cancel()
+        await asyncio.gather(*self._carrying, return_exceptions=True)
+
+    def command(self, command: Sequence[str]) -> Sequence[str]:
+        """The command line that runs a command inside."""
+        program = find_bubblewrap()
+        assert program is not None, "it was asked whether it works"
+        here = str(Path.cwd())
+        return [
+            *(program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+            *("--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/run"),  # noqa: S108
+            *("--ro-bind-try", here, here, "--chdir", here),
+            *("--bind", self._socket, _DOOR, "--bind", self.home, self.home),
+            *(sys.executable, "-I", "-S", str(_FORWARD), _DOOR, self._host, str(self._port), *command),
+        ]
+
+    async def _carry(self, inside: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        """Carry a connection from inside to the address."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._carrying.add(task)
+        try:
+            answers, questions = await asyncio.open_connection(self._host, self._port)
+            try:
+                await asyncio.gather(_copy(inside, questions), _copy(answers, back))
+            finally:
+                questions.close()
+        finally:
+            self._carrying.discard(task)
+            back.close()
+
+
+async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while data := await source.read(_PIECE_BYTES):
+            target.write(data)
+            await target.drain()
+    with suppress(OSError):
+        target.write_eof() if target.can_write_eof() else target.close()

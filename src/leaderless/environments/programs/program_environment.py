@@ -1,18 +1,65 @@
-"""An episode that a program leads, with a deadline and a checked end."""
+"""Programs by name, and an episode that one of them leads, with a deadline and a checked end.
+
+find the program -> call it with a `Chat` -> wait while it asks -> check its reward
+|
+address, opened if it runs in another process: leaderless.serving
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import cast
 
+from typing_extensions import override
+
+from leaderless.base.named_functions import check_options, is_function_name, load_callable, load_own
 from leaderless.base.values import Json, is_finite_number
+from leaderless.config import RecipeError
+from leaderless.config.environment import EnvironmentConfig
+from leaderless.config.packaged_files import server_refusal
 from leaderless.environments.guarded_environment import ENVIRONMENT, OVERFLOW, TIMEOUT, EnvironmentFailure, failure_of
-from leaderless.environments.programs.chat import Chat
-from leaderless.environments.programs.messages import AskRefusedError
+from leaderless.environments.programs.chat import Chat, ProgramEndpoint
+from leaderless.environments.programs.conversations import AskRefusedError
 from leaderless.environments.protocol import ONLY_AGENT, Task
-from leaderless.environments.user_threads import call_user
+from leaderless.environments.user_functions import call_user
+
+SERVER = "leaderless.serving.api.conversations:EpisodeServer"
+"""Class of the server behind the address; it is imported where a program in another process asks for one."""
+
+
+class LazyEndpoint(ProgramEndpoint):
+    """Opens when the first program asks for an address, in the event loop of that moment."""
+
+    def __init__(self) -> None:
+        self._server: ProgramEndpoint | None = None
+
+    @override
+    def admit(self, chat: Chat) -> tuple[str, str]:
+        """Open the server if it is not open yet, and admit a chat.
+
+        Raises:
+            RuntimeError: A package is missing.
+        """
+        if self._server is None:
+            if problem := server_refusal():
+                raise RuntimeError(f"an address of the policy {problem}")
+            self._server = cast("Callable[[], ProgramEndpoint]", load_own(SERVER))()
+        return self._server.admit(chat)
+
+    @override
+    def dismiss(self, chat: Chat) -> None:
+        if self._server is not None:
+            self._server.dismiss(chat)
+
+    @override
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+            self._server = None
+
 
 Solve = Callable[[Task, Chat], Awaitable[object] | object]
 """Function that a user writes: it plays the episode of a task, and returns its reward, or an object with `reward`."""
@@ -36,20 +83,14 @@ class ProgramEnvironment:
     agents = (ONLY_AGENT,)
 
     def __init__(self, solve: Solve, name: str, timeout_s: float) -> None:
-        """Play nothing yet.
-
-        Args:
-            solve: The program.
-            name: Its name, for errors.
-            timeout_s: Seconds that it may take between two answers of the policy.
-        """
+        """Play nothing yet; `timeout_s` may pass between two answers of the policy."""
         self._solve, self._name, self._timeout_s = solve, name, timeout_s
 
     async def play(self, task: Task, chat: Chat) -> Mapping[str, Json]:
         """Play an episode, and return an object with its `reward`.
 
         Raises:
-            Failure: The program failed, took too long, or gave no reward.
+            EnvironmentFailure: The program failed, took too long, or gave no reward.
         """
         running = asyncio.ensure_future(call_user(self._bound(task, chat), f"program {self._name}"))
         try:
@@ -107,3 +148,45 @@ class ProgramEnvironment:
                 ENVIRONMENT, f"{self._name} has not asked the policy anything, so there is nothing to train"
             )
         return result
+
+
+BUILT_IN: Mapping[str, str] = {
+    "command": "leaderless.environments.programs.command:Command",
+    "verifiers": "leaderless.environments.adapters.verifiers_programs:Verifiers",
+}
+"""Programs that come with the package, each as `module:Class` of a `Solve`, whose arguments are the options."""
+
+
+def program_maker(config: EnvironmentConfig) -> Callable[[], ProgramEnvironment] | None:
+    """A function that makes the program of one episode; None if the recipe names no program but an environment.
+
+    Raises:
+        RecipeError: The program cannot be used.
+    """
+    is_own = config.type not in BUILT_IN
+    if is_own and not is_function_name(config.type):
+        return None
+    found = load_callable(BUILT_IN.get(config.type, config.type), "environment.type", "class or function")
+    if is_own and isinstance(found, type):
+        return None
+    if is_own:
+        name = config.type.rpartition(":")[2]
+        try:
+            inspect.signature(found).bind("task", "chat", **config.options)
+        except TypeError as error:
+            reason = f"{name}{inspect.signature(found)} must be callable as {name}(task, chat, **options): {error}"
+            raise RecipeError.at("environment.type", reason) from error
+        solve = cast("Solve", partial(found, **config.options))
+    else:
+        name = f"the program '{config.type}'"
+        check_options(found, config.options, "environment.options")
+        solve = cast("Solve", found(**config.options))
+    if config.isolation == "process":
+        raise RecipeError.at(
+            "environment.isolation",
+            f"is 'process', but {name} is a program: use type=command, which has a process of its own",
+        )
+    if not (is_own and is_async(solve)) and (problem := server_refusal()):
+        other = f"; or let {name} be `async`, and ask with `await chat.ask(...)`" if is_own else ""
+        raise RecipeError.at("environment.type", f"{problem}{other}")
+    return partial(ProgramEnvironment, solve, name, config.act_timeout_s)

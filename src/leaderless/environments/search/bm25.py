@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +21,6 @@ KEPT_INDEXES = 4
 """Files whose indexes a process keeps."""
 
 
-class _Index(Protocol):
-    """Methods of `bm25s.BM25` that are used."""
-
-    def get_scores(self, query_tokens_single: list[str]) -> NDArray[np.float32]: ...
-
-
 class Bm25Retriever:
     """Finds pages by the words of a query, with the `bm25s` library. Equal scores keep the order of the pages."""
 
@@ -38,8 +31,10 @@ class Bm25Retriever:
         if find_spec("bm25s") is None:
             remedy = f"{how_to_install('search')}, or name a server's address"
             raise RecipeError.at("", f"searching pages needs the package bm25s: {remedy}")
-        self._pages = pages
-        self._index = _index_of([page.contents for page in pages])
+        import bm25s
+
+        self._pages, self._index = pages, bm25s.BM25()
+        self._index.index(_words([page.contents for page in pages]), show_progress=False)
 
     def __len__(self) -> int:
         """Number of pages."""
@@ -50,7 +45,7 @@ class Bm25Retriever:
         words = _words([query])[0]
         if not words:
             return []
-        scores = self._index.get_scores(words)
+        scores: NDArray[np.float32] = self._index.get_scores(words)
         best = np.argsort(-scores, kind="stable")[:topk]
         return [Hit(self._pages[place], float(scores[place])) for place in best.tolist() if scores[place] > 0]
 
@@ -106,12 +101,3 @@ def _words(texts: Sequence[str]) -> list[list[str]]:
 
     words: list[list[str]] = bm25s.tokenize(list(texts), token_pattern=WORD, return_ids=False, show_progress=False)
     return words
-
-
-def _index_of(texts: Sequence[str]) -> _Index:
-    import bm25s
-
-    index = bm25s.BM25()
-    index.index(_words(texts), show_progress=False)
-    found: _Index = index
-    return found

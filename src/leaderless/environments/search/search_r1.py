@@ -14,8 +14,7 @@ from typing_extensions import override
 from leaderless.config import RecipeError
 from leaderless.environments.protocol import Environment, EpisodeFailed, Task, Turn
 from leaderless.environments.search.bm25 import open_pages
-from leaderless.environments.search.remote import RemoteRetriever
-from leaderless.environments.search.retriever import Hit, Retriever
+from leaderless.environments.search.retriever import Hit, RemoteRetriever, Retriever
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -95,7 +94,9 @@ class SearchR1(Environment):
                 raise RecipeError.at(f"environment.options.{name}", f"is {value}, but must be at least {least}")
         if "{question}" not in prompt:
             raise RecipeError.at("environment.options.prompt", "must have the place {question}")
-        self._retriever = open_retriever(pages, address, timeout_s)
+        self._retriever: Retriever = (
+            RemoteRetriever(address, timeout_s) if address is not None else open_pages(str(pages))
+        )
         self._question, self._prompt = question, prompt
         self._turns_left, self._topk = search_turns, topk
         self._max_tokens, self._tokenizer = max_information_tokens, tokenizer
@@ -144,14 +145,6 @@ def show_pages(hits: Sequence[Hit]) -> str:
     """Pages as the policy reads them."""
     lines = [f"Doc {number}(Title: {hit.page.title}) {hit.page.text}\n" for number, hit in enumerate(hits, start=1)]
     return "".join(lines).strip()
-
-
-def open_retriever(pages: str | None, address: str | None, timeout_s: float) -> Retriever:
-    """The retriever that options name: a file of pages, or else the address of a server."""
-    if pages is not None:
-        return open_pages(pages)
-    assert address is not None
-    return RemoteRetriever(address, timeout_s)
 
 
 @lru_cache(maxsize=4)

@@ -11,4 +11,4 @@ from leaderless.environments.tools.function_tool import ToolError as ToolError
 from leaderless.environments.tools.function_tool import tool as tool
 from leaderless.environments.tools.toolbox import Toolbox as Toolbox
 
-__all__ = ["Call", "CallResult", "Calls", "ToolError", "Toolbox", "result_messages", "tool"]
+__all__ = ["Call", "CallResult", "ToolCalls", "ToolError", "Toolbox", "result_messages", "tool"]

@@ -95,6 +95,7 @@ def _identifier(place: int) -> str:
     return f"call{place:05d}"
 
 
+@dataclass(frozen=True)
 class Tool(ABC):
     """A tool that a policy may call.
 
@@ -139,26 +140,20 @@ class Tool(ABC):
         properties, required = self.parameters.get("properties"), self.parameters.get("required", ())
         assert isinstance(properties, Mapping | None)
         assert isinstance(required, Sequence)
-        shown = [_parameter(name, schema, is_required=name in required) for name, schema in (properties or {}).items()]
+        shown = []
+        for name, schema in (properties or {}).items():
+            known = schema if isinstance(schema, Mapping) else {}
+            default = f" = {json.dumps(known['default'])}" if "default" in known else ""
+            shown.append(f"{name}{'' if name in required or default else '?'}: {_type_name(schema)}{default}")
         return f"{self.name}({', '.join(shown)})"
-
-
-def _parameter(name: str, schema: Json, *, is_required: bool) -> str:
-    """A parameter as in Python."""
-    default = f" = {json.dumps(schema['default'])}" if isinstance(schema, Mapping) and "default" in schema else ""
-    return f"{name}{'' if is_required or default else '?'}: {_type_name(schema)}{default}"
 
 
 def _type_name(schema: Json) -> str:
     """The type that a JSON schema asks for, in a word or two."""
     if not isinstance(schema, Mapping):
         return "any"
-    if isinstance(schema.get("enum"), Sequence):
-        options = schema["enum"]
-        assert isinstance(options, Sequence)
+    if isinstance(options := schema.get("enum"), Sequence):
         return " | ".join(repr(value) for value in options)
-    if isinstance(schema.get("anyOf"), Sequence):
-        choices = schema["anyOf"]
-        assert isinstance(choices, Sequence)
+    if isinstance(choices := schema.get("anyOf"), Sequence):
         return " | ".join(_type_name(choice) for choice in choices)
     return str(schema.get("type", "object" if "$ref" in schema else "any"))

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 from leaderless.base.values import Json
-from leaderless.config.environment import TOOL_FORMATS, custom_reader
-from leaderless.environments.tools.calls import Call, ToolCalls
+from leaderless.config import RecipeError
+from leaderless.config.environment import FORMAT_KEY, TOOL_FORMATS, custom_reader
+from leaderless.environments.protocol import Message
+from leaderless.environments.tools.calls import Call, CallResult, ToolCalls, result_messages
+
+if TYPE_CHECKING:
+    from leaderless.data.prompts.encode import Tokenizer
 
 Reader = Callable[[str], ToolCalls]
 """Finds the calls in a message."""
@@ -55,7 +61,7 @@ def read_llama(text: str) -> ToolCalls:
         except (ValueError, RecursionError) as error:
             calls.append(_problem(f"a call must be a JSON object ({_reason(error)}): {_cut(rest)}"))
             break
-        calls.append(_call_of(value))
+        calls.append(read_call(value))
         rest = rest[end:].lstrip()
         if rest and not rest.startswith(";"):
             calls.append(_problem(f"`;` must separate calls, and nothing may follow the last: {_cut(rest)}"))
@@ -106,7 +112,7 @@ def read_mistral(text: str) -> ToolCalls:
             continue
         if named:
             value = {"name": named.group(1), "arguments": value}
-        calls += [_call_of(one) for one in (value if isinstance(value, list) else [value])]
+        calls += [read_call(one) for one in (value if isinstance(value, list) else [value])]
     return _calls(thought, [content], calls)
 
 
@@ -114,15 +120,6 @@ FORMATS: Mapping[str, Reader] = dict(
     zip(TOOL_FORMATS, (read_hermes, read_llama, read_qwen3_coder, read_mistral), strict=True)
 )
 """Readers by the name of their format."""
-
-
-def named_reader(name: str) -> Reader | None:
-    """The reader of a format that the recipe names; None for `auto`.
-
-    Raises:
-        RecipeError: There is no such format.
-    """
-    return cast("Reader | None", custom_reader(name)) or FORMATS.get(name)
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -140,12 +137,12 @@ def _calls(thought: str, content: list[str], calls: list[Call]) -> ToolCalls:
 
 def _read_json(body: str) -> Call:
     try:
-        return _call_of(_DECODER.decode(body.strip()))
+        return read_call(_DECODER.decode(body.strip()))
     except (ValueError, RecursionError) as error:
         return _problem(f"a call must be a JSON object ({_reason(error)}): {_cut(body)}")
 
 
-def _call_of(value: object) -> Call:
+def read_call(value: object) -> Call:
     """A call that is written as a JSON object."""
     if not isinstance(value, dict):
         return _problem(f"a call must be a JSON object with 'name' and 'arguments', not {_cut(json.dumps(value))}")
@@ -190,3 +187,55 @@ def _reason(error: Exception) -> str:
 def _cut(text: str) -> str:
     text = text.strip()
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+_QUESTION: Message = {"role": "user", "content": "What is it?"}
+_CALL = Call("look_up", {"word": "blue"})
+_RESULT = "the seventh color"
+
+
+def find_reader(name: str, tokenizer: Tokenizer, schemas: Sequence[Json], *, is_chat: bool = True) -> Reader:
+    """The reader of the calls that a policy writes.
+
+    Args:
+        name: Name of a format; `auto` for that in which the chat template writes calls; or `package.module:function`,
+            a function that gets a message and returns `ToolCalls`.
+        tokenizer: Tokenizer of the policy.
+        schemas: Tools that the template has to show.
+        is_chat: Whether messages are written by the chat template.
+
+    Raises:
+        RecipeError: There is no such format, or none that the template writes; or the template leaves out the tools or
+            their results.
+    """
+    from leaderless.environments.chat_writer import ChatWriter  # it imports jinja2, which takes time
+
+    is_chat = is_chat and tokenizer.chat_template is not None
+    rendered = partial(ChatWriter(tokenizer, is_chat, tools=schemas).rendered, key=FORMAT_KEY)
+    if is_chat:
+        results = result_messages([CallResult(_CALL.name, _CALL.arguments, _RESULT)])
+        if _RESULT not in rendered([_QUESTION, {"role": "assistant", "content": "a call"}, *results]):
+            raise RecipeError.at(
+                FORMAT_KEY, "the chat template leaves out messages of the role 'tool': correct the template"
+            )
+    named = cast("Reader | None", custom_reader(name)) or FORMATS.get(name)
+    if named is not None:
+        return named
+    remedy = f"set {FORMAT_KEY} to the format in which the policy is to write calls: {', '.join(FORMATS)}"
+    if not is_chat:
+        raise RecipeError.at(FORMAT_KEY, f"auto: no chat template is used, which would tell the format; {remedy}")
+    prompt = rendered([_QUESTION])
+    names = [str(schema["function"]["name"]) for schema in schemas]  # type: ignore[call-overload,index]
+    if missing := [name for name in names if name not in prompt]:
+        raise RecipeError.at(
+            FORMAT_KEY,
+            f"auto: the chat template does not show the tool '{missing[0]}': use a template that renders `tools`, or "
+            f"describe the tools in the prompt and set {FORMAT_KEY}",
+        )
+    written = rendered([_QUESTION, ToolCalls("", [_CALL]).message()], is_prompt=False)
+    common = next((i for i, pair in enumerate(zip(written, prompt, strict=False)) if pair[0] != pair[1]), len(prompt))
+    for read in FORMATS.values():
+        calls = [(call.name, call.arguments, call.problem) for call in read(written[common:]).calls]
+        if calls == [(_CALL.name, _CALL.arguments, "")]:
+            return read
+    raise RecipeError.at(FORMAT_KEY, f"auto: the chat template writes calls in an unknown format; {remedy}")

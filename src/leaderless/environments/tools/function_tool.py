@@ -15,7 +15,7 @@ from pydantic.errors import PydanticUserError
 from leaderless.base.values import Json
 from leaderless.config import nearest
 from leaderless.environments.tools.calls import Tool, WrongArgumentsError
-from leaderless.environments.user_threads import call_user
+from leaderless.environments.user_functions import call_user
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -61,9 +61,6 @@ class FunctionTool(Tool):
         instance: Object whose method it is; None for a plain function, and as long as there is none.
     """
 
-    name: str
-    description: str
-    parameters: Mapping[str, Json]
     function: Callable[..., object]
     model: type[BaseModel]
     home: ToolOwner | None = None
@@ -71,18 +68,18 @@ class FunctionTool(Tool):
 
     @classmethod
     def of(cls, function: Callable[..., object], *, skips_first: bool = False) -> FunctionTool:
-        """Describe a function.
-
-        Args:
-            function: Function with type hints.
-            skips_first: Whether its first parameter is `self`.
+        """Describe a function with type hints, or a method, whose first parameter is skipped.
 
         Raises:
             ValueError: A parameter has no type hint, or one that JSON cannot hold.
         """
         name = getattr(function, "__name__", type(function).__name__)
         where = f"tool '{name}' ({function.__module__}:{getattr(function, '__qualname__', name)})"
-        description, about = _documentation(function)
+        from docstring_parser import parse
+
+        doc = parse(inspect.getdoc(function) or "")
+        description = "\n\n".join(part for part in (doc.short_description, doc.long_description) if part)
+        about = {found.arg_name: found.description or "" for found in doc.params}
         fields = _fields(function, where, about, skips_first=skips_first)
         model: type[BaseModel] = create_model(  # the names of fields are made up, as some mean something to pydantic
             name,
@@ -125,25 +122,14 @@ def tools_of(home: ToolOwner) -> list[FunctionTool]:
     Raises:
         ValueError: One of them cannot be a tool.
     """
-    names = dict.fromkeys(name for base in reversed(home.kind.__mro__) for name in vars(base))
-    return [replace(found, home=home) for found in _marked(home.kind, names)]
-
-
-def _marked(owner: type, names: Mapping[str, object]) -> Iterator[FunctionTool]:
-    for name in names:
-        found = inspect.getattr_static(owner, name, None)
+    tools = []
+    for name in dict.fromkeys(name for base in reversed(home.kind.__mro__) for name in vars(base)):
+        found = inspect.getattr_static(home.kind, name, None)
         function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
         if inspect.isfunction(function) and getattr(function, _MARK, False):
-            yield FunctionTool.of(getattr(owner, name), skips_first=found is function)
-
-
-def _documentation(function: Callable[..., object]) -> tuple[str, dict[str, str]]:
-    """Descriptions of a function and of each argument, from its docstring."""
-    from docstring_parser import parse
-
-    doc = parse(inspect.getdoc(function) or "")
-    text = "\n\n".join(part for part in (doc.short_description, doc.long_description) if part)
-    return text, {found.arg_name: found.description or "" for found in doc.params}
+            described = FunctionTool.of(getattr(home.kind, name), skips_first=found is function)
+            tools.append(replace(described, home=home))
+    return tools
 
 
 def _fields(

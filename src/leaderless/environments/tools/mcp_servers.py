@@ -13,7 +13,7 @@ import sys
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
@@ -61,7 +61,10 @@ class McpServers:
             self._shared = {name: McpSession(name, config, self._loop) for name, config in configs.items()}
             lists = {name: self._start(session.list_tools()) for name, session in self._shared.items()}
             for name, listing in lists.items():
-                self.tools[name] = _listed(name, listing)
+                try:
+                    self.tools[name] = listing.result()
+                except EnvironmentFailure as error:
+                    raise RecipeError.at(f"environment.mcp.{name}", str(error)) from error
                 if not configs[name].shared:
                     self._start(self._shared[name].end()).result()
         except BaseException:
@@ -87,13 +90,6 @@ class McpServers:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
-def _listed(name: str, listing: Future[list[McpTool]]) -> list[McpTool]:
-    try:
-        return listing.result()
-    except EnvironmentFailure as error:
-        raise RecipeError.at(f"environment.mcp.{name}", str(error)) from error
-
-
 class McpSession:
     """Calls to a server in one session, which begins with the first call.
 
@@ -113,7 +109,7 @@ class McpSession:
 
         Raises:
             ToolError: The tool refuses the call.
-            Failure: The server does not answer.
+            EnvironmentFailure: The server does not answer.
         """
         work = self._call(tool, arguments)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -155,15 +151,12 @@ class McpSession:
         try:
             with connection.in_use():
                 answer = await connection.client.call_tool(tool, dict(arguments))
-        except MCPError as error:
-            if error.code in {INVALID_PARAMS, METHOD_NOT_FOUND}:
-                raise ToolError(error.message) from error
-            self._lose(connection)
-            raise self._failed(f"has not answered a call of '{tool}': {_reason(error)}") from error
         except asyncio.CancelledError:  # it took too long, and may hang
             self._lose(connection)
             raise
         except Exception as error:
+            if isinstance(error, MCPError) and error.code in {INVALID_PARAMS, METHOD_NOT_FOUND}:
+                raise ToolError(error.message) from error
             self._lose(connection)
             raise self._failed(f"has not answered a call of '{tool}': {_reason(error)}") from error
         text = _text_of(answer)
@@ -292,20 +285,9 @@ class McpTool(Tool):
         session: Session in which it is called; None while it is only described.
     """
 
-    name: str
-    description: str
-    parameters: Mapping[str, Json]
     server: str
     name_there: str
     session: McpSession | None = None
-
-    def renamed(self, name: str) -> McpTool:
-        """The same tool under another name."""
-        return replace(self, name=name)
-
-    def in_session(self, session: McpSession) -> McpTool:
-        """The same tool in a session."""
-        return replace(self, session=session)
 
     def prepare(self, arguments: Mapping[str, Json]) -> Mapping[str, object]:
         """Check arguments by the server's schema."""

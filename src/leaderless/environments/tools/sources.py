@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from leaderless.base.named_functions import is_function_name, load_callable
-from leaderless.base.values import Json
+from leaderless.base.named_functions import check_options, is_function_name, load_callable
 from leaderless.config import RecipeError, nearest
 from leaderless.config.environment import EnvironmentConfig, ToolConfig
 from leaderless.environments.guarded_environment import GuardedEnvironment
 from leaderless.environments.protocol import Environment
 from leaderless.environments.tools.calls import Tool
-from leaderless.environments.tools.formats import Reader
+from leaderless.environments.tools.formats import Reader, find_reader, read_hermes
 from leaderless.environments.tools.function_tool import FunctionTool, ToolOwner, tools_of
 from leaderless.environments.tools.mcp_servers import McpServers
 from leaderless.environments.tools.toolbox import Toolbox
+
+if TYPE_CHECKING:
+    from leaderless.data.prompts.encode import Tokenizer
 
 BUILT_IN: Mapping[str, str] = {"python": "leaderless.environments.python_tool:PythonTool"}
 """Tools that come with the package, each as `module:function` or `module:Class`."""
@@ -27,14 +30,12 @@ class ToolSources:
 
     Attributes:
         tools: All tools, to be described to the policy.
+        schemas: The tools as chat templates know them.
+        reader: Reader of the format in which the policy writes calls.
     """
 
     def __init__(self, config: EnvironmentConfig, environment: type[Environment] | None) -> None:
-        """Collect the tools, and start the servers.
-
-        Args:
-            config: The recipe's `environment` section.
-            environment: Class of the environment; None for a program.
+        """Collect the tools, and start the servers; a program has no class.
 
         Raises:
             RecipeError: A tool cannot be described, two have the same name, or a server does not answer.
@@ -44,33 +45,29 @@ class ToolSources:
         self._servers = McpServers(config.mcp)
         there = [tool for tools in self._servers.tools.values() for tool in tools]
         count = Counter(tool.name for tool in [*self._own, *there])
-        self._there = [tool if count[tool.name] == 1 else tool.renamed(f"{tool.server}_{tool.name}") for tool in there]
+        self._there = [
+            tool if count[tool.name] == 1 else replace(tool, name=f"{tool.server}_{tool.name}") for tool in there
+        ]
         self.tools: list[Tool] = [*self._own, *self._there]
+        self.schemas = [tool.schema for tool in self.tools]
+        self.reader: Reader = read_hermes
         try:
             _check_names(self.tools)
         except RecipeError:
             self.close()
             raise
 
-    def schemas(self) -> list[Json]:
-        """The tools as chat templates know them."""
-        return [tool.schema for tool in self.tools]
-
-    async def open(self, world: GuardedEnvironment, reader: Reader) -> Toolbox:
-        """The tools of an episode, to be closed with it.
-
-        Args:
-            world: The episode's environment.
-            reader: Reader of the format in which the policy writes calls.
+    async def open(self, world: GuardedEnvironment) -> Toolbox:
+        """The tools of an episode in its environment, to be closed with it.
 
         Raises:
-            Failure: The constructor of a class has raised an error.
+            EnvironmentFailure: The constructor of a class has raised an error.
         """
         sessions = {name: self._servers.session(name) for name in self._servers.tools}
         own = [await world.bind(tool) for tool in self._own]
-        there = [tool.in_session(sessions[tool.server]) for tool in self._there]
+        there = [replace(tool, session=sessions[tool.server]) for tool in self._there]
         closers = [session.close for session in sessions.values()]
-        return Toolbox([*own, *there], reader, self._config.max_result_characters, closers)
+        return Toolbox([*own, *there], self.reader, self._config.max_result_characters, closers)
 
     def close(self) -> None:
         """End the servers that were started."""
@@ -79,10 +76,6 @@ class ToolSources:
 
 def python_tools(config: EnvironmentConfig, environment: type[Environment] | None) -> list[FunctionTool]:
     """The tools of an environment, and others that the recipe names, except servers' tools. Starts nothing.
-
-    Args:
-        config: The recipe's `environment` section.
-        environment: Class of the environment; None for a program, which has none.
 
     Raises:
         RecipeError: One of them cannot be described, or two have the same name; or a program is given tools.
@@ -124,13 +117,10 @@ def _tools_of_entry(entry: ToolConfig, key: str) -> list[FunctionTool]:
             if entry.options:
                 raise RecipeError.at(f"{key}.options", f"'{entry.type}' is a function: only a class takes options")
             return [FunctionTool.of(found)]
-        inspect.signature(found).bind(**entry.options)
+        check_options(found, entry.options, f"{key}.options")
         if entry.type in BUILT_IN:
             found(**entry.options)  # it starts nothing yet, and says whether it can work on this machine
         tools = tools_of(ToolOwner(found, entry.options))
-    except TypeError as error:
-        taken = f"{found.__name__}{inspect.signature(found)}"
-        raise RecipeError.at(f"{key}.options", f"{taken} does not take them: {error}") from error
     except RecipeError:
         raise
     except (ValueError, RuntimeError) as error:
@@ -138,3 +128,42 @@ def _tools_of_entry(entry: ToolConfig, key: str) -> list[FunctionTool]:
     if not tools:
         raise RecipeError.at(key, f"class '{entry.type}' has no tools: mark methods with @tool")
     return tools
+
+
+_used: dict[tuple[str, bool], ToolSources] = {}
+"""By the recipe's section, and whether the chat template is used; kept from step to step, as servers start slowly."""
+
+
+def tool_use(
+    config: EnvironmentConfig, environment: type[Environment] | None, tokenizer: Tokenizer, *, is_chat: bool
+) -> ToolSources | None:
+    """The tools of a recipe, the same ones until `close_tools`; None if it has none.
+
+    Raises:
+        RecipeError: They cannot be used, or their calls cannot be read.
+    """
+    key = config.model_dump_json(), is_chat
+    if key not in _used and (own := own_tool_use(config, environment, tokenizer, is_chat=is_chat)):
+        _used[key] = own
+    return _used.get(key)
+
+
+def own_tool_use(
+    config: EnvironmentConfig, environment: type[Environment] | None, tokenizer: Tokenizer, *, is_chat: bool
+) -> ToolSources | None:
+    """The same, for one user alone, who closes them; a tokenizer may not be used by two threads at once."""
+    if not python_tools(config, environment) and not config.mcp:
+        return None
+    sources = ToolSources(config, environment)
+    try:
+        sources.reader = find_reader(config.tool_format, tokenizer, sources.schemas, is_chat=is_chat)
+    except BaseException:
+        sources.close()
+        raise
+    return sources
+
+
+def close_tools() -> None:
+    """End the servers of all tools that this process uses."""
+    while _used:
+        _used.popitem()[1].close()

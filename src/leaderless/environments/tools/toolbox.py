@@ -10,12 +10,11 @@ from contextlib import suppress
 
 from leaderless.base.values import Json
 from leaderless.config import nearest
-from leaderless.environments.deadlines import time_limit
 from leaderless.environments.guarded_environment import TIMEOUT, TOOL, EnvironmentFailure, failure_of
-from leaderless.environments.tools.calls import Call, CallResult, Refusal, Tool, ToolCalls, WrongArgumentsError
+from leaderless.environments.tools.calls import Call, CallResult, Refusal, Tool, WrongArgumentsError
 from leaderless.environments.tools.formats import Reader, read_hermes
 from leaderless.environments.tools.function_tool import ToolError
-from leaderless.environments.user_threads import call_user
+from leaderless.environments.user_functions import call_user, time_limit
 
 MAX_NAME = 64
 """Characters of an unknown tool's name that are repeated to the policy."""
@@ -26,7 +25,7 @@ class Toolbox:
 
     Args:
         tools: Tools, each with a name of its own.
-        reader: Reader of the format in which the policy writes calls.
+        reader: Reader of the format in which the policy writes calls, as attribute `parse`.
         max_result_characters: Most characters of a result that the policy gets; the middle of a longer one is left
             out.
         closers: Functions that release what the tools hold; they may be `async`.
@@ -39,32 +38,14 @@ class Toolbox:
         max_result_characters: int = 4000,
         closers: Sequence[Callable[[], object]] = (),
     ) -> None:
-        self.tools = {tool.name: tool for tool in tools}
-        self._read = reader
-        self._max_result_characters = max_result_characters
-        self._closers = closers
-
-    def schemas(self) -> list[Json]:
-        """The tools as chat templates know them."""
-        return [tool.schema for tool in self.tools.values()]
-
-    def parse(self, text: str) -> ToolCalls:
-        """Find the calls in a message of the policy.
-
-        Args:
-            text: Text of the message, with special tokens.
-        """
-        return self._read(text)
+        self.tools, self.parse = {tool.name: tool for tool in tools}, reader
+        self._max_result_characters, self._closers = max_result_characters, closers
 
     async def run(self, calls: Sequence[Call], timeout_s: float) -> list[CallResult]:
         """Answer calls, in their order. They run at the same time, except for calls of one owner.
 
-        Args:
-            calls: Calls that the policy wrote.
-            timeout_s: Seconds that each of them may take.
-
         Raises:
-            Failure: A tool took too long, or raised something else than a `ToolError`.
+            EnvironmentFailure: A tool took too long, or raised something else than a `ToolError`.
         """
         lanes: dict[int, list[int]] = {}
         for place, call in enumerate(calls):
@@ -84,11 +65,7 @@ class Toolbox:
         return [results[place] for place in range(len(calls))]
 
     async def close(self, timeout_s: float) -> None:
-        """Release what the tools hold. An error says nothing about the episode, which is over.
-
-        Args:
-            timeout_s: Seconds that each tool may take.
-        """
+        """Release what the tools hold. An error says nothing about the episode, which is over."""
         for closer in self._closers:
             with suppress(Exception):
                 async with time_limit(timeout_s, "closing of tools"):
@@ -102,7 +79,11 @@ class Toolbox:
         if tool is None:
             name = call.name if len(call.name) <= MAX_NAME else f"{call.name[:MAX_NAME]}…"
             return self._refusal(call, f"There is no tool '{name}'{nearest(name, self.tools)}.", "unknown_tool")
-        arguments = _as_wanted(call, tool) if call.is_text else call.arguments
+        arguments = call.arguments
+        if call.is_text:
+            properties = tool.parameters.get("properties")
+            schemas = properties if isinstance(properties, dict) else {}
+            arguments = {name: _value_of(str(text), schemas.get(name)) for name, text in arguments.items()}
         try:
             prepared = tool.prepare(arguments)
         except WrongArgumentsError as error:
@@ -158,13 +139,6 @@ def _text_of(value: object) -> str:
         raise TypeError(
             f"returned {type(value).__name__}: {error}; a tool must return str or what JSON can hold"
         ) from error
-
-
-def _as_wanted(call: Call, tool: Tool) -> dict[str, Json]:
-    """Arguments that are all written as texts, in the types that the tool wants."""
-    properties = tool.parameters.get("properties")
-    schemas = properties if isinstance(properties, dict) else {}
-    return {name: _value_of(str(text), schemas.get(name)) for name, text in call.arguments.items()}
 
 
 def _value_of(text: str, schema: Json) -> Json:

@@ -43,7 +43,7 @@ class ProductFunctions:
 PRODUCTS: Mapping[Product, ProductFunctions] = {
     "text": ProductFunctions(),
     "episodes": ProductFunctions(),
-    "online": ProductFunctions(clients="leaderless.serving.online.addresses:make_entrance"),
+    "online": ProductFunctions(clients="leaderless.serving.online.addresses:OnlineEntrance"),
     "bodies": ProductFunctions(
         check="leaderless.embodied.simulators.registry:check_recipe",
         memory="leaderless.embodied.planning.memory:estimate_body_memory",
@@ -55,18 +55,18 @@ PRODUCTS: Mapping[Product, ProductFunctions] = {
 """The functions of each kind of run; the functions of its stages are in their contracts."""
 
 
-FACTS = "leaderless.environments.plan_facts"
+FACTS = "leaderless.environments.registry"
 """Module whose functions say what the environment of a recipe is like, each from the recipe's section."""
 
 
 def agents_of(config: EnvironmentConfig) -> tuple[str, ...]:
     """Names of the agents of an environment; none of a program, which has one without a name."""
-    return _ask("agents_of", config)
+    return _ask("named_agents", config)
 
 
 def tools_of(config: EnvironmentConfig) -> tuple[str, ...]:
     """Names of the tools of an environment, and of tools that the recipe adds, without tools of servers."""
-    return _ask("tools_of", config)
+    return _ask("named_tools", config)
 
 
 def _ask(name: str, config: EnvironmentConfig) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Endpoints of the server."""
+"""The server of a model: its endpoints, and how it starts and stops."""
 
 from __future__ import annotations
 
@@ -6,32 +6,40 @@ import asyncio
 import copy
 import hashlib
 import secrets
+import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.config.rollout import MAX_RESPONSES
 from leaderless.data.prompts.images import PromptImage
 from leaderless.environments.chat_writer import ChatWriter
-from leaderless.environments.programs.messages import AskRefusedError, checked
+from leaderless.environments.programs.conversations import AskRefusedError, checked
 from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.run.standalone_model import Served
-from leaderless.serving.api.auth import Guard
 from leaderless.serving.api.engine_thread import EngineHost, Ticket
-from leaderless.serving.api.errors import ApiError
-from leaderless.serving.api.json_bodies import event, fail, read_body, refuse, refuse_http, serialized
 from leaderless.serving.api.requests import ChatQuestion, CompletionQuestion, read_question
-from leaderless.serving.api.responses import AnyQuestion, ChatComposer, ChoicePart, CompletionComposer
+from leaderless.serving.api.responses import AnyQuestion, ChatComposer, CompletionComposer, Reply
+from leaderless.serving.http_server import (
+    HANDLERS,
+    ApiError,
+    EventStream,
+    Guard,
+    WebServer,
+    read_body,
+    reply_with,
+    unless_gone,
+)
 
 AnyComposer = CompletionComposer | ChatComposer
 
@@ -56,11 +64,7 @@ def make_app(served: Served, host: EngineHost, token: str | None) -> Starlette:
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
     ]
-    return Starlette(
-        routes=routes,
-        middleware=[Middleware(Guard, token=token)],
-        exception_handlers={ApiError: refuse, HTTPException: refuse_http, Exception: fail},
-    )
+    return Starlette(routes=routes, middleware=[Middleware(Guard, token=token)], exception_handlers=HANDLERS)
 
 
 class Api:
@@ -184,37 +188,23 @@ class Api:
         ]
         ticket = self._host.ask(requests, params)
         if composer.question.stream:
-            return _EventStream(self._host, ticket, composer)
-        return await self._whole(request, composer, ticket)
+            return _CanceledStream(self._host, ticket, composer)
 
-    async def _whole(self, request: HttpRequest, composer: AnyComposer, ticket: Ticket) -> Response:
-        """Send all responses at once; cancel them when the client disconnects."""
+        async def collect() -> Reply:
+            return composer.whole([composer.take(delta) async for delta in ticket.deltas()])
 
-        async def collect() -> list[ChoicePart]:
-            return [composer.take(delta) async for delta in ticket.deltas()]
-
-        async def watch() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        collecting, watching = asyncio.create_task(collect()), asyncio.create_task(watch())
         try:
-            await asyncio.wait({collecting, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
-                return Response(status_code=499)  # never read
-            return Response(serialized(composer.whole(collecting.result())), media_type="application/json")
+            return reply_with(await unless_gone(request, collect()))
         finally:
-            collecting.cancel()
-            watching.cancel()
             self._host.drop(ticket)
 
 
-class _EventStream(StreamingResponse):
+class _CanceledStream(EventStream):
     """Responses as server-sent events; canceled when the client disconnects."""
 
     def __init__(self, host: EngineHost, ticket: Ticket, composer: AnyComposer) -> None:
-        super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._host, self._ticket, self._composer = host, ticket, composer
+        super().__init__(composer.events(composer.take(delta) async for delta in ticket.deltas()))
+        self._host, self._ticket = host, ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -222,22 +212,6 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._host.drop(self._ticket)
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        composer = self._composer
-        for reply in composer.first_chunks():
-            yield event(reply)
-        try:
-            async for delta in self._ticket.deltas():
-                part = composer.take(delta)
-                if composer.has_content(part):
-                    yield event(composer.chunk(part))
-        except ApiError as error:
-            yield event(error.to_json())
-            return
-        for reply in composer.last_chunks():
-            yield event(reply)
-        yield b"data: [DONE]\n\n"
 
 
 def sample_ids(seed: int, count: int) -> range:
@@ -248,3 +222,32 @@ def sample_ids(seed: int, count: int) -> range:
     """
     first = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:7])
     return range(first, first + count)
+
+
+class ModelServer(WebServer):
+    """Answers requests until a signal arrives or the engine fails.
+
+    When it stops, it cancels unfinished responses before it waits for clients to disconnect.
+    """
+
+    def __init__(self, served: Served, token: str | None) -> None:
+        """Prepare the server without starting anything; see `make_app` for the token."""
+        self._host = EngineHost(served.serving)
+        super().__init__(make_app(served, self._host, token))
+
+    @override
+    async def answer(self, listener: socket.socket, started: Callable[[], None]) -> None:
+        """Answer requests until `should_exit` is set, or raise the error with which the engine failed."""
+        with self._host:
+            if await self._host.begun():
+                await super().answer(listener, started)
+
+    @override
+    async def on_tick(self, counter: int) -> bool:
+        """Also stop when the host is stopping."""
+        return await super().on_tick(counter) or self._host.is_stopping
+
+    @override
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._host.stop()
+        await super().shutdown(sockets)

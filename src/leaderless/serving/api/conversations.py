@@ -1,53 +1,64 @@
-"""Questions in the format of OpenAI's API, answered by the conversations of a run."""
+"""Questions in the format of OpenAI's API, answered by the conversations of a run.
+
+client -> Asking.chat, Asking.completions -> RequestOwner.chats -> Chat.ask of each choice -> reply
+|
+EpisodeServer here for programs, OnlineService for clients of online runs
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Literal, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-import uvicorn
-from starlette.exceptions import HTTPException
+from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from typing_extensions import override
 
 from leaderless.base.values import Json
 from leaderless.data.prompts.encode import Tokenizer
-from leaderless.environments.programs.chat import Chat, ChatAnswer, differs
-from leaderless.environments.programs.messages import AskRefusedError
+from leaderless.environments.programs.chat import Chat, ChatAnswer, ProgramEndpoint
+from leaderless.environments.programs.conversations import AskRefusedError
 from leaderless.rollout.engine import Delta, SamplingParams
-from leaderless.serving.api.errors import ApiError
-from leaderless.serving.api.json_bodies import event, fail, read_body, refuse, refuse_http, serialized
-from leaderless.serving.api.requests import ApiRequest, CompletionQuestion, read_question
-from leaderless.serving.api.responses import ChoicePart, CompletionComposer
-from leaderless.serving.api.tool_calls import ToolComposer, ToolQuestion
+from leaderless.serving.api.requests import ApiRequest, CompletionQuestion, ToolQuestion, read_question
+from leaderless.serving.api.responses import ChatComposer, ChoicePart, CompletionComposer
+from leaderless.serving.http_server import (
+    HANDLERS,
+    ApiError,
+    EventStream,
+    QuietServer,
+    has_key,
+    parse_body,
+    read_body,
+    reply_with,
+    unless_gone,
+)
+from leaderless.serving.listen import address_of, take_port
 
 Ask = Callable[[Chat], Awaitable[ChatAnswer]]
-HANDLERS = {ApiError: refuse, HTTPException: refuse_http, Exception: fail}
-"""Handlers that answer errors."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
-class RequestOwner(Protocol):
-    """Who answers a request."""
+@dataclass(frozen=True)
+class RequestOwner:
+    """Who answers a request.
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the policy."""
+    Attributes:
+        tokenizer: Tokenizer of the policy.
+        params: Distribution from which it samples.
+        chats: Function that gives the conversation in which each of some responses is asked for.
+        replied: Function that notes that all are there, with the name that the client knows them by.
+    """
 
-    @property
-    def params(self) -> SamplingParams:
-        """Distribution from which it samples."""
-
-    def chats(self, num: int) -> Sequence[Chat]:
-        """The conversation in which each response is asked for."""
-
-    def replied(self, identity: str, chats: Sequence[Chat]) -> None:
-        """Note that all responses are there, and the name that the client knows them by."""
+    tokenizer: Tokenizer
+    params: SamplingParams
+    chats: Callable[[int], Sequence[Chat]]
+    replied: Callable[[str, Sequence[Chat]], None] = lambda *_: None
 
 
 class Asking(ABC):
@@ -77,7 +88,7 @@ class Asking(ABC):
         def ask(chat: Chat) -> Awaitable[ChatAnswer]:
             return chat.ask(messages, tools=tools, max_tokens=question.longest, stop=question.stop_texts)
 
-        return await _reply(request, asked, ToolComposer(question, [[]], asked.tokenizer), [ask] * question.n)
+        return await _reply(request, asked, ChatComposer(question, [[]], asked.tokenizer), [ask] * question.n)
 
     async def completions(self, request: Request) -> Response:
         """Complete prompts."""
@@ -92,76 +103,53 @@ class Asking(ABC):
         return await _reply(request, asked, composer, asks)
 
 
-class QuietServer(uvicorn.Server):
-    """A server that leaves signals to the worker."""
-
-    @override
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _reply(
-    request: Request, asked: RequestOwner, composer: ToolComposer | CompletionComposer, asks: Sequence[Ask]
+    request: Request, asked: RequestOwner, composer: ChatComposer | CompletionComposer, asks: Sequence[Ask]
 ) -> Response:
     """Ask, and compose the reply; a stream has everything at once."""
     question = composer.question
     _check_sampling(question, asked.params)
     chats = asked.chats(len(asks))
-    answers = await _unless_gone(request, [partial(ask, chat) for ask, chat in zip(asks, chats, strict=True)])
+    try:
+        answers = await unless_gone(request, _all_of(asks, chats))
+    except AskRefusedError as error:
+        raise ApiError(503 if error.code == "aborted" else 400, str(error), code=error.code) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise ApiError(503, "the episode has ended") from error
     if answers is None:
-        return Response(status_code=499)  # never read
+        return reply_with(None)
     asked.replied(composer.id, chats)
     composer.prompts = [list(answer.prompt_tokens) for answer in answers[:: question.n]]
     parts = [_part(composer, index, answer) for index, answer in enumerate(answers)]
     if not question.stream:
-        return Response(serialized(composer.whole(parts)), media_type="application/json")
+        return reply_with(composer.whole(parts))
 
-    async def events() -> AsyncIterator[bytes]:
-        for reply in (*composer.first_chunks(), *map(composer.chunk, parts), *composer.last_chunks()):
-            yield event(reply)
-        yield b"data: [DONE]\n\n"
+    async def given() -> AsyncIterator[ChoicePart]:
+        for part in parts:
+            yield part
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    return EventStream(composer.events(given()))
 
 
 def _check_sampling(question: ApiRequest, params: SamplingParams) -> None:
-    given = question.model_fields_set
-    named = {name: 0.0 for name in _SAMPLING if name in given}
-    if problem := differs(question.distribution, named, params):
-        raise ApiError(400, problem, problem.partition("=")[0])
+    for name in (name for name in _SAMPLING if name in question.model_fields_set):
+        wanted, own = getattr(question, name), getattr(params.distribution, name)
+        if wanted != own:
+            message = (
+                f"{name}={wanted:g} differs from the recipe's {own:g}, under which log-probabilities are trained: "
+                f"leave it out, or set rollout.{name}"
+            )
+            raise ApiError(400, message, name)
     if question.seed is not None and question.seed != params.seed:
         raise ApiError(400, f"seed={question.seed} differs from the recipe's {params.seed}: leave it out", "seed")
 
 
-async def _unless_gone(
-    request: Request, asks: Sequence[Callable[[], Awaitable[ChatAnswer]]]
-) -> list[ChatAnswer] | None:
-    """All answers; None if the client has gone, and nothing is sampled for it any more."""
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    asking = asyncio.create_task(_all_of(asks))
-    watching = asyncio.create_task(watch())
-    try:
-        await asyncio.wait((asking, watching), return_when=asyncio.FIRST_COMPLETED)
-        return asking.result() if asking.done() else None
-    except AskRefusedError as error:
-        raise ApiError(503 if error.code == "aborted" else 400, str(error), code=error.code) from error
-    except asyncio.CancelledError as error:
-        if asking.cancelled():
-            raise ApiError(503, "the episode has ended") from error
-        raise
-    finally:
-        asking.cancel()
-        watching.cancel()
-
-
-async def _all_of(asks: Sequence[Callable[[], Awaitable[ChatAnswer]]]) -> list[ChatAnswer]:
+async def _all_of(asks: Sequence[Ask], chats: Sequence[Chat]) -> list[ChatAnswer]:
     """The answers to questions that are asked at once; if one of them is refused, the others are canceled."""
-    tasks = [asyncio.ensure_future(ask()) for ask in asks]
+    tasks = [asyncio.ensure_future(ask(chat)) for ask, chat in zip(asks, chats, strict=True)]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -169,12 +157,74 @@ async def _all_of(asks: Sequence[Callable[[], Awaitable[ChatAnswer]]]) -> list[C
             task.cancel()
 
 
-def _part(composer: ToolComposer | CompletionComposer, index: int, answer: ChatAnswer) -> ChoicePart:
+def _part(composer: ChatComposer | CompletionComposer, index: int, answer: ChatAnswer) -> ChoicePart:
     """An answer as a choice of a reply."""
     prompt, sibling = divmod(index, composer.question.n)
     reason: Literal["length", "stop"] = "length" if answer.finish_reason == "length" else "stop"
     part = composer.take(Delta(prompt, sibling, answer.tokens, answer.log_probs, reason))
     part.text, part.finish_reason = answer.content, answer.finish_reason
-    if isinstance(composer, ToolComposer):
+    if isinstance(composer, ChatComposer):
         composer.calls[index] = answer.tool_calls
     return part
+
+
+class EpisodeServer(Asking, ProgramEndpoint):
+    """Server in the event loop of the episodes, on a free port that only this machine reaches."""
+
+    def __init__(self) -> None:
+        """Listen; nothing is answered before an episode is admitted."""
+        self._chats: dict[str, tuple[Chat, str]] = {}
+        self._listener = take_port("127.0.0.1", 0, None)
+        self._listener.listen()
+        app = Starlette(
+            routes=[
+                Route("/episodes/{episode}/v1/models", self.models),
+                Route("/episodes/{episode}/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/episodes/{episode}/v1/completions", self.completions, methods=["POST"]),
+                Route("/episodes/{episode}/v1/reward", self._reward, methods=["POST"]),
+            ],
+            exception_handlers=HANDLERS,
+        )
+        self._server = QuietServer(app)
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+
+    @override
+    def admit(self, chat: Chat) -> tuple[str, str]:
+        name, key = secrets.token_hex(8), secrets.token_urlsafe(16)
+        self._chats[name] = (chat, key)
+        return f"http://{address_of(self._listener)}/episodes/{name}/v1", key
+
+    @override
+    def dismiss(self, chat: Chat) -> None:
+        self._chats = {name: entry for name, entry in self._chats.items() if entry[0] is not chat}
+
+    @override
+    async def close(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        await self._serving
+        self._listener.close()
+
+    async def _reward(self, request: Request) -> Response:
+        chat = self._chat_of(request)
+        posted = parse_body(await read_body(request))
+        reward = posted.get("reward") if isinstance(posted, dict) else None
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise ApiError(400, f'reward={reward!r:.80} must be a number: post {{"reward": 1.0}}', "reward")
+        chat.reward = reward
+        return JSONResponse({"reward": reward})
+
+    @override
+    def find(self, request: Request) -> RequestOwner:
+        chat = self._chat_of(request)  # which all requests ask; what is said is in its trace
+        return RequestOwner(chat.writer.tokenizer, chat.rules.params, lambda num: [chat] * num)
+
+    def _chat_of(self, request: Request) -> Chat:
+        """The episode that an address names, if the key is right."""
+        name = request.path_params["episode"]
+        if name not in self._chats:
+            message = f"episode '{name}' is not played here: it has ended, or the address is that of another run"
+            raise ApiError(404, message, code="episode_not_found")
+        chat, key = self._chats[name]
+        if not has_key(request.headers, key):
+            raise ApiError(401, "the key is missing or wrong: send OPENAI_API_KEY", code="invalid_api_key")
+        return chat

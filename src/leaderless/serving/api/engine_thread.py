@@ -14,7 +14,7 @@ from leaderless.distributed.errors import is_out_of_memory
 from leaderless.distributed.remote.child_server import EngineError
 from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.rollout.weight_sources import Serving
-from leaderless.serving.api.errors import STOPPING, ApiError
+from leaderless.serving.http_server import STOPPING, ApiError
 
 TOO_MUCH = "out of memory: ask for fewer tokens, or start the server with a lower --max-sequences or --max-context"
 

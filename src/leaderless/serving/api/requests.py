@@ -6,15 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
-from pydantic import ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import ConfigDict, Field, JsonValue, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import ErrorDetails
 
 from leaderless.base.section import Section
 from leaderless.base.values import Json
 from leaderless.config import nearest
 from leaderless.config.rollout import SamplingConfig
-from leaderless.serving.api.errors import ApiError
-from leaderless.serving.api.json_bodies import parse_body
+from leaderless.serving.http_server import ApiError, parse_body
 
 MAX_CHOICES = 128
 """Most responses to one prompt, as in OpenAI's API."""
@@ -69,10 +68,14 @@ Prompts = Annotated[
 ]
 
 
-class StreamOptions(Section):
-    """How a response is streamed."""
+class StrictSection(Section):
+    """A part of a request, whose values are not converted."""
 
     model_config = ConfigDict(strict=True)
+
+
+class StreamOptions(StrictSection):
+    """How a response is streamed."""
 
     include_usage: bool = False
     """Whether a last chunk has the token counts."""
@@ -143,10 +146,8 @@ class CompletionQuestion(ApiRequest):
         return cast("list[str | list[int]]", [self.prompt] if is_one else self.prompt)
 
 
-class TextPart(Section):
+class TextPart(StrictSection):
     """A part of a message."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
     """Kind of the part."""
@@ -154,10 +155,8 @@ class TextPart(Section):
     """Text of the part."""
 
 
-class ImageUrl(Section):
+class ImageUrl(StrictSection):
     """The address of an image."""
-
-    model_config = ConfigDict(strict=True)
 
     url: str
     """The image itself, as a data URL."""
@@ -165,10 +164,8 @@ class ImageUrl(Section):
     """How closely it is seen, which is a setting of the model here."""
 
 
-class ImagePart(Section):
+class ImagePart(StrictSection):
     """An image in a message."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["image_url"]
     """Kind of the part."""
@@ -176,10 +173,8 @@ class ImagePart(Section):
     """The image."""
 
 
-class Message(Section):
+class Message(StrictSection):
     """One message of a chat."""
-
-    model_config = ConfigDict(strict=True)
 
     role: str
     """Role of the author, as the model's chat template names it."""
@@ -192,12 +187,8 @@ class Message(Section):
     """Name of the author, for templates that use it."""
 
     def to_json(self) -> dict[str, Json]:
-        """Return the message in the form that chat templates expect."""
-        content: Json = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
-        if not isinstance(self.content, str) and not self.has_images:
-            content = "\n".join(part.text for part in self.content if isinstance(part, TextPart))
-        named: dict[str, Json] = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": content, **named}
+        """Return the message as it was given, without what is empty."""
+        return self.model_dump(exclude_unset=True, exclude_none=True)
 
     @property
     def has_images(self) -> bool:
@@ -226,6 +217,52 @@ class ChatQuestion(ApiRequest):
     def longest(self) -> int | None:
         """Return the most tokens of a response; None for as many as the model can take."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class FunctionText(StrictSection):
+    """A function that was called."""
+
+    name: str
+    """Name of the function."""
+    arguments: str = "{}"
+    """Arguments, an object as JSON text."""
+
+
+class ToolCall(StrictSection):
+    """A call of a tool in an earlier answer."""
+
+    id: str | None = None
+    """Name of the call."""
+    index: int | None = None
+    """Place of the call, which streams add; it has no effect."""
+    type: Literal["function"] = "function"
+    """Kind of the tool."""
+    function: FunctionText
+    """Function that was called, with its arguments."""
+
+
+class ToolMessage(Message):
+    """A message of a chat with tools."""
+
+    content: str | list[dict[str, JsonValue]] = ""  # type: ignore[assignment]
+    """Text of the message, or its parts."""
+    tool_calls: tuple[ToolCall, ...] = Field(default=(), strict=False)
+    """Calls of tools."""
+    tool_call_id: str | None = None
+    """Name of the call that a message of a tool answers."""
+
+
+class ToolQuestion(ChatQuestion):
+    """A request for a chat with tools."""
+
+    messages: list[ToolMessage]  # type: ignore[assignment]
+    """Messages of the chat so far."""
+    tools: tuple[dict[str, JsonValue], ...] = Field(default=(), strict=False)
+    """Schemas of the tools."""
+    tool_choice: Literal["auto", "none"] = "auto"
+    """Whether tools may be called."""
+    parallel_tool_calls: bool = True
+    """Whether several tools may be called at once; they may."""
 
 
 def read_question(body: bytes, kind: type[AnyQuestion]) -> AnyQuestion:

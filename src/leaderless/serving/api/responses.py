@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
@@ -14,9 +14,69 @@ from typing_extensions import override
 from leaderless.base.values import Json
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.rollout.engine import Delta
-from leaderless.serving.api.detokenizer import REPLACEMENT, TextStream
-from leaderless.serving.api.errors import ApiError
 from leaderless.serving.api.requests import ChatQuestion, CompletionQuestion
+from leaderless.serving.http_server import ApiError, event
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""Character that tokenizers write for bytes that are no character, or not a whole one yet."""
+
+
+class TextStream:
+    """The text of one response while it grows.
+
+    A character whose bytes are spread over several tokens is written with the last of them. Text that may turn out
+    to be the beginning of a stop text is held back. The stop text and everything after it is not written.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        """Start without any text; `stop` are texts that end it."""
+        self._tokenizer, self._stop = tokenizer, stop
+        self._window: list[int] = []
+        """Newest tokens. The first ones were written already; they affect how the next one is decoded."""
+        self._num_old = 0
+        self._num_written = 0
+        self._held = ""
+        self.num_characters = 0
+        """Number of whole characters so far, including those held back."""
+        self.has_stopped = False
+        """Whether a stop text has appeared."""
+
+    def add(self, token: int) -> str:
+        """Add the next token, and return the text that is certain now; special tokens have none."""
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window, skip_special_tokens=True)
+        whole = text.rstrip(REPLACEMENT)
+        new = whole[self._num_written :]
+        self._num_written = max(self._num_written, len(whole))
+        if new and whole == text:
+            self._window = self._window[self._num_old :]
+            self._num_old = len(self._window)
+            self._num_written = len(self._tokenizer.decode(self._window, skip_special_tokens=True))
+        return self._before_stop(new)
+
+    def finish(self) -> str:
+        """Return the rest of the text after the last token."""
+        text = self._tokenizer.decode(self._window, skip_special_tokens=True)
+        rest = self._before_stop(text[self._num_written :])
+        held, self._held = self._held, ""
+        return rest + held
+
+    def _before_stop(self, new: str) -> str:
+        """Return the part of the text that is certain to come before any stop text."""
+        self.num_characters += len(new)
+        if self.has_stopped:
+            return ""
+        text = self._held + new
+        found = [place for place in map(text.find, self._stop) if place >= 0]
+        if found:
+            self.has_stopped, self._held = True, ""
+            return text[: min(found)]
+        # Characters at the end that may be the beginning of a stop text.
+        places = ((stop, count) for stop in self._stop for count in range(1, min(len(text) + 1, len(stop))))
+        certain = len(text) - max((count for stop, count in places if text.endswith(stop[:count])), default=0)
+        self._held = text[certain:]
+        return text[:certain]
+
 
 AnyQuestion = TypeVar("AnyQuestion", CompletionQuestion, ChatQuestion)
 Reply = dict[str, Json]
@@ -88,11 +148,6 @@ class Composer(ABC, Generic[AnyQuestion]):
             part.finish_reason = "stop" if stream.has_stopped else delta.finish_reason
         return part
 
-    def has_content(self, part: ChoicePart) -> bool:
-        """Check whether a part has content to send."""
-        has_tokens = bool(part.tokens) and (self.question.wants_log_probs or self.question.return_token_ids)
-        return bool(part.text) or has_tokens or part.finish_reason is not None
-
     def whole(self, parts: Sequence[ChoicePart]) -> Reply:
         """Compose the whole reply from the parts of all responses."""
         choices = [ChoicePart(index, is_first=True) for index in range(len(self._texts))]
@@ -100,17 +155,25 @@ class Composer(ABC, Generic[AnyQuestion]):
             choices[part.index].extend(part)
         return self._reply(self.kind, [self._choice(choice) for choice in choices]) | {"usage": self._usage()}
 
-    def chunk(self, part: ChoicePart) -> Reply:
-        """Compose a chunk of a streamed reply."""
-        return self._chunk(self._choice(part, is_chunk=True))
+    async def events(self, parts: AsyncIterator[ChoicePart]) -> AsyncIterator[bytes]:
+        """Compose a streamed reply from its parts, as server-sent events; an error ends it."""
+        for reply in self._first_chunks():
+            yield event(reply)
+        has_tokens = self.question.wants_log_probs or self.question.return_token_ids
+        try:
+            async for part in parts:
+                if part.text or (has_tokens and part.tokens) or part.finish_reason is not None:
+                    yield event(self._chunk(self._choice(part, is_chunk=True)))
+        except ApiError as error:
+            yield event(error.to_json())
+            return
+        if self.question.wants_usage:
+            yield event(self._reply(self.chunk_kind, []) | {"usage": self._usage()})
+        yield b"data: [DONE]\n\n"
 
-    def first_chunks(self) -> list[Reply]:
+    def _first_chunks(self) -> list[Reply]:
         """Compose the chunks of a streamed reply that come before the first token."""
         return []
-
-    def last_chunks(self) -> list[Reply]:
-        """Compose the chunks that end a streamed reply."""
-        return [self._reply(self.chunk_kind, []) | {"usage": self._usage()}] if self.question.wants_usage else []
 
     def _usage(self) -> Json:
         """Count the tokens so far; a prompt counts once, however many responses it has."""
@@ -173,16 +236,24 @@ class CompletionComposer(Composer[CompletionQuestion]):
 
 
 class ChatComposer(Composer[ChatQuestion]):
-    """Composes replies of `/v1/chat/completions`."""
+    """Composes replies of `/v1/chat/completions`.
+
+    Attributes:
+        calls: Calls of tools in the format of OpenAI's API, by the index of the choice.
+    """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, question: ChatQuestion, prompts: Sequence[list[int]], tokenizer: Tokenizer) -> None:
+        super().__init__(question, prompts, tokenizer)
+        self.calls: dict[int, Sequence[Mapping[str, Json]]] = {}
 
     @override
     def whole(self, parts: Sequence[ChoicePart]) -> Reply:
         return super().whole(parts) | self._prompt()
 
     @override
-    def first_chunks(self) -> list[Reply]:
+    def _first_chunks(self) -> list[Reply]:
         """Begin each choice with its role."""
         begin: Json = {"role": "assistant", "content": ""}
         choices: list[Reply] = [{"index": i, "delta": begin, "finish_reason": None} for i in range(self.question.n)]
@@ -194,16 +265,19 @@ class ChatComposer(Composer[ChatQuestion]):
         return {"prompt_token_ids": self.prompts[0]} if self.question.return_token_ids else {}
 
     def _content(self, part: ChoicePart, *, is_chunk: bool) -> Reply:
+        calls = self.calls.get(part.index)
+        if is_chunk and calls:
+            numbered: list[Json] = [{"index": place, **call} for place, call in enumerate(calls)]
+            return {"delta": {"content": part.text or None, "tool_calls": numbered}}
         if is_chunk:
             return {"delta": {"content": part.text} if part.text else {}}
-        return {"message": {"role": "assistant", "content": part.text}}
+        message: Reply = {"role": "assistant", "content": part.text}
+        return {"message": message | ({"content": part.text or None, "tool_calls": [*calls]} if calls else {})}
 
     def _log_probs(self, part: ChoicePart) -> Json:
-        pairs = zip(part.tokens, part.log_probs, strict=True)
-        return {"content": [self._log_prob(token, log_prob) for token, log_prob in pairs], "refusal": None}
-
-    def _log_prob(self, token: int, log_prob: float) -> Json:
-        """Write the log-probability of a token; its bytes are null if it is a part of a character."""
-        text = self._tokenizer.decode([token])
-        whole = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": log_prob, "bytes": whole, "top_logprobs": []}
+        content: list[Json] = []
+        for token, log_prob in zip(part.tokens, part.log_probs, strict=True):
+            text = self._tokenizer.decode([token])
+            whole = None if REPLACEMENT in text else list(text.encode())  # not of a part of a character
+            content.append({"token": text, "logprob": log_prob, "bytes": whole, "top_logprobs": []})
+        return {"content": content, "refusal": None}

@@ -1,10 +1,11 @@
-"""The addresses of the live page."""
+"""The server of the live page: its addresses, and how it stops."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import json
+import socket
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from hashlib import blake2b
@@ -13,13 +14,16 @@ from urllib.parse import urlencode
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
+from typing_extensions import override
 
 from leaderless.observability.report.page import asset, plotly
-from leaderless.serving.api.auth import is_this_machine
+from leaderless.serving.http_server import EventStream, WebServer, is_this_machine
 from leaderless.serving.live_page.pages import MAX_RUNS, RunReader, RunStore, UnknownRunError
 
+LEAVING_S = 2
+"""Longest time that browsers have to read their last answers when the server stops."""
 TICK_S = 1.0
 """Time between two looks for what is new on a page."""
 POLICY = (
@@ -72,8 +76,7 @@ class LivePages:
             return _error(400, f"{len(keys)} runs are chosen: choose at most {MAX_RUNS}")
         for key in keys:
             await run_in_threadpool(self._desk.path, key)  # an unknown run is an answer, not an event
-        news = self._news(keys, request.query_params.get("at", "")) if keys else self._lists()
-        return StreamingResponse(news, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return EventStream(self._news(keys, request.query_params.get("at", "")) if keys else self._lists())
 
     async def stop(self, request: Request) -> Response:
         """Ask a run to stop."""
@@ -133,16 +136,12 @@ class LivePages:
         """An answer for those who may see the runs, with headers that keep a page to itself."""
 
         async def guarded(request: Request) -> Response:
-            objection = self._objection(request)
-            if objection is None:
-                try:
-                    response = await answer(request)
-                except UnknownRunError as error:
-                    response = _error(404, f"there is no run '{error}': see the list of all runs")
-                except SeveralRunsError as error:
-                    response = _error(400, f"{error} runs are named: name one")
-            else:
-                response = objection
+            try:
+                response = self._objection(request) or await answer(request)
+            except UnknownRunError as error:
+                response = _error(404, f"there is no run '{error}': see the list of all runs")
+            except SeveralRunsError as error:
+                response = _error(400, f"{error} runs are named: name one")
             response.headers.update(_HEADERS)
             return response
 
@@ -168,21 +167,12 @@ class LivePages:
 
 
 def cookie_name(token: str) -> str:
-    """Name of the cookie that holds a token.
-
-    Browsers share cookies between the ports of a host, so two pages there need two names.
-    """
+    """Name of the cookie that holds a token: browsers share cookies between the ports of a host."""
     return f"leaderless-{blake2b(token.encode(), digest_size=6).hexdigest()}"
 
 
 def make_app(desk: RunStore, token: str | None, is_closing: asyncio.Event) -> Starlette:
-    """The application.
-
-    Args:
-        desk: Source of the pages and of what is new on them.
-        token: Token that readers need; None to answer those alone who address this machine as itself.
-        is_closing: Event that ends the streams of all pages.
-    """
+    """The application; without a token it answers those alone who address this machine as itself."""
     pages = LivePages(desk, token, is_closing)
     addresses: Mapping[str, Answer] = {
         "/": pages.index,
@@ -218,3 +208,17 @@ def _error(status: int, message: str) -> Response:
 
 def _event(value: object) -> bytes:
     return b"data: " + json.dumps(value, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n\n"
+
+
+class PageServer(WebServer):
+    """Answers requests until a signal arrives. When it stops, it ends the streams of pages that are open."""
+
+    def __init__(self, desk: RunStore, token: str | None) -> None:
+        """Prepare the server without starting anything; see `make_app`."""
+        self._is_closing = asyncio.Event()
+        super().__init__(make_app(desk, token, self._is_closing), LEAVING_S)
+
+    @override
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._is_closing.set()
+        await super().shutdown(sockets)

@@ -3,15 +3,89 @@
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from leaderless.observability.growing_file import GrowingFile
 from leaderless.observability.report.curves import Numbers, Series, Steps, union
-from leaderless.serving.live_page.metric_rows import MISSING
-from leaderless.serving.live_page.metrics_log import MetricsLog
+from leaderless.serving.live_page.metric_rows import MISSING, MetricRows, read_rows
+
+CHUNK_BYTES = 8 << 20
+"""Size of the pieces in which a file is read, of which several threads read a part."""
+
+
+class MetricsLog:
+    """The numbers of a file of metrics by step, ascending. A step that comes again is the end of those before it.
+
+    Attributes:
+        steps: Steps.
+        seconds: Value of `time_s` at each step.
+        columns: Values of each metric from the first step to the last at which it was logged; see `MetricRows`.
+        num_drops: Number of times that steps were dropped, because the run did them again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = GrowingFile(path)
+        self._num_replaced = 0
+        self.columns: dict[str, array[float]] = {}
+        self.steps, self.seconds = array("q"), array("d")
+        self.num_drops = 0
+
+    def read(self) -> bool:
+        """Read what has been added to the file, and return whether anything has changed."""
+        before = len(self.steps), self.num_drops
+        for text in self._file.new_text(CHUNK_BYTES):
+            self._forget_replaced()
+            for rows in read_rows(text):
+                self._add(rows)
+        self._forget_replaced()
+        return before != (len(self.steps), self.num_drops)
+
+    def column(self, name: str, row: int = 0) -> Numbers:
+        """[n] values of a metric from a row on, in memory of its own."""
+        known = self.columns.get(name, array("d"))[row:]
+        values = np.full(len(self.steps) - row, MISSING)
+        values[: len(known)] = known
+        return values
+
+    def _forget_replaced(self) -> None:
+        """Drop all steps if the file is another one than before: its lines come again."""
+        if self._num_replaced != self._file.num_replaced:
+            self._num_replaced = self._file.num_replaced
+            self._drop_from_row(0)
+
+    def _add(self, rows: MetricRows) -> None:
+        cuts = np.flatnonzero(np.diff(rows.steps) <= 0) + 1
+        for begin, end in pairwise([0, *cuts.tolist(), len(rows.steps)]):
+            if begin == end:
+                continue
+            first = int(rows.steps[begin])
+            if self.steps and first <= self.steps[-1]:
+                self._drop_from_row(bisect_left(self.steps, first))
+            row = len(self.steps)
+            self.steps.frombytes(rows.steps[begin:end].tobytes())
+            self.seconds.frombytes(rows.seconds[begin:end].tobytes())
+            for name, values in rows.columns.items():
+                if not np.isnan(values[begin:end]).all():
+                    column = self.columns.setdefault(name, array("d"))
+                    column.frombytes(np.full(row - len(column), MISSING).tobytes())
+                    column.frombytes(values[begin:end].tobytes())
+
+    def _drop_from_row(self, row: int) -> None:
+        if row == len(self.steps):
+            return
+        del self.steps[row:], self.seconds[row:]
+        for name, column in list(self.columns.items()):
+            del column[row:]
+            if np.isnan(column).all():
+                del self.columns[name]
+        self.num_drops += 1
 
 
 class StepTable:
@@ -92,14 +166,11 @@ class StepTable:
         if self._main.num_drops != self._num_drops or not np.array_equal(self.steps[: len(before)], before):
             self._num_drops = self._main.num_drops
             self.generation += 1
-        elif self._joined is not None:
-            self._note_revisions(joined_before or {}, self._joined, len(before))
-
-    def _note_revisions(self, before: Mapping[str, Numbers], now: Mapping[str, Numbers], num_rows: int) -> None:
-        for name, values in now.items():
-            known = before.get(name)
-            if known is None or not np.array_equal(known, values[:num_rows], equal_nan=True):
-                self.revisions[name] = self.revisions.get(name, 0) + 1
+        else:
+            for name, values in (self._joined or {}).items():
+                known = (joined_before or {}).get(name)
+                if known is None or not np.array_equal(known, values[: len(before)], equal_nan=True):
+                    self.revisions[name] = self.revisions.get(name, 0) + 1
 
 
 class AllSeries(Mapping[str, Series]):

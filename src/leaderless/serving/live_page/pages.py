@@ -14,9 +14,8 @@ from threading import Lock, RLock
 from leaderless.observability.report.curves import MAX_POINTS
 from leaderless.observability.report.page import environment, json_of, outcome_values, render, report_values
 from leaderless.serving.live_page.charts import Board, differences, read_live
-from leaderless.serving.live_page.current_activity import EventList, doing, now_values
 from leaderless.serving.live_page.metric_table import StepTable
-from leaderless.serving.live_page.run_list import RunIndex, RunLine
+from leaderless.serving.live_page.run_list import EventList, RunIndex, RunLine, doing, now_values, read_text
 
 MAX_TABLES = 24
 """Number of runs whose numbers are kept in memory; those that were not looked at for longest are dropped."""
@@ -67,17 +66,11 @@ class RunStore:
         """All runs, for the page that lists them."""
         with self._lock:
             lines = self._index.lines()
+        shown = {"reward": "reward/mean", "loss": "policy/loss", "step_s": "time/step"}
         return [
-            {
-                "key": line.key,
-                "state": line.state,
-                "step": line.step,
-                "num_steps": line.num_steps,
-                "changed": line.changed_s,
-                "reward": line.numbers.get("reward/mean"),
-                "loss": line.numbers.get("policy/loss"),
-                "step_s": line.numbers.get("time/step"),
-            }
+            {name: getattr(line, name) for name in ("key", "state", "step", "num_steps")}
+            | {"changed": line.changed_s}
+            | {name: line.numbers.get(metric) for name, metric in shown.items()}
             for line in lines
         ]
 
@@ -102,7 +95,8 @@ class RunStore:
         with one.lock:
             one.table.read()
             board, run = Board({key: one.table}), read_live(one.table)
-            values = report_values(run, board.groups(), _notes(one.table))
+            thinned = f"Curves of more than {MAX_POINTS:,} points are thinned; the lowest and highest values are kept."
+            values = report_values(run, board.groups(), [thinned] if len(one.table) > MAX_POINTS else [])
             now = now_values(line, one.events)
         picture, values["picture"] = values["picture"], ""
         return render(
@@ -125,7 +119,7 @@ class RunStore:
             tables = [one.table for one in watched.values()]
             board = Board({key: one.table for key, one in watched.items()})
             groups = board.groups()
-        recipes = [_text(self.path(key) / "config.yaml") for key in keys]
+        recipes = [read_text(self.path(key) / "config.yaml") for key in keys]
         return render(
             "live_compare.html",
             keys=list(keys),
@@ -142,10 +136,8 @@ class RunStore:
             one.table.read()
             run = read_live(one.table)
         kinds = {"sample-data": run.samples, "held-out-data": run.held_out}
-        text = json.dumps(
-            {name: [asdict(step) for step in kind.steps] for name, kind in kinds.items()}, allow_nan=False
-        )
-        return text.encode("utf-8", "backslashreplace").decode("utf-8")
+        steps = {name: [asdict(step) for step in kind.steps] for name, kind in kinds.items()}
+        return json.dumps(steps, allow_nan=False).encode("utf-8", "backslashreplace").decode("utf-8")
 
     def ask_to_stop(self, key: str) -> bool:
         """Ask a run to stop after its present step; returns whether it is running."""
@@ -175,13 +167,12 @@ class RunReader:
             hold(stack, watched)
             for table in tables:
                 table.read()
+            charts: Mapping[str, object]
             if self._board is None:
                 self._board = Board(dict(zip(self._keys, tables, strict=True)))
-                given, here = self._at.rpartition("/"), stamp(self._board, tables).rpartition("/")
-                charts: Mapping[str, object] = {}
-                must_reload = given[0] != here[0]
-                if given != here:
-                    charts = self._board.everything()
+                here = stamp(self._board, tables)
+                must_reload = self._at.rpartition("/")[0] != here.rpartition("/")[0]
+                charts = self._board.everything() if self._at != here else {}
             else:
                 charts, must_reload = self._board.news()
             if must_reload:
@@ -227,22 +218,9 @@ def stamp(board: Board, tables: Sequence[StepTable]) -> str:
     return f"{charts}/{'-'.join(f'{len(table)}.{table.generation}' for table in tables)}"
 
 
-def _notes(table: StepTable) -> list[str]:
-    if len(table) <= MAX_POINTS:
-        return []
-    return [f"Curves of more than {MAX_POINTS:,} points are thinned; the lowest and highest values are kept."]
-
-
 def _newest(folder: Path) -> int:
     """A number that changes when samples are added."""
     try:
         return folder.stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

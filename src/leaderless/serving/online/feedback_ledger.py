@@ -4,18 +4,67 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from leaderless.base.values import Json
 from leaderless.config import nearest
 from leaderless.config.environment import MAX_REWARD, OnlineConfig
-from leaderless.environments.episode_trace import Said, Trace
-from leaderless.serving.api.errors import ApiError
-from leaderless.serving.online.groups import grouped
-from leaderless.serving.online.request_counts import Counts
+from leaderless.environments.episode import Said, Trace
+from leaderless.serving.http_server import ApiError
+
+MAX_LATENCIES = 1 << 16
+"""Requests whose latencies are kept until the next report, the newest ones."""
+
+
+@dataclass
+class Counts:
+    """Numbers since the last report; requests in progress then count in the next one.
+
+    Attributes:
+        requests: Requests for responses.
+        failed: Requests that were answered with an error of the server.
+        without_feedback: Responses that were dropped because no feedback came.
+        stale: Responses that were dropped because they were too old.
+        interrupted: Responses that weights of several versions have sampled.
+        latencies_s: Seconds from request to reply, where the rank did nothing but sample.
+        latencies_training_s: Seconds from request to reply, where the rank did something else meanwhile.
+    """
+
+    requests: int = 0
+    failed: int = 0
+    without_feedback: int = 0
+    stale: int = 0
+    interrupted: int = 0
+    latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LATENCIES))
+    latencies_training_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LATENCIES))
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Add to one of the numbers."""
+        with self._lock:
+            setattr(self, name, getattr(self, name) + number)
+
+    def replied(self, seconds: float, *, is_crossed: bool) -> None:
+        """Add the time that a request took, and whether the rank did something else in it."""
+        with self._lock:
+            (self.latencies_training_s if is_crossed else self.latencies_s).append(seconds)
+
+    def take(self) -> Counts:
+        """Counts since the last call; counting begins anew."""
+        with self._lock:
+            taken = replace(self)
+            vars(self).update(vars(Counts()), _lock=self._lock)
+            return taken
+
+
+def percentile_95(values: Iterable[float]) -> float:
+    """The smallest value that at least 95 % of the values do not exceed; 0 without any."""
+    ordered = sorted(values)
+    return ordered[-(-95 * len(ordered) // 100) - 1] if ordered else 0.0
+
 
 REMEMBERED = 1 << 16
 """Replies that are gone of which it is remembered why, the newest ones."""
@@ -83,13 +132,7 @@ class ReplyLedger:
     """
 
     def __init__(self, config: OnlineConfig, group_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Know no reply yet.
-
-        Args:
-            config: The recipe's `online` section.
-            group_size: Number of responses of a full group.
-            clock: Function that gives the time in seconds.
-        """
+        """Know no reply yet; a full group has `group_size` responses."""
         self.counts = Counts()
         self._config, self._group_size, self._clock = config, group_size, clock
         self._replies: dict[str, OnlineReply] = {}
@@ -220,3 +263,33 @@ class ReplyLedger:
             places = grouped([len(reply.choices) for reply in judged], self._group_size)
             self._groups = [[judged[place] for place in group] for group in places]
         return self._groups
+
+
+def grouped(sizes: Sequence[int], group_size: int) -> list[list[int]]:
+    """The groups that are complete, in the order of their first requests.
+
+    Each request goes into the first group that is not complete and has room for all of its responses. A group is
+    complete when it is full, or more than half full when a later request does not fit into it; so no size of requests
+    waits forever.
+
+    Args:
+        sizes: Number of responses of each request, in the order in which requests came; each at most `group_size`.
+        group_size: Number of responses of a full group.
+
+    Returns:
+        Places of the requests of each group.
+    """
+    complete: list[list[int]] = []
+    growing: list[tuple[int, list[int]]] = []  # room and places of each; few, as those that are passed are complete
+    for place, size in enumerate(sizes):
+        chosen = next((number for number, (room, _) in enumerate(growing) if room >= size), len(growing))
+        if chosen == len(growing):
+            growing.append((group_size, []))
+        room, group = growing[chosen]
+        growing[chosen] = room - size, [*group, place]
+        is_complete = [
+            not room or (number < chosen and 2 * room < group_size) for number, (room, _) in enumerate(growing)
+        ]
+        complete += [group for (_, group), is_done in zip(growing, is_complete, strict=True) if is_done]
+        growing = [one for one, is_done in zip(growing, is_complete, strict=True) if not is_done]
+    return sorted(complete)

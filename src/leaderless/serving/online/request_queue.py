@@ -8,10 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from leaderless.data.prompts.images import PromptImage
-from leaderless.environments.engine_scheduler import BEAT_S
+from typing_extensions import override
+
+from leaderless.environments.engine_scheduler import BEAT_S, EngineScheduler
 from leaderless.rollout.engine import Completion, Delta, Request, RolloutEngine, SamplingParams
 
 
@@ -20,25 +21,21 @@ class RequestOrder:
     """A response that is wanted.
 
     Attributes:
-        prompt: Token ids.
-        sample_id: Number that decides, with the seed, what is sampled.
+        request: Prompt with one sample id.
         params: Distribution and limits.
         answer: Future for which the client waits.
         completion: Tokens sampled so far, by weights of one version or several.
         is_dropped: Whether nobody wants it any more.
-        images: Images of the prompt.
     """
 
-    prompt: Sequence[int]
-    sample_id: int
+    request: Request
     params: SamplingParams
     answer: asyncio.Future[Completion]
-    completion: Completion
+    completion: Completion = field(default_factory=Completion)
     is_dropped: bool = False
-    images: tuple[PromptImage, ...] = ()
 
 
-class OnlineScheduler:
+class OnlineScheduler(EngineScheduler):
     """Orders of clients; those that are not finished when the engine leaves are continued when it comes back.
 
     Attributes:
@@ -58,19 +55,11 @@ class OnlineScheduler:
         self.known_tokens = self.cached_tokens = 0
         self.busy_s = 0.0
 
-    async def ask(
-        self,
-        prompt: Sequence[int],
-        sample_id: int,
-        params: SamplingParams,
-        conversation: int | None = None,  # noqa: ARG002 - no further turn follows
-        known_tokens: int = 0,  # noqa: ARG002
-        images: tuple[PromptImage, ...] = (),
-    ) -> Completion:
-        """Sample one response, as soon as there is an engine."""
-        Request(prompt, [sample_id], images=images)  # what cannot be asked is an error of whoever asks
+    @override
+    async def ask(self, request: Request, params: SamplingParams, known_tokens: int = 0) -> Completion:
+        """Sample one response, as soon as there is an engine; no further turn follows."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        order = RequestOrder(prompt, sample_id, params, answer, Completion(), images=images)
+        order = RequestOrder(replace(request, conversation=None), params, answer)
         with self._lock:
             if self._end is not None:
                 raise self._end
@@ -83,6 +72,7 @@ class OnlineScheduler:
             self._news.set()
             raise
 
+    @override
     def forget(self, conversation: int) -> None:
         """Do nothing: engines keep no conversation."""
 
@@ -132,8 +122,7 @@ class OnlineScheduler:
                 order = self._waiting[0]
                 if not order.is_dropped:
                     begun = [order.completion] if order.completion.tokens else []
-                    request = Request(order.prompt, [order.sample_id], begun, images=order.images)
-                    self._under_way[engine.submit(request, order.params)] = order
+                    self._under_way[engine.submit(replace(order.request, begun=begun), order.params)] = order
                 self._waiting.popleft()  # after an error it is still there, and learns of the end
 
     def _deliver(self, deltas: Sequence[Delta]) -> None:
@@ -141,11 +130,10 @@ class OnlineScheduler:
             order = self._under_way.get(delta.request)
             if order is None:
                 continue  # aborted
-            completion = order.completion
-            completion.add(delta)
+            order.completion.add(delta)
             if delta.finish_reason is not None:
                 del self._under_way[delta.request]
-                settle(order, completion)
+                settle(order, order.completion)
 
     def _interrupt(self, engine: RolloutEngine) -> None:
         """Let the engine go, and keep what has been sampled."""

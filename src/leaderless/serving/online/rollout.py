@@ -11,8 +11,7 @@ from leaderless.environments.episode import Episode, EpisodePosition
 from leaderless.environments.protocol import ONLY_AGENT
 from leaderless.observability.metrics import Metrics
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
-from leaderless.serving.online.feedback_ledger import OnlineReply, ReplyChoice
-from leaderless.serving.online.request_counts import percentile_95
+from leaderless.serving.online.feedback_ledger import OnlineReply, ReplyChoice, percentile_95
 from leaderless.serving.online.server import OnlineService
 from leaderless.stages.context import StageContext
 from leaderless.stages.earlier_turns import EpisodeIndex
@@ -35,14 +34,7 @@ def rollout(batch: Batch, context: StageContext) -> Batch:
 
 
 def collect(engine: RolloutEngine, play: Play, tasks: Batch, context: StageContext) -> Played:
-    """Answer clients until there is a group with feedback for each task.
-
-    Args:
-        engine: Engine that is awake and has weights.
-        play: Number of responses of a group, and what their ids begin with.
-        tasks: Tasks without content, each of which gets a group.
-        context: Context of the stage.
-    """
+    """Answer clients until there is a group with feedback for each task; tasks have no content."""
     desk, version = context.desk, context.role.policy_version
     assert isinstance(desk, OnlineService), "ranks that sample in an online run have clients"
     num_wanted = len(tasks) * len(play.distributions)

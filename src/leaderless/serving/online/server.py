@@ -19,21 +19,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.data.prompts.encode import Tokenizer
 from leaderless.environments.chat_writer import ChatWriter
-from leaderless.environments.episode_trace import Trace
+from leaderless.environments.episode import Trace
 from leaderless.environments.programs.chat import Chat, Rules
-from leaderless.environments.programs.endpoint import LazyEndpoint
-from leaderless.environments.tools.template import find_reader
+from leaderless.environments.programs.program_environment import LazyEndpoint
+from leaderless.environments.tools.formats import find_reader
 from leaderless.rollout.engine import SamplingParams
-from leaderless.serving.api.auth import Guard
-from leaderless.serving.api.conversations import HANDLERS, Asking, QuietServer, RequestOwner
-from leaderless.serving.api.errors import ApiError
-from leaderless.serving.api.json_bodies import parse_body, read_body
-from leaderless.serving.api.uvicorn_config import uvicorn_config
+from leaderless.serving.api.conversations import Asking, RequestOwner
+from leaderless.serving.http_server import HANDLERS, ApiError, Guard, QuietServer, health, parse_body, read_body
 from leaderless.serving.listen import address_of
-from leaderless.serving.online.feedback_ledger import ReplyChoice, ReplyLedger
-from leaderless.serving.online.request_counts import Counts
+from leaderless.serving.online.feedback_ledger import Counts, ReplyChoice, ReplyLedger
 from leaderless.serving.online.request_queue import OnlineScheduler
 
 LEAVING_S = 2
@@ -53,14 +48,7 @@ class OnlineService(Asking):
     """
 
     def __init__(self, recipe: Recipe, writer: ChatWriter, listener: socket.socket, token: str | None) -> None:
-        """Begin to listen.
-
-        Args:
-            recipe: The recipe, as seen by the role that answers.
-            writer: Writer of messages, with a tokenizer that no other thread uses.
-            listener: Socket with the address.
-            token: Key that clients send; None if they need none.
-        """
+        """Begin to listen. No other thread uses the tokenizer of the writer."""
         assert recipe.online is not None
         self._recipe, self._writer, self._listener = recipe, writer, listener
         self.group_size = recipe.batch.responses_per_prompt
@@ -70,7 +58,7 @@ class OnlineService(Asking):
         self.params = SamplingParams(rollout, rollout.max_response_tokens, rollout.stop, recipe.seed)
         app = Starlette(
             routes=[
-                Route("/health", self._health),
+                Route("/health", health),
                 Route("/v1/models", self.models),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
@@ -80,18 +68,14 @@ class OnlineService(Asking):
             exception_handlers=HANDLERS,
         )
         # Around everything, as errors that no handler expects are answered outside of all middleware.
-        self._server = QuietServer(uvicorn_config(_Counter(app, self.ledger.counts), LEAVING_S))
+        self._server = QuietServer(_Counter(app, self.ledger.counts), LEAVING_S)
         try:
             listener.listen(self._server.config.backlog)
         except OSError as error:  # another program has begun to listen since the address was reserved
             raise RecipeError.at("online.port", f"{self.address} cannot be listened to: {error}") from error
-        self._thread = threading.Thread(target=self._run, name="desk", daemon=True)
+        serve = partial(self._server.serve, sockets=[listener])
+        self._thread = threading.Thread(target=lambda: asyncio.run(serve()), name="desk", daemon=True)
         self._thread.start()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the thread that talks to clients."""
-        return self._writer.tokenizer
 
     @property
     def address(self) -> str:
@@ -99,10 +83,17 @@ class OnlineService(Asking):
         return f"http://{address_of(self._listener)}/v1"
 
     @override
-    def find(self, request: Request) -> _Visit:
+    def find(self, request: Request) -> RequestOwner:
         if request.method == "POST":
             self.ledger.counts.add("requests")
-        return _Visit(self)
+        arrived_s, num_leavings, began_idle = time.monotonic(), self.pump.num_leavings, not self.pump.is_serving
+
+        def replied(identity: str, chats: Sequence[Chat]) -> None:
+            is_crossed = began_idle or self.pump.num_leavings > num_leavings
+            self.ledger.counts.replied(time.monotonic() - arrived_s, is_crossed=is_crossed)
+            self.ledger.add(identity, arrived_s, [ReplyChoice(chat.trace, chat.seconds) for chat in chats])
+
+        return RequestOwner(self._writer.tokenizer, self.params, self._open, replied)
 
     def close(self) -> None:
         """Give whoever waits an error, and listen no more."""
@@ -110,12 +101,6 @@ class OnlineService(Asking):
         self._server.should_exit = True
         self._thread.join(timeout=LEAVING_S + 5.0)
         self._listener.close()
-
-    def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._listener]))
-
-    async def _health(self, request: Request) -> Response:  # noqa: ARG002
-        return JSONResponse({"status": "ok"})
 
     async def _feedback(self, request: Request) -> Response:
         posted = parse_body(await read_body(request), allow_inf_nan=True)  # which is refused by its name
@@ -125,11 +110,20 @@ class OnlineService(Asking):
         self.pump.wake()
         return JSONResponse({"id": posted["id"], "choice": posted.get("choice", 0), "reward": reward})
 
-    def open(self) -> Chat:
-        """A conversation for one response."""
-        recipe, writer = self._recipe, self._writer
+    def _open(self, num: int) -> Sequence[Chat]:
+        """A conversation for each response to a request."""
+        if num > self.group_size:
+            raise ApiError(
+                400,
+                f"{num} responses are more than the {self.group_size} of a group, which they are compared in: "
+                "ask for fewer, or raise batch.responses_per_prompt",
+                "n",
+            )
+        return [self._chat() for _ in range(num)]
+
+    def _chat(self) -> Chat:
+        recipe, writer, number = self._recipe, self._writer, f"{self._recipe.seed}/{uuid.uuid4().hex}"
         assert recipe.online is not None
-        number = f"{recipe.seed}/{uuid.uuid4().hex}"
         rules = Rules(
             number=number,
             seed=number,
@@ -140,38 +134,6 @@ class OnlineService(Asking):
             limits=LIMITS,
         )
         return Chat(rules, writer, Trace(), self.pump, self._doorway)
-
-
-class _Visit(RequestOwner):
-    """Owner of one request; each response to it is its own conversation."""
-
-    def __init__(self, desk: OnlineService) -> None:
-        self._desk, self._arrived_s = desk, time.monotonic()
-        self._num_leavings, self._began_idle = desk.pump.num_leavings, not desk.pump.is_serving
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._desk.tokenizer
-
-    @property
-    def params(self) -> SamplingParams:
-        return self._desk.params
-
-    def chats(self, num: int) -> Sequence[Chat]:
-        if num > self._desk.group_size:
-            raise ApiError(
-                400,
-                f"{num} responses are more than the {self._desk.group_size} of a group, which they are compared in: "
-                "ask for fewer, or raise batch.responses_per_prompt",
-                "n",
-            )
-        return [self._desk.open() for _ in range(num)]
-
-    def replied(self, identity: str, chats: Sequence[Chat]) -> None:
-        desk, now_s = self._desk, time.monotonic()
-        is_crossed = self._began_idle or desk.pump.num_leavings > self._num_leavings
-        desk.ledger.counts.replied(now_s - self._arrived_s, is_crossed=is_crossed)
-        desk.ledger.add(identity, self._arrived_s, [ReplyChoice(chat.trace, chat.seconds) for chat in chats])
 
 
 class _Counter:

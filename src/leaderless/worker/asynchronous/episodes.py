@@ -24,17 +24,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from typing_extensions import override
+
 from leaderless.config import Recipe
 from leaderless.config.data import DatasetConfig
 from leaderless.data.batch import Batch
 from leaderless.data.prompts.encode import Tokenizer
-from leaderless.data.prompts.images import PromptImage
-from leaderless.environments.deadlines import GRACE_S
-from leaderless.environments.engine_scheduler import BEAT_S
+from leaderless.environments.engine_scheduler import BEAT_S, EngineScheduler
 from leaderless.environments.episode import Episode, EpisodePosition
 from leaderless.environments.player import EpisodePlayer
 from leaderless.environments.registry import environment_class, world_maker
-from leaderless.environments.tools.use import ToolUse, own_tool_use
+from leaderless.environments.tools.sources import ToolSources, own_tool_use
+from leaderless.environments.user_functions import GRACE_S, end_tasks
 from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import Completion, Request, SamplingParams
 from leaderless.stages.context import StageContext
@@ -110,7 +111,7 @@ class EpisodeSource(Protocol):
     """
 
     tokenizer: Tokenizer
-    tools: ToolUse | None
+    tools: ToolSources | None
 
     def begin(self, group: EpisodeGroup) -> None:
         """Begin the episodes of a group."""
@@ -293,7 +294,8 @@ class LiveEpisodes:
         is_chat = any(writer_of(self.tokenizer, one).is_chat for one in sets)
         self.tools = own_tool_use(config, environment_class(config), self.tokenizer, is_chat=is_chat)
         longest = recipe.data.max_prompt_tokens + config.max_episode_tokens
-        self._player = EpisodePlayer(config, world_maker(config), longest, self._queue, self.tools)
+        open_tools = None if self.tools is None else self.tools.open
+        self._player = EpisodePlayer(config, world_maker(config), longest, self._queue, open_tools)
         self._free = asyncio.Semaphore(config.concurrency)
         self._playing: dict[EpisodeGroup, list[Future[None]]] = {}
         self._loop = asyncio.new_event_loop()
@@ -353,11 +355,7 @@ class LiveEpisodes:
         """Cancel all episodes, and wait until they have ended."""
 
         async def cancel() -> None:
-            others = {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            if others:
-                await asyncio.wait(others, timeout=GRACE_S)
+            await end_tasks()
             await self._player.close()
 
         asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(2 * GRACE_S)
@@ -371,27 +369,19 @@ class LiveEpisodes:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(GRACE_S)
             if self.tools is not None:
-                self.tools.sources.close()
+                self.tools.close()
 
 
-class RequestQueue:
+class RequestQueue(EngineScheduler):
     """Requests of episodes, which wait until the thread that steps the engine takes them."""
 
     def __init__(self) -> None:
         self._waiting: deque[Happening] = deque()
         self._is_there = threading.Event()
 
-    async def ask(
-        self,
-        prompt: Sequence[int],
-        sample_id: int,
-        params: SamplingParams,
-        conversation: int | None = None,
-        known_tokens: int = 0,
-        images: tuple[PromptImage, ...] = (),
-    ) -> Completion:
-        """Sample one response."""
-        request = Request(prompt, [sample_id], conversation=conversation, images=images)
+    @override
+    async def ask(self, request: Request, params: SamplingParams, known_tokens: int = 0) -> Completion:
+        (sample_id,) = request.sample_ids
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         pending = PendingRequest(request, params, known_tokens, partial(_answer, answer))
         self.put(Happening("ask", sample_id, pending))
@@ -402,8 +392,8 @@ class RequestQueue:
             self.put(Happening("drop", sample_id, pending))
             raise
 
+    @override
     def forget(self, conversation: int) -> None:
-        """Queue the release of a conversation."""
         self.put(Happening("forget", conversation))
 
     def put(self, happening: Happening) -> None:

@@ -18,10 +18,9 @@ import numpy as np
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.data.prompts.encode import Tokenizer
-from leaderless.environments.episode import Episode, EpisodePosition
-from leaderless.environments.episode_trace import TraceNode
+from leaderless.environments.episode import Episode, EpisodePosition, TraceNode
 from leaderless.environments.journal import episode_of
-from leaderless.environments.tools.use import ToolUse
+from leaderless.environments.tools.sources import ToolSources
 from leaderless.observability.episode_files import Kind, What, episode_files, read_episode_file
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.run_directory import RunDirectory, read_lines
@@ -145,7 +144,7 @@ class PastEpisodes:
 class JournaledEpisodes:
     """Episodes of a run that is followed, which want at each step what they wanted there."""
 
-    tools: ToolUse | None = None
+    tools: ToolSources | None = None
 
     def __init__(self, requests: EngineRequests, past: PastEpisodes, tokenizer: Tokenizer, seed: int) -> None:
         """Play nothing again yet.

@@ -22,7 +22,7 @@ from leaderless.distributed.weights.blocks import HeldWeights, Pool, Shape, ever
 from leaderless.distributed.weights.copies import begin_copy
 from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import Probe, fill_weights, send_weights
-from leaderless.environments.tools.use import close_tools
+from leaderless.environments.tools.sources import close_tools
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.decoder import reserved_tokens
 from leaderless.models.loading.tokenizer import check_vocabulary, load_chat_tokenizer

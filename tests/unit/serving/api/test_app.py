@@ -17,10 +17,9 @@ import leaderless
 from leaderless.config import RecipeError
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.run.standalone_model import Served
-from leaderless.serving.api.app import make_app
+from leaderless.serving.api.app import ModelServer, make_app
 from leaderless.serving.api.engine_thread import EngineHost
-from leaderless.serving.api.json_bodies import MAX_BODY_BYTES
-from leaderless.serving.api.server import ModelServer
+from leaderless.serving.http_server import MAX_BODY_BYTES
 from leaderless.serving.listen import take_port
 
 SERVED = Served("m", Mock(spec=Tokenizer, chat_template=None), 10, 20, ScriptedServing(ScriptedEngine()))

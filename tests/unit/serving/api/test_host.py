@@ -13,7 +13,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.distributed.remote.child_server import EngineError
 from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.serving.api.engine_thread import EngineHost, Ticket
-from leaderless.serving.api.errors import ApiError
+from leaderless.serving.http_server import ApiError
 
 
 def params(max_tokens: int = 3) -> SamplingParams:

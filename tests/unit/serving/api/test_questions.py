@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from leaderless.serving.api.errors import ApiError
+from leaderless.environments.programs.conversations import checked
 from leaderless.serving.api.requests import ApiRequest, ChatQuestion, CompletionQuestion, read_question
+from leaderless.serving.http_server import ApiError
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION = {"model": "m", "prompt": "Hi"}
@@ -118,4 +119,4 @@ def test_parts_of_a_message_are_lines() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = CHAT | {"messages": [{"role": "user", "name": "Eve", "content": parts}]}
     (message,) = read_question(json.dumps(body).encode(), ChatQuestion).messages
-    assert message.to_json() == {"role": "user", "name": "Eve", "content": "a\nb"}
+    assert checked(message.to_json()) == {"role": "user", "name": "Eve", "content": "a\nb"}

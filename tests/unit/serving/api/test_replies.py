@@ -8,9 +8,9 @@ from tests.tiny import tiny_model
 from leaderless.config.models import ModelConfig
 from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.rollout.engine import Delta
-from leaderless.serving.api.errors import ApiError
 from leaderless.serving.api.requests import ChatQuestion, CompletionQuestion, Message
 from leaderless.serving.api.responses import ChatComposer, CompletionComposer
+from leaderless.serving.http_server import ApiError
 
 TOKENIZER = load_tokenizer(ModelConfig(path=tiny_model()), "policy")
 ASKED = CompletionQuestion(model="m", prompt="1", n=2, logprobs=0, return_token_ids=True, stop="ok")

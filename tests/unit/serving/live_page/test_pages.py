@@ -25,12 +25,11 @@ from tests.unit.observability.report.runs import (
 )
 
 from leaderless.observability.report.page import render_report, report_values
-from leaderless.serving.live_page.app import cookie_name
+from leaderless.serving.live_page.app import LEAVING_S, cookie_name
 from leaderless.serving.live_page.charts import Board, differences
 from leaderless.serving.live_page.metric_table import StepTable
 from leaderless.serving.live_page.pages import RunStore
 from leaderless.serving.live_page.run_list import GONE_S, TAIL_BYTES, RunIndex, last_record
-from leaderless.serving.live_page.server import LEAVING_S
 
 
 @pytest.fixture(scope="module")

@@ -175,7 +175,7 @@ def test_token_ids_that_have_no_embedding_are_refused(served: Served, prompt: li
 
 def test_an_error_that_nobody_expects_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as served:
-        monkeypatch.setattr(served.desk, "open", lambda: {}["missing"])
+        monkeypatch.setattr(served.desk, "_open", lambda _: {}["missing"])
         error = refusal(lambda: served.client.chat.completions.create(model="policy", messages=QUESTION))  # type: ignore[arg-type]
         assert error.status_code == 500
         counts = served.desk.ledger.counts.take()

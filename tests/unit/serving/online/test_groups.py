@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from leaderless.serving.online.groups import grouped
+from leaderless.serving.online.feedback_ledger import grouped
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from collections import deque
 import pytest
 
 from leaderless.config.environment import OnlineConfig
-from leaderless.environments.episode_trace import Said, Trace
-from leaderless.serving.api.errors import ApiError
-from leaderless.serving.online.feedback_ledger import ReplyChoice, ReplyLedger
-from leaderless.serving.online.request_counts import percentile_95
+from leaderless.environments.episode import Said, Trace
+from leaderless.serving.http_server import ApiError
+from leaderless.serving.online.feedback_ledger import ReplyChoice, ReplyLedger, percentile_95
 
 
 class Clock:

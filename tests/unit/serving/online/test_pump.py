@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.distributed.weights.stream import WeightStream
-from leaderless.rollout.engine import Completion, SamplingParams
-from leaderless.serving.api.errors import ApiError
+from leaderless.rollout.engine import Completion, Request, SamplingParams
+from leaderless.serving.http_server import ApiError
 from leaderless.serving.online.request_queue import OnlineScheduler
 
 PARAMS = SamplingParams(SamplingConfig(), 12)
@@ -32,7 +32,8 @@ class Clients:
         self._thread.start()
 
     def ask(self, pump: OnlineScheduler, prompt: list[int], sample_id: int) -> asyncio.Future[Completion]:
-        return asyncio.run_coroutine_threadsafe(pump.ask(prompt, sample_id, PARAMS), self.loop)  # type: ignore[return-value]
+        request = Request(prompt, [sample_id])
+        return asyncio.run_coroutine_threadsafe(pump.ask(request, PARAMS), self.loop)  # type: ignore[return-value]
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -168,12 +169,6 @@ def test_an_engine_that_takes_no_requests_leaves_nobody_waiting_forever(clients:
     for answer in waits:
         with pytest.raises(ApiError, match="it is over"):
             answer.result(timeout=10)
-
-
-def test_a_prompt_without_tokens_is_an_error_of_who_asks(clients: Clients) -> None:
-    pump = OnlineScheduler()
-    with pytest.raises(ValueError, match="at least one token"):
-        clients.ask(pump, [], 0).result(timeout=10)
 
 
 def test_a_wait_for_clients_gives_signs_of_life_and_ends_on_news(clients: Clients) -> None:
