@@ -33,9 +33,9 @@ from leaderless.base.image_files import open_image
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.prompts.images import PromptImage, expanded, pack_images, placed
-from leaderless.models.loading.tiny_vision import write_vision_model
+from leaderless.models.loading.support import register_classifiers
+from leaderless.models.loading.tiny import write_vision_model
 from leaderless.models.loading.tokenizer import load_tokenizer
-from leaderless.models.vision.classifiers import register_classifiers
 from leaderless.models.vision.image_readers import FamilyImageReader, open_reader
 
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "paligemma"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from leaderless.models.loading.tiny_vision import write_vision_model
+from leaderless.models.loading.tiny import write_vision_model
 
 COLORS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230)}
 SIDE, PLACES = 32, 4

@@ -28,10 +28,9 @@ from leaderless.distributed.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.planner import Layout
 from leaderless.planner.engines import BUILTIN_BACKENDS
-from leaderless.training.engine import Trainable, TrainEngine, ValueEngine
+from leaderless.training.engine import Trainable, TrainEngine, ValueEngine, make_train_engine, make_value_engine
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.training.registry import make_train_engine, make_value_engine
 
 OWN = "tests.contracts.replicated:make_engine"
 MEGATRON = "tests.fakes.in_process:make_engine"

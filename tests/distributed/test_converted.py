@@ -20,9 +20,8 @@ from leaderless.config.models import ModelConfig, Whole
 from leaderless.distributed.transport import Transport
 from leaderless.models import compiled_layers
 from leaderless.planner import Layout
-from leaderless.training.engine import EngineSetup
+from leaderless.training.engine import EngineSetup, make_train_engine, make_value_engine
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
-from leaderless.training.registry import make_train_engine, make_value_engine
 from leaderless.worker.checkpoint.shards import Shard, shard_file, write_shards
 
 Engine = FsdpEngine | FsdpValueEngine

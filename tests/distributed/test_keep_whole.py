@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leaderless.config.models import ModelConfig, Whole
 from leaderless.distributed.transport import Transport
 from leaderless.planner import Layout
+from leaderless.training.engine import make_train_engine
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.registry import make_train_engine
 
 NUM_UNITS = 3
 """Units that are gathered at once: two layers, and the rest."""

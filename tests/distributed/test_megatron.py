@@ -31,10 +31,9 @@ from leaderless.distributed.remote.messages import NUMBER
 from leaderless.distributed.transport import Transport
 from leaderless.distributed.weights.blocks import LocalWeight
 from leaderless.planner import Layout
-from leaderless.training.engine import ApartSetup, EngineSetup, TrainEngine
-from leaderless.training.megatron.rendezvous import megatron_rank
+from leaderless.training.engine import ApartSetup, EngineSetup, TrainEngine, make_train_engine
+from leaderless.training.megatron.processes import megatron_rank
 from leaderless.training.micro_batches import MicroBatch
-from leaderless.training.registry import make_train_engine
 
 Numbers = dict[str, Tensor]
 FSDP = BACKENDS[0]

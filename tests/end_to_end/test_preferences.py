@@ -32,8 +32,7 @@ from leaderless.planner import Cluster, make_plan
 from leaderless.planner.memory.rank import Room
 from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.preferences import score_sides
-from leaderless.training.engine import EngineSetup, TrainEngine
-from leaderless.training.registry import make_train_engine
+from leaderless.training.engine import EngineSetup, TrainEngine, make_train_engine
 from leaderless.worker.build import process
 from leaderless.worker.build.process import open_worker
 from leaderless.worker.evaluate import preferences

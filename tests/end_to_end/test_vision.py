@@ -30,8 +30,8 @@ from leaderless.config import RecipeError
 from leaderless.config.data import DatasetConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.preferences import make_encoder
+from leaderless.models.loading.support import register_classifiers
 from leaderless.models.loading.tokenizer import load_tokenizer
-from leaderless.models.vision.classifiers import register_classifiers
 from leaderless.models.vision.image_readers import open_reader
 from leaderless.observability.run_directory import RunDirectory
 

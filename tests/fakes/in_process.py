@@ -12,7 +12,7 @@ from leaderless.base.values import Json
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.training.megatron.engine import MegatronEngine, settings_of
 from leaderless.training.megatron.model import MegatronModel
-from leaderless.training.megatron.rendezvous import megatron_rank
+from leaderless.training.megatron.processes import megatron_rank
 from leaderless.training.megatron.server import MegatronCalls
 
 ENVIRONMENT = Path(__file__).parent / "megatron_environment"

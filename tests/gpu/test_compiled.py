@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from leaderless.config.models import ModelConfig
 from leaderless.models.compiled_layers import compiler_failure
 from leaderless.planner import Layout
+from leaderless.training.engine import make_train_engine
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.registry import make_train_engine
 
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
 

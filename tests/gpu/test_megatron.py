@@ -20,8 +20,7 @@ from tests.tiny import add_gradients, tiny_model
 
 from leaderless.distributed.transport import Transport
 from leaderless.planner import Layout
-from leaderless.training.engine import ApartSetup
-from leaderless.training.registry import make_train_engine
+from leaderless.training.engine import ApartSetup, make_train_engine
 
 PYTHON = os.environ.get("LEADERLESS_MEGATRON_PYTHON", "")
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

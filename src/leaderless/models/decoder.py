@@ -25,8 +25,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.images import PromptImage
 from leaderless.data.sources.hub import unreachable_hub
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention, check_window
-from leaderless.models.attention.prefix import PrefixAttention
-from leaderless.models.attention.shared_prompts import Family, attention_over
+from leaderless.models.attention.shared_prompts import Family, PrefixAttention, attention_over
 from leaderless.models.gradient_checkpointing import recompute_layers
 from leaderless.models.loading.support import (
     attention_names,
@@ -34,12 +33,12 @@ from leaderless.models.loading.support import (
     check_settings,
     check_supported,
     image_tokens,
+    register_classifiers,
     sees_images,
 )
 from leaderless.models.lora.linear import add_adapters, give_adapters_values, trained_weights
-from leaderless.models.parallel.vocabulary import VocabularyPart
+from leaderless.models.parallel.reductions import VocabularyPart
 from leaderless.models.repeats import Repeats
-from leaderless.models.vision.classifiers import register_classifiers
 
 if TYPE_CHECKING:
     from leaderless.models.parallel.expert import ExpertParallel

@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.functional import linear
 
 from leaderless.models.fused_scores import FusedScores
-from leaderless.models.parallel.vocabulary import VocabularyPart
+from leaderless.models.parallel.reductions import VocabularyPart
 from leaderless.planner.memory.limits import CPU_MAX_LOGITS, MAX_LOGITS
 
 Entropy = Literal["none", "value", "gradient"]

@@ -14,9 +14,8 @@ from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.images import PromptImage
 from leaderless.models.attention.packed import Attention
 from leaderless.models.decoder import SCALAR_HEAD, Decoder, check_freezing, load_decoder
-from leaderless.models.loading.support import sees_images
+from leaderless.models.loading.support import register_classifiers, sees_images
 from leaderless.models.repeats import Repeats
-from leaderless.models.vision.classifiers import register_classifiers
 
 if TYPE_CHECKING:
     from leaderless.models.vision.image_readers import Pixels

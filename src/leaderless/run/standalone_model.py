@@ -34,8 +34,7 @@ from leaderless.rollout.choose_engine import choose_engine
 from leaderless.rollout.make_engine import RolloutSetup, make_engine
 from leaderless.rollout.spanning_engine import ALONE
 from leaderless.rollout.weight_sources import Colocated, Serving
-from leaderless.training.engine import EngineSetup, TrainEngine
-from leaderless.training.registry import make_train_engine
+from leaderless.training.engine import EngineSetup, TrainEngine, make_train_engine
 from leaderless.worker.build.join import join_nobody
 from leaderless.worker.build.memory_bounds import available_memory
 from leaderless.worker.checkpoint.reader import STATE_FILE, find_damage, load_checkpoint, read_role_state

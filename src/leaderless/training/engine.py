@@ -1,25 +1,30 @@
-"""Engines that train and score a model, however it is sharded."""
+"""Engines that train and score a model, however it is sharded: how a back end makes one, and how its state moves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from leaderless.algorithms.settings import SacConfig
+from leaderless.base.named_functions import load_own
+from leaderless.config import RecipeError
 from leaderless.config.environment import BodyConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig, Whole
 from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.distributed.weights.blocks import LocalWeight
+from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Pool
+from leaderless.distributed.weights.route import WeightRoute
+from leaderless.distributed.weights.stream import fill_weights, send_weights
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.scoring import Entropy
 from leaderless.planner import Layout
+from leaderless.planner.engines import BACKEND_KEY, backend_of
 from leaderless.planner.layout import COPIES, EXPERTS, PART
 from leaderless.training.forward_passes import Passes
 from leaderless.training.micro_batches import MicroBatch
@@ -289,3 +294,76 @@ class BodyCritic(ValueEngine, Protocol):
 
     def final_values(self, batch: Batch) -> Tensor:
         """[n] float32: value of what was seen at the end of each episode."""
+
+
+def make_train_engine(backend: str, setup: EngineSetup) -> TrainEngine:
+    """Make the engine of a language model. All ranks of its layout call it together.
+
+    Raises:
+        RecipeError: There is no such back end, what it makes is no `TrainEngine`, or the model cannot be loaded.
+    """
+    assert not setup.is_critic
+    return cast(TrainEngine, _make(backend, setup, TrainEngine))
+
+
+def make_value_engine(backend: str, setup: EngineSetup) -> ValueEngine:
+    """Make the engine of a value model. All ranks of its layout call it together.
+
+    Raises:
+        RecipeError: There is no such back end, what it makes is no `ValueEngine`, or the model cannot be loaded.
+    """
+    assert setup.is_critic
+    return cast(ValueEngine, _make(backend, setup, ValueEngine))
+
+
+def _make(backend: str, setup: EngineSetup, protocol: type[Protocol]) -> object:  # type: ignore[valid-type]
+    spec = backend_of(backend)
+    name = spec.for_bodies if setup.body is not None and spec.for_bodies else spec.implementation
+    engine = cast("Callable[[EngineSetup], object]", load_own(name))(setup)
+    names = {name for base in protocol.__mro__ for name in (*vars(base), *getattr(base, "__annotations__", ()))}
+    missing = sorted(name for name in names if not name.startswith("_") and not hasattr(engine, name))
+    if missing:
+        raise RecipeError.at(
+            BACKEND_KEY,
+            f"'{backend}' made {type(engine).__name__} for role '{setup.role}', which is no {protocol.__name__}: "
+            f"it lacks {', '.join(missing)}",
+        )
+    return engine
+
+
+def move_state(
+    role: str, held: Trainable | None, wanted: Trainable | None, pools: tuple[Pool, Pool], process_group: ProcessGroup
+) -> None:
+    """Write what one instance keeps, weights and optimizer alike, into another one; nothing is rounded.
+
+    All ranks of both layouts call it together; other ranks may. Each element is sent once, from a rank that holds it to
+    each that wants it.
+
+    Args:
+        role: Role of the model.
+        held: Instance of this rank in the old layout, if it is in it.
+        wanted: Instance of this rank in the new layout, if it is in it.
+        pools: Old and new layout, and how the back end divides tensors over each.
+        process_group: Some ranks, among them all of both layouts.
+    """
+    source, target = (None if engine is None else _parts(engine) for engine in (held, wanted))
+    known = source or target
+    if known is None:
+        return
+    for dtype in known:
+        parts = known[dtype]
+        route = WeightRoute(f"weights of role '{role}'", parts.shapes, *pools, dtype, process_group.rank)
+        own = None if source is None else source[dtype]
+        if target is None:
+            assert own is not None, "a rank without any of this state takes no part"
+            send_weights(route, own, process_group)
+        else:
+            fill_weights(route, target[dtype], process_group, own)
+
+
+def _parts(engine: Trainable) -> dict[torch.dtype, HeldWeights]:
+    """The state of an instance as this rank holds it, by type, in the order of the model."""
+    parts: dict[torch.dtype, list[LocalWeight]] = {}
+    for name, value in engine.state().items():
+        parts.setdefault(value.dtype, []).append(LocalWeight.of(name, value))
+    return {dtype: HeldWeights.of(some, engine.policy_version) for dtype, some in parts.items()}

@@ -35,9 +35,8 @@ from leaderless.planner.checks.capabilities import check_divides, check_experts
 from leaderless.planner.graph.adapters import lora_of
 from leaderless.planner.layout import BACK, EXPERTS
 from leaderless.training.engine import EngineSetup, TrainEngine
-from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.micro_batches import MicroBatch, token_keys
 from leaderless.training.sharded import ShardedModel, WeightSharding
-from leaderless.training.token_keys import token_keys
 
 
 class FsdpEngine(ShardedModel[CausalLM]):

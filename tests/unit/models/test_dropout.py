@@ -26,8 +26,7 @@ from leaderless.models.lora.dropout import Dropout, dropped_product, key_of, mix
 from leaderless.models.lora.linear import adapted_layers, write_adapters
 from leaderless.planner.graph.adapters import PREFIX, described, lora_of
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.micro_batches import MicroBatch, make_micro_batches
-from leaderless.training.token_keys import token_keys
+from leaderless.training.micro_batches import MicroBatch, make_micro_batches, token_keys
 
 RATE, SEED = 0.25, 7
 LENGTHS = [(5, 4), (5, 6), (5, 3), (3, 7), (3, 2), (3, 5), (6, 1), (6, 4), (6, 0)]

@@ -25,8 +25,7 @@ from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.family_trial import shrunk, trial_model
 from leaderless.models.loading.sharded_loading import ShardedModelFiles, open_model
 from leaderless.models.loading.support import check_supported
-from leaderless.models.loading.weight_files import WeightFiles
-from leaderless.models.loading.weight_sources import WeightSource
+from leaderless.models.loading.weight_sources import WeightFiles, WeightSource
 from leaderless.models.value_model import load_value_model
 
 INDEX, FILE = "model.safetensors.index.json", "model.safetensors"

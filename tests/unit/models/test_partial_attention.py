@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from leaderless.models.attention import partial
-from leaderless.models.attention.partial import (
+from leaderless.models.attention import ring
+from leaderless.models.attention.ring import (
     Form,
     attend_by_products,
     attend_some,
@@ -34,7 +34,7 @@ def test_two_halves_of_the_keys_are_joined_into_the_whole_with_its_gradients(
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True)
     expected.backward(grad)
     forms = {Form(0.3): slice(0, 10), Form(0.3, is_causal=True): slice(10, 20)}
-    with torch.no_grad(), patch.object(partial, "BLOCK_SCORES", 300):  # blocks of three queries
+    with torch.no_grad(), patch.object(ring, "BLOCK_SCORES", 300):  # blocks of three queries
         halves = [attend(form, query, key[:, :, keys], value[:, :, keys]) for form, keys in forms.items()]
         whole = torch.logaddexp(halves[0][1], halves[1][1])
         output = sum(part * (normalizers - whole).exp().unsqueeze(3) for part, normalizers in halves)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaderless.models import compiled_layers, fused_scores, scoring
 from leaderless.models.fused_scores import PLAIN, compile_scores, scores_failure, slope
-from leaderless.models.parallel.vocabulary import VocabularyPart
+from leaderless.models.parallel.reductions import VocabularyPart
 from leaderless.models.scoring import Entropy, Scoring, score_tokens
 from leaderless.planner.memory.rank import LARGE_MAX_LOGITS
 

@@ -26,9 +26,8 @@ from leaderless.data.prompts.image_prompts import ImagePrompts
 from leaderless.data.prompts.images import PromptImage, pack_images, unpack_images
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.stream import WeightStream
-from leaderless.models.attention.prefix import PrefixAttention
 from leaderless.models.attention.shared_prompts import Family as Rows
-from leaderless.models.attention.shared_prompts import attention_over
+from leaderless.models.attention.shared_prompts import PrefixAttention, attention_over
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
 from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.models.vision import image_readers

@@ -21,8 +21,8 @@ from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.loading.support import register_classifiers
 from leaderless.models.value_model import load_value_model
-from leaderless.models.vision.classifiers import register_classifiers
 from leaderless.models.vision.vision_models import VisionLM, VisionValueModel
 from leaderless.stages.reward_model import with_ends
 from leaderless.training.fsdp import FsdpValueEngine

@@ -86,7 +86,7 @@ def test_weights_of_models_that_see_images_are_counted(tmp_path, family, is_froz
     from tests.pictures import vision_model
 
     from leaderless.distributed.weights.tensor_parallel import divided_dim, sees
-    from leaderless.models.loading.tiny_vision import write_vision_model
+    from leaderless.models.loading.tiny import write_vision_model
     from leaderless.planner.memory.layers import TOWERS
 
     is_qwen = family.startswith("qwen")
@@ -226,7 +226,7 @@ def test_a_model_with_other_parts_than_are_counted_gives_no_size(tmp_path, chang
 
 def test_ranks_along_cp_see_the_images_of_the_whole_pass(tmp_path):
     pytest.importorskip("torch")
-    from leaderless.models.loading.tiny_vision import write_vision_model
+    from leaderless.models.loading.tiny import write_vision_model
 
     write_vision_model(tmp_path, "ab", num_vision_layers=3)
     sections = {

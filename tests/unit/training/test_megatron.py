@@ -20,7 +20,7 @@ from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.buckets import PackedWeight, checksum
 from leaderless.planner import Layout
 from leaderless.training.engine import ApartSetup, EngineSetup
-from leaderless.training.megatron import model, weight_folder
+from leaderless.training.megatron import model, processes
 from leaderless.training.megatron.engine import make_engine
 from leaderless.training.megatron.server import MegatronCalls
 from leaderless.worker.build.instances import apart_setup
@@ -105,10 +105,10 @@ def test_a_rank_refuses_what_cannot_start(tmp_path: Path) -> None:
 
 
 def test_weights_are_written_in_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_folder, "FILE_BYTES", 100)
+    monkeypatch.setattr(processes, "FILE_BYTES", 100)
     weights = {f"layers.{number}": torch.randn(10) for number in range(5)}
-    weight_folder._write(weights.items(), tmp_path)
-    places = json.loads((tmp_path / weight_folder.INDEX).read_text())["weight_map"]
+    processes._write(weights.items(), tmp_path)
+    places = json.loads((tmp_path / processes.INDEX).read_text())["weight_map"]
     assert [len(load_file(path)) for path in sorted(tmp_path.glob("*.safetensors"))] == [3, 2]
     assert places.keys() == weights.keys()
     assert all(torch.equal(load_file(tmp_path / places[name])[name], weight) for name, weight in weights.items())

@@ -33,8 +33,13 @@ from leaderless.models.decoder import (
 )
 from leaderless.models.loading.family_trial import trial_model
 from leaderless.models.loading.support import check_settings, check_supported
-from leaderless.models.loading.weight_files import WeightFiles
-from leaderless.models.loading.weight_sources import UnknownFormError, WeightSource, WrongSizeError, find_sources
+from leaderless.models.loading.weight_sources import (
+    UnknownFormError,
+    WeightFiles,
+    WeightSource,
+    WrongSizeError,
+    find_sources,
+)
 from leaderless.models.lora.linear import is_adapter
 from leaderless.models.value_model import load_value_model, value_model
 

@@ -22,8 +22,7 @@ from leaderless.distributed.weights.tensor_parallel import NARROWING, WIDENING, 
 from leaderless.models.decoder import Decoder
 from leaderless.models.lora.linear import LoraLinear, is_adapter
 from leaderless.models.parallel.expert import expert_modules
-from leaderless.models.parallel.reductions import ADDENDS, copied, summed
-from leaderless.models.parallel.vocabulary import VocabularyPart
+from leaderless.models.parallel.reductions import ADDENDS, VocabularyPart, copied, summed
 from leaderless.planner.checks.capabilities import whole_experts
 from leaderless.planner.memory.layers import sees
 

@@ -10,12 +10,19 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig
 from transformers.image_processing_backends import PilBackend
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 from typing_extensions import override
 
 from leaderless.base.image_files import decode_image
@@ -26,7 +33,38 @@ from leaderless.data.prompts.images import ImageReader, PromptImage
 from leaderless.data.sources.hub import unreachable_hub
 from leaderless.models.loading.support import check_family, image_tokens, sees_images
 from leaderless.models.uploads import placed
-from leaderless.models.vision.patches import placed_patches
+
+ENDS = "cu_"
+"""Beginning of the names of what the host reads: where the patches end that attend to one another."""
+
+
+def patches_of(tower: nn.Module, grids: Tensor) -> dict[str, Tensor]:
+    """Arguments of one of Qwen's towers in place of what it would compute of [images, 3] grids, on the host.
+
+    It would compute them on the device, and read them back to cut the attention of each layer, for which the host would
+    wait.
+    """
+    merged = cast("int", tower.spatial_merge_size)
+    found = {"position_ids": get_vision_position_ids(grids, merged), "cu_seqlens": get_vision_cu_seqlens(grids)}
+    if hasattr(tower, "num_grid_per_side"):  # positions that are learned for a square
+        found["interp_indices"], found["interp_weights"] = get_vision_interpolation_indices_and_weights(
+            grids,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=merged,
+        )
+    if hasattr(tower, "window_size"):
+        found["window_index"], found["cu_window_seqlens"] = get_vision_window_index(
+            grids, merged, window_size=tower.window_size, patch_size=tower.patch_size
+        )
+    return found
+
+
+def placed_patches(patches: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The same on a device, but for what the host reads; see `placed`."""
+    return {name: one if name.startswith(ENDS) else placed(one, device) for name, one in patches.items()}
+
 
 KEPT_BYTES = 256 << 20
 """Pixels that a model keeps of the images that it has read last: the images of a step are needed by several passes."""

@@ -27,9 +27,8 @@ from leaderless.models.loading.support import reads_both_ways
 from leaderless.models.repeats import Repeats
 from leaderless.models.uploads import one_copy
 from leaderless.models.value_model import ValueModel
-from leaderless.models.vision.image_readers import FamilyImageReader, Pixels
+from leaderless.models.vision.image_readers import FamilyImageReader, Pixels, patches_of
 from leaderless.models.vision.mrope import ImagePositions, grid_positions
-from leaderless.models.vision.patches import patches_of
 from leaderless.planner.memory.layers import TOWERS
 
 ADDING = "_deepstack_process"

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from leaderless.models.attention.packed import Attention, PackedAttention, attend_padded, flash_on_cpu
-from leaderless.models.attention.prefix import PrefixAttention
-from leaderless.models.attention.shared_prompts import Family
+from leaderless.models.attention.shared_prompts import Family, PrefixAttention
 from leaderless.models.scoring import bmm_in_float32
 from leaderless.models.uploads import placed
 from leaderless.rollout.native.kv_cache import KeyValueStore, Segment, SegmentStore, Slots

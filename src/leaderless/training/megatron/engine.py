@@ -33,8 +33,7 @@ from leaderless.models.vision.vision_models import VisionLM
 from leaderless.training.engine import EngineSetup, UpdateInfo
 from leaderless.training.forward_passes import BoundedPasses
 from leaderless.training.megatron.messages import KINDS, MegatronPass, MegatronSettings, Slope
-from leaderless.training.megatron.rendezvous import choose_meeting, megatron_rank
-from leaderless.training.megatron.weight_folder import written
+from leaderless.training.megatron.processes import choose_meeting, megatron_rank, written
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at
 

@@ -52,9 +52,10 @@ from leaderless.training.engine import (
     Trainable,
     TrainEngine,
     ValueEngine,
+    make_train_engine,
+    make_value_engine,
+    move_state,
 )
-from leaderless.training.registry import make_train_engine, make_value_engine
-from leaderless.training.resharding import move_state
 from leaderless.worker.build.instances import (
     apart_setup,
     instances_of,

@@ -28,8 +28,7 @@ from leaderless.planner.workflow.reward_stages import REFERENCE_SCORES, scored_b
 from leaderless.stages.context import ModelRole
 from leaderless.stages.preferences import evaluate_preferences, score_sides
 from leaderless.stages.reward_model import evaluate_reward_model, score_pairs
-from leaderless.training.engine import EngineSetup, TrainEngine, ValueEngine
-from leaderless.training.registry import make_train_engine
+from leaderless.training.engine import EngineSetup, TrainEngine, ValueEngine, make_train_engine
 
 
 @dataclass(frozen=True)
