@@ -71,7 +71,6 @@ class BodyGaeAdvantage(Advantage):
             )
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages and returns of this rank's decisions."""
         values, final = (widen(inputs.column(name)) for name in ("values", "final_values"))
         after = torch.where(inputs.column("truncated"), final, torch.zeros_like(final))
         turns, steps = inputs.column("turns").long(), inputs.column("env_steps").long()

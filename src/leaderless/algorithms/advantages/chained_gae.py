@@ -64,7 +64,6 @@ class ChainedGaeAdvantage(Advantage):
             )
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages and returns of this rank's response tokens."""
         lengths, joint_ids, values = inputs.lengths, inputs.column("joint_ids"), inputs.column("values")
         _, is_valid = team_rewards(inputs.final_rewards, inputs.is_valid, joint_ids)
         is_counted = repeat_per_token(is_valid, lengths)

@@ -26,6 +26,5 @@ class CpgdAdvantage(Advantage):
     compares_siblings: ClassVar[bool] = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's responses."""
         groups, weight = inputs.groups(), min(self.max_weight, 1 / max(inputs.signal_share(), 1e-12))
         return AdvantageOutput(groups.keep_signal(weight * groups.centered()))

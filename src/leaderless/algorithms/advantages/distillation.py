@@ -41,7 +41,6 @@ class DistillationAdvantage(Advantage):
             )
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's response tokens."""
         student, teacher = (inputs.column(name).detach().double() for name in self.reads)
         gains = (teacher - student).float()
         return AdvantageOutput(gains, metrics={"distillation/divergence": -gains})

@@ -34,7 +34,6 @@ class DrMasAdvantage(Advantage):
     reads: ClassVar[tuple[str, ...]] = ("joint_ids", "actor")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's responses."""
         rewards, is_valid = inputs.rewards, inputs.is_valid
         if self.reward == "team":
             rewards, is_valid = team_rewards(rewards, is_valid, inputs.column("joint_ids"))

@@ -39,7 +39,6 @@ class GaeAdvantage(Advantage):
     writes: ClassVar[tuple[str, ...]] = ("returns",)
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages and returns of this rank's response tokens."""
         options = {"discount": self.discount, "decay": self.decay}
         gains, returns = gae_advantages(inputs.token_rewards(), inputs.column("values"), inputs.lengths, **options)
         advantages = inputs.whitened(gains, self.epsilon) if self.whiten else gains

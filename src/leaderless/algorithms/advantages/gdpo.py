@@ -44,7 +44,6 @@ class GdpoAdvantage(Advantage):
     judges: ClassVar[str] = "normalizes each reward on its own"
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's responses."""
         total = torch.zeros(len(inputs.rewards), dtype=torch.float64)
         for name, (values, has) in reward_parts(inputs).items():
             groups = Groups.of(values, has, inputs.group_ids)

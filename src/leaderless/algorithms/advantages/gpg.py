@@ -23,6 +23,5 @@ class GpgAdvantage(Advantage):
     compares_siblings: ClassVar[bool] = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's responses."""
         groups = inputs.groups()
         return AdvantageOutput(groups.keep_signal(groups.centered() / max(inputs.signal_share(), 1e-12)))

@@ -31,7 +31,6 @@ class GrpoAdvantage(Advantage):
     compares_siblings: ClassVar[bool] = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's responses."""
         epsilon = self.epsilon if self.normalize_by_std else None
         return AdvantageOutput(grpo_advantages(inputs.rewards, inputs.is_valid, inputs.group_ids, epsilon))
 

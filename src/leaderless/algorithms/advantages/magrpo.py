@@ -32,7 +32,6 @@ class MagrpoAdvantage(Advantage):
     reads: ClassVar[tuple[str, ...]] = ("joint_ids",)
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's responses."""
         team, is_whole = team_rewards(inputs.rewards, inputs.is_valid, inputs.column("joint_ids"))
         plays, index = torch.unique(inputs.column("joint_ids"), return_inverse=True)
         first = torch.full((len(plays),), len(index)).scatter_reduce(0, index, torch.arange(len(index)), "amin")

@@ -21,7 +21,6 @@ class OpoAdvantage(Advantage):
     compares_siblings: ClassVar[bool] = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's responses."""
         groups, lengths = inputs.groups(), inputs.lengths
         baseline = groups.sum(groups.values * lengths) / groups.sum(lengths.double()).clamp(min=1)
         return AdvantageOutput(groups.keep_signal(groups.values - baseline[groups.index]))

@@ -48,7 +48,6 @@ class PassAtKAdvantage(Advantage):
             )
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's responses."""
         is_correct = (inputs.rewards >= self.correct_at).double()
         groups, k = Groups.of(is_correct, inputs.is_valid, inputs.group_ids), self.k
         wrong = groups.count - groups.sum(groups.values)

@@ -38,7 +38,6 @@ class ReinforceAdvantage(Advantage):
             self.check_siblings(recipe)
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's response tokens."""
         rewards = inputs.final_rewards
         if self.group_baseline:
             groups = Groups.of(rewards, inputs.is_valid, inputs.group_ids)

@@ -26,7 +26,6 @@ class RejectionAdvantage(Advantage):
     judges: ClassVar[str] = "asks whether a response is correct"
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's responses."""
         # The same tokens count here as in the mean of the update.
         is_correct, counted = inputs.rewards >= self.correct_at, inputs.lengths * inputs.is_trained
         tokens = inputs.sum_over_ranks(torch.stack([(counted * is_correct).sum(), counted.sum()]).double())

@@ -21,7 +21,6 @@ class RlooAdvantage(Advantage):
     compares_siblings: ClassVar[bool] = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's responses."""
         groups = inputs.groups()
         scale = groups.count / (groups.count - 1).clamp(min=1)
         return AdvantageOutput(groups.keep_signal(groups.centered() * scale[groups.index]))

@@ -62,7 +62,6 @@ class SrpoAdvantage(Advantage):
         return {} if self.task is None else {"task": self.task}
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        """Compute the advantages of this rank's episodes."""
         rewards = self_referential_rewards(
             inputs.column("embeddings"),
             inputs.column("success"),

@@ -25,7 +25,6 @@ class CispoLoss(PolicyLoss):
     """Upper clip range: the ratio is at most 1 + clip_high."""
 
     def compute(self, inputs: LossInputs) -> LossOutput:
-        """Compute the loss of each token of a micro-batch."""
         ratio, advantages = ratio_of(inputs.log_ratio).detach(), inputs.advantages
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss = -weight * advantages * widen(inputs.log_probs)

@@ -64,7 +64,6 @@ class ClipCovLoss(PolicyLoss):
         return in_range & (inputs.noise < probability)
 
     def compute(self, inputs: LossInputs) -> LossOutput:
-        """Compute the loss of each token of a micro-batch."""
         limits, is_chosen = {"clip_low": self.clip_low, "clip_high": self.clip_high}, inputs.is_chosen
         plain = clipped_policy_loss(inputs.log_ratio, inputs.advantages, **limits)
         return LossOutput(torch.where(is_chosen, plain.loss.detach(), plain.loss), plain.is_clipped | is_chosen)

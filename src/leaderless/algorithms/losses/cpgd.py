@@ -35,7 +35,6 @@ class CpgdLoss(PolicyLoss):
     """Largest factor in the penalty's gradient."""
 
     def compute(self, inputs: LossInputs) -> LossOutput:
-        """Compute the loss of each token of a micro-batch."""
         log_ratio, advantages = inputs.log_ratio, inputs.advantages
         unclipped = log_ratio * advantages
         clipped = log_ratio.clamp(math.log(1 - self.clip_low), math.log(1 + self.clip_high)) * advantages

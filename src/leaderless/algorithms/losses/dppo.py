@@ -44,7 +44,6 @@ class DppoLoss(PolicyLoss):
     """Largest weight of a token."""
 
     def compute(self, inputs: LossInputs) -> LossOutput:
-        """Compute the loss of each token of a micro-batch."""
         log_probs, rollout_log_probs = inputs.log_probs, inputs.columns["rollout_log_probs"]
         log_ratio = log_ratio_of(log_probs, rollout_log_probs).detach()
         new, behavior = widen(log_probs).detach().exp(), widen(rollout_log_probs).exp()

@@ -41,7 +41,6 @@ class GmpoLoss(ResponseLoss):
             )
 
     def compute(self, inputs: LossInputs) -> LossOutput:
-        """Compute the loss of each token of a micro-batch."""
         log_ratio, advantages, lengths = inputs.log_ratio, inputs.advantages, inputs.lengths
         low, high = log_ratio.clamp(min=-self.clip_low), log_ratio.clamp(max=self.clip_high)
         clipped = torch.where(advantages > 0, high, low)

@@ -29,7 +29,6 @@ class GspoLoss(ResponseLoss):
     """Upper clip range: the ratio is at most 1 + clip_high."""
 
     def compute(self, inputs: LossInputs) -> LossOutput:
-        """Compute the loss of each token of a micro-batch."""
         log_ratio, lengths = inputs.log_ratio, inputs.lengths
         mean = repeat_per_token(segment_mean(log_ratio.detach(), lengths), lengths, len(log_ratio))
         log_s = with_gradient_of(mean, log_ratio)

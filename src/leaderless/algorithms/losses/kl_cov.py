@@ -45,7 +45,6 @@ class KlCovLoss(PolicyLoss):
         return covariance >= threshold_of_top(covariance, num_chosen, inputs.sum_over_ranks, float(highest))
 
     def compute(self, inputs: LossInputs) -> LossOutput:
-        """Compute the loss of each token of a micro-batch."""
         log_ratio, is_chosen = inputs.log_ratio, inputs.is_chosen
         penalty = torch.where(is_chosen, self.coefficient * log_ratio.abs(), 0.0)
         return LossOutput(-ratio_of(log_ratio) * inputs.advantages + penalty, is_chosen)

@@ -33,7 +33,6 @@ class PpoLoss(PolicyLoss):
     """Largest ratio for tokens with negative advantage; unlimited by default."""
 
     def compute(self, inputs: LossInputs) -> LossOutput:
-        """Compute the loss of each token of a micro-batch."""
         limits = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual_clip": self.dual_clip or math.inf}
         return clipped_policy_loss(inputs.log_ratio, inputs.advantages, **limits)
 

@@ -19,5 +19,4 @@ class ReinforceLoss(PolicyLoss):
     type: Literal["reinforce"] = "reinforce"
 
     def compute(self, inputs: LossInputs) -> LossOutput:
-        """Compute the loss of each token of a micro-batch."""
         return LossOutput.without_clipping(-inputs.advantages * widen(inputs.log_probs))

@@ -28,7 +28,6 @@ class SapoLoss(PolicyLoss):
     """How fast the gate closes for all others."""
 
     def compute(self, inputs: LossInputs) -> LossOutput:
-        """Compute the loss of each token of a micro-batch."""
         ratio, is_positive = ratio_of(inputs.log_ratio), inputs.advantages > 0
         temperature = torch.full_like(ratio, self.temperature_negative)
         temperature = temperature.masked_fill(is_positive, self.temperature_positive)

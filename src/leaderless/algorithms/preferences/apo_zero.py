@@ -18,6 +18,5 @@ class ApoZeroLoss(RatioLoss):
     type: Literal["apo_zero"] = "apo_zero"
 
     def compute(self, inputs: PreferenceInputs) -> PreferenceOutput:
-        """Compute the loss of each pair."""
         first, second = self.rewards(inputs)
         return PreferenceOutput((-first).sigmoid() + second.sigmoid(), first, second)

@@ -19,6 +19,5 @@ class HingeLoss(RatioLoss):
     type: Literal["hinge"] = "hinge"
 
     def compute(self, inputs: PreferenceInputs) -> PreferenceOutput:
-        """Compute the loss of each pair."""
         first, second = self.rewards(inputs)
         return PreferenceOutput((1 - (first - second)).relu(), first, second)

@@ -20,7 +20,6 @@ class IpoLoss(PreferenceLoss):
     type: Literal["ipo"] = "ipo"
 
     def compute(self, inputs: PreferenceInputs) -> PreferenceOutput:
-        """Compute the loss of each pair."""
         first, second = inputs.first_ratio / inputs.first_lengths, inputs.second_ratio / inputs.second_lengths
         loss = (first - second - 1 / (2 * self.beta)).square()
         return PreferenceOutput(loss, self.beta * first, self.beta * second)

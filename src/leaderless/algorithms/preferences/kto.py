@@ -35,7 +35,6 @@ class KtoLoss(PreferenceLoss):
     """Weight of undesirable responses."""
 
     def compute(self, inputs: PreferenceInputs) -> PreferenceOutput:
-        """Compute the loss of each response."""
         rewards = self.beta * inputs.first_ratio
         gain = rewards - self.beta * inputs.divergence.clamp(min=0)
         weights = rewards.new_tensor([self.undesirable_weight, self.desirable_weight])[inputs.is_desirable.long()]

@@ -25,7 +25,6 @@ class RobustLoss(RatioLoss):
     """Share of pairs that are labeled the wrong way round."""
 
     def compute(self, inputs: PreferenceInputs) -> PreferenceOutput:
-        """Compute the loss of each pair."""
         first, second = self.rewards(inputs)
         share, margin = self.label_smoothing, first - second
         loss = ((1 - share) * logistic(margin, 0.0) - share * logistic(-margin, 0.0)) / (1 - 2 * share)

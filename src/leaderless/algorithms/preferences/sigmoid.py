@@ -26,6 +26,5 @@ class SigmoidLoss(RatioLoss):
     """Share of pairs that are taken to be labeled the wrong way round."""
 
     def compute(self, inputs: PreferenceInputs) -> PreferenceOutput:
-        """Compute the loss of each pair."""
         first, second = self.rewards(inputs)
         return PreferenceOutput(logistic(first - second, self.label_smoothing), first, second)

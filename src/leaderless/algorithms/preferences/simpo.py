@@ -29,7 +29,6 @@ class SimpoLoss(PreferenceLoss):
     """Share of pairs that are taken to be labeled the wrong way round."""
 
     def compute(self, inputs: PreferenceInputs) -> PreferenceOutput:
-        """Compute the loss of each pair."""
         first = self.beta * widen(inputs.first) / inputs.first_lengths
         second = self.beta * widen(inputs.second) / inputs.second_lengths
         return PreferenceOutput(logistic(first - second - self.gamma, self.label_smoothing), first, second)
