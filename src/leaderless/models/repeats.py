@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
+from leaderless.models.parallel.reductions import mapped
 from leaderless.models.uploads import placed
 
 
@@ -31,14 +31,9 @@ class Repeats:
 
     def take(self, values: Tensor) -> Tensor:
         """Turn [num_rows, ...] into [n, ...]."""
-        result: Tensor = _Take.apply(values, self)  # type: ignore[no-untyped-call]
-        return result
+        return mapped(values, lambda own: own.index_select(0, self._rows), self._add_up)
 
-    def taken(self, values: Tensor) -> Tensor:
-        """The rows that are taken."""
-        return values.index_select(0, self._rows)
-
-    def add_up(self, grad: Tensor) -> Tensor:
+    def _add_up(self, grad: Tensor) -> Tensor:
         """The sums of [n, ...] gradients over the places of each row, [num_rows, ...]."""
         make = grad.new_empty if self._has_all else grad.new_zeros
         total = make(self._num_rows, *grad.shape[1:])
@@ -47,18 +42,3 @@ class Repeats:
             parts = grad.index_select(0, places.flatten()).view(*places.shape, *grad.shape[1:])
             total.index_copy_(0, rows, parts.sum(1, dtype=dtype).to(grad.dtype))
         return total
-
-
-class _Context(FunctionCtx):
-    repeats: Repeats
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, values: Tensor, repeats: Repeats) -> Tensor:
-        ctx.repeats = repeats
-        return repeats.taken(values)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.repeats.add_up(grad), None

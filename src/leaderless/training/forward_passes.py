@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -139,6 +140,18 @@ class BoundedPasses:
 
     def end_passes(self, *, is_done: bool) -> None:
         """Clean up after the passes of a batch, or after one that failed; nothing to do for most back ends."""
+
+    def is_allowed(self, grad_norm: float, update: int, allow: Callable[[float], bool] | None) -> bool:
+        """Whether an update is made with a gradient; raise if it is not finite, and no guard refuses it."""
+        # The guard is asked first, as it may skip an update whose norm is not finite.
+        if allow is not None and not allow(grad_norm):
+            return False
+        if not math.isfinite(grad_norm):
+            raise RuntimeError(
+                f"rank {self._process_group.rank}: the gradient norm of update {update} is {grad_norm}: lower the "
+                "learning rate, or look at the rewards and advantages of this step"
+            )
+        return True
 
     def lower_bound(self, batch: Batch, micro_batch: MicroBatch, error: Exception) -> None:
         """Halve what was too much, but not below the longest sample; raise where the passes cannot start again."""

@@ -25,7 +25,7 @@ from leaderless.models.parallel.expert import ExpertParallel, num_experts
 from leaderless.models.parallel.pipeline import PipelineParallel, check_stages, cut_into_stages
 from leaderless.models.parallel.tensor import TensorParallel
 from leaderless.models.repeats import Repeats
-from leaderless.models.routers import Routers
+from leaderless.models.routers import FAMILIES, Routers
 from leaderless.models.scoring import Entropy
 from leaderless.models.uploads import one_copy, placed
 from leaderless.models.value_model import ValueModel
@@ -48,6 +48,11 @@ class FsdpEngine(ShardedModel[CausalLM]):
 
     def balance_experts(self, batch: Batch, coefficient: float) -> None:
         """Count the loads in a pass over the batch, and add their gradient in the passes that follow."""
+        if self.routed is None:
+            raise RuntimeError(
+                "algorithm.expert_balance is set, but the model has no experts that are known: it can be of the "
+                f"families {FAMILIES}; leave it out"
+            )
         with self.routed.counting():
             self.log_probs(batch)
             self.routed.pull(self.routed.loads(), coefficient)
@@ -68,7 +73,7 @@ class FsdpEngine(ShardedModel[CausalLM]):
                 temperature = placed(part.of(temperature), self.device)
             inputs, images = part.inputs()
         outputs: TokenOutputs = self.model(*inputs, targets, temperature, entropy, *images)
-        if self.routed.is_used:
+        if self.routed is not None:
             self.routed.end()
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
         found = TokenOutputs(part.gather(outputs.log_probs), entropies)
@@ -80,7 +85,7 @@ class FsdpEngine(ShardedModel[CausalLM]):
         """Pass a micro-batch through a stage of a pipeline that is not the last."""
         inputs, images = _Part(self, micro_batch).inputs()
         hidden: Tensor = self.model(*inputs, None, 1.0, "none", *images)
-        return self.routed.leave(hidden)
+        return hidden if self.routed is None else self.routed.leave(hidden)
 
 
 class _Base:
@@ -113,7 +118,7 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
         part = _Part(self, micro_batch)
         inputs, images = part.inputs()
         values: Tensor = self.model(*inputs, *images)
-        if self.routed.is_used:
+        if self.routed is not None:
             self.routed.end()
         values = part.gather(values)
         if self.line is not None:
@@ -123,7 +128,8 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
         """Pass a micro-batch through a stage of a pipeline that is not the last."""
         inputs, images = _Part(self, micro_batch).inputs()
-        return self.routed.leave(cast("Tensor", self.model(*inputs, *images)))
+        hidden: Tensor = self.model(*inputs, *images)
+        return hidden if self.routed is None else self.routed.leave(hidden)
 
 
 class _Part:
@@ -151,8 +157,10 @@ class _Part:
         device, pass_, select = self._engine.device, self._micro_batch, self.of(self._micro_batch.select)
         tokens, families = pass_.tokens, pass_.families
         positions = self._engine.model.positions(pass_.positions, families, pass_.images)
-        if self._engine.routed.is_used or pass_.experts is not None:
+        if self._engine.routed is not None:
             self._engine.routed.begin(pass_, self._peers.part if self._peers else lambda values: values)
+        elif pass_.experts is not None:
+            raise RuntimeError("choices of experts were recorded, but the model that replays them has none")
         if self._peers is None:
             attention = self._engine.model.attention(families, device, self._engine.compute_dtype)
         else:

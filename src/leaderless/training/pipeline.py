@@ -31,14 +31,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from leaderless.distributed.in_flight import Sending
 from leaderless.models.parallel.pipeline import PipelineParallel
+from leaderless.models.parallel.reductions import mapped
 from leaderless.training.micro_batches import MicroBatch
 
 HIDDEN = "hidden states of another stage"
@@ -74,14 +75,15 @@ class StageQueue:
     def enter(self, num_tokens: int) -> Tensor:
         """[tokens, hidden_size] the hidden states of the stage before; their gradient goes back to it."""
         hidden = self.stages.forth.receive(self._room(num_tokens), self.stages.neighbor(-1), HIDDEN)
-        if torch.is_grad_enabled():
-            hidden.requires_grad_().register_hook(self._send_back)  # type: ignore[no-untyped-call]
-        return hidden
 
-    def _send_back(self, gradient: Tensor) -> None:
-        # The stage before receives one before it needs another one, so that few are on their way.
-        self._gradients.append(self.stages.back.send(gradient.contiguous(), self.stages.neighbor(-1), GRADIENTS))
-        _wait_for_all_but(self._gradients, 2)
+        def send_back(gradient: Tensor) -> None:
+            # The stage before receives one before it needs another one, so that few are on their way.
+            self._gradients.append(self.stages.back.send(gradient.contiguous(), self.stages.neighbor(-1), GRADIENTS))
+            _wait_for_all_but(self._gradients, 2)
+
+        if torch.is_grad_enabled():
+            hidden.requires_grad_().register_hook(send_back)  # type: ignore[no-untyped-call]
+        return hidden
 
     def publish(self, results: Sequence[Tensor]) -> None:
         """Send what the last stage has computed, [R] each, to all others."""
@@ -128,18 +130,19 @@ class StageQueue:
         begun = self._begun.popleft()
         if begun.micro_batch is not micro_batch:
             raise RuntimeError("a pipeline gives results in the order in which micro-batches were cut: keep to it")
-        found: tuple[Tensor, ...] = _Results.apply(begun.hidden, self, begun.sending, len(micro_batch.targets), count)  # type: ignore[no-untyped-call]
-        return found
+        stages = self.stages
 
-    def receive_results(self, num_targets: int, count: int) -> Tensor:
-        """[count, R] float32."""
-        values = torch.empty(count, num_targets, device=self._device)
-        back = self.stages.back
-        return back.receive(values, back.ranks[-1], RESULTS) if values.numel() else values
+        def receive(_: Tensor) -> Tensor:
+            values = torch.empty(count, len(micro_batch.targets), device=self._device)
+            found = stages.back.receive(values, stages.back.ranks[-1], RESULTS) if values.numel() else values
+            begun.sending.wait()
+            return found
 
-    def receive_gradient(self, num_tokens: int) -> Tensor:
-        """[tokens, hidden_size] the gradient of hidden states that have been sent to the next stage."""
-        return self.stages.back.receive(self._room(num_tokens), self.stages.neighbor(1), GRADIENTS)
+        # In the place of the hidden states that have been sent; their gradient comes from the next stage.
+        room = partial(self._room, len(begun.hidden))
+        return mapped(
+            begun.hidden, receive, lambda _: stages.back.receive(room(), stages.neighbor(1), GRADIENTS)
+        ).unbind()
 
     def _room(self, num_tokens: int) -> Tensor:
         return torch.empty(num_tokens, self.stages.hidden_size, dtype=self._dtype, device=self._device)
@@ -152,25 +155,3 @@ def _wait_for_all_but(sent: deque[Sending], count: int) -> None:
     """
     while len(sent) > count:
         sent.popleft().wait()
-
-
-class _Context(FunctionCtx):
-    line: StageQueue
-    num_tokens: int
-
-
-class _Results(torch.autograd.Function):
-    """Results of the last stage, in the place of the hidden states that have been sent."""
-
-    @staticmethod
-    def forward(
-        ctx: _Context, hidden: Tensor, line: StageQueue, sending: Sending, num_targets: int, count: int
-    ) -> tuple[Tensor, ...]:
-        ctx.line, ctx.num_tokens = line, len(hidden)
-        found = line.receive_results(num_targets, count)
-        sending.wait()
-        return tuple(found.unbind())
-
-    @staticmethod
-    def backward(ctx: _Context, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.line.receive_gradient(ctx.num_tokens), None, None, None, None

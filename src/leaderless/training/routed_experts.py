@@ -12,7 +12,7 @@ from torch import Tensor
 
 from leaderless.data.batch import Batch
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.models.routers import FAMILIES, RoutedPass, Routers
+from leaderless.models.routers import RoutedPass, Routers
 from leaderless.models.uploads import placed
 from leaderless.training.micro_batches import MicroBatch
 
@@ -40,33 +40,18 @@ class RoutedEngine(Protocol):
 
 
 class RoutedPasses:
-    """The experts of a model in the passes of its engine.
+    """The experts of a model in the passes of its engine, if they are known; passes of others need nothing of this."""
 
-    Attributes:
-        is_used: Whether the model has any that are known; passes of others need nothing of this.
-    """
-
-    def __init__(
-        self, routers: Routers | None, process_group: ProcessGroup, device: torch.device, num_alike: int
-    ) -> None:
-        """Take the routers of a model, if it has any; `num_alike` ranks have the same tokens in the same layers."""
+    def __init__(self, routers: Routers, process_group: ProcessGroup, device: torch.device, num_alike: int) -> None:
+        """Take the routers of a model; `num_alike` ranks have the same tokens in the same layers."""
         self._routers, self._process_group, self._device = routers, process_group, device
         self._num_alike = num_alike
-        self.is_used = routers is not None
         self._loads: Tensor | None = None
         self._pull: Tensor | None = None
         self._is_counting = False
 
     def begin(self, micro_batch: MicroBatch, part: Callable[[Tensor], Tensor]) -> None:
-        """Begin a pass over the tokens of a micro-batch, or over a part of them.
-
-        Raises:
-            RuntimeError: Choices were recorded that the model cannot replay.
-        """
-        if self._routers is None:
-            if micro_batch.experts is not None:
-                raise RuntimeError("choices of experts were recorded, but the model that replays them has none")
-            return
+        """Begin a pass over the tokens of a micro-batch, or over a part of them."""
         replayed = None if micro_batch.experts is None else placed(part(micro_batch.experts), self._device)
         if not (torch.is_grad_enabled() or self._is_counting):
             self._routers.begin(replayed)
@@ -76,7 +61,7 @@ class RoutedPasses:
 
     def end(self) -> None:
         """Count the choices of a pass whose gradient is to be added up."""
-        if self._routers is not None and self._routers.now.weights is not None:
+        if self._routers.now.weights is not None:
             loads = self._routers.now.loads(self._routers.num_layers, self._routers.num_experts)
             self._loads = loads if self._loads is None else self._loads + loads
 
@@ -86,7 +71,7 @@ class RoutedPasses:
         Others begin before its backward pass, which may compute layers again: then it is the current pass again.
         """
         self.end()
-        if self._routers is not None and hidden.requires_grad:
+        if hidden.requires_grad:
             hidden.register_hook(partial(_resume, self._routers, self._routers.now))  # type: ignore[no-untyped-call]
         return hidden
 
@@ -98,10 +83,8 @@ class RoutedPasses:
         """Add no gradient of loads any longer."""
         self._pull = None
 
-    def loads(self) -> Tensor | None:
-        """Loads in the passes whose gradient has been added up, over all ranks; None without known experts."""
-        if self._routers is None:
-            return None
+    def loads(self) -> Tensor:
+        """Loads in the passes whose gradient has been added up, over all ranks."""
         nothing = torch.zeros(2, self._routers.num_layers, self._routers.num_experts, device=self._device)
         loads = self._process_group.sum(nothing if self._loads is None else self._loads, "the loads of experts")
         return loads / self._num_alike
@@ -117,13 +100,8 @@ class RoutedPasses:
             self._is_counting = False
             self.discard()
 
-    def pull(self, loads: Tensor | None, coefficient: float) -> None:
+    def pull(self, loads: Tensor, coefficient: float) -> None:
         """Pull probabilities in all passes from now on; see `RoutedEngine.balance_experts`."""
-        if loads is None:
-            raise RuntimeError(
-                "algorithm.expert_balance is set, but the model has no experts that are known: it can be of the "
-                f"families {FAMILIES}; leave it out"
-            )
         counts, sums = loads
         num_layers, num_experts = counts.shape
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)

@@ -12,7 +12,6 @@ Gradients are summed, and each rank updates the rows that it holds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -156,7 +155,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         model.complete(self._whole, device)
         self._module.to(device)
         num_alike = 1 if tensor is None else tensor.peers.size
-        self.routed = RoutedPasses(model.routers or Routers.of(self._module), process_group, device, num_alike)
+        routers = model.routers or Routers.of(self._module)
+        self.routed = None if routers is None else RoutedPasses(routers, process_group, device, num_alike)
         self._optimizer = None
         if optimizer:
             # Only now: `fully_shard` and `complete` put other parameters in place of those that the model had.
@@ -263,7 +263,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         has_gradient = any(parameter.grad is not None for parameter in self._module.parameters())
         self._optimizer.zero_grad()
         self._release_converted()
-        if self.routed.is_used:
+        if self.routed is not None:
             self.routed.discard()
         if has_gradient:
             self._trim_memory()
@@ -274,17 +274,11 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         assert self._optimizer_config is not None
         grad_norm = self._clip(self._optimizer_config.max_grad_norm)
         learning_rate = learning_rate_at(self._optimizer_config, self.policy_version, self._num_updates)
-        if self.routed.is_used:
+        if self.routed is not None:
             self.routed.stop_pulling()
-        # A guard is asked before the error is raised, as it may skip an update whose norm is not finite.
-        if allow is not None and not allow(grad_norm):
+        if not self.is_allowed(grad_norm, self.policy_version, allow):
             self.discard_gradient()
             return UpdateInfo(grad_norm, learning_rate, is_made=False)
-        if not math.isfinite(grad_norm):
-            raise RuntimeError(
-                f"rank {self._process_group.rank}: the gradient norm of update {self.policy_version} is {grad_norm}: "
-                "lower the learning rate, or look at the rewards and advantages of this step"
-            )
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = learning_rate
         self._optimizer.step()
@@ -301,7 +295,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
     def expert_loads(self) -> Tensor | None:
         """Loads of the experts, if the model has any that are known."""
-        return self.routed.loads() if self.routed.is_used else None
+        return None if self.routed is None else self.routed.loads()
 
     def _clip(self, max_norm: float) -> float:
         """Scale the gradient down to a norm if it is longer; returns its norm before."""

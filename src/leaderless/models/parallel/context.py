@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.attention.packed import Attention
 from leaderless.models.attention.shared_prompts import Family, attention_over
+from leaderless.models.parallel.reductions import mapped
 
 SWAPPED = "queries, keys and values of parts of a pass"
 
@@ -82,8 +82,19 @@ class ContextParallel:
 
         `places` belong to each part; `order` has all of them, one part after the other, on the device of the values.
         """
-        result: Tensor = _Gather.apply(values, self, [len(place) for place in places], order)  # type: ignore[no-untyped-call]
-        return result
+        counts = [len(place) for place in places]
+        begin = sum(counts[: self.place])
+
+        def join(own: Tensor) -> Tensor:
+            padded = own.new_zeros(max(counts))
+            padded[: len(own)] = own
+            gathered = self.peers.gather_even(padded, "the results of parts of a pass")
+            result = own.new_empty(len(order))
+            result[order] = torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
+            return result
+
+        # A rank's own results have a gradient: the others compute the same loss with theirs.
+        return mapped(values, join, lambda grad: grad[order[begin : begin + counts[self.place]]])
 
 
 class UlyssesAttention:
@@ -111,8 +122,13 @@ class UlyssesAttention:
         return self._swap(output.reshape(size, count, *output.shape[1:])).transpose(0, 1).flatten(1, 2)
 
     def _swap(self, values: Tensor) -> Tensor:
-        swapped: Tensor = _Swap.apply(values.contiguous(), self._peers)  # type: ignore[no-untyped-call]
-        return swapped
+        """Send the first-dimension part of each rank to it; the inverse is the same, and so is the gradient."""
+        peers = self._peers
+        return mapped(
+            values.contiguous(),
+            lambda own: peers.swap(own, SWAPPED),
+            lambda grad: peers.swap(grad.contiguous(), SWAPPED),
+        )
 
 
 def _repeated(values: Tensor, query_heads: int, size: int) -> Tensor:
@@ -121,42 +137,3 @@ def _repeated(values: Tensor, query_heads: int, size: int) -> Tensor:
     if heads % size == 0:
         return values
     return values.repeat_interleave(size // heads if size % heads == 0 else query_heads // heads, dim=1)
-
-
-class _Context(FunctionCtx):
-    peers: ProcessGroup
-    mine: slice
-
-
-class _Swap(torch.autograd.Function):
-    """Sends the first-dimension part of each rank to it; the inverse is the same, and so is the gradient."""
-
-    @staticmethod
-    def forward(ctx: _Context, values: Tensor, peers: ProcessGroup) -> Tensor:
-        ctx.peers = peers
-        return peers.swap(values, SWAPPED)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.swap(grad.contiguous(), SWAPPED), None
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers results of all ranks. A rank's own have a gradient: the others compute the same loss with theirs."""
-
-    @staticmethod
-    def forward(ctx: _Context, values: Tensor, ranks: ContextParallel, counts: Sequence[int], order: Tensor) -> Tensor:
-        begin = sum(counts[: ranks.place])
-        ctx.mine = slice(begin, begin + counts[ranks.place])
-        ctx.save_for_backward(order)
-        padded = values.new_zeros(max(counts))
-        padded[: len(values)] = values
-        gathered = ranks.peers.gather_even(padded, "the results of parts of a pass")
-        result = values.new_empty(len(order))
-        result[order] = torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
-        return result
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return grad[order[ctx.mine]], None, None, None

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from leaderless.config import RecipeError
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.tensor_parallel import copies_dim, is_of_experts
+from leaderless.models.parallel.reductions import mapped
 
 if TYPE_CHECKING:
     from leaderless.models.decoder import Decoder
@@ -183,15 +183,16 @@ class _Shared:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply the experts to a part of the tokens, and gather the results of the other parts."""
-        count = len(hidden_states)
-        inputs = (_divided(values, self.sharers) for values in (hidden_states, top_k_index, top_k_weights))
-        results: Tensor = _Joined.apply(self.forward(*inputs), self.sharers, count)  # type: ignore[no-untyped-call]
-        return results
-
-
-def _divided(values: Tensor, sharers: ProcessGroup) -> Tensor:
-    part: Tensor = _Divided.apply(values, sharers)  # type: ignore[no-untyped-call]
-    return part
+        count, sharers = len(hidden_states), self.sharers
+        inputs = (
+            mapped(values, lambda own: _part(own, sharers).clone(), lambda grad: _joined(grad, sharers, count))
+            for values in (hidden_states, top_k_index, top_k_weights)
+        )
+        return mapped(
+            self.forward(*inputs),
+            lambda own: _joined(own, sharers, count).clone(),  # a view that is added to in place would lose its hooks
+            lambda grad: _part(grad, sharers),
+        )
 
 
 def _part(values: Tensor, sharers: ProcessGroup) -> Tensor:
@@ -207,57 +208,10 @@ def _joined(part: Tensor, sharers: ProcessGroup, count: int) -> Tensor:
     return sharers.gather_even(padded, RESULTS).flatten(0, 1)[:count]
 
 
-class _SharedContext(FunctionCtx):
-    sharers: ProcessGroup
-    count: int
-
-
-class _Divided(torch.autograd.Function):
-    """A rank's part of values that all have; each computes the gradient of its part."""
-
-    @staticmethod
-    def forward(ctx: _SharedContext, values: Tensor, sharers: ProcessGroup) -> Tensor:
-        ctx.sharers, ctx.count = sharers, len(values)
-        return _part(values, sharers).clone()
-
-    @staticmethod
-    def backward(ctx: _SharedContext, grad: Tensor) -> tuple[Tensor, None]:
-        return _joined(grad, ctx.sharers, ctx.count), None
-
-
-class _Joined(torch.autograd.Function):
-    """Values of which each rank has computed a part; all have their gradient."""
-
-    @staticmethod
-    def forward(ctx: _SharedContext, part: Tensor, sharers: ProcessGroup, count: int) -> Tensor:
-        ctx.sharers = sharers
-        return _joined(part, sharers, count).clone()  # a view that is added to in place would lose its hooks
-
-    @staticmethod
-    def backward(ctx: _SharedContext, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _part(grad, ctx.sharers), None, None
-
-
 def _moved(values: Tensor, peers: ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
-    """Rows that other ranks have sent here, after some rows for each of them have been sent."""
-    moved: Tensor = _Moved.apply(values.contiguous(), peers, sent, received)  # type: ignore[no-untyped-call]
-    return moved
-
-
-class _Context(FunctionCtx):
-    peers: ProcessGroup
-    sent: list[int]
-    received: list[int]
-
-
-class _Moved(torch.autograd.Function):
-    """Rows sent to other ranks; their gradients come back the same way."""
-
-    @staticmethod
-    def forward(ctx: _Context, values: Tensor, peers: ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
-        ctx.peers, ctx.sent, ctx.received = peers, sent, received
-        return peers.swap_uneven(values, sent, received, ROUTED)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.peers.swap_uneven(grad.contiguous(), ctx.received, ctx.sent, ROUTED), None, None, None
+    """Rows that other ranks have sent here, after rows for each of them were sent; gradients go back the same way."""
+    return mapped(
+        values.contiguous(),
+        lambda own: peers.swap_uneven(own, sent, received, ROUTED),
+        lambda grad: peers.swap_uneven(grad.contiguous(), received, sent, ROUTED),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,46 +13,44 @@ from leaderless.distributed.in_flight import MESSAGES_AHEAD
 from leaderless.distributed.transport import ProcessGroup
 
 ADDENDS = "addends of ranks that divide a layer"
+SUMS = "sums over the words of all ranks"
+
+
+def mapped(values: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """A linear function of values, whose gradient is another function of the result's gradient."""
+    result: Tensor = _Mapped.apply(values, there, back)  # type: ignore[no-untyped-call]
+    return result
 
 
 def copied(values: Tensor, peers: ProcessGroup) -> Tensor:
     """The same values on all ranks, whose gradient is the sum of those that the ranks compute."""
-    result: Tensor = _Copied.apply(values, peers)  # type: ignore[no-untyped-call]
-    return result
+    return mapped(values, lambda own: own.view_as(own), lambda grad: _sum(grad, peers))
 
 
 def summed(values: Tensor, peers: ProcessGroup) -> Tensor:
     """The sum of the values of all ranks, whose gradient all of them compute."""
-    result: Tensor = _Summed.apply(values, peers)  # type: ignore[no-untyped-call]
-    return result
+    return mapped(values, lambda own: _sum(own, peers), lambda grad: grad)
+
+
+def _sum(values: Tensor, peers: ProcessGroup) -> Tensor:
+    return peers.sum(values.contiguous(), ADDENDS, most_ahead=MESSAGES_AHEAD)
 
 
 class _Context(FunctionCtx):
-    peers: ProcessGroup
+    back: Callable[[Tensor], Tensor]
 
 
-class _Copied(torch.autograd.Function):
+class _Mapped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, values: Tensor, peers: ProcessGroup) -> Tensor:
-        ctx.peers = peers
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.sum(grad.contiguous(), ADDENDS, most_ahead=MESSAGES_AHEAD), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, values: Tensor, peers: ProcessGroup) -> Tensor:  # noqa: ARG004
-        return peers.sum(values.contiguous(), ADDENDS, most_ahead=MESSAGES_AHEAD)
+    def forward(
+        ctx: _Context, values: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return there(values)
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        return grad, None
-
-
-SUMS = "sums over the words of all ranks"
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.remote.child_server import ChildServer, package_command
-from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Pool, everything, shard_rows
+from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Pool, WeightBlock, everything, shard_rows
 from leaderless.distributed.weights.buckets import BUCKET_BYTES, HostStaging, PackedWeight, checksum
 from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import receive_weights
@@ -41,20 +40,6 @@ SERVER = "leaderless.training.megatron.server"
 """Module that runs in Megatron's interpreter."""
 
 
-class Server(Protocol):
-    """Megatron's process, as the engine calls it."""
-
-    def call_numbered(self, path: str, body: Json) -> Json:
-        """Call a path, and return the answer; what is asked for is done once, even if the call is sent again.
-
-        Raises:
-            EngineError: The process is gone, hangs, or answers with an error.
-        """
-
-    def close(self) -> None:
-        """Stop it."""
-
-
 class MegatronEngine(BoundedPasses):
     """A language model whose weights and optimizer are Megatron's; this rank asks for them where it needs them.
 
@@ -64,7 +49,7 @@ class MegatronEngine(BoundedPasses):
 
     is_value_model = False
 
-    def __init__(self, setup: EngineSetup, model: CausalLM, server: Server) -> None:
+    def __init__(self, setup: EngineSetup, model: CausalLM, server: ChildServer) -> None:
         """Take a server that has loaded the model of a setup; `model` has its names and shapes."""
         super().__init__(setup.process_group, setup.device, setup.micro_batch_tokens)
         self.is_plain = False
@@ -112,14 +97,9 @@ class MegatronEngine(BoundedPasses):
         body: Json = {"passes": self._passes, "slopes": self._slopes}
         grad_norm = cast("float", self._call("gradient", body))
         learning_rate = learning_rate_at(optimizer, self.policy_version, self._setup.num_updates)
-        if allow is not None and not allow(grad_norm):
+        if not self.is_allowed(grad_norm, self.policy_version, allow):
             self.discard_gradient()
             return UpdateInfo(grad_norm, learning_rate, is_made=False)
-        if not math.isfinite(grad_norm):
-            raise RuntimeError(
-                f"rank {self.process_group.rank}: the gradient norm of update {self.policy_version} is {grad_norm}: "
-                "lower the learning rate, or look at the rewards and advantages of this step"
-            )
         self._call("step", {"learning_rate": learning_rate})
         self._forget()
         self.policy_version += 1
@@ -163,7 +143,7 @@ class MegatronEngine(BoundedPasses):
                     f"Megatron's '{name}' has shape {tuple(whole.shape)}, and the model of role '{self._setup.role}' "
                     f"{tuple(shape)}: Megatron-Bridge maps this model wrongly; use another back end"
                 )
-            block = self._pool.block(name, tuple(shape), self.process_group.rank)
+            block = self._block(name)
             own = whole.narrow(0, block.offsets[0], block.sizes[0]).clone()
             parts[name] = LocalWeight(name, tuple(shape), block, own)
         if missing := self._shapes.keys() - parts.keys():
@@ -175,6 +155,10 @@ class MegatronEngine(BoundedPasses):
         if kind == "weights":
             self._weights = held
         return held
+
+    def _block(self, name: str) -> WeightBlock:
+        """The rows of a weight that are this shard's."""
+        return self._pool.block(name, tuple(self._shapes[name]), self.process_group.rank)
 
     def _export(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Whole weights, or what Adam keeps of them, as Megatron sends them; each is overwritten by the next ones."""
@@ -225,19 +209,10 @@ class MegatronEngine(BoundedPasses):
     def state_loaded(self, policy_version: int) -> None:
         """Send Megatron the tensors of `state`, which have been written to."""
         for kind in KINDS if self._setup.optimizer is not None else KINDS[:1]:
-            values = {name: self._state[_key(kind, name)] for name in self._shapes}
-            held = HeldWeights.of(
-                (
-                    LocalWeight(
-                        name,
-                        tuple(self._shapes[name]),
-                        self._pool.block(name, tuple(self._shapes[name]), self.process_group.rank),
-                        value.to_local() if isinstance(value, DTensor) else value,
-                    )
-                    for name, value in values.items()
-                ),
-                policy_version,
-            )
+            state = {name: self._state[_key(kind, name)] for name in self._shapes}
+            own = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in state.items()}
+            parts = (LocalWeight(n, tuple(self._shapes[n]), self._block(n), one) for n, one in own.items())
+            held = HeldWeights.of(parts, policy_version)
             weights = (saved for one in self._whole(held) for saved in self._form(*one))
             with written(weights, self.write_description, self.process_group) as folder:
                 self._call("load", {"kind": kind, "folder": str(folder)})
