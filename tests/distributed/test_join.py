@@ -19,7 +19,7 @@ from leaderless.distributed.activity import Activity
 from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, Plan, make_plan
-from leaderless.planner.graph.process_groups import communicators
+from leaderless.planner.plan import communicators
 from leaderless.planner.workflow import resolve_workflow
 from leaderless.stages.context import StageContext
 from leaderless.worker.build import join

@@ -177,25 +177,7 @@ def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
         device = torch.device(kind, _device_index(kind, module.device_count(), local_rank, local_world_size))
         module.set_device(device.index)
         return DeviceSetup(device, f"cpu:gloo,{kind}:{backend}")
-    kind_there = find_accelerator()
-    if kind_there == "cuda" and torch.version.hip is not None:
-        raise RuntimeError(
-            f"this machine has an AMD GPU that torch {torch.__version__} (ROCm {torch.version.hip}) cannot use: "
-            f"{_why_unavailable('cuda')}; add this user to the groups render and video, install a build of torch for "
-            f"this driver and GPU, or set {VISIBLE_IN_ROCM} to nothing to train on the CPU"
-        )
-    if kind_there == "cuda" and torch.version.cuda is not None:
-        raise RuntimeError(
-            f"this machine has a CUDA device that torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use: "
-            f"{_why_unavailable('cuda')}; install a build of torch for this driver, or set CUDA_VISIBLE_DEVICES to "
-            "nothing to train on the CPU"
-        )
-    if kind_there == "npu":
-        raise RuntimeError(
-            f"this machine has an NPU that torch {torch.__version__} cannot use: {_why_unavailable('npu')}; run CANN's "
-            "set_env.sh and install a torch_npu for this torch and driver, or set ASCEND_RT_VISIBLE_DEVICES to nothing "
-            "to train on the CPU"
-        )
+    _refuse_unusable(find_accelerator())
     if THREADS not in os.environ:  # torch has read it already
         torch.set_num_threads(num_cores)
     return DeviceSetup(torch.device("cpu"), "gloo")
@@ -257,20 +239,35 @@ def _usable_module(kind: AcceleratorKind) -> ModuleType | None:
             import_module("torch_npu")
         module = torch.get_device_module(kind)
         return module if module.is_available() else None
-    except Exception:  # noqa: BLE001 - as where torch_npu is missing, or misses a library; `_why_unavailable` says why
+    except Exception:  # noqa: BLE001 - as where torch_npu is missing, or misses a library; `_refuse_unusable` says why
         return None
 
 
-def _why_unavailable(kind: AcceleratorKind) -> str:
+def _refuse_unusable(kind: AcceleratorKind | None) -> None:
+    """Refuse to train on the CPU of a machine that has an accelerator which torch is built for, and cannot use."""
     import torch
 
+    rocm, cuda = torch.version.hip, torch.version.cuda
+    if kind is None or (kind == "cuda" and rocm is None and cuda is None):
+        return
+    name, build, remedy = "an NPU", "", "run CANN's set_env.sh and install a torch_npu for this torch and driver"
+    if kind == "cuda":
+        name, build, remedy = "a CUDA device", f" (CUDA {cuda})", "install a build of torch for this driver"
+    if kind == "cuda" and rocm is not None:
+        name, build = "an AMD GPU", f" (ROCm {rocm})"
+        remedy = "add this user to the groups render and video, install a build of torch for this driver and GPU"
+    hidden = VISIBLE_IN_ROCM if rocm is not None else VISIBLE_DEVICES[kind]
+    why = "it is not available"
     try:
         if kind == "npu":
             import_module("torch_npu")
         torch.get_device_module(kind).init()
     except Exception as error:  # noqa: BLE001  (whatever it is, it is the reason)
-        return str(error).splitlines()[0]
-    return "it is not available"
+        why = str(error).splitlines()[0]
+    raise RuntimeError(
+        f"this machine has {name} that torch {torch.__version__}{build} cannot use: {why}; {remedy}, or set {hidden} "
+        "to nothing to train on the CPU"
+    )
 
 
 class DeviceType(NamedTuple):

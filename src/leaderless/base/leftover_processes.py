@@ -1,13 +1,20 @@
-"""Ends processes that a reward or an environment started and did not end. Imports no torch."""
+"""How processes have ended, and an end of what rewards or environments started and left behind. Imports no torch."""
 
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
+
+
+def exit_in_words(code: int) -> str:
+    """The exit code of a process in words; a negative one is the number of a signal."""
+    return f"exit code {code}" if code >= 0 else f"the signal {signal.Signals(-code).name}"
+
 
 LAST_S = 1.0
 """Time for processes left behind by workers to end by themselves."""

@@ -243,23 +243,20 @@ def load_recipe(
         defaults = defaults_of(workflow) if isinstance(workflow, str) else {}
     except RecipeError as error:
         raise error.placed(source.place_of) from error
-    return LoadedRecipe(_validate(Recipe, merge_settings(defaults, source.settings), source), source)
+    return LoadedRecipe(check_section(Recipe, source, merge_settings(defaults, source.settings)), source)
 
 
 def load_section(path: Path, section: type[AnySection]) -> AnySection:
     """Read and check a YAML file that is not a recipe, with a model of its settings, by the same rules."""
-    source = read_yaml(path)
-    return check_section(section, source)
+    return check_section(section, read_yaml(path))
 
 
-def check_section(section: type[AnySection], source: RecipeSource) -> AnySection:
-    """Check settings that are not a recipe's with a model of them, by the same rules."""
-    return _validate(section, source.settings, source)
-
-
-def _validate(section: type[AnySection], settings: Mapping[str, Setting], source: RecipeSource) -> AnySection:
+def check_section(
+    section: type[AnySection], source: RecipeSource, settings: Mapping[str, Setting] | None = None
+) -> AnySection:
+    """Check the settings of a source, or others that are mostly its, with a model of them."""
     try:
-        return section.model_validate(settings)
+        return section.model_validate(source.settings if settings is None else settings)
     except ValidationError as error:
         problems = [problem for details in error.errors() for problem in _problems(details, source, section)]
         raise RecipeError([problem for problem in problems if not _is_inherited(problem, problems)]) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from threading import Lock
 
-from leaderless.base.exits import exit_in_words
+from leaderless.base.leftover_processes import exit_in_words
 from leaderless.config.rewards import SandboxName
 from leaderless.environments.tools import tool
 from leaderless.rewards.sandbox.choose import choose_sandbox

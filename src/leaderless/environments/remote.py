@@ -24,7 +24,7 @@ from typing import ClassVar, cast
 
 from typing_extensions import override
 
-from leaderless.base.exits import exit_in_words
+from leaderless.base.leftover_processes import exit_in_words
 from leaderless.base.named_functions import load_own
 from leaderless.base.values import Json
 from leaderless.config.environment import EnvironmentConfig

@@ -1,11 +1,13 @@
-"""The plan: what every rank does, in order, and what is sent between ranks."""
+"""The plan: what every rank does, in order, what is sent between ranks, and which of them exchange."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from leaderless.config.layout import LayoutConfig
@@ -20,13 +22,14 @@ from leaderless.planner.entries import (
     Windowed,
     flat,
 )
-from leaderless.planner.layout import format_ranks
+from leaderless.planner.layout import Layout, all_ranks, format_ranks
 from leaderless.planner.memory.model_size import ModelSize
 from leaderless.planner.plan_parts import BatchSizes, Channel, Edge, Loop, PlannedNode, RoleInstance
 from leaderless.planner.workflow import Workflow
 
 if TYPE_CHECKING:
     from leaderless.planner.memory.rank import MemoryEstimate
+
 
 _CHANNEL = ("name", "kind", "source", "target", "capacity", "max_staleness", "max_bytes")
 
@@ -272,3 +275,58 @@ def trained_instance(plan: Plan, role: str) -> RoleInstance | None:
 def trains_reward_model(plan: Plan, role: str) -> bool:
     """Whether a plan trains a role as a reward model."""
     return any(one.node.role == role and one.node.run == "update_reward_model" for one in plan.nodes)
+
+
+def layouts_with_axes(plan: Plan) -> tuple[Layout, ...]:
+    """Layouts whose ranks have process groups along axes, in the order in which these are made."""
+    layouts = (layout for one in plan.instances for layout in (one.layout, one.serving_layout))
+    return tuple(layout for layout in dict.fromkeys(layouts) if layout.peer_groups)
+
+
+def process_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Ranks of each process group of the main thread, besides all ranks and those along axes, in the same order."""
+    found = [plan.ranks_of(action) for action in flat(plan.schedule)]
+    found += [instance.layout.ranks for instance in plan.instances]
+    judges = [instance for instance in plan.instances if instance.is_judge]
+    # A judge may be asked about held-out responses by other ranks, together with its own.
+    found += [all_ranks(one.layout, judge.layout) for one in plan.instances if not one.is_judge for judge in judges]
+    for loop in plan.loops:
+        found += [loop.ranks, *metric_pools(plan, loop)]
+    return list(dict.fromkeys(found))
+
+
+def metric_pools(plan: Plan, loop: Loop) -> Iterator[tuple[int, ...]]:
+    """The ranks that add up metrics together: by entry, by shards of a node, and all of the loop."""
+    entries = [*flat(loop.schedule)]
+    nodes = (plan[action.node].layout.representatives for action in entries if isinstance(action, RunNode))
+    yield from dict.fromkeys([*map(plan.ranks_of, entries), *nodes, loop.ranks])
+
+
+def communicators(plan: Plan) -> Callable[[int], int]:
+    """Make a function that counts the communicators of a rank's accelerator: one for each process group of others.
+
+    Ranks that share a device send through host memory, and so does what has a lane of its own.
+    """
+    helpers, layouts = plan.helpers, layouts_with_axes(plan)
+
+    def is_counted(ranks: tuple[int, ...]) -> bool:
+        members = frozenset(ranks) if helpers else frozenset[int]()
+        return len(ranks) > 1 and not any(rank in members and owner in members for rank, owner in helpers.items())
+
+    world = tuple(range(plan.world_size))
+    together = filter(is_counted, dict.fromkeys([world, *process_groups(plan)]))
+    counts = Counter(rank for ranks in together for rank in ranks)
+
+    @cache  # ranks of the same layouts have as many
+    def along_axes(own: tuple[int, ...], place: int) -> int:
+        forth = {peers(place) for number in own for peers in layouts[number].peer_groups}
+        back = {layouts[number].peers(place, "pp") for number in own if layouts[number].pp > 1}
+        return sum(map(is_counted, [*forth, *back]))
+
+    first: dict[tuple[int, ...], int] = {}
+
+    def count(rank: int) -> int:
+        own = tuple(number for number, layout in enumerate(layouts) if rank in layout)
+        return counts[rank] + along_axes(own, first.setdefault(own, rank))
+
+    return count

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
-from leaderless.base.exits import exit_in_words
+from leaderless.base.leftover_processes import exit_in_words
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.protocol import GradingOutcome, RewardInput, describe, timed_out
 from leaderless.rewards.reward_process import SHARE_S, RewardProcess, serve

@@ -13,7 +13,7 @@ from leaderless.observability.clock import PREFIX, Clock, State, seconds_name
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
 from leaderless.planner import Action, Load, Plan, PlannedNode, Pull, Push, RunNode, SyncWeights, flat, format_ranks
-from leaderless.planner.graph.process_groups import metric_pools
+from leaderless.planner.plan import metric_pools
 
 LOG = "log"
 """Lane in which ranks that generate continuously add up what they report."""

@@ -25,7 +25,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.base.exits import exit_in_words
+from leaderless.base.leftover_processes import exit_in_words
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.config.environment import BodyConfig

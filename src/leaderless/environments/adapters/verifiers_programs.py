@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from weakref import finalize
 
-from leaderless.base.exits import exit_in_words
+from leaderless.base.leftover_processes import exit_in_words
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.environments.guarded_environment import CRASH, EnvironmentFailure

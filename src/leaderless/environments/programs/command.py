@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from leaderless.base.exits import exit_in_words
+from leaderless.base.leftover_processes import exit_in_words
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.environments.guarded_environment import CRASH, ENVIRONMENT, EnvironmentFailure

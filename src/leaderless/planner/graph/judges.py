@@ -8,7 +8,7 @@ from dataclasses import replace
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.judges import JudgeOptions
 from leaderless.config.rollout import SamplingConfig
-from leaderless.planner.layout import Layout, all_ranks
+from leaderless.planner.layout import Layout
 from leaderless.planner.plan import Plan
 from leaderless.planner.plan_parts import Loop, RoleInstance, answering
 from leaderless.planner.workflow import Node, Workflow, spec_of
@@ -155,12 +155,6 @@ def check_judging(recipe: Recipe, instances: Sequence[RoleInstance], loops: Sequ
                 f"'{answers.role}' in loop '{both[0].name}', which does not wait for it: give both the same loop under "
                 "`layout`, or set evaluation.every_steps=0",
             )
-
-
-def asking_ranks(instances: Sequence[RoleInstance]) -> list[tuple[int, ...]]:
-    """The ranks that may ask a judge of other ranks about held-out responses together with these."""
-    pairs = ((one, other) for one in instances if not one.is_judge for other in instances if other.is_judge)
-    return list(dict.fromkeys(all_ranks(one.layout, judge.layout) for one, judge in pairs))
 
 
 def judge_of(instances: Sequence[RoleInstance], role: str) -> RoleInstance | None:

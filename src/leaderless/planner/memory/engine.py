@@ -54,9 +54,7 @@ class EngineMemory:
     @property
     def stays(self) -> bool:
         """Whether an engine next to a trainer keeps its memory, weights of its own included, while it sleeps."""
-        model = self.model
-        is_beside = model.generates and not model.instance.is_engine_only and not model.engine.keeps_weights
-        return is_beside and self.cache.stays and self.has_pages
+        return self.model.is_beside and not self.model.engine.keeps_weights and self.cache.stays and self.has_pages
 
     def kept(self) -> Parts:
         """Memory that stays from pass to pass.
@@ -195,9 +193,8 @@ class EngineMemory:
         gate, the other factor, and their product.
         """
         size = self.model.size
-        return (
-            3 * (size.intermediate_size + size.hidden_size) + 2 * (size.num_heads + size.num_kv_heads) * size.head_dim
-        )
+        heads = 2 * (size.num_heads + size.num_kv_heads) * size.head_dim
+        return 3 * (size.intermediate_size + size.hidden_size) + heads
 
 
 def iterations(recipe: Recipe) -> int:

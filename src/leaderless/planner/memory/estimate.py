@@ -152,7 +152,7 @@ class LanguageRank(RankMemory[ModelMemory]):
             else:
                 moments.append({"weights": before} | {"whole weights": whole * (not model.guest.trains)})
             before += share * self.is_cpu
-            if model.has_own_base:
+            if model.has_base_beside and not model.engine.keeps_weights:
                 base = model.adapted_bytes()
                 kept = {"weights": before + base} if self.is_cpu else {}
                 moments.append(kept | {"weights being read": min(READ_BYTES, base)})
@@ -166,7 +166,7 @@ class LanguageRank(RankMemory[ModelMemory]):
             yield f"{role} engine's weights", model.sent_bytes() if model.guest.generates else model.engine_bytes()
         elif not model.is_shared:
             yield f"{role} weights", self._share(model)
-            if model.has_own_base:
+            if model.has_base_beside and not model.engine.keeps_weights:
                 yield f"{role} engine's base", model.adapted_bytes()
         if model.instance.is_trained:
             yield f"{role} optimizer", 2 * model.trained_bytes()
@@ -189,7 +189,8 @@ class LanguageRank(RankMemory[ModelMemory]):
             if model.instance.is_engine_only and model.engine.restarts_on(model.instance.serving_layout)
         ]
         parts = {"weights for a restart": sum(restarting)} if any(restarting) else {}
-        asleep = sum(model.engine_bytes() for model in self.models if model.keeps_base_asleep)
+        kept = (model for model in self.models if model.has_base_beside and model.engine.keeps_weights)
+        asleep = sum(model.engine_bytes() for model in kept)
         if asleep and not self.is_cpu:
             parts["bases of engines asleep"] = asleep
         for channel in self.pushed:
@@ -297,7 +298,9 @@ class LanguageRank(RankMemory[ModelMemory]):
             chunk * 3 * FLOAT32_BYTES + min(tokens * size.vocab_size, self.bounds.max_logits // chunk * chunk) * width
         )
         head = embedding * FLOAT32_BYTES + (embedding * width if width != FLOAT32_BYTES else 0)
-        before = tokens * model.kept_values() * num_held + seen * model.seeing_values()
+        before = tokens * model.kept_values() * num_held + seen * model.vision.kept_values(
+            gradient_checkpointing=model.config.gradient_checkpointing
+        )
         begins = {
             "gathered weights": gathered,
             # The backward pass of a layer needs them as they were.

@@ -91,16 +91,17 @@ class ModelMemory:
         return self.config.lora is not None
 
     @property
-    def has_own_base(self) -> bool:
-        """Whether an engine next to the trainer has the weights once more, to which it adds adapters."""
-        is_beside = self.generates and not self.instance.is_engine_only
-        return is_beside and self.adds_adapters and not (self.engine.keeps_weights or self.guest.generates)
+    def is_beside(self) -> bool:
+        """Whether its engine is next to the trainer."""
+        return self.generates and not self.instance.is_engine_only
 
     @property
-    def keeps_base_asleep(self) -> bool:
-        """Whether an engine next to the trainer copies the weights, to which it adds adapters, to the host to sleep."""
-        is_beside = self.generates and not self.instance.is_engine_only
-        return is_beside and self.adds_adapters and self.engine.keeps_weights and not self.guest.generates
+    def has_base_beside(self) -> bool:
+        """Whether an engine next to the trainer has the weights once more, to which it adds adapters.
+
+        An engine that keeps weights copies them to the host to sleep.
+        """
+        return self.is_beside and self.adds_adapters and not self.guest.generates
 
     @property
     def adds_adapters(self) -> bool:
@@ -255,10 +256,6 @@ class ModelMemory:
         """
         widest = max(self.part.dropped_inputs)
         return (tokens * widest * (1 + self.width) + 3 * 8 * MAX_WORDS) * (widest > 0)
-
-    def seeing_values(self) -> int:
-        """Numbers that the part that sees keeps for each token of an image until the backward pass."""
-        return self.vision.kept_values(gradient_checkpointing=self.config.gradient_checkpointing)
 
     @property
     def vision(self) -> VisionSize:

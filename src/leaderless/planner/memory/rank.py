@@ -9,9 +9,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from leaderless.config import Recipe
 from leaderless.config.models import Whole
-from leaderless.planner.graph.process_groups import communicators
 from leaderless.planner.memory.limits import MAX_LOGITS, MIB, UNBOUND, CacheBound
-from leaderless.planner.plan import Plan
+from leaderless.planner.plan import Plan, communicators
 from leaderless.planner.plan_parts import Channel
 
 WRITE_BYTES = 256 * MIB

@@ -87,7 +87,9 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
             f"{2 * allowed.helpers + 1} workers with as many prompts or more, or leave helpers out",
         )
     candidates, refused = without_impossible(candidates, plain, workflow, cluster)
-    ranked = _ranked(candidates, base, _plan_ahead(candidates, plain, workflow, cluster), profile, steps)
+    lockstep = Rough(base, profile, steps)
+    ahead = Rough(_plan_ahead(candidates, plain, workflow, cluster) or base, profile, steps)
+    ranked = sorted(candidates, key=lambda one: (ahead if one.lag else lockstep).seconds(one))
     options: list[Option] = []
     num_planned = NUM_PLANNED if cluster.world_size < MANY_RANKS else FEW_PLANS
     for candidate in sorted(ranked, key=lambda one: bool(one.pools)):  # the one without pools is always compared
@@ -105,19 +107,12 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
     options.sort(key=lambda option: option.predicted.seconds)
     best = _simplest(options)
     others = tuple(option for option in options if option is not best)[: NUM_SHOWN - 1]
-    without = _without_helpers(recipe, workflow, cluster, profile, allowed.helpers)
+    without = None
+    if allowed.helpers and recipe.placement is not None:
+        alone = recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"helpers": 0})})
+        own_devices = replace(cluster, world_size=cluster.world_size - allowed.helpers)
+        without = choose_layout(alone, workflow, own_devices, profile).best
     return PlacementChoice(best, others, tuple(refused[: NUM_SHOWN - 1]), len(candidates), profile, without)
-
-
-def _without_helpers(
-    recipe: Recipe, workflow: Workflow, cluster: Cluster, profile: Profile, helpers: int
-) -> Option | None:
-    """The best layout of the workers that have a device of their own."""
-    if not helpers or recipe.placement is None:
-        return None
-    placement = recipe.placement.model_copy(update={"helpers": 0})
-    alone = recipe.model_copy(update={"placement": placement})
-    return choose_layout(alone, workflow, replace(cluster, world_size=cluster.world_size - helpers), profile).best
 
 
 def predict_step(recipe: Recipe, plan: Plan, profile: Profile) -> Predicted:
@@ -153,14 +148,6 @@ def _plan_ahead(candidates: list[Candidate], plain: Recipe, workflow: Workflow, 
     return None
 
 
-def _ranked(
-    candidates: list[Candidate], base: Plan, ahead: Plan | None, profile: Profile, steps: StepSeconds
-) -> list[Candidate]:
-    """The candidates in order of a first estimate of their seconds."""
-    lockstep, other = Rough(base, profile, steps), Rough(ahead or base, profile, steps)
-    return sorted(candidates, key=lambda one: (other if one.lag else lockstep).seconds(one))
-
-
 def _simplest(options: list[Option]) -> Option:
     """Of the options that are about as fast as the first, the one of the smallest lag, fewest pools and windows.
 
@@ -188,20 +175,14 @@ def _plan(
         recipe = recipe.model_copy(update={"batch": batch})
     plan = replace(make_plan(recipe, workflow, cluster), profile_hash=profile.digest())
     _check_known(plan, profile)
-    is_cpu = profile.machine.accelerator is None
-    available = int(profile.machine.memory_gib * GIB)
-    fit = fit_plan(recipe, plan, available if is_cpu else available - _bytes_of_helpers(recipe, plan), is_cpu=is_cpu)
+    is_cpu, available = profile.machine.accelerator is None, int(profile.machine.memory_gib * GIB)
+    if plan.helpers and not is_cpu:  # a rank that helps has memory of an accelerator on which another one trains
+        helping = estimate_memory(recipe, plan, plan.batch.micro_batch_tokens, among=tuple(plan.helpers))
+        available -= 0 if helping is None else helping.accelerator.peak
+    fit = fit_plan(recipe, plan, available, is_cpu=is_cpu)
     if fit.is_hopeless:
         raise RecipeError.at("placement", fit.problem)
     return Option(candidate, recipe, plan, predict(plan, profile, steps))
-
-
-def _bytes_of_helpers(recipe: Recipe, plan: Plan) -> int:
-    """Bytes that a rank which helps needs of an accelerator on which another one trains."""
-    if not plan.helpers:
-        return 0
-    estimate = estimate_memory(recipe, plan, plan.batch.micro_batch_tokens, among=tuple(plan.helpers))
-    return 0 if estimate is None else estimate.accelerator.peak
 
 
 def allowed_by(recipe: Recipe, base: Plan) -> Allowed:

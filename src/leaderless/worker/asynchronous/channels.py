@@ -30,7 +30,7 @@ from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.observability.clock import State, Tracer
 from leaderless.observability.line_file import LineFile
 from leaderless.planner import Channel, Plan, Reshard, format_ranks
-from leaderless.planner.graph.process_groups import metric_pools
+from leaderless.planner.plan import metric_pools
 from leaderless.worker.agreement import LOG, StepEnd
 from leaderless.worker.build.parts import Parts, Progress
 from leaderless.worker.checkpoint.channel_rows import load_rows, save_rows

@@ -17,7 +17,7 @@ from leaderless.data.buffer.databuffer import WINDOWS
 from leaderless.distributed.activity import Activity
 from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.planner import Plan, Reshard, format_ranks
-from leaderless.planner.graph.process_groups import layouts_with_axes, process_groups
+from leaderless.planner.plan import layouts_with_axes, process_groups
 from leaderless.worker.asynchronous import channels
 from leaderless.worker.device_sharing import place_of_device
 from leaderless.worker.rank_info import RankInfo
