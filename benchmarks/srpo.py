@@ -130,7 +130,7 @@ def rank_correlation(policy: Path, num_layouts: int, seed: int, *, is_by_task: b
     from leaderless.config.models import ModelConfig
     from leaderless.embodied.rollout.policy_rollout import BodyTask, make_body_rollout
     from leaderless.embodied.simulators.tabletop import TableTask
-    from leaderless.embodied.stages.embeddings import encoder_of, film_of
+    from leaderless.embodied.stages.films import encoder_of, film_of
     from leaderless.observability.clock import Clock
 
     options = {"num_layouts": num_layouts}

@@ -22,10 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from leaderless.algorithms.settings import SacConfig
 from leaderless.config.models import OptimizerConfig
-from leaderless.embodied.data.replay_buffer import ReplayBuffer
+from leaderless.embodied.data.replay_buffer import ReplayBuffer, transitions_of
 from leaderless.embodied.policies.squashed import Squashed
 from leaderless.embodied.robots.environment import RobotEnvironment
-from leaderless.embodied.robots.transitions import transitions_of
 from leaderless.embodied.simulators.protocol import Continuous, Spaces
 from leaderless.embodied.training.sac_learner import SacLearner, observed_of
 from leaderless.embodied.training.sharded_replay import Drawn

@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 
+from leaderless.embodied.data.replay_buffer import TransitionRecorder, Transitions
 from leaderless.embodied.robots.environment import RobotEnvironment
-from leaderless.embodied.robots.transitions import TransitionRecorder, Transitions
 
 
 class Memory(list[Transitions]):

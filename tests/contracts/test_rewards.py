@@ -16,7 +16,7 @@ from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rewards.registry import check_rewards
-from leaderless.rewards.sandbox.builtin import BuiltinSandbox
+from leaderless.rewards.sandbox.sandboxes import Sandbox
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ RESPONSES = ["", " ", "\n\n", "ünïcödé ✓ \U0001f600", "\x00\x1b[2J", "[bol
 
 
 def grade(name: str, answer: Json, responses: list[str], num_processes: int) -> list[Graded]:
-    if name == "code" and BuiltinSandbox().refusal(allow_weaker=False):
+    if name == "code" and Sandbox().refusal(allow_weaker=False):
         pytest.skip("programs cannot be run safely on this machine")
     samples = [RewardInput("?", response, answer, {"answer": answer}, is_truncated=False) for response in responses]
     with ExitStack() as stack:

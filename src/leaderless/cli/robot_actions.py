@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Literal
 
 import numpy as np
@@ -18,9 +19,8 @@ import numpy as np
 from leaderless.base.values import Json
 from leaderless.cli.signals import ended_by_signals
 from leaderless.config import RecipeError
+from leaderless.embodied.robots.arm import CommandOutcome, Refused, make_station
 from leaderless.embodied.robots.client import Address, RobotClient
-from leaderless.embodied.robots.command_outcome import CommandOutcome, Refused
-from leaderless.embodied.robots.registry import make_station
 from leaderless.embodied.robots.server import RobotServer
 from leaderless.observability.console import print_line
 from leaderless.serving.listen import take_port
@@ -48,7 +48,7 @@ def try_robot(address: str, token: str | None, policy: str, steps: int, seed: in
     rng = np.random.default_rng(seed)
     with _connected(address, token) as client:
         description = client.description
-        print_line(json.dumps(description.to_json()))
+        print_line(json.dumps(asdict(description)))
         client.reset(seed)
         total = 0.0
         for step in range(steps):

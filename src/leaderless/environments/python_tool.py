@@ -8,9 +8,9 @@ from threading import Lock
 from leaderless.base.leftover_processes import exit_in_words
 from leaderless.config.rewards import SandboxName
 from leaderless.environments.tools import tool
-from leaderless.rewards.sandbox.choose import choose_sandbox
 from leaderless.rewards.sandbox.jail import Interpreter
 from leaderless.rewards.sandbox.messages import ProgramEnd, SandboxLimits
+from leaderless.rewards.sandbox.sandboxes import choose_sandbox
 
 _LOST = "The interpreter was started anew: variables and files of earlier calls are lost."
 _SHOWN_CHARACTERS = 1000

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from leaderless.base.values import Json
 from leaderless.config.rewards import CODE_RESERVE_S, CodeOptions
 from leaderless.rewards.protocol import RewardInput, RewardResult
-from leaderless.rewards.sandbox.choose import choose_sandbox
 from leaderless.rewards.sandbox.jail import Script, TestTrial
-from leaderless.rewards.sandbox.messages import ProgramEnd, SandboxLimits
+from leaderless.rewards.sandbox.messages import SandboxLimits
+from leaderless.rewards.sandbox.sandboxes import choose_sandbox
 
 _BLOCK = re.compile(
     r"^```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE
@@ -76,7 +76,9 @@ class CodeReward:
             for given, expected in examples:
                 if time.monotonic() >= deadline or (self._options.score == "all" and not all(passed)):
                     break
-                passed.append(_is_right(script.run(given, deadline), expected))
+                ended = script.run(given, deadline)
+                is_right = _plain_lines(ended.output) == _plain_lines(expected)
+                passed.append(ended.cause == "exited" and ended.code == 0 and is_right)
         return passed
 
     def _run_statements(self, program: str, statements: Sequence[tuple[str, str]], deadline: float) -> Sequence[bool]:
@@ -91,10 +93,6 @@ def find_program(response: str) -> str:
     """The program in a response: the last block fenced as Python, perhaps cut off; without one all of it."""
     blocks = _BLOCK.findall(response)
     return str(blocks[-1]) if blocks else response
-
-
-def _is_right(ended: ProgramEnd, expected: str) -> bool:
-    return ended.cause == "exited" and ended.code == 0 and _plain_lines(ended.output) == _plain_lines(expected)
 
 
 def _plain_lines(text: str) -> list[str]:

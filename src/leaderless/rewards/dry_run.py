@@ -15,7 +15,7 @@ from leaderless.config.data import DATASET_COLUMN, DatasetConfig
 from leaderless.data.sources.files import find_files
 from leaderless.data.sources.row_sources import Row, plain_row, read_lines
 from leaderless.observability.hidden_values import without_secrets
-from leaderless.rewards.judges.judge import Judge, Judged
+from leaderless.rewards.judges.judge import Judge
 from leaderless.rewards.protocol import Reward, RewardInput, compute, describe, timed_out
 from leaderless.rewards.registry import make_rewards
 
@@ -118,15 +118,12 @@ def _scores(reward: Reward, samples: Mapping[str, RewardInput], timeout_s: float
     """Values that one reward finds for the responses to a row, by their kind."""
     if not isinstance(reward, Judge):
         return {kind: _score(reward, sample, timeout_s) for kind, sample in samples.items()}
-    judged = zip(samples, reward.grade([*samples.values()]), strict=True)
-    return {kind: _judged(one) for kind, one in judged}
-
-
-def _judged(judged: Judged) -> Score:
-    """Value that a judge finds, with its words."""
-    outcome, said = judged.outcome, str(judged.notes.get("said", ""))
-    value = None if outcome.error else outcome.value
-    return Score(value, None, outcome.error or "", "", outcome.seconds, said)
+    scores: dict[str, Score] = {}
+    for kind, judged in zip(samples, reward.grade([*samples.values()]), strict=True):
+        outcome, said = judged.outcome, str(judged.notes.get("said", ""))
+        value = None if outcome.error else outcome.value
+        scores[kind] = Score(value, None, outcome.error or "", "", outcome.seconds, said)
+    return scores
 
 
 def _score(reward: Reward, sample: RewardInput, timeout_s: float) -> Score:

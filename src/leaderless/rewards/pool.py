@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -14,12 +15,15 @@ from leaderless.base.values import Json
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.dispatcher import Dispatcher
 from leaderless.rewards.judges.asking import Asker
-from leaderless.rewards.judges.judge import AnswerFile, Judge, Judged, JudgeUsage, make_cache, make_judges
+from leaderless.rewards.judges.client import AnswerCache
+from leaderless.rewards.judges.judge import AnswerFile, Judge, Judged, JudgeUsage, make_judges
 from leaderless.rewards.protocol import GradingOutcome, Reward, RewardInput, grade
 from leaderless.rewards.registry import make_rewards
 
 Askers = Mapping[str, Asker]
 """Clients that ask judges that are roles, by the name of the reward."""
+Found = Mapping[tuple[str, int], Judged]
+"""What judges have found, by reward and index of the response."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class RewardPool:
             raise ValueError(f"num_processes={num_processes}: must be at least 0")
         self._config, self._options, self._all = config.without_judges(), config.options(), config
         self._on_news = on_news
-        self.kept_answers = make_cache(config.judges(), answers)
+        size = max((options.kept_answers for options in config.judges().values()), default=0)
+        self.kept_answers = AnswerCache(answers.path, size, answers.may_fail)
         self._judges: Mapping[str, Judge] = make_judges(config.judges(), self.kept_answers)
         self._dispatcher = Dispatcher(self._config, num_processes, on_news) if num_processes else None
         self._rewards: Mapping[str, Reward] = {}
@@ -121,7 +126,7 @@ class RewardPool:
         elsewhere = {name: places for name, places in judged.items() if self._judges[name].options.role is None}
         here = {name: places for name, places in judged.items() if name not in elsewhere}
         with self._lock:
-            asking = _Asking(partial(self._judge, samples, elsewhere, {})) if elsewhere else None
+            asking = _in_thread(partial(self._judge, samples, elsewhere, {})) if elsewhere else None
             outcomes = self._dispatcher.run(samples, work) if self._dispatcher else self._grade_here(samples, work)
             said = {**(self._judge(samples, here, askers) if here else {}), **(asking.result() if asking else {})}
         outcomes = {**outcomes, **{place: one.outcome for place, one in said.items()}}
@@ -165,10 +170,7 @@ class RewardPool:
                 self._on_news()
         return outcomes
 
-    def _judge(
-        self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]], askers: Askers
-    ) -> Mapping[tuple[str, int], Judged]:
-        """Outcomes of judges, by reward and index of the response."""
+    def _judge(self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]], askers: Askers) -> Found:
         found: dict[tuple[str, int], Judged] = {}
         for name, indices in work.items():
             judged = self._judges[name].grade([samples[i] for i in indices], self._on_news, askers.get(name))
@@ -176,13 +178,13 @@ class RewardPool:
         return found
 
     def _sum(self, outcomes: Mapping[str, GradingOutcome], judged: Mapping[str, Judged]) -> Graded:
-        details: dict[str, Json] = {
-            name: {"value": outcome.value, "answer": outcome.answer}
-            if outcome.error is None
-            else {"error": outcome.error}
-            for name, outcome in outcomes.items()
-        }
-        details |= {name: {**_section(details[name]), **one.notes} for name, one in judged.items()}
+        details: dict[str, Json] = {}
+        for name, outcome in outcomes.items():
+            notes = judged[name].notes if name in judged else {}
+            found: dict[str, Json] = {"value": outcome.value, "answer": outcome.answer}
+            if outcome.error is not None:
+                found = {"error": outcome.error}
+            details[name] = {**found, **notes}
         graded = Graded(
             0.0,
             is_valid=False,
@@ -199,36 +201,18 @@ class RewardPool:
         return replace(graded, value=total, is_valid=True)
 
 
-class _Asking:
-    """A result computed in a thread, while other rewards are computed.
+def _in_thread(find: Callable[[], Found]) -> Future[Found]:
+    """A result that a thread finds, which ends when its questions are answered, even if nobody waits any more."""
+    future: Future[Found] = Future()
 
-    After an error elsewhere the thread is abandoned: it ends when its questions are answered, or late.
-    """
-
-    def __init__(self, find: Callable[[], Mapping[tuple[str, int], Judged]]) -> None:
-        self._find = find
-        self._found: Mapping[tuple[str, int], Judged] = {}
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="judges", daemon=True)
-        self._thread.start()
-
-    def result(self) -> Mapping[tuple[str, int], Judged]:
-        """The result; raises the thread's error."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._found
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._found = self._find()
+            future.set_result(find())
         except BaseException as error:  # noqa: BLE001 - raised where the result is wanted
-            self._error = error
+            future.set_exception(error)
 
-
-def _section(detail: Json) -> Mapping[str, Json]:
-    assert isinstance(detail, Mapping)
-    return detail
+    threading.Thread(target=run, name="judges", daemon=True).start()
+    return future
 
 
 def _no_reward(source: str | None) -> Graded:

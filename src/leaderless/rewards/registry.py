@@ -19,8 +19,7 @@ from leaderless.config.rewards import (
     SearchFormatOptions,
 )
 from leaderless.rewards.protocol import Reward
-from leaderless.rewards.search_reward import AnswerMatchReward, SearchFormatReward
-from leaderless.rewards.text_rewards import ExactMatchReward, FormatReward
+from leaderless.rewards.text_rewards import AnswerMatchReward, ExactMatchReward, FormatReward, SearchFormatReward
 from leaderless.rewards.trl_and_verl import adapt
 
 
@@ -38,11 +37,7 @@ def make_rewards(config: RewardsConfig, *, in_worker: bool = False) -> dict[str,
 
 
 def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
-    """Refuse rewards that cannot be computed, before any process starts.
-
-    Args:
-        config: The recipe's `reward` section.
-        in_worker: Whether they are called in the process that runs the main script, which may define them.
+    """Refuse rewards that cannot be computed, before any process starts; see `make_rewards`.
 
     Raises:
         RecipeError: Custom functions cannot be imported, do not take one argument, or could not be called from
@@ -51,7 +46,7 @@ def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
     problems: list[Problem] = []
     for name, options in config.options().items():
         if isinstance(options, CodeOptions):
-            from leaderless.rewards.sandbox.choose import choose_sandbox
+            from leaderless.rewards.sandbox.sandboxes import choose_sandbox
 
             try:
                 choose_sandbox(options.sandbox, allow_weaker=options.allow_weaker)
@@ -70,7 +65,7 @@ def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
 
 def _problems_of(name: str, options: JudgeOptions) -> Sequence[Problem]:
     """The reasons why a judge cannot be asked."""
-    from leaderless.rewards.judges.cache import AnswerCache
+    from leaderless.rewards.judges.client import AnswerCache
     from leaderless.rewards.judges.judge import make_judges
 
     try:
@@ -103,9 +98,10 @@ def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:
         return CodeReward(options)
     if isinstance(options, JudgeOptions):
         # Reward processes, which are small, do not ask judges.
-        from leaderless.rewards.judges.judge import AnswerFile, make_cache, make_judges
+        from leaderless.rewards.judges.client import AnswerCache
+        from leaderless.rewards.judges.judge import make_judges
 
-        return make_judges({name: options}, make_cache({name: options}, AnswerFile()))[name]
+        return make_judges({name: options}, AnswerCache(None, options.kept_answers))[name]
     return _load_function(name, in_worker)
 
 

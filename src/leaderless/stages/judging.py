@@ -19,9 +19,8 @@ from leaderless.data.prompts.encode import Tokenizer
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.environments.chat_writer import ChatWriter
 from leaderless.rewards.judges.asking import MIN_FAILURES, JudgeQuestion, JudgeReply, reminder, unreadable
-from leaderless.rewards.judges.cache import AnswerCache, JudgeAnswer, key_of
-from leaderless.rewards.judges.prompts import Message
-from leaderless.rewards.judges.verdicts import VerdictError
+from leaderless.rewards.judges.client import AnswerCache, JudgeAnswer, key_of
+from leaderless.rewards.judges.verdicts import Message, VerdictError
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from leaderless.stages.context import ModelRole
 

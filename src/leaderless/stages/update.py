@@ -63,7 +63,7 @@ def values(batch: Batch, context: StageContext) -> Batch:
     """Add the critic's value before each sampled token, and at the end of an episode of a body."""
     critic = context.critic
     batch = batch.with_columns(values=critic.values(batch))
-    if context.recipe.body is None:
+    if "final_values" not in context.node.writes:
         return batch
     return batch.with_columns(final_values=cast("BodyCritic", critic).final_values(batch))
 

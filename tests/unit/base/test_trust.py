@@ -39,9 +39,9 @@ ALLOWED = {
     ("rewards/sandbox/confined.py", "compile"),
     ("rewards/sandbox/remote.py", "exec"),
     ("rewards/sandbox/remote.py", "compile"),
-    ("rewards/sandbox/session.py", "exec"),
-    ("rewards/sandbox/session.py", "eval"),
-    ("rewards/sandbox/session.py", "compile"),
+    ("rewards/sandbox/confined.py", "exec"),
+    ("rewards/sandbox/confined.py", "eval"),
+    ("rewards/sandbox/confined.py", "compile"),
     # The tests of datasets import modules of the standard library by name, inside the sandbox.
     ("rewards/sandbox/remote.py", "__import__"),
     # A worker sends pickled rows to its own reward processes on a private pipe: children of one user, running the same
@@ -53,7 +53,7 @@ ALLOWED = {
     # Environments in a process exchange JSON and numbers with their rank; see there.
     ("embodied/simulators/env_processes.py", "multiprocessing"),
     # LIBERO publishes start states as pickles. They are read by an unpickler that knows arrays of numbers alone.
-    ("embodied/simulators/libero_init_states.py", "pickle"),
+    ("embodied/simulators/libero_tasks.py", "pickle"),
     # SGLang's interface takes weights pickled. A rank writes them for its own server, and reads nothing of the kind.
     ("rollout/external/sglang_engine.py", "pickle"),
     ("rollout/external/sglang_engine.py", "multiprocessing"),

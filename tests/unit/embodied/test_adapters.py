@@ -20,8 +20,8 @@ from leaderless.embodied.simulators.libero_tasks import _Suite
 from leaderless.embodied.simulators.metaworld_tasks import MT10, MetaWorld
 from leaderless.embodied.simulators.protocol import Continuous, Discrete, Spaces
 from leaderless.embodied.simulators.registry import open_body
+from leaderless.embodied.simulators.saved_states import is_plain, pack, unpack
 from leaderless.embodied.simulators.single_envs import Single, SingleObservation, Singles, StepOutcome
-from leaderless.embodied.simulators.state_packing import is_plain, pack, unpack
 from leaderless.environments import adapters
 
 

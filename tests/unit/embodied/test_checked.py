@@ -17,8 +17,7 @@ from leaderless.config import RecipeError
 from leaderless.config.environment import BodyConfig
 from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyEpisode, BodyTask
 from leaderless.embodied.rollout.vector_envs import open_worlds
-from leaderless.embodied.simulators.env_checker import check_steps, not_finite
-from leaderless.embodied.simulators.protocol import Observations
+from leaderless.embodied.simulators.protocol import Observations, check_steps, not_finite
 from leaderless.embodied.simulators.tabletop import TableTask
 from leaderless.observability.clock import Clock
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from leaderless.embodied.stages.film_strips import DONE, MAX_FRAMES, MAX_SIDE, NOT_DONE, film_strip
+from leaderless.embodied.stages.films import DONE, MAX_FRAMES, MAX_SIDE, NOT_DONE, film_strip
 
 
 @pytest.mark.parametrize("side", [28, 224])

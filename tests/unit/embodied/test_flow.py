@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from leaderless.embodied.policies.flow import SmallFlow
-from leaderless.embodied.policies.flow_steps import as_normal, normal_log_density, ode_step, sde_step, turned
-from leaderless.embodied.policies.protocol import Observed
+from leaderless.embodied.policies.flow_policy import normal_log_density, ode_step, sde_step, turned
+from leaderless.embodied.policies.protocol import Observed, as_normal
 from leaderless.embodied.simulators.protocol import Continuous, Spaces
 
 ARM = Spaces({}, 2, Continuous((-1.0, -2.0), (1.0, 2.0)), 10)

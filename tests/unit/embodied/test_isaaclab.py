@@ -12,8 +12,8 @@ from tests.unit.embodied import isaac
 from leaderless.config import RecipeError
 from leaderless.config.environment import BodyConfig
 from leaderless.embodied.simulators import conformance
-from leaderless.embodied.simulators.env_checker import check_steps
 from leaderless.embodied.simulators.isaaclab_tasks import IsaacLab, _library
+from leaderless.embodied.simulators.protocol import check_steps
 from leaderless.embodied.simulators.registry import open_body
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
-import zipfile
-
 import numpy as np
 import pytest
+import torch
 
 from leaderless.config import RecipeError
 from leaderless.config.environment import BodyConfig
-from leaderless.embodied.simulators.libero_init_states import read_states, starts_of
-from leaderless.embodied.simulators.libero_tasks import axis_angle
+from leaderless.embodied.simulators.libero_tasks import axis_angle, read_states, starts_of
 from leaderless.embodied.simulators.registry import open_body
 
 
 def written(path, value):
     path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w") as archive:  # as torch.save does
-        archive.writestr("archive/data.pkl", pickle.dumps(value, protocol=2))
+    torch.save(value, path)
     return path
 
 

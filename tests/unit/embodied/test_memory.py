@@ -21,8 +21,7 @@ from leaderless.embodied.policies import policy_size
 from leaderless.embodied.policies.loading import model_for
 from leaderless.embodied.policies.policy_size import measure_body, measure_learner
 from leaderless.embodied.policies.protocol import BodyPolicy
-from leaderless.embodied.policies.sac_critics import check_policy
-from leaderless.embodied.policies.squashed import Squashed
+from leaderless.embodied.policies.squashed import Squashed, check_policy
 from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyTask
 from leaderless.embodied.rollout.vector_envs import LocalVectorEnvs
 from leaderless.embodied.simulators.protocol import Continuous

@@ -7,7 +7,7 @@ import torch
 
 from leaderless.config.environment import PolicyConfig
 from leaderless.embodied.policies.loading import make_model
-from leaderless.embodied.policies.normalizer import StateNormalizer, joined, moments
+from leaderless.embodied.policies.observations import StateNormalizer, joined, moments
 from leaderless.embodied.policies.protocol import BodyPolicy, Observed
 from leaderless.embodied.simulators.protocol import Continuous, Spaces
 

@@ -15,7 +15,7 @@ from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel, Si
 
 from leaderless.config import RecipeError
 from leaderless.config.environment import PolicyConfig
-from leaderless.embodied.policies.action_statistics import ActionLimits
+from leaderless.embodied.policies.actions import ActionLimits
 from leaderless.embodied.policies.loading import make_model
 from leaderless.embodied.policies.observations import padded
 from leaderless.embodied.policies.openvla import NUM_BINS, OpenVla, OpenVlaOft, TokenBins

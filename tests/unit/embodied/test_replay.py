@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from leaderless.embodied.data.replay_buffer import RECORDS_FILE, ReplayBuffer
-from leaderless.embodied.robots.transitions import Transitions
+from leaderless.embodied.data.replay_buffer import RECORDS_FILE, ReplayBuffer, Transitions
 from leaderless.embodied.simulators.protocol import Continuous, Discrete, Spaces
 
 SPACES = Spaces({"top": (2, 3)}, 4, Continuous((-1.0, -1.0), (1.0, 1.0)), 8)

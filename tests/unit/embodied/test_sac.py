@@ -21,8 +21,8 @@ from leaderless.config.models import OptimizerConfig
 from leaderless.data.batch import Batch
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.embodied.data.lerobot import Demonstration
+from leaderless.embodied.data.replay_buffer import Transitions
 from leaderless.embodied.policies.squashed import Squashed, SquashedCnn
-from leaderless.embodied.robots.transitions import Transitions
 from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyEpisode, BodyTask
 from leaderless.embodied.rollout.vector_envs import LocalVectorEnvs
 from leaderless.embodied.simulators.protocol import Continuous, Discrete, Spaces

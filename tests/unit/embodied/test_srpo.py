@@ -15,7 +15,7 @@ from tests.unit.embodied.threads import Threads
 from leaderless.algorithms.advantages.srpo import NOISE, centers_of, dbscan, self_referential_rewards, task_numbers
 from leaderless.config import RecipeError
 from leaderless.embodied.simulators.protocol import Continuous, Spaces
-from leaderless.embodied.stages.embeddings import RandomConvolution, Video, encoder_of, film_of
+from leaderless.embodied.stages.films import RandomConvolution, Video, encoder_of, film_of
 
 
 def worth(

@@ -22,7 +22,7 @@ from leaderless.environments.episode import Episode
 from leaderless.environments.programs import Chat
 from leaderless.environments.programs.command import Confinement
 from leaderless.environments.protocol import Task
-from leaderless.rewards.sandbox.bubblewrap import bubblewrap_refusal
+from leaderless.rewards.sandbox.sandboxes import bubblewrap_refusal
 
 CURL = """
 ask() {

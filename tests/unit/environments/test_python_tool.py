@@ -8,7 +8,7 @@ from tests.unit.environments.test_tool_episodes import both, call, played, told
 from tests.unit.rewards.sandbox.boxes import boxes
 
 from leaderless.config import RecipeError
-from leaderless.rewards.sandbox.protocol import Sandbox
+from leaderless.rewards.sandbox.sandboxes import Sandbox
 
 
 def processes() -> set[int]:

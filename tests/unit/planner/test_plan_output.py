@@ -20,7 +20,7 @@ from leaderless.planner.show.graph_layout import GraphLink, place
 from leaderless.planner.show.picture import NUM_COLORS, clip, draw_plan, text_width
 from leaderless.planner.show.text import print_plan
 from leaderless.planner.workflow import BUILTIN_STAGES, StageSpec, Workflow, resolve_workflow
-from leaderless.rewards.judges.pairwise import pairs_of
+from leaderless.rewards.judges.verdicts import pairs_of
 from leaderless.worker.replan.active_plan import write_description
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -16,10 +16,10 @@ from leaderless.config.rewards import CodeOptions
 from leaderless.rewards.code_reward import CodeReward, find_program
 from leaderless.rewards.pool import RewardPool
 from leaderless.rewards.protocol import RewardResult
-from leaderless.rewards.sandbox.builtin import BuiltinSandbox
+from leaderless.rewards.sandbox.sandboxes import Sandbox
 
 pytestmark = pytest.mark.skipif(
-    BuiltinSandbox().refusal(allow_weaker=False) is not None,
+    Sandbox().refusal(allow_weaker=False) is not None,
     reason="this machine's kernel lacks a layer of the sandbox",
 )
 PATIENT = {"timeout_s": 120.0, "test_timeout_s": 60.0}

@@ -9,7 +9,7 @@ from leaderless.base.values import Json
 from leaderless.config.rewards import SearchFormatOptions
 from leaderless.environments.search.search_r1 import QUESTION
 from leaderless.rewards.protocol import Passage, RewardInput, RewardResult
-from leaderless.rewards.search_reward import AnswerMatchReward, SearchFormatReward, normalized
+from leaderless.rewards.text_rewards import AnswerMatchReward, SearchFormatReward, normalized
 
 THINK = "<think> I should look. </think>"
 SEARCH = f"{THINK} <search> capital of Baro </search>"

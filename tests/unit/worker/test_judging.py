@@ -28,7 +28,7 @@ from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.tiny import write_tiny_model
 from leaderless.models.loading.tokenizer import load_chat_tokenizer
 from leaderless.rewards.judges.asking import JudgeQuestion, JudgeReply
-from leaderless.rewards.judges.cache import AnswerCache
+from leaderless.rewards.judges.client import AnswerCache
 from leaderless.rewards.judges.judge import Judge, Judged
 from leaderless.rewards.judges.verdicts import VerdictError
 from leaderless.rewards.protocol import RewardInput

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -32,6 +32,7 @@ REWARD, DONE = "next.reward", "next.done"
 TIME = "timestamp"
 """Seconds from the beginning of the episode."""
 EPISODES_PER_CHUNK = 1000
+DATA_PATH = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
 KEPT_BYTES = 1 << 28
 """Bytes of decoded episodes kept in memory; once they are used up, other episodes are decoded each time."""
 EPISODES_FILE = Path("meta", "episodes.jsonl")
@@ -74,7 +75,13 @@ class Demonstration:
 
 
 class Demonstrations:
-    """The episodes of a folder."""
+    """The episodes of a folder.
+
+    Attributes:
+        cameras: Height and width of each camera.
+        state_size: Numbers of the state.
+        action_size: Numbers of an action; 1 for choices.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open a folder.
@@ -105,29 +112,14 @@ class Demonstrations:
             )
         if any(one.get("dtype") == "video" for one in self._features.values()):
             check_decoder()
+        shapes = {name: _image_shape(one) for name, one in self._features.items() if name.startswith(IMAGES)}
+        self.cameras = {name.removeprefix(IMAGES): (shape[0], shape[1]) for name, shape in shapes.items()}
+        self.state_size, self.action_size = (
+            int(np.prod(self._features[name]["shape"])) if name in self._features else 0 for name in (STATE, ACTION)
+        )
         self._table = lru_cache(maxsize=8)(self._read)
         self._kept: dict[int, Demonstration] = {}
         self._room = KEPT_BYTES
-
-    @property
-    def cameras(self) -> Mapping[str, tuple[int, int]]:
-        """Height and width of each camera."""
-        shapes = {name: _image_shape(one) for name, one in self._features.items() if name.startswith(IMAGES)}
-        return {name.removeprefix(IMAGES): (shape[0], shape[1]) for name, shape in shapes.items()}
-
-    @property
-    def state_size(self) -> int:
-        """Numbers of the state."""
-        return self._size_of(STATE)
-
-    @property
-    def action_size(self) -> int:
-        """Numbers of an action; 1 for choices."""
-        return self._size_of(ACTION)
-
-    def _size_of(self, name: str) -> int:
-        feature = self._features.get(name)
-        return int(np.prod(feature["shape"])) if feature else 0
 
     @property
     def list_path(self) -> str:
@@ -289,14 +281,16 @@ class DemonstrationWriter:
         columns |= {
             STATE: pa.array(episode.states.tolist(), pa.list_(pa.float32())),
             ACTION: pa.array(episode.actions.tolist()),
-            **_outcome(episode),
             TIME: pa.array([step / self._steps_per_s for step in range(length)], pa.float32()),
             "frame_index": pa.array(range(length), pa.int64()),
             "episode_index": pa.array([number] * length, pa.int64()),
             "index": pa.array(range(first, first + length), pa.int64()),
             "task_index": pa.array([task] * length, pa.int64()),
         }
-        file = self.folder / _data_path(number)
+        if episode.rewards is not None:
+            done = [episode.is_terminated and step == length - 1 for step in range(length)]
+            columns |= {REWARD: pa.array(episode.rewards.tolist(), pa.float32()), DONE: pa.array(done, pa.bool_())}
+        file = self.folder / DATA_PATH.format(episode_chunk=number // EPISODES_PER_CHUNK, episode_index=number)
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")
         parquet.write_table(pa.table(columns), part)
@@ -306,8 +300,7 @@ class DemonstrationWriter:
 
     def _note(self, number: int, length: int, instruction: str) -> None:
         """Add the line of an episode once its file is complete."""
-        meta = self.folder / "meta"
-        meta.mkdir(exist_ok=True)
+        (self.folder / "meta").mkdir(exist_ok=True)
         line: dict[str, Json] = {"episode_index": number, "tasks": [instruction], "length": length}
         with (self.folder / EPISODES_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -329,7 +322,7 @@ class DemonstrationWriter:
             "chunks_size": EPISODES_PER_CHUNK,
             "fps": self._steps_per_s,
             "splits": {"train": f"0:{len(self._lengths)}"},
-            "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+            "data_path": DATA_PATH,
             "video_path": None,
             "features": self._features,
         }
@@ -338,42 +331,19 @@ class DemonstrationWriter:
         part.replace(meta / "info.json")
 
 
-def _data_path(number: int) -> Path:
-    return Path("data", f"chunk-{number // EPISODES_PER_CHUNK:03d}", f"episode_{number:06d}.parquet")
-
-
 def _features_of(episode: Demonstration) -> dict[str, Json]:
     def numbers(values: NDArray[np.generic]) -> Json:
         return {"dtype": str(values.dtype), "shape": [*values.shape[1:]] or [1], "names": None}
 
+    colors: Json = ["height", "width", "channels"]
     images: dict[str, Json] = {
-        f"{IMAGES}{camera}": {
-            "dtype": "image",
-            "shape": [*values.shape[1:]],
-            "names": ["height", "width", "channels"],
-        }
+        f"{IMAGES}{camera}": {"dtype": "image", "shape": [*values.shape[1:]], "names": colors}
         for camera, values in episode.images.items()
     }
-    counted: Sequence[str] = ("frame_index", "episode_index", "index", "task_index")
-    times: dict[str, Json] = {TIME: {"dtype": "float32", "shape": [1], "names": None}}
-    whole: dict[str, Json] = {name: {"dtype": "int64", "shape": [1], "names": None} for name in counted}
-    ends: dict[str, Json] = {}
-    if episode.rewards is not None:
-        ends = {
-            name: {"dtype": kind, "shape": [1], "names": None} for name, kind in ((REWARD, "float32"), (DONE, "bool"))
-        }
-    return {**images, STATE: numbers(episode.states), ACTION: numbers(episode.actions), **ends, **times, **whole}
-
-
-def _outcome(episode: Demonstration) -> dict[str, object]:
-    """The columns of rewards, and of whether the task ended."""
-    import pyarrow as pa
-
-    if episode.rewards is None:
-        return {}
-    last = len(episode.rewards) - 1
-    done = [episode.is_terminated and step == last for step in range(last + 1)]
-    return {REWARD: pa.array(episode.rewards.tolist(), pa.float32()), DONE: pa.array(done, pa.bool_())}
+    ends = {} if episode.rewards is None else {REWARD: "float32", DONE: "bool"}
+    kinds = ends | {TIME: "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
+    single: dict[str, Json] = {name: {"dtype": kind, "shape": [1], "names": None} for name, kind in kinds.items()}
+    return {**images, STATE: numbers(episode.states), ACTION: numbers(episode.actions), **single}
 
 
 def _image_shape(feature: Mapping[str, Json]) -> tuple[int, ...]:
@@ -385,13 +355,9 @@ def _image_shape(feature: Mapping[str, Json]) -> tuple[int, ...]:
 
 
 def _has_colors(feature: Mapping[str, Json]) -> bool:
-    about = {**_mapping(feature.get("video_info")), **_mapping(feature.get("info"))}
-    is_depth = about.get("is_depth_map") or about.get("video.is_depth_map")
-    return len(_image_shape(feature)) == 3 and _image_shape(feature)[2] == 3 and not is_depth
-
-
-def _mapping(value: Json) -> Mapping[str, Json]:
-    return value if isinstance(value, Mapping) else {}
+    notes = [note for name in ("video_info", "info") if isinstance(note := feature.get(name), Mapping)]
+    is_depth = any(note.get(name) for note in notes for name in ("is_depth_map", "video.is_depth_map"))
+    return _image_shape(feature)[2:] == (3,) and not is_depth
 
 
 def _encoded(image: NDArray[np.uint8]) -> bytes:

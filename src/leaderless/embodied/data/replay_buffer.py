@@ -6,14 +6,129 @@ import json
 import os
 import zlib
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.embodied.robots.transitions import Transitions
-from leaderless.embodied.simulators.protocol import Continuous, Spaces
+from leaderless.base.values import Json
+from leaderless.embodied.simulators.protocol import Continuous, Observations, Spaces, Steps
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """Transitions of n decisions, each for a chunk of steps.
+
+    Attributes:
+        images: Pictures before, uint8 [n, height, width, 3] of each camera.
+        state: State before, float32 [n, state_size].
+        next_images: Pictures after; where an episode has ended, its last ones.
+        next_state: State after.
+        actions: Actions that were taken, float32 [n, chunk, dim]: the person's where one intervened; 0 for steps
+            that were not executed.
+        rewards: Rewards, float32 [n, chunk].
+        num_steps: Number of steps that were executed, int64 [n].
+        terminated: Whether the task has come to its end, bool [n]. Only then is the value after it 0.
+        truncated: Whether the episode was cut, bool [n].
+        intervened: Steps in which a person acted, bool [n, chunk].
+    """
+
+    images: Mapping[str, NDArray[np.uint8]]
+    state: NDArray[np.float32]
+    next_images: Mapping[str, NDArray[np.uint8]]
+    next_state: NDArray[np.float32]
+    actions: NDArray[np.float32]
+    rewards: NDArray[np.float32]
+    num_steps: NDArray[np.int64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    intervened: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        """Number of transitions."""
+        return len(self.num_steps)
+
+    def take(self, rows: NDArray[np.generic]) -> Transitions:
+        """Some of the transitions, by a mask, bool [n], or by numbers of rows."""
+
+        def of(value: object) -> object:
+            if isinstance(value, Mapping):
+                return {name: array[rows] for name, array in value.items()}
+            return cast("NDArray[np.generic]", value)[rows]
+
+        return Transitions(**{one.name: of(getattr(self, one.name)) for one in fields(self)})  # type: ignore[arg-type]
+
+    def demonstrations(self) -> Transitions:
+        """Those in which a person acted."""
+        return self.take(np.asarray(self.intervened.any(axis=1)))
+
+
+def executed(
+    wanted: NDArray[np.generic], num_steps: int, info: Mapping[str, Json]
+) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:
+    """The actions of a decision, [chunk, ...], that were executed, 0 after them, and in which steps a person acted.
+
+    `actions` and `intervened` of the further facts, if there are any, say what was done in place of what was wanted.
+    """
+    taken, intervened = np.array(wanted), np.zeros(len(wanted), np.bool_)
+    if info.get("actions"):
+        taken[:num_steps] = np.array(info["actions"], taken.dtype)
+        intervened[:num_steps] = np.array(info["intervened"], np.bool_)
+    taken[num_steps:] = 0
+    return taken, intervened
+
+
+def transitions_of(before: Observations, actions: NDArray[np.float32], steps: Steps) -> Transitions:
+    """The transitions of one `VectorEnvironment.step`; failed episodes are left out.
+
+    Args:
+        before: Observations before the step.
+        actions: Actions of the policy, [n, chunk, dim].
+        steps: Results from the environment. If its infos have `actions` and `intervened`, as in
+            `RobotEnvironment`, these are the executed actions, which may differ from the policy's.
+    """
+    infos: Sequence[Mapping[str, Json]] = steps.infos or ({},) * len(actions)
+    rows = zip(np.array(actions, np.float32), steps.num_steps.tolist(), infos, strict=True)
+    taken, intervened = (np.stack(parts) for parts in zip(*(executed(*row) for row in rows), strict=True))
+    found = Transitions(
+        images=before.images,
+        state=before.state,
+        next_images=steps.observations.images,
+        next_state=steps.observations.state,
+        actions=taken,
+        rewards=steps.rewards,
+        num_steps=steps.num_steps,
+        terminated=steps.terminated,
+        truncated=steps.truncated,
+        intervened=intervened,
+    )
+    return found.take(np.array(["failed" not in info for info in infos]))
+
+
+class TransitionSink(Protocol):
+    """Receiver of transitions, such as a replay buffer."""
+
+    def append(self, transitions: Transitions) -> None:
+        """Keep transitions."""
+
+
+class TransitionRecorder:
+    """Puts all transitions into a memory, and those in which a person acted also into the one of demonstrations."""
+
+    def __init__(self, online: TransitionSink, demonstrations: TransitionSink) -> None:
+        self._online, self._demonstrations = online, demonstrations
+
+    def record(self, before: Observations, actions: NDArray[np.float32], steps: Steps) -> Transitions:
+        """Record one `VectorEnvironment.step`, and return its transitions."""
+        transitions = transitions_of(before, actions, steps)
+        for memory, found in ((self._online, transitions), (self._demonstrations, transitions.demonstrations())):
+            if len(found):
+                memory.append(found)
+        return transitions
+
 
 ABOUT_FILE, RECORDS_FILE = "about.json", "transitions.bin"
 VERSION = 2
@@ -57,18 +172,17 @@ class ReplayBuffer:
         self._records: NDArray[np.void] = np.zeros(0, self._dtype)
 
     def _check(self, path: Path, about: Mapping[str, object]) -> None:
-        if path.exists():
-            found = json.loads(path.read_text())
-            differing = [key for key, value in about.items() if found.get(key) != value]
-            if differing:
-                raise ValueError(
-                    f"{path} is of another body: {', '.join(f'{key}={found.get(key)}' for key in differing)}, and not "
-                    f"{', '.join(str(about[key]) for key in differing)}: use another folder"
-                )
+        if not path.exists():
+            waiting = path.with_suffix(".new")
+            waiting.write_text(json.dumps(about))
+            waiting.replace(path)
             return
-        waiting = path.with_suffix(".new")
-        waiting.write_text(json.dumps(about))
-        waiting.replace(path)
+        found = json.loads(path.read_text())
+        if differing := [key for key, value in about.items() if found.get(key) != value]:
+            raise ValueError(
+                f"{path} is of another body: {', '.join(f'{key}={found.get(key)}' for key in differing)}, and not "
+                f"{', '.join(str(about[key]) for key in differing)}: use another folder"
+            )
 
     def _cut_torn_tail(self) -> None:
         size = self._dtype.itemsize

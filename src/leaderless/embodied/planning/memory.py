@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.environment import BodyConfig
-from leaderless.embodied.planning.body_size import BodySize, LearnerSize, measure_body, measure_learner
 from leaderless.planner.layout import most_prompts_of_rank
 from leaderless.planner.memory.model import FLOAT32_BYTES, number_bytes
 from leaderless.planner.memory.rank import Bounds, MemoryEstimate, Parts, RankMemory, fullest_rank
@@ -22,35 +21,75 @@ COUNT_BYTES = 8
 """Bytes of a count."""
 
 
+@dataclass(frozen=True)
+class BodySize:
+    """Sizes of a model of a body.
+
+    Attributes:
+        num_parameters: Weights.
+        num_trained: Weights with a gradient.
+        num_root: Weights that are gathered for the whole of a pass.
+        num_layer: Weights of the largest layer, of those that are gathered one by one; 0 without such layers.
+        trained_bytes: Bytes at the fullest moment of a forward and backward pass, for each decision, without gradients
+            of weights.
+        scored_bytes: Bytes at the fullest moment of a pass without gradients, for each decision.
+        chunk: Steps of a decision.
+        num_units: Log-probabilities of a decision, at most.
+        frame_bytes: Bytes of an observation: its images and its state.
+        choice_bytes: Bytes of what says what was chosen.
+    """
+
+    num_parameters: int
+    num_trained: int
+    num_root: int
+    num_layer: int
+    trained_bytes: int
+    scored_bytes: int
+    chunk: int
+    num_units: int
+    frame_bytes: int
+    choice_bytes: int
+
+
+@dataclass(frozen=True)
+class LearnerSize:
+    """Sizes of what SAC learns with, next to its policy.
+
+    Attributes:
+        num_critics: Weights of the critics.
+        trained_bytes: Bytes at the fullest moment of an update, for each transition, without gradients of weights.
+    """
+
+    num_critics: int
+    trained_bytes: int
+
+
 def estimate_body_memory(
     recipe: Recipe, plan: Plan, ranks: Sequence[int], bounds: tuple[Bounds, Bounds]
 ) -> MemoryEstimate | None:
-    """The fullest of some ranks; see `estimate_memory`."""
-    return fullest_rank(BodyRank, recipe, plan, body_models(recipe, plan.instances), ranks, bounds)
-
-
-def body_models(recipe: Recipe, instances: Sequence[RoleInstance]) -> list[list[BodyModelMemory]]:
-    """The models of instances, each in one stage; none if the environment or a model cannot be made here.
+    """The fullest of some ranks; see `estimate_memory`. None if the environment or a model cannot be made here.
 
     Models are made without numbers, and what their passes hold is counted. What simulators need themselves is not
     known: only the memory that they share with the rank is counted.
     """
+    from leaderless.embodied.policies.policy_size import measure_body, measure_learner  # imports torch
+
     body, sac, models = recipe.body, recipe.algorithm.sac, list[list[BodyModelMemory]]()
     assert body is not None
-    for instance in instances:
+    for instance in plan.instances:
         config, key = recipe.model_of(instance.role), f"models.{instance.role}"
         if config is None:
-            return []
+            return None
         try:
             size = measure_body(config, key, body, is_critic=instance.is_critic)
         except (RecipeError, NotImplementedError):
-            return []  # a run says what is wrong; a plan is possible without
-        is_asked = bool(recipe.evaluation.every_steps) and instance == answering(instances, recipe.evaluation.role)
+            return None  # a run says what is wrong; a plan is possible without
+        is_asked = bool(recipe.evaluation.every_steps) and instance == answering(plan.instances, recipe.evaluation.role)
         learner = None if sac is None or not instance.is_trained else measure_learner(config, key, body, sac)
         shards = 1 if learner else instance.layout.dp  # SAC trains whole models
         common = number_bytes(config), shards, instance.generates or is_asked, config.gradient_checkpointing
         models.append([BodyModelMemory(instance, size, learner, *common)])
-    return models
+    return fullest_rank(BodyRank, recipe, plan, models, ranks, bounds)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from leaderless.embodied.policies.mlp import Mlp, MlpValue
-from leaderless.embodied.policies.normalizer import StateNormalizer
+from leaderless.embodied.policies.observations import StateNormalizer
 from leaderless.embodied.policies.protocol import Acted, BodyValue, DecisionScores, Observed
 from leaderless.embodied.simulators.protocol import Spaces
 
@@ -81,17 +81,7 @@ class Cnn(Mlp):
         first_deviation: float = 1.0,
         normalize: bool = False,
     ) -> None:
-        """Make a policy with random weights.
-
-        Args:
-            spaces: Observations and actions of the environment.
-            chunk: Steps of a decision.
-            channels: Features of the first convolution.
-            num_features: Features of the images of each camera.
-            hidden_size: Width of the hidden layer.
-            first_deviation: Standard deviation of actions at first.
-            normalize: Whether it sees the state with mean 0 and deviation 1; see `StateNormalizer`.
-        """
+        """Make a policy with random weights; see `Mlp` for actions and `Eyes` for what it sees by."""
         wide = with_features(spaces, num_features)
         super().__init__(wide, chunk=chunk, hidden_size=hidden_size, num_layers=1, first_deviation=first_deviation)
         self.spaces = spaces

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from leaderless.embodied.policies.action_bins import Bins
-from leaderless.embodied.policies.normalizer import StateNormalizer
-from leaderless.embodied.policies.protocol import Acted, BodyPolicy, BodyValue, DecisionScores, Observed
+from leaderless.embodied.policies.actions import BinPolicy, Bins
+from leaderless.embodied.policies.observations import StateNormalizer
+from leaderless.embodied.policies.protocol import BodyValue, Observed
 from leaderless.embodied.simulators.protocol import Spaces
 
 NUM_BYTES = 256
@@ -76,7 +76,7 @@ class _Camera(nn.Module):
         return torch.cat([(weights.sum(2) * across).sum(2), (weights.sum(3) * down).sum(2)], dim=1)
 
 
-class Film(BodyPolicy):
+class Film(BinPolicy):
     """Actions in bins from images, state and instruction."""
 
     def __init__(
@@ -100,34 +100,17 @@ class Film(BodyPolicy):
             normalize: Whether it sees the state with mean 0 and deviation 1; see `StateNormalizer`.
         """
         super().__init__()
-        self.spaces, self.chunk, self.bins = spaces, chunk, Bins(spaces, num_bins)
-        self.score_dim = self.bins.dim
-        self.choice_size = self.noise_size = chunk * self.bins.dim
+        self.begin(spaces, chunk, Bins(spaces, num_bins))
         self.seer = Seer(spaces, channels, hidden_size, normalize=normalize)
         self.head = nn.Linear(hidden_size, chunk * self.bins.dim * self.bins.num)
         nn.init.zeros_(self.head.bias)
         with torch.no_grad():
             self.head.weight.mul_(0.1)
 
-    def _logits(self, observed: Observed) -> Tensor:
+    @override
+    def logits(self, observed: Observed) -> Tensor:
         logits: Tensor = self.head(self.seer(observed)).float()
         return logits.view(len(observed), self.chunk, self.bins.dim, self.bins.num)
-
-    @override
-    def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
-        return self.bins.act(self._logits(observed), noise, temperature)
-
-    @override
-    def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> DecisionScores:
-        return self.bins.score(self._logits(observed), choices, temperature)
-
-    @override
-    def actions_of(self, choices: Tensor) -> Tensor:
-        return self.bins.actions_of(choices, self.chunk)
-
-    @override
-    def choices_of(self, actions: Tensor) -> Tensor:
-        return self.bins.choices_of(actions)
 
 
 class FilmValue(BodyValue):

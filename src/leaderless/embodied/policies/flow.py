@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from leaderless.embodied.policies.action_statistics import ActionLimits
+from leaderless.embodied.policies.actions import ActionLimits
 from leaderless.embodied.policies.film import Seer
 from leaderless.embodied.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
 from leaderless.embodied.policies.mlp import Perceptron
-from leaderless.embodied.policies.normalizer import StateNormalizer
+from leaderless.embodied.policies.observations import StateNormalizer
 from leaderless.embodied.policies.protocol import BodyValue, Observed
 from leaderless.embodied.simulators.protocol import Spaces
 
@@ -57,17 +57,7 @@ class SmallFlow(FlowPolicy):
         noise_level: float = 0.5,
         normalize: bool = False,
     ) -> None:
-        """Make a policy with random weights.
-
-        Args:
-            spaces: Observations and actions of the environment.
-            chunk: Steps of a decision.
-            hidden_size: Width of the hidden layers.
-            method: Whether one step of a decision is drawn (`sde`), or all with a learnt deviation (`noise`).
-            num_steps: Steps from noise to an action.
-            noise_level: Factor of the noise of `sde`.
-            normalize: Whether it sees the state with mean 0 and deviation 1; see `StateNormalizer`.
-        """
+        """Make a policy with random weights; see `FlowOptions`, and `StateNormalizer` for `normalize`."""
         super().__init__()
         limits = ActionLimits.of_environment(spaces)
         flow = FlowOptions(method, num_steps, noise_level)

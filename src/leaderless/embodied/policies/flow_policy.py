@@ -2,7 +2,11 @@
 
 With `sde`, one step of a decision is drawn, which one is drawn too, and the others follow without noise: the decision's
 log-probability belongs to this step. With `noise`, each step is drawn, with a deviation that is learnt, and the
-log-probability is the sum over the first noise and all steps. Source: pi_RL, arXiv 2510.25889, Flow-SDE and Flow-Noise.
+log-probability is the sum over the first noise and all steps. A point on the way from noise (time 1) to actions (time
+0) is x_t = (1 - t) a + t e, of an action a and noise e, and a network predicts the velocity v = e - a.
+
+Source: pi_RL, arXiv 2510.25889, Flow-SDE and Flow-Noise. Deviation: the joint log-probability of a way is the sum over
+its steps; an implementation of the paper takes their mean, so that its ratio is a root of the ratio.
 
 A decision is kept as one number, and points of its way: the step that was drawn, its point before and after, and the
 last point (`sde`); or all points (`noise`). A demonstration has -1 as its number, noise and its action. Its score is no
@@ -15,26 +19,67 @@ import math
 import zlib
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from leaderless.embodied.policies.action_statistics import ActionLimits
-from leaderless.embodied.policies.flow_steps import (
-    as_normal,
-    normal_entropy,
-    normal_log_density,
-    ode_step,
-    sde_step,
-    turned,
-)
-from leaderless.embodied.policies.protocol import Acted, BodyPolicy, DecisionScores, Observed
+from leaderless.embodied.policies.actions import ActionLimits
+from leaderless.embodied.policies.protocol import Acted, BodyPolicy, DecisionScores, Observed, as_normal
 from leaderless.embodied.simulators.protocol import Continuous, Spaces
 
-Method = Literal["sde", "noise"]
+LEARNT_DEVIATIONS = 0.08, 0.16
+"""Smallest and largest deviation of a step that is learnt."""
+GOLDEN = 0.6180339887498949
+"""Share by which noise is turned between the times at which a demonstration is scored; turns fill the circle evenly."""
+
+
+def ode_step(x: Tensor, velocity: Tensor, times: Tensor, delta: float) -> Tensor:
+    """The next point without noise: (1 - t + delta) a + (t - delta) e, where a = x - t v and e = x + (1 - t) v.
+
+    Args:
+        x: [n, steps, numbers] float32, points.
+        velocity: [n, steps, numbers] float32, velocities there.
+        times: [n] float32, from `delta` to 1.
+        delta: Length of a step.
+    """
+    del times  # it cancels out
+    return x - delta * velocity
+
+
+def sde_step(x: Tensor, velocity: Tensor, times: Tensor, delta: float, noise_level: float) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the next point of Flow-SDE, which has the distribution that `ode_step` leads to.
+
+    sigma = noise_level sqrt(t / (1 - t)), mean = (1 - t + delta) a + (t - delta - sigma^2 delta / (2 t)) e,
+    deviation = sigma sqrt(delta). At t = 1, sigma's divisor belongs to the next time, `delta`. Shapes are those of
+    `ode_step`.
+
+    Returns:
+        The means [n, steps, numbers] and the deviations [n, 1, 1].
+    """
+    t = times[:, None, None]
+    action, noise = x - t * velocity, x + (1 - t) * velocity
+    variance = noise_level**2 * t / (1 - t).clamp(min=delta)
+    mean = (1 - t + delta) * action + (t - delta - variance * delta / (2 * t)) * noise
+    return mean, (variance * delta).sqrt()
+
+
+def normal_log_density(x: Tensor, mean: Tensor | float, deviation: Tensor) -> Tensor:
+    """Log of the density of normal distributions, number by number."""
+    return -0.5 * ((x - mean) / deviation) ** 2 - deviation.log() - 0.5 * math.log(2 * math.pi)
+
+
+def normal_entropy(deviation: Tensor) -> Tensor:
+    """Entropy of normal distributions, number by number."""
+    return deviation.log() + 0.5 * math.log(2 * math.pi * math.e)
+
+
+def turned(uniform: Tensor, num: int) -> Tensor:
+    """Several noises from one, [n, num, ...] from [n, ...]: each uniform from 0 to 1, and evenly spread together."""
+    turns = torch.arange(num, device=uniform.device, dtype=torch.float64) * GOLDEN
+    turns = turns.view(1, num, *[1] * (uniform.dim() - 1))
+    return (uniform.double()[:, None] + turns).frac()
 
 
 @dataclass(frozen=True)
@@ -45,15 +90,11 @@ class FlowOptions:
         method: Whether one step of a decision is drawn (`sde`), or all with a learnt deviation (`noise`).
         num_steps: Steps from noise to an action, at least 2.
         noise_level: Factor of the noise of `sde`, above 0.
-        least_deviation: Smallest learnt deviation of a step.
-        most_deviation: Largest learnt deviation of a step.
     """
 
     method: str = "sde"
     num_steps: int = 4
     noise_level: float = 0.5
-    least_deviation: float = 0.08
-    most_deviation: float = 0.16
 
     def __post_init__(self) -> None:
         if self.method not in {"sde", "noise"}:
@@ -62,10 +103,6 @@ class FlowOptions:
             raise ValueError(f"num_steps={self.num_steps}: must be at least 2")
         if not self.noise_level > 0:
             raise ValueError(f"noise_level={self.noise_level}: must be above 0")
-        if not 0 < self.least_deviation < self.most_deviation:
-            raise ValueError(
-                f"least_deviation={self.least_deviation} must be above 0 and below most_deviation={self.most_deviation}"
-            )
 
 
 class FlowPolicy(BodyPolicy):
@@ -89,13 +126,7 @@ class FlowPolicy(BodyPolicy):
     deviations: DeviationNet | None
 
     def begin(self, spaces: Spaces, *, limits: ActionLimits, sizes: tuple[int, int, int], flow: FlowOptions) -> None:
-        """Set sizes.
-
-        Args:
-            spaces: Observations and actions of the environment.
-            limits: Numbers of the environment that -1 and 1 of the network stand for.
-            sizes: The chunk, the horizon, and the numbers of an action of the network.
-            flow: Options of drawing.
+        """Set sizes: the chunk, the horizon, and the numbers of an action of the network.
 
         Raises:
             ValueError: The environment takes choices, or more than the network plans.
@@ -145,17 +176,15 @@ class FlowPolicy(BodyPolicy):
             return velocity, velocity
         return velocity, self.deviations(features, times).float()[:, None].expand_as(velocity)
 
-    def _deviation(self, learnt: Tensor, temperature: float) -> Tensor:
-        low, high = math.log(self.flow.least_deviation), math.log(self.flow.most_deviation)
-        return (low + (high - low) * learnt.sigmoid()).exp() * temperature
-
     def _step(
         self, x: Tensor, times: Tensor, predicted: tuple[Tensor, Tensor], temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Mean and deviation of a drawn step."""
         velocity, delta = predicted[0], 1 / self.flow.num_steps
         if self.flow.method == "noise":
-            return ode_step(x, velocity, times, delta), self._deviation(predicted[1], temperature)
+            low, high = (math.log(limit) for limit in LEARNT_DEVIATIONS)
+            deviation = (low + (high - low) * predicted[1].sigmoid()).exp() * temperature
+            return ode_step(x, velocity, times, delta), deviation
         mean, deviation = sde_step(x, velocity, times, delta, self.flow.noise_level)
         return mean, (deviation * temperature).expand_as(mean)
 

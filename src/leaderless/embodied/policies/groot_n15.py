@@ -24,11 +24,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from leaderless.embodied.policies.action_statistics import ActionLimits
-from leaderless.embodied.policies.base_folder import needs_weights
+from leaderless.embodied.policies.actions import ActionLimits
 from leaderless.embodied.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
-from leaderless.embodied.policies.observations import chosen_cameras
-from leaderless.embodied.policies.protocol import BodyModel, BodyValue, Observed, instructions_of
+from leaderless.embodied.policies.pretrained import Pretrained, needs_weights
+from leaderless.embodied.policies.protocol import BodyValue, Observed, instructions_of
 from leaderless.embodied.policies.vision_towers import fitted
 from leaderless.embodied.simulators.protocol import Spaces
 from leaderless.models.uploads import constants
@@ -86,20 +85,13 @@ def _package(module: str) -> ModuleType:
         raise ModuleNotFoundError(f"there is no package '{error.name}': {REMEDY}", name=error.name) from error
 
 
-class _Groot(BodyModel):
+class _Groot(Pretrained):
     """Common part of policy and critic: a model that its package has read from a folder."""
 
     # Layers of SigLIP and Qwen3 in the backbone, and both transformers' in the head.
     _no_split_modules = ("BasicTransformerBlock", "Qwen3DecoderLayer", "SiglipEncoderLayer")
 
     def _read(self, spaces: Spaces, path: str, robot: Robot, cameras: list[str] | None) -> None:
-        """Read the model.
-
-        Raises:
-            ModuleNotFoundError: Its package is missing.
-            NotImplementedError: Only its size is wanted, which its package does not tell without the weights.
-            ValueError: It cannot be read, or is for another robot.
-        """
         if not needs_weights(Path(path)):
             raise NotImplementedError("the size of a GR00T is not known before its package has read it")
         kinds, transforms = _package("model.gr00t_n1"), _package("model.transforms")
@@ -107,11 +99,11 @@ class _Groot(BodyModel):
             raise ValueError(f"the package gr00t has no GR00T_N1_5: {REMEDY}")
         if not (Path(path) / METADATA).exists():
             raise ValueError(f"path='{path}': it has no {METADATA}: give the folder of a GR00T N1.5")
-        self._cameras = chosen_cameras(spaces, cameras)
+        self.open(spaces, path, cameras)
+        self.checkpoint = None  # its package reads more than what saved models keep of a folder
         if missing := {"embodiment", "state", "action"} - robot.keys():
             raise ValueError(f"robot={dict(robot)} lacks {', '.join(sorted(missing))}")
-        self._path, self._robot = Path(path), robot
-        self._embodiment = str(robot["embodiment"])
+        self._robot, self._embodiment = robot, str(robot["embodiment"])
         self._state_limits = self._limits("state", spaces.state_size)
         self.groot: _Package = kinds.GR00T_N1_5.from_pretrained(path, torch_dtype=torch.float32).eval()
         head = self.groot.action_head
@@ -136,7 +128,7 @@ class _Groot(BodyModel):
         Raises:
             ValueError: There are none, or they belong to another robot.
         """
-        about = json.loads((self._path / METADATA).read_text(encoding="utf-8"))
+        about = json.loads((self._folder / METADATA).read_text(encoding="utf-8"))
         if self._embodiment not in about:
             raise ValueError(f"embodiment='{self._embodiment}': the checkpoint knows {', '.join(sorted(about))}")
         known, parts = about[self._embodiment]["statistics"][kind], self._robot[kind]

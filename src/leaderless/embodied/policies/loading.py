@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from leaderless.base.named_functions import is_function_name, load_class
 from leaderless.base.values import Json
 from leaderless.config import RecipeError, nearest
 from leaderless.config.environment import PolicyConfig
 from leaderless.config.models import ModelConfig
-from leaderless.embodied.policies.base_folder import BASE, MODEL_TYPE, keep_base
-from leaderless.embodied.policies.normalizer import StateNormalizer
+from leaderless.embodied.policies.observations import StateNormalizer
 from leaderless.embodied.policies.protocol import BodyModel, BodyPolicy, BodyValue
 from leaderless.embodied.simulators.protocol import Continuous, Discrete, Spaces
 
-Model = TypeVar("Model", bound=BodyModel)
+MODEL_TYPE = "leaderless_body"
+"""Contents of the `config.json` of a saved model."""
+BASE = "base"
+"""Folder within a saved model that has the configuration, the tokenizer and the statistics of its checkpoint."""
+KEPT = ("*.json", "*.model", "*.txt", "*.jinja", "*_normalizer_processor.safetensors")
+"""Files of a checkpoint that a saved model keeps."""
 
 POLICIES: Mapping[str, str] = {
     "cnn": "leaderless.embodied.policies.cnn:Cnn",
@@ -138,40 +143,26 @@ def _saved_kind(saved: Mapping[str, Json], folder: Path, key: str, *, is_critic:
     kind = _kind_of(saved, folder)
     if not is_critic or saved.get("is_critic"):
         return kind
-    found = _class_of(kind, key, VALUES, BodyValue)  # type: ignore[type-abstract]
-    known = inspect.signature(found).parameters
+    known = inspect.signature(_class_of(kind, key, is_critic=True)).parameters
     return PolicyConfig(type=kind.type, options={name: value for name, value in kind.options.items() if name in known})
 
 
 def empty_model(folder: Path) -> BodyPolicy | BodyValue:
     """The model that a folder describes, without its weights; a RecipeError says why it cannot be made."""
     about = _described(str(folder), "models")
-    spaces = about["spaces"]
-    assert isinstance(spaces, dict)
-    return make_model(_kind_of(about, folder), "models", _read_spaces(spaces), is_critic=bool(about["is_critic"]))
+    spaces = _read_spaces(cast("Mapping[str, Any]", about["spaces"]))
+    return make_model(_kind_of(about, folder), "models", spaces, is_critic=bool(about["is_critic"]))
 
 
-def _read_spaces(about: Mapping[str, Json]) -> Spaces:
+def _read_spaces(about: Mapping[str, Any]) -> Spaces:
     """The inverse of `describe_spaces`, without the length of episodes."""
-    images, taken = about["images"], about["actions"]
-    assert isinstance(images, dict)
-    assert isinstance(taken, dict)
     actions: Continuous | Discrete
-    if "num_choices" in taken:
-        actions = Discrete(int(str(taken["num_choices"])))
+    if "num_choices" in (taken := about["actions"]):
+        actions = Discrete(int(taken["num_choices"]))
     else:
-        low, high = (tuple(float(str(one)) for one in as_list(taken[name])) for name in ("low", "high"))
-        actions = Continuous(low, high)
-    sizes = {camera: tuple(int(str(side)) for side in as_list(size)) for camera, size in images.items()}
-    return Spaces(
-        {camera: (size[0], size[1]) for camera, size in sizes.items()}, int(str(about["state_size"])), actions, 1
-    )
-
-
-def as_list(value: Json) -> list[Json]:
-    """A value of a description that is a list."""
-    assert isinstance(value, list)
-    return value
+        actions = Continuous(tuple(map(float, taken["low"])), tuple(map(float, taken["high"])))
+    images = {camera: (int(height), int(width)) for camera, (height, width) in about["images"].items()}
+    return Spaces(images, int(about["state_size"]), actions, 1)
 
 
 def make_model(kind: PolicyConfig, key: str, spaces: Spaces, *, is_critic: bool) -> BodyPolicy | BodyValue:
@@ -180,24 +171,7 @@ def make_model(kind: PolicyConfig, key: str, spaces: Spaces, *, is_critic: bool)
     Raises:
         RecipeError: There is no such model, or it cannot be made for such a body.
     """
-    if is_critic:
-        return _made(kind, key, spaces, VALUES, BodyValue)  # type: ignore[type-abstract]
-    return _made(kind, key, spaces, POLICIES, BodyPolicy)  # type: ignore[type-abstract]
-
-
-def _class_of(kind: PolicyConfig, key: str, known: Mapping[str, str], base: type[Model]) -> type[Model]:
-    name = known.get(kind.type, kind.type)
-    if not is_function_name(name):
-        raise RecipeError.at(
-            f"{key}.body.type",
-            f"unknown {'critic' if known is VALUES else 'policy'} '{name}'{nearest(name, known)}; a custom one is "
-            "'package.module:Class'",
-        )
-    return load_class(name, f"{key}.body.type", base)
-
-
-def _made(kind: PolicyConfig, key: str, spaces: Spaces, known: Mapping[str, str], base: type[Model]) -> Model:
-    found = _class_of(kind, key, known, base)
+    found = _class_of(kind, key, is_critic=is_critic)
     try:
         inspect.signature(found).bind(spaces, **kind.options)
     except TypeError as error:
@@ -210,6 +184,18 @@ def _made(kind: PolicyConfig, key: str, spaces: Spaces, known: Mapping[str, str]
             return found(spaces, **kind.options)
         except (ValueError, ImportError) as error:
             raise RecipeError.at(f"{key}.body", f"'{kind.type}' cannot be made: {error}") from error
+
+
+def _class_of(kind: PolicyConfig, key: str, *, is_critic: bool) -> type[BodyPolicy | BodyValue]:
+    known = VALUES if is_critic else POLICIES
+    name = known.get(kind.type, kind.type)
+    if not is_function_name(name):
+        raise RecipeError.at(
+            f"{key}.body.type",
+            f"unknown {'critic' if is_critic else 'policy'} '{name}'{nearest(name, known)}; a custom one is "
+            "'package.module:Class'",
+        )
+    return load_class(name, f"{key}.body.type", BodyValue if is_critic else BodyPolicy)
 
 
 def describe_spaces(spaces: Spaces) -> dict[str, Json]:
@@ -226,7 +212,10 @@ def describe_spaces(spaces: Spaces) -> dict[str, Json]:
 
 def _describe(about: Mapping[str, Json], checkpoint: Path | None, folder: Path) -> None:
     if checkpoint is not None:
-        keep_base(checkpoint, folder)
+        (folder / BASE).mkdir(exist_ok=True)
+        for file in (one for pattern in KEPT for one in sorted(checkpoint.glob(pattern))):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, folder / BASE)
     (folder / "config.json").write_text(json.dumps(about, indent=2), encoding="utf-8")
 
 
@@ -253,3 +242,15 @@ def _load(model: BodyModel, folder: Path, key: str, names: Mapping[str, str], *,
         parameter.data.copy_(found[name])
     if is_whole and (unknown := sorted(found.keys() - wanted.keys())):
         raise RecipeError.at(key, f"'{folder}' has weights that the model does not know, such as '{unknown[0]}'")
+
+
+def write_model(source: Path, out: Path) -> None:
+    """Write the model of a checkpoint's folder into another one, from which recipes can load it."""
+    from leaderless.worker.checkpoint.shards import read_tensors
+
+    weights = {name: one.detach().contiguous() for name, one in empty_model(source).named_parameters()}
+    read_tensors(source, {f"weights.{name}": one for name, one in weights.items()})
+    save_file(weights, out / "model.safetensors")
+    shutil.copy(source / "config.json", out)
+    if (source / BASE).is_dir():
+        shutil.copytree(source / BASE, out / BASE)

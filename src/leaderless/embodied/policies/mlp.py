@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from leaderless.embodied.policies.action_bins import Bins
-from leaderless.embodied.policies.flow_steps import as_normal
-from leaderless.embodied.policies.normalizer import StateNormalizer
-from leaderless.embodied.policies.protocol import Acted, BodyPolicy, BodyValue, DecisionScores, Observed
+from leaderless.embodied.policies.actions import Bins
+from leaderless.embodied.policies.observations import StateNormalizer
+from leaderless.embodied.policies.protocol import Acted, BodyPolicy, BodyValue, DecisionScores, Observed, as_normal
 from leaderless.embodied.simulators.protocol import Continuous, Discrete, Spaces
 from leaderless.models.uploads import constants
 

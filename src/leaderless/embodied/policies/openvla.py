@@ -9,21 +9,15 @@ Sources: OpenVLA, arXiv 2406.09246; OpenVLA-OFT, arXiv 2502.19645; SimpleVLA-RL,
 
 from __future__ import annotations
 
-from functools import cached_property
-from pathlib import Path
-
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 from typing_extensions import override
 
-from leaderless.embodied.policies.action_bins import Bins
-from leaderless.embodied.policies.action_statistics import ActionLimits
-from leaderless.embodied.policies.base_folder import needs_weights
-from leaderless.embodied.policies.kv_cache import with_cache
-from leaderless.embodied.policies.observations import chosen_cameras
+from leaderless.embodied.policies.actions import ActionLimits, BinPolicy, Bins
+from leaderless.embodied.policies.pretrained import Pretrained, needs_weights, with_cache
 from leaderless.embodied.policies.prismatic import Prismatic, PrismaticPrefix, VlaConfig, load_prismatic
-from leaderless.embodied.policies.protocol import Acted, BodyModel, BodyPolicy, BodyValue, DecisionScores, Observed
+from leaderless.embodied.policies.protocol import Acted, BodyValue, DecisionScores, Observed
 from leaderless.embodied.policies.vision_towers import sized
 from leaderless.embodied.simulators.protocol import Spaces
 
@@ -54,31 +48,20 @@ class TokenBins(Bins):
         return (torch.bucketize(values.contiguous(), borders, right=True) - 1).flatten(1).float()
 
 
-class _Vla(BodyModel):
+class _Vla(Pretrained):
     """Common part of the policies and the critic: a model that was read from a folder."""
 
     _no_split_modules = ("_Block", "LlamaDecoderLayer")
 
     def __init__(self, spaces: Spaces, path: str, cameras: list[str] | None, crop_share: float) -> None:
-        """Read the model.
-
-        Raises:
-            ValueError: It cannot be read, or the environment does not show what it sees.
-        """
         super().__init__()
-        self.spaces, self._folder, self._crop_share = spaces, Path(path), crop_share
-        self.checkpoint = self._folder
-        self.config = VlaConfig.read(self._folder)
-        self._cameras = chosen_cameras(spaces, cameras)
+        self.spaces, self._crop_share = spaces, crop_share
+        self.config = VlaConfig.read(self.open(spaces, path, cameras))
         if not 0 < crop_share <= 1:
             raise ValueError(f"crop_share={crop_share}: must be above 0, at most 1")
         self.vla = Prismatic(self.config)
         if needs_weights(self._folder):
             load_prismatic(self.vla, self.config, self._folder)
-
-    @cached_property
-    def _tokenizer(self) -> AutoTokenizer:
-        return AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
 
     @override
     def instruction_ids(self, text: str) -> list[int]:
@@ -122,88 +105,7 @@ def _causal(is_real: Tensor, places: Tensor) -> Tensor:
     return (is_real[:, None] & (places[:, None] <= places[:, :, None])) | itself
 
 
-class OpenVla(_Vla, BodyPolicy):
-    """One action at a time, number by number."""
-
-    def __init__(
-        self,
-        spaces: Spaces,
-        *,
-        path: str,
-        statistics: str,
-        cameras: list[str] | None = None,
-        crop_share: float = 0.9,
-        gripper: str = "unchanged",
-    ) -> None:
-        """Read a policy.
-
-        Args:
-            spaces: Observations and actions of the environment.
-            path: Folder of a checkpoint in the published form.
-            statistics: Name of the dataset of this robot in the `norm_stats` of its `config.json`.
-            cameras: Cameras that it sees by; all by default.
-            crop_share: Share of the area of images, in the middle, that it sees.
-            gripper: `inverted` for an environment that closes the gripper at 1 and opens it at -1, as LIBERO does;
-                see `ActionLimits.of_dataset`.
-        """
-        super().__init__(spaces, path, cameras, crop_share)
-        self.bins = TokenBins(ActionLimits.of_dataset(self.config.statistics, statistics, spaces, gripper))
-        self.chunk, self.score_dim = 1, self.bins.dim
-        self.choice_size = self.noise_size = self.bins.dim
-
-    def _words_of(self, choices: Tensor) -> Tensor:
-        return self._word(self.config.num_words - 1 - choices.long())
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Logits of some places, [n, 1, places, bins]."""
-        return self.vla.logits(hidden, self.config.num_words, NUM_BINS)[:, None]
-
-    @override
-    def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
-        prefix, cache = self._prefix(observed), DynamicCache()
-        rows = torch.arange(len(observed), device=prefix.last.device)
-        hidden = self._hidden(prefix.embeddings, prefix.places, _causal(prefix.is_real, prefix.places), cache)
-        hidden, is_real = hidden[rows, prefix.last], prefix.is_real
-        choices: list[Tensor] = []
-        log_probs: list[Tensor] = []
-        for number in range(self.bins.dim):
-            logits = self._logits(hidden[:, None])
-            chosen, scored = self.bins.draw(
-                logits, None if noise is None else noise[:, number : number + 1], temperature
-            )
-            choices.append(chosen.flatten(1).float())
-            log_probs.append(scored)
-            if number + 1 == self.bins.dim:
-                break
-            is_real = torch.cat([is_real, torch.ones_like(is_real[:, :1])], dim=1)
-            place = (prefix.lengths + number)[:, None]
-            hidden = self._hidden(self._words_of(choices[-1]), place, is_real[:, None], cache)[:, 0]
-        chosen = torch.cat(choices, dim=1)
-        return Acted(self.actions_of(chosen), chosen, torch.cat(log_probs, dim=2))
-
-    @override
-    def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> DecisionScores:
-        prefix = self._prefix(observed)
-        words = self._words_of(choices[:, :-1])
-        later = prefix.lengths[:, None] + torch.arange(words.shape[1], device=choices.device)
-        places = torch.cat([prefix.places, later], dim=1)
-        is_real = torch.cat([prefix.is_real, torch.ones_like(later, dtype=torch.bool)], dim=1)
-        embeddings = torch.cat([prefix.embeddings, words], dim=1)
-        hidden = self._hidden(embeddings, places, _causal(is_real, places))
-        rows = torch.arange(len(choices), device=choices.device)
-        found = torch.cat([hidden[rows, prefix.last][:, None], hidden[:, prefix.is_real.shape[1] :]], dim=1)
-        return self.bins.score(self._logits(found), choices, temperature)
-
-    @override
-    def actions_of(self, choices: Tensor) -> Tensor:
-        return self.bins.actions_of(choices, self.chunk)
-
-    @override
-    def choices_of(self, actions: Tensor) -> Tensor:
-        return self.bins.choices_of(actions)
-
-
-class OpenVlaOft(_Vla, BodyPolicy):
+class OpenVlaOft(_Vla, BinPolicy):
     """A chunk of actions at once."""
 
     def __init__(
@@ -232,12 +134,12 @@ class OpenVlaOft(_Vla, BodyPolicy):
         super().__init__(spaces, path, cameras, crop_share)
         if chunk < 1:
             raise ValueError(f"chunk={chunk}: must be at least 1")
-        self.bins = TokenBins(ActionLimits.of_dataset(self.config.statistics, statistics, spaces, gripper))
-        self.chunk, self.score_dim = chunk, self.bins.dim
-        self.choice_size = self.noise_size = chunk * self.bins.dim
+        limits = ActionLimits.of_dataset(self.config.statistics, statistics, spaces, gripper)
+        self.begin(spaces, chunk, TokenBins(limits))
 
-    def _slots(self, observed: Observed) -> Tensor:
-        """Hidden states of numbers, [n, choice_size, hidden_size]: the last word, and all empty places but the last.
+    @override
+    def logits(self, observed: Observed) -> Tensor:
+        """Logits of numbers, from the last word, and all empty places but the last.
 
         An end of text follows the empty places, as in training. All attend to all.
         """
@@ -253,28 +155,78 @@ class OpenVlaOft(_Vla, BodyPolicy):
             torch.cat([prefix.places, later], dim=1),
             is_real[:, None].expand(-1, is_real.shape[1], -1),
         )
-        rows = torch.arange(n, device=device)
-        return torch.cat([hidden[rows, prefix.last][:, None], hidden[:, length : length + num - 1]], dim=1)
+        last = hidden[torch.arange(n, device=device), prefix.last][:, None]
+        slots = torch.cat([last, hidden[:, length : length + num - 1]], dim=1)
+        logits = self.vla.logits(slots, self.config.num_words, NUM_BINS)
+        return logits.view(n, self.chunk, self.bins.dim, NUM_BINS)
 
-    def _logits(self, observed: Observed) -> Tensor:
-        logits = self.vla.logits(self._slots(observed), self.config.num_words, NUM_BINS)
-        return logits.view(len(observed), self.chunk, self.bins.dim, NUM_BINS)
+
+class OpenVla(OpenVlaOft):
+    """One action at a time, number by number."""
+
+    def __init__(
+        self,
+        spaces: Spaces,
+        *,
+        path: str,
+        statistics: str,
+        cameras: list[str] | None = None,
+        crop_share: float = 0.9,
+        gripper: str = "unchanged",
+    ) -> None:
+        """Read a policy; see `OpenVlaOft`."""
+        super().__init__(
+            spaces,
+            path=path,
+            statistics=statistics,
+            chunk=1,
+            cameras=cameras,
+            crop_share=crop_share,
+            gripper=gripper,
+        )
+
+    def _words_of(self, choices: Tensor) -> Tensor:
+        return self._word(self.config.num_words - 1 - choices.long())
+
+    def _logits_at(self, hidden: Tensor) -> Tensor:
+        """Logits of some places, [n, 1, places, bins]."""
+        return self.vla.logits(hidden, self.config.num_words, NUM_BINS)[:, None]
 
     @override
     def act(self, observed: Observed, noise: Tensor | None, temperature: float = 1.0) -> Acted:
-        return self.bins.act(self._logits(observed), noise, temperature)
+        prefix, cache = self._prefix(observed), DynamicCache()
+        rows = torch.arange(len(observed), device=prefix.last.device)
+        hidden = self._hidden(prefix.embeddings, prefix.places, _causal(prefix.is_real, prefix.places), cache)
+        hidden, is_real = hidden[rows, prefix.last], prefix.is_real
+        choices: list[Tensor] = []
+        log_probs: list[Tensor] = []
+        for number in range(self.bins.dim):
+            logits = self._logits_at(hidden[:, None])
+            chosen, scored = self.bins.draw(
+                logits, None if noise is None else noise[:, number : number + 1], temperature
+            )
+            choices.append(chosen.flatten(1).float())
+            log_probs.append(scored)
+            if number + 1 == self.bins.dim:
+                break
+            is_real = torch.cat([is_real, torch.ones_like(is_real[:, :1])], dim=1)
+            place = (prefix.lengths + number)[:, None]
+            hidden = self._hidden(self._words_of(choices[-1]), place, is_real[:, None], cache)[:, 0]
+        chosen = torch.cat(choices, dim=1)
+        return Acted(self.actions_of(chosen), chosen, torch.cat(log_probs, dim=2))
 
     @override
     def score(self, observed: Observed, choices: Tensor, temperature: float = 1.0) -> DecisionScores:
-        return self.bins.score(self._logits(observed), choices, temperature)
-
-    @override
-    def actions_of(self, choices: Tensor) -> Tensor:
-        return self.bins.actions_of(choices, self.chunk)
-
-    @override
-    def choices_of(self, actions: Tensor) -> Tensor:
-        return self.bins.choices_of(actions)
+        prefix = self._prefix(observed)
+        words = self._words_of(choices[:, :-1])
+        later = prefix.lengths[:, None] + torch.arange(words.shape[1], device=choices.device)
+        places = torch.cat([prefix.places, later], dim=1)
+        is_real = torch.cat([prefix.is_real, torch.ones_like(later, dtype=torch.bool)], dim=1)
+        embeddings = torch.cat([prefix.embeddings, words], dim=1)
+        hidden = self._hidden(embeddings, places, _causal(is_real, places))
+        rows = torch.arange(len(choices), device=choices.device)
+        found = torch.cat([hidden[rows, prefix.last][:, None], hidden[:, prefix.is_real.shape[1] :]], dim=1)
+        return self.bins.score(self._logits_at(found), choices, temperature)
 
 
 class OpenVlaValue(_Vla, BodyValue):

@@ -7,22 +7,25 @@ The model is `PI0ForConditionalGeneration` of transformers, its statistics come 
 from __future__ import annotations
 
 import json
-from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoTokenizer, DynamicCache, PI0Config, PI0ForConditionalGeneration
+from transformers import DynamicCache, PI0Config, PI0ForConditionalGeneration
 from typing_extensions import override
 
-from leaderless.embodied.policies.action_statistics import ActionLimits
-from leaderless.embodied.policies.base_folder import needs_weights
+from leaderless.embodied.policies.actions import ActionLimits
 from leaderless.embodied.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
-from leaderless.embodied.policies.kv_cache import with_cache
-from leaderless.embodied.policies.observations import chosen_cameras
-from leaderless.embodied.policies.paligemma import PaliGemmaPrefix, embedded, mean_features, read_prefix
-from leaderless.embodied.policies.protocol import BodyModel, BodyValue, Observed
+from leaderless.embodied.policies.pretrained import (
+    PaliGemmaPrefix,
+    Pretrained,
+    embedded,
+    mean_features,
+    needs_weights,
+    read_prefix,
+    with_cache,
+)
+from leaderless.embodied.policies.protocol import BodyValue, Observed
 from leaderless.embodied.policies.vision_towers import fitted
 from leaderless.embodied.simulators.protocol import Spaces
 from leaderless.models.uploads import constants
@@ -31,22 +34,16 @@ STATISTICS = "processor_config.json"
 """File of a checkpoint that has the means and deviations of the robot's state and actions."""
 
 
-class _Pi0(BodyModel):
+class _Pi0(Pretrained):
     """Common part of policy and critic: a model that was read from a folder."""
 
     _no_split_modules = ("GemmaDecoderLayer", "SiglipEncoderLayer")
 
     def _read(self, spaces: Spaces, path: str, cameras: list[str] | None) -> PI0ForConditionalGeneration:
-        """Read the model.
-
-        Raises:
-            ValueError: It cannot be read, or the environment does not show what it sees.
-        """
-        self._folder = self.checkpoint = Path(path)
-        self._cameras = chosen_cameras(spaces, cameras)
+        folder = self.open(spaces, path, cameras)
         missing: list[str] = []
         try:
-            if needs_weights(self._folder):
+            if needs_weights(folder):
                 model, about = PI0ForConditionalGeneration.from_pretrained(
                     path, dtype=torch.float32, local_files_only=True, output_loading_info=True
                 )
@@ -57,36 +54,17 @@ class _Pi0(BodyModel):
             raise ValueError(f"path='{path}': no pi0 can be read: {error}") from error
         if missing:
             raise ValueError(f"path='{path}': it lacks {len(missing)} weights, such as '{missing[0]}'")
-        self._state = self._statistics("state", spaces.state_size, int(model.config.max_state_dim))
+        self._most = int(model.config.max_state_dim)
+        self._state = self._statistics("state", spaces.state_size, self._most)
         return model.eval()
 
     def _statistics(self, kind: str, size: int, most: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Means and deviations of the state or of actions, of `size` numbers.
-
-        Raises:
-            ValueError: There are none, or they belong to another robot.
-        """
-        file = self._folder / STATISTICS
+        """Means and deviations of the state or of actions, of `size` numbers."""
         try:
-            about = json.loads(file.read_text(encoding="utf-8"))
+            about = json.loads((self._folder / STATISTICS).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"path='{self._folder}': {STATISTICS} cannot be read: {error}") from error
-        means, deviations = about.get(f"{kind}_mean"), about.get(f"{kind}_std")
-        if means is None or deviations is None:
-            raise ValueError(
-                f"path='{self._folder}': {STATISTICS} has no {kind}_mean and {kind}_std: add those of the dataset of "
-                "this robot"
-            )
-        if not len(means) == len(deviations) == size or size > most:
-            raise ValueError(
-                f"path='{self._folder}': the statistics are those of another robot: {kind}_mean has {len(means)} "
-                f"numbers, the environment {size}; the model takes at most {most}"
-            )
-        return tuple(map(float, means)), tuple(map(float, deviations))
-
-    @cached_property
-    def _tokenizer(self) -> AutoTokenizer:
-        return AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        return self.numbers_of_robot(STATISTICS, about, (f"{kind}_mean", f"{kind}_std"), size, most)
 
     @override
     def instruction_ids(self, text: str) -> list[int]:
@@ -95,11 +73,11 @@ class _Pi0(BodyModel):
         ids: list[int] = list(tokenizer(f"{tokenizer.bos_token}{text}\n", add_special_tokens=False).input_ids)
         return ids
 
-    def _normal_state(self, observed: Observed, most: int) -> Tensor:
-        """[n, most] float32: the state, as in training."""
+    def _normal_state(self, observed: Observed) -> Tensor:
+        """[n, max_state_dim] float32: the state, as in training."""
         means, deviations = constants(observed.state, *self._state)
         scaled = (observed.state - means) / (deviations + 1e-8)
-        return functional.pad(scaled, (0, most - scaled.shape[1]))
+        return functional.pad(scaled, (0, self._most - scaled.shape[1]))
 
     def _prefix(self, observed: Observed, vlm: nn.Module) -> tuple[Tensor, Tensor]:
         """Embeddings [n, length, hidden_size] of images and words, and whether each is real."""
@@ -147,15 +125,13 @@ class Pi0(_Pi0, FlowPolicy):
         )
         sizes = chunk, int(config.chunk_size), int(config.max_action_dim)
         self.begin(spaces, limits=limits, sizes=sizes, flow=flow)
-        most = int(config.max_state_dim)
-        self.deviations = DeviationNet(most, self.numbers) if method == "noise" else None
+        self.deviations = DeviationNet(self._most, self.numbers) if method == "noise" else None
 
     @override
     def look(self, observed: Observed) -> PaliGemmaPrefix:
         vlm = self.pi0.model.vlm
         embeddings, is_real = self._prefix(observed, vlm)
-        state = self._normal_state(observed, int(self.pi0.config.max_state_dim))
-        return read_prefix(vlm, embeddings, is_real, state)
+        return read_prefix(vlm, embeddings, is_real, self._normal_state(observed))
 
     @override
     def velocity(self, looked: object, rows: Tensor, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,7 +165,6 @@ class Pi0Value(_Pi0, BodyValue):
         super().__init__()
         pi0 = self._read(spaces, path, cameras)
         self.spaces, self.chunk, self.per_step, self.vlm = spaces, chunk, per_step, pi0.model.vlm
-        self._most = int(pi0.config.max_state_dim)
         self.head = self.new_head(int(self.vlm.config.text_config.hidden_size) + self._most)
 
     @override
@@ -199,5 +174,5 @@ class Pi0Value(_Pi0, BodyValue):
     @override
     def values(self, observed: Observed) -> Tensor:
         mean = mean_features(self.vlm, *self._prefix(observed, self.vlm))
-        features = torch.cat([mean, self._normal_state(observed, self._most)], dim=1)
+        features = torch.cat([mean, self._normal_state(observed)], dim=1)
         return self.shaped(self.head(features.to(self.head.weight.dtype)))

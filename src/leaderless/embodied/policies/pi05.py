@@ -7,21 +7,17 @@ How its actions get a likelihood: see `flow_policy`. Source of the network: see 
 
 from __future__ import annotations
 
-from functools import cached_property
-from pathlib import Path
-
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer
 from typing_extensions import override
 
-from leaderless.embodied.policies.action_statistics import ActionLimits
+from leaderless.embodied.policies.actions import ActionLimits
 from leaderless.embodied.policies.flow_policy import DeviationNet, FlowOptions, FlowPolicy
-from leaderless.embodied.policies.observations import TYPICAL_INSTRUCTION, chosen_cameras, padded
-from leaderless.embodied.policies.paligemma import PaliGemmaPrefix, embedded, mean_features, read_prefix
+from leaderless.embodied.policies.observations import TYPICAL_INSTRUCTION, padded
 from leaderless.embodied.policies.pi05_network import Pi05Network, read_network
-from leaderless.embodied.policies.protocol import BodyModel, BodyValue, Observed, instructions_of
+from leaderless.embodied.policies.pretrained import PaliGemmaPrefix, Pretrained, embedded, mean_features, read_prefix
+from leaderless.embodied.policies.protocol import BodyValue, Observed, instructions_of
 from leaderless.embodied.policies.vision_towers import fitted
 from leaderless.embodied.simulators.protocol import Spaces
 from leaderless.models.uploads import constants
@@ -39,52 +35,25 @@ def state_words(state: Tensor) -> list[str]:
     return [" ".join(map(str, row)) for row in bins.tolist()]
 
 
-class _Pi05(BodyModel):
+class _Pi05(Pretrained):
     """Common part of policy and critic: a network that was read from a folder."""
 
     _no_split_modules = ("ExpertLayer", "GemmaDecoderLayer", "SiglipEncoderLayer")
 
     def _read(self, spaces: Spaces, path: str, cameras: list[str] | None, *, pads_state: bool) -> Pi05Network:
-        """Read the network.
-
-        Raises:
-            ValueError: It cannot be read, or the environment does not show what it sees.
-        """
-        self._folder, self._pads_state = Path(path), pads_state
-        self.checkpoint = self._folder
-        self._cameras = chosen_cameras(spaces, cameras)
-        network = read_network(self._folder)
+        self._pads_state = pads_state
+        network = read_network(self.open(spaces, path, cameras))
         self._most = network.config.max_state_dim
         self._state = self._statistics("observation.state", spaces.state_size, self._most)
         return network
 
     def _statistics(self, kind: str, size: int, most: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Quantiles of 1 % and 99 % of the state or of actions, of `size` numbers.
-
-        Raises:
-            ValueError: There are none, or they belong to another robot.
-        """
+        """Quantiles of 1 % and 99 % of the state or of actions, of `size` numbers."""
         files = sorted(self._folder.glob(STATISTICS))
         if not files:
             raise ValueError(f"path='{self._folder}': it has no {STATISTICS}: add the one of the dataset of this robot")
-        about = load_file(files[0])
-        found = [about.get(f"{kind}.{name}") for name in ("q01", "q99")]
-        if found[0] is None or found[1] is None:
-            raise ValueError(
-                f"path='{self._folder}': {files[0].name} has no {kind}.q01 and {kind}.q99: add those of the dataset of "
-                "this robot"
-            )
-        low, high = (tuple(map(float, one.flatten().tolist())) for one in found if one is not None)
-        if not len(low) == len(high) == size or size > most:
-            raise ValueError(
-                f"path='{self._folder}': the statistics are those of another robot: {kind}.q01 has {len(low)} numbers, "
-                f"the environment {size}; the model takes at most {most}"
-            )
-        return low, high
-
-    @cached_property
-    def _tokenizer(self) -> AutoTokenizer:
-        return AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        about = {name: one.flatten().tolist() for name, one in load_file(files[0]).items()}
+        return self.numbers_of_robot(files[0].name, about, (f"{kind}.q01", f"{kind}.q99"), size, most)
 
     def _normal_state(self, observed: Observed) -> Tensor:
         """[n, numbers] float32: the state, as in training, mostly from -1 to 1."""

@@ -22,9 +22,7 @@ from torch.nn import functional
 from transformers import GemmaConfig, PaliGemmaConfig, PaliGemmaModel
 from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRotaryEmbedding
 
-from leaderless.embodied.policies.base_folder import needs_weights
-from leaderless.embodied.policies.kv_cache import with_cache
-from leaderless.embodied.policies.paligemma import PaliGemmaPrefix
+from leaderless.embodied.policies.pretrained import PaliGemmaPrefix, needs_weights, with_cache
 
 WEIGHTS = "model.safetensors"
 VOCABULARY = 257152
@@ -112,7 +110,8 @@ class Pi05Config:
                 f"path='{folder}': its config.json has the type {about.get('type')}, not pi05: give a checkpoint in "
                 "the form of LeRobot"
             )
-        names = [about.get(f"{name}_variant", sizes) for name, sizes in _DEFAULTS.items()]
+        defaults = {"paligemma": "gemma_2b", "action_expert": "gemma_300m"}
+        names = [about.get(f"{name}_variant", sizes) for name, sizes in defaults.items()]
         if unknown := [name for name in names if name not in VARIANTS]:
             raise ValueError(f"path='{folder}': unknown sizes '{unknown[0]}': known are {', '.join(VARIANTS)}")
         if on := [name for name in ("use_proprioceptive_memory", "use_visual_memory") if about.get(name)]:
@@ -127,9 +126,6 @@ class Pi05Config:
             int(about.get("max_action_dim", 32)),
             (float(about.get("min_period", 4e-3)), float(about.get("max_period", 4.0))),
         )
-
-
-_DEFAULTS = {"paligemma": "gemma_2b", "action_expert": "gemma_300m"}
 
 
 class AdaRmsNorm(nn.Module):
@@ -172,15 +168,15 @@ class ExpertLayer(nn.Module):
         return found
 
 
+@dataclass(frozen=True)
 class _After:
     """Keys and values of a prefix, in the form of a cache that keeps nothing of what follows."""
 
-    def __init__(self, prefix: PaliGemmaPrefix) -> None:
-        self._layers = prefix.layers
+    prefix: PaliGemmaPrefix
 
     def update(self, keys: Tensor, values: Tensor, layer: int, **_: object) -> tuple[Tensor, Tensor]:
         """Keys and values of the prefix with those that follow."""
-        before = self._layers[layer]
+        before = self.prefix.layers[layer]
         return torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
 
 
@@ -223,17 +219,14 @@ class Pi05Network(nn.Module):
     def velocity(self, prefix: PaliGemmaPrefix, x: Tensor, times: Tensor) -> Tensor:
         """Velocities [m, horizon, numbers] at points x of the same shape, at times [m] float32 from 0 to 1."""
         kind = self.action_in_proj.weight.dtype
-        waves = _waves(times, self.config.expert.width, *self.config.periods).to(kind)
+        # Sines and then cosines of the times, of periods that grow by a constant factor.
+        shortest, longest = self.config.periods
+        shares = torch.linspace(0, 1, self.config.expert.width // 2, dtype=torch.float64, device=times.device)
+        angles = times.double()[:, None] * (2 * math.pi / (shortest * (longest / shortest) ** shares))
+        waves = torch.cat([angles.sin(), angles.cos()], dim=1).to(kind)
         condition = functional.silu(self.time_mlp_out(functional.silu(self.time_mlp_in(waves))))
         found: Tensor = self.action_out_proj(self.expert(self.action_in_proj(x.to(kind)), condition, prefix))
         return found.float()
-
-
-def _waves(times: Tensor, width: int, shortest: float, longest: float) -> Tensor:
-    """[m, width]: sines and then cosines of times [m], of periods that grow by a constant factor."""
-    shares = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=times.device)
-    angles = times.double()[:, None] * (2 * math.pi / (shortest * (longest / shortest) ** shares))
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 def _gemma(sizes: Variant) -> GemmaConfig:

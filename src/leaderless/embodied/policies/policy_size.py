@@ -19,11 +19,11 @@ from leaderless.algorithms.settings import SacConfig
 from leaderless.config import RecipeError
 from leaderless.config.environment import BodyConfig
 from leaderless.config.models import ModelConfig
-from leaderless.embodied.planning.body_size import BodySize, LearnerSize
+from leaderless.embodied.planning.memory import BodySize, LearnerSize
 from leaderless.embodied.policies.loading import model_for
 from leaderless.embodied.policies.observations import TYPICAL_INSTRUCTION
 from leaderless.embodied.policies.protocol import BodyPolicy, Observed
-from leaderless.embodied.policies.sac_critics import Critics, check_policy
+from leaderless.embodied.policies.squashed import Critics, check_policy
 from leaderless.embodied.rollout.vector_envs import spaces_of
 from leaderless.embodied.simulators.protocol import Spaces
 
@@ -109,12 +109,7 @@ def _measured_learner(model_text: str, key: str, body_text: str, sac: SacConfig)
 
 
 def _bytes_of_one(compute: Callable[[int], Tensor], trained: nn.Module | None = None) -> int:
-    """Bytes of a decision at the fullest moment of a pass.
-
-    Args:
-        compute: Function that passes a number of decisions through a model.
-        trained: Model whose weights get a gradient; None for a pass without a backward pass.
-    """
+    """Bytes of a decision at the fullest moment of a pass; there is a backward pass if a model is trained."""
     peaks: list[int] = []
     # Where rows are chosen by what they hold, all of them are taken to be.
     with symbolic.patch(meta_nonzero_assume_all_nonzero=True), _Fused():  # type: ignore[attr-defined]

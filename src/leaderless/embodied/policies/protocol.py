@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 from leaderless.embodied.simulators.protocol import Spaces
 from leaderless.models.uploads import placed
+
+LEAST_NOISE = 1e-7
+"""Noise is kept away from 0 and 1, where the normal distribution has no end."""
 
 
 @dataclass(frozen=True)
@@ -174,9 +178,6 @@ class BodyValue(BodyModel, ABC):
     def name_in_policy(self, name: str) -> str | None:  # noqa: ARG002
         """Name of one of its weights in a policy that sees in the same way, with whose weights it can begin.
 
-        Args:
-            name: Name of the weight here.
-
         Returns:
             None for a weight of its own.
         """
@@ -189,3 +190,9 @@ class BodyValue(BodyModel, ABC):
     def forward(self, observed: Observed) -> Tensor:
         """Compute the values, by a call of the module."""
         return self.values(observed)
+
+
+def as_normal(uniform: Tensor) -> Tensor:
+    """Normal float32 noise from noise that is uniform from 0 to 1."""
+    middle = uniform.double().clamp(LEAST_NOISE, 1 - LEAST_NOISE)
+    return (math.sqrt(2) * torch.erfinv(2 * middle - 1)).float()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from leaderless.algorithms.sac import squashed_log_densities
-from leaderless.embodied.policies.action_bins import Bins
+from leaderless.algorithms.sac import Ensemble, squashed_log_densities
+from leaderless.algorithms.settings import SacConfig
+from leaderless.embodied.policies.actions import Bins
 from leaderless.embodied.policies.cnn import Eyes, with_features
-from leaderless.embodied.policies.flow_steps import as_normal
-from leaderless.embodied.policies.protocol import Acted, BodyPolicy, DecisionScores, Observed
+from leaderless.embodied.policies.protocol import Acted, BodyPolicy, DecisionScores, Observed, as_normal
 from leaderless.embodied.simulators.protocol import Continuous, Spaces
 from leaderless.models.uploads import constants
 
@@ -140,3 +140,35 @@ class SquashedCnn(Squashed):
 
     def _normal(self, observed: Observed, temperature: float) -> tuple[Tensor, Tensor]:
         return super()._normal(self.eyes(observed), temperature)
+
+
+class Critics(nn.Module):
+    """An ensemble that sees what a policy sees, with eyes of its own."""
+
+    def __init__(self, policy: Squashed, config: SacConfig) -> None:
+        """Make critics with random weights, and with the eyes of the policy's size if it has some."""
+        super().__init__()
+        seen = policy.spaces
+        self.eyes: Eyes | None = None
+        if isinstance(policy, SquashedCnn):
+            self.eyes = Eyes(seen, policy.eyes.channels, policy.eyes.num_features)
+            seen = with_features(seen, policy.eyes.num_features)
+        num_inputs = seen.state_size + policy.choice_size
+        self.heads = Ensemble(num_inputs, config.hidden_size, config.num_layers, config.num_heads)
+
+    def forward(self, observed: Observed, actions: Tensor) -> Tensor:
+        """[heads, n]: values of actions [n, numbers] from -1 to 1."""
+        values: Tensor = self.heads((self.eyes(observed) if self.eyes else observed).state, actions)
+        return values
+
+
+def check_policy(policy: object, spaces: Spaces) -> Squashed:
+    """The policy, if SAC can train it.
+
+    Raises:
+        ValueError: It is of another kind.
+    """
+    if not isinstance(policy, Squashed):
+        best = "squashed_cnn" if spaces.images else "squashed"
+        raise ValueError(f"SAC trains policies of the type squashed or squashed_cnn: use body: {best}")
+    return policy

@@ -146,12 +146,8 @@ class Tower(nn.Module):
 def sized(images: Tensor, image_size: int, *, crop_share: float = 1.0) -> Tensor:
     """Images [n, height, width, 3] uint8 as [n, 3, size, size] float32 from 0 to 1.
 
-    Args:
-        images: Images.
-        image_size: Side of the result.
-        crop_share: Share of the area, in the middle, that is kept.
-
-    Deviation from the published preprocessing: bicubic filters throughout, and no compression as JPEG in between.
+    Only a share of the area, in the middle, is kept. Deviation from the published preprocessing: bicubic filters
+    throughout, and no compression as JPEG in between.
     """
     pixels = images.permute(0, 3, 1, 2).float() / 255
     pixels = _resized(pixels, image_size)

@@ -1,7 +1,8 @@
-"""Interface of drivers of arms, and of what stands next to an arm: a person, and a judge of success."""
+"""Interface of drivers of arms, of a person and a judge of success next to an arm, and outcomes of commands."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from leaderless.base.named_functions import is_function_name, load_callable
+from leaderless.base.values import Json
+from leaderless.config import RecipeError, nearest
 from leaderless.embodied.robots.safety_limits import Axis, Vector
 
 Image = NDArray[np.uint8]
@@ -176,3 +180,143 @@ class Station:
         for name in ("max_steps", "max_chunk", "success_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"station of '{self.arm.spec.name}': {name}={getattr(self, name)} must be at least 1")
+
+
+BUILT_IN: Mapping[str, str] = {
+    "dummy": "leaderless.embodied.robots.simulated_arm:dummy",
+    "franka": "leaderless.embodied.robots.franka:franka",
+}
+"""Functions that make stations and come with the package."""
+
+
+def make_station(name: str, options: Mapping[str, Json]) -> Station:
+    """The station that a built-in name, or a function `package.module:function`, makes with some options.
+
+    Raises:
+        RecipeError: There is no such station, or it does not take the options.
+    """
+    known = BUILT_IN.get(name, name)
+    if not is_function_name(known):
+        hint = nearest(name, BUILT_IN)
+        raise RecipeError.at("", f"unknown robot '{name}'{hint}; a custom one is 'package.module:function'")
+    make = load_callable(known, "", "function")
+    try:
+        inspect.signature(make).bind(**options)
+        station = make(**options)
+    except (TypeError, ValueError) as error:
+        raise RecipeError.at("--option", f"robot '{name}': {error}") from error
+    if not isinstance(station, Station):
+        raise RecipeError.at("", f"robot '{name}' returned {type(station).__name__}: return a `Station`")
+    return station
+
+
+class Refused(RuntimeError):  # noqa: N818 - a plain word
+    """A server has not done what it was asked for.
+
+    Attributes:
+        code: Kind of reason, as a program tells it: `token`, `version`, `taken`, `frame`, `verb`, `order`, `busy`,
+            `shape`, `not_finite`, `late`, `no_episode`, `start`, `cut`, `stopped` or `driver`.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class CommandOutcome:
+    """Result of a reset, with no steps, or of the steps of a command that were executed.
+
+    Attributes:
+        reading: Reading after the last step.
+        rewards: Reward of each step, float32 [k].
+        actions: Action of each step, float32 [k, axes]: the person's where one has intervened, else the one of the
+            policy, from -1 to 1.
+        executed: Velocity that the limits have left of it, as a share of the largest, float32 [k, axes].
+        intervened: Whether a person acted, bool [k].
+        clipped: Whether the policy's action was beyond -1 or 1, bool [k].
+        limited: Whether box, speed or acceleration have changed the movement, bool [k].
+        is_terminated: Whether the task is done, which ends the episode.
+        is_truncated: Whether the episode had its last step, without success.
+        cut: Reason why fewer steps were executed than asked for, although the episode has not ended; else empty.
+        num_idle: Number of periods without a command since the step before.
+        time_s: Time at which the reading was taken, on the server's clock, which never goes back.
+        facts: Facts that the judge adds.
+    """
+
+    reading: Reading
+    rewards: NDArray[np.float32]
+    actions: NDArray[np.float32]
+    executed: NDArray[np.float32]
+    intervened: NDArray[np.bool_]
+    clipped: NDArray[np.bool_]
+    limited: NDArray[np.bool_]
+    is_terminated: bool
+    is_truncated: bool
+    cut: str
+    num_idle: int
+    time_s: float
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that were executed."""
+        return len(self.rewards)
+
+
+class Record:
+    """The steps so far of a command for actions [chunk, axes], which are finite, after periods without a command."""
+
+    def __init__(self, actions: NDArray[np.float64], num_idle: int = 0) -> None:
+        self.asked, self._num_idle = actions, num_idle
+        self._rewards: list[float] = []
+        self._begun: list[tuple[Vector, Vector, bool, bool, bool]] = []
+
+    @property
+    def num_begun(self) -> int:
+        """Number of steps that have begun."""
+        return len(self._begun)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that have ended."""
+        return len(self._rewards)
+
+    def begin(self, action: Vector, executed: Vector, *, intervened: bool, limited: bool) -> None:
+        """Note that a step has begun."""
+        clipped = bool((np.abs(self.asked[self.num_begun]) > 1.0).any())
+        self._begun.append((action, executed, intervened, clipped, limited))
+
+    def end(self, reward: float) -> None:
+        """Note the reward of the step that has begun."""
+        self._rewards.append(reward)
+
+    def outcome(
+        self,
+        reading: Reading,
+        time_s: float,
+        *,
+        facts: Mapping[str, float] | None = None,
+        is_terminated: bool = False,
+        is_truncated: bool = False,
+        cut: str = "",
+    ) -> CommandOutcome:
+        """The outcome; a step that has begun but not ended is not part of it."""
+        num, dim = self.num_steps, self.asked.shape[1]
+        actions, executed, *marks = zip(*self._begun[:num], strict=True) if num else [()] * 5
+        intervened, clipped, limited = (np.array(mark, dtype=bool) for mark in marks)
+        return CommandOutcome(
+            reading,
+            np.array(self._rewards, np.float32),
+            np.array(actions, np.float32).reshape(num, dim),
+            np.array(executed, np.float32).reshape(num, dim),
+            intervened=intervened,
+            clipped=clipped,
+            limited=limited,
+            is_terminated=is_terminated,
+            is_truncated=is_truncated,
+            cut=cut,
+            num_idle=self._num_idle,
+            time_s=time_s,
+            facts=facts or {},
+        )

@@ -8,15 +8,24 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leaderless.base.values import Json
-from leaderless.embodied.robots.arm_messages import Description, from_frame
-from leaderless.embodied.robots.command_outcome import CommandOutcome, Refused
-from leaderless.embodied.robots.frames import MAX_REPLY_BYTES, PREFIX, VERSION, MessageFrame, decode, lengths
+from leaderless.embodied.robots.arm import CommandOutcome, Refused
+from leaderless.embodied.robots.frames import (
+    MAX_REPLY_BYTES,
+    PREFIX,
+    VERSION,
+    Description,
+    MessageFrame,
+    decode,
+    from_frame,
+    lengths,
+)
 
 RETRY_S = 0.1
 """Time between two attempts to come back."""
@@ -75,14 +84,22 @@ class RobotClient:
         self.address, self._token, self._role = address, token, role
         self._timeout_s, self._reconnect_s = timeout_s, reconnect_s
         self._session = secrets.token_hex(8)
-        self._tag = 0
+        self._tags = count(1)
         self._pending: MessageFrame | None = None
         self._wait_s = 0.0
         self._ahead_s = 0.0
         self._socket: socket.socket | None = None
         self.stopped = ""
-        self.description = self._first_connection(taken_s)
         self._id = 0
+        until_s = time.monotonic() + taken_s
+        while True:  # the client before may not yet be seen to be gone
+            try:
+                self.description = self._connect()
+                return
+            except Refused as refused:
+                if refused.code != "taken" or time.monotonic() > until_s:
+                    raise
+            time.sleep(RETRY_S)
 
     def begin_reset(self, seed: int, within_s: float) -> None:
         """Ask for an episode that begins within a time; `finish` gives the outcome."""
@@ -116,11 +133,11 @@ class RobotClient:
 
     def hold(self, reason: str = "") -> None:
         """Let the arm brake and hold until the next command."""
-        self._exchange(MessageFrame({"verb": "hold", "reason": reason, "tag": self._next_tag()}), 0.0, is_sent=False)
+        self._exchange(MessageFrame({"verb": "hold", "reason": reason, "tag": next(self._tags)}), 0.0, is_sent=False)
 
     def stop(self, reason: str = "") -> None:
         """Stop the arm at once; only a person at its server can release it."""
-        self._exchange(MessageFrame({"verb": "stop", "reason": reason, "tag": self._next_tag()}), 0.0, is_sent=False)
+        self._exchange(MessageFrame({"verb": "stop", "reason": reason, "tag": next(self._tags)}), 0.0, is_sent=False)
 
     def close(self) -> None:
         """End the connection; the arm holds."""
@@ -132,7 +149,7 @@ class RobotClient:
     def _begin(self, header: Mapping[str, Json], arrays: Mapping[str, NDArray[np.generic]], wait_s: float) -> None:
         assert self._pending is None
         self._id += 1
-        self._pending = MessageFrame({**header, "id": self._id, "tag": self._next_tag()}, arrays)
+        self._pending = MessageFrame({**header, "id": self._id, "tag": next(self._tags)}, arrays)
         self._wait_s = wait_s
         with suppress(OSError):  # `finish` comes back and sends it again
             self._send(self._pending)
@@ -160,17 +177,6 @@ class RobotClient:
                     time.sleep(RETRY_S)
             is_sent = False
 
-    def _first_connection(self, taken_s: float) -> Description:
-        """Introduce this client, as soon as the one before is seen to be gone."""
-        until_s = time.monotonic() + taken_s
-        while True:
-            try:
-                return self._connect()
-            except Refused as refused:
-                if refused.code != "taken" or time.monotonic() > until_s:
-                    raise
-            time.sleep(RETRY_S)
-
     def _connect(self) -> Description:
         """Introduce this client."""
         try:
@@ -178,10 +184,9 @@ class RobotClient:
         except OSError as error:
             raise ConnectionError(f"no arm answers at {self.address} ({error}): start its server") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello: dict[str, Json] = {"verb": "hello", "version": VERSION, "token": self._token, "role": self._role}
-        tag = self._next_tag()
+        tag, about = next(self._tags), {"token": self._token, "role": self._role, "session": self._session}
         try:
-            self._send(MessageFrame({**hello, "session": self._session, "tag": tag}))
+            self._send(MessageFrame({"verb": "hello", "version": VERSION, "tag": tag, **about}))
             answer = self._receive(tag, self._timeout_s)
         except BaseException:
             self.close()
@@ -226,7 +231,3 @@ class RobotClient:
     def _time_in(self, seconds: float) -> float:
         """A time on the server's clock. Answers take a while to arrive, so that it is rather too early."""
         return time.monotonic() + self._ahead_s + seconds
-
-    def _next_tag(self) -> int:
-        self._tag += 1
-        return self._tag

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.embodied.robots.arm import Reading, Station
-from leaderless.embodied.robots.command_outcome import CommandOutcome, Record, Refused
+from leaderless.embodied.robots.arm import CommandOutcome, Reading, Record, Refused, Station
 from leaderless.embodied.robots.safety_limits import Limiter, Vector
 
 WATCHDOG_PERIODS = 2
@@ -238,33 +237,28 @@ class Controller:
         is_outside = ~((reading.position >= self._limiter.low) & (reading.position <= self._limiter.high))
         if is_outside.any():
             axis = self._spec.axes[int(np.argmax(is_outside))]
-            future.set_exception(
-                Refused("start", f"axis '{axis.name}' is outside {axis.low:g} to {axis.high:g}: move it inside by hand")
-            )
-        elif self._stopped.is_set():
+            where = f"outside {axis.low:g} to {axis.high:g}: move it inside by hand"
+            future.set_exception(Refused("start", f"axis '{axis.name}' is {where}"))
+            return
+        if self._stopped.is_set():
             try:
                 self._arm.release()
             except Exception as error:  # noqa: BLE001 - a driver's; the person sees it, and the arm stays stopped
-                future.set_exception(
-                    Refused("driver", f"its driver cannot release it: {type(error).__name__}: {error}")
-                )
+                said = f"{type(error).__name__}: {error}"
+                future.set_exception(Refused("driver", f"its driver cannot release it: {said}"))
                 return
             self._limiter.start_at(reading.position)
             self._is_holding, self._wish = True, np.zeros_like(self._wish)
             self._stopped.clear()
-            future.set_result(None)
-        else:
-            future.set_result(None)
+        future.set_result(None)
 
     def _move(self, reading: Reading) -> None:
         """Decide on the movement of the period that begins."""
         now = self._clock()
         if self._chunk is not None and not self._chunk.record.num_begun and now > self._chunk.deadline_s:
             chunk, self._chunk, self._is_holding = self._chunk, None, True
-            late_s = now - chunk.deadline_s
-            chunk.future.set_exception(
-                Refused("late", f"the command came {late_s:.3f} s too late, and was not executed")
-            )
+            late = f"the command came {now - chunk.deadline_s:.3f} s too late, and was not executed"
+            chunk.future.set_exception(Refused("late", late))
         if self._approach is not None:
             self._is_holding = False
             self._limiter.advance_towards(self._approach.start)

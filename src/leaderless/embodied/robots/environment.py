@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from leaderless.base.values import Json
-from leaderless.embodied.robots.arm import Reading
+from leaderless.embodied.robots.arm import CommandOutcome, Reading, Refused
 from leaderless.embodied.robots.client import Address, RobotClient
-from leaderless.embodied.robots.command_outcome import CommandOutcome, Refused
 from leaderless.embodied.simulators.protocol import Continuous, Observations, Spaces, Steps, VectorEnvironment
 from leaderless.environments.protocol import Task
 from leaderless.observability.console import print_line

@@ -7,26 +7,28 @@ import hashlib
 import hmac
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
 from math import inf
+from typing import cast
 
 import numpy as np
 
 from leaderless.base.values import Json
-from leaderless.embodied.robots.arm import Station
-from leaderless.embodied.robots.arm_messages import Description, to_frame
-from leaderless.embodied.robots.command_outcome import CommandOutcome, Refused
+from leaderless.embodied.robots.arm import CommandOutcome, Refused, Station
 from leaderless.embodied.robots.controller import Controller
 from leaderless.embodied.robots.frames import (
     MAX_REQUEST_BYTES,
     PREFIX,
     VERSION,
+    Description,
     FrameError,
     MessageFrame,
     decode,
     lengths,
+    to_frame,
 )
 
 HELLO_S = 5.0
@@ -48,11 +50,6 @@ class CommandLedger:
         self, number: object, digest: bytes, begin: Callable[[], Future[CommandOutcome]]
     ) -> Future[CommandOutcome]:
         """Outcome of a command: the outcome of before if it is a repeated one, else what `begin` begins.
-
-        Args:
-            number: Id of the command, one more than the id of the command before.
-            digest: Digest of its content.
-            begin: Function that begins the command.
 
         Raises:
             Refused: The id is out of order, or the command before is still being executed.
@@ -89,12 +86,7 @@ class RobotServer:
         self._clients: dict[_Client, asyncio.Task[None]] = {}
 
     async def answer(self, listener: socket.socket, ready: Callable[[], None]) -> None:
-        """Answer clients until it is canceled; then the arm is stopped.
-
-        Args:
-            listener: Socket that is bound to a port.
-            ready: Function that is called when clients may come.
-        """
+        """Answer clients until it is canceled; then the arm is stopped. It says when clients may come."""
         controller = self.controller
         thread = threading.Thread(target=controller.run, name="arm", daemon=True)
         thread.start()
@@ -162,9 +154,11 @@ class RobotServer:
 
     def describe(self) -> dict[str, Json]:
         """First message to a client when it is let in."""
+        one = self._station
+        about = Description(one.arm.spec, one.max_steps, one.max_chunk, one.instruction)
         return {
             "version": VERSION,
-            "description": Description.of(self._station).to_json(),
+            "description": cast("dict[str, Json]", asdict(about)),
             "last_id": self._ledger.last_id,
             "stopped": self.controller.stopped_because,
             "now_s": self.controller.now_s,
@@ -212,52 +206,49 @@ class _Client:
             hello = await asyncio.wait_for(self._receive(), HELLO_S)
             tag = hello.header.get("tag")
             self._server.accept(self, dict(hello.header))
-            await self._send(MessageFrame({"tag": tag, "ok": True, **self._server.describe()}))
+            self._send({"tag": tag, "ok": True, **self._server.describe()})
+            await self._writer.drain()
             while True:
                 frame = await self._receive()
                 tag = frame.header.get("tag")
-                await self._answer(frame)
+                try:
+                    self._answer(frame)
+                except Refused as refused:
+                    self._refuse(tag, refused)
                 await self._writer.drain()  # who does not read answers is not listened to either
         except TimeoutError:
             pass
-        except FrameError as error:
-            await self._refuse(tag, Refused("frame", str(error)))
-        except Refused as refused:
-            await self._refuse(tag, refused)
+        except (FrameError, Refused) as error:
+            self._refuse(tag, error if isinstance(error, Refused) else Refused("frame", str(error)))
+            await self._writer.drain()
 
-    async def _answer(self, frame: MessageFrame) -> None:
+    def _answer(self, frame: MessageFrame) -> None:
         tag, reason = frame.header.get("tag"), str(frame.header.get("reason") or "")[:200]
         controller = self._server.controller
         match frame.header.get("verb"):
             case "step" | "reset":
-                try:
-                    future = self._server.command(self, frame)
-                except Refused as refused:
-                    await self._refuse(tag, refused)
-                    return
                 loop = asyncio.get_running_loop()
+                future = self._server.command(self, frame)
                 future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._reply, tag, done))
+                return
             case "hold":
                 if self is not self._server.owner:
-                    await self._refuse(tag, Refused("taken", "this client may only watch and stop"))
-                    return
+                    raise Refused("taken", "this client may only watch and stop")
                 controller.hold(reason or "its client has asked for it")
-                await self._send(MessageFrame({"tag": tag, "ok": True, "now_s": controller.now_s}))
             case "stop":
                 controller.stop(reason or "a client has asked for it")
-                await self._send(MessageFrame({"tag": tag, "ok": True, "now_s": controller.now_s}))
             case verb:
-                known = "'reset', 'step', 'hold' and 'stop'"
-                await self._refuse(tag, Refused("verb", f"unknown verb {verb!r}: there are {known}"))
+                raise Refused("verb", f"unknown verb {verb!r}: there are 'reset', 'step', 'hold' and 'stop'")
+        self._send({"tag": tag, "ok": True, "now_s": controller.now_s})
 
     def _reply(self, tag: Json, done: Future[CommandOutcome]) -> None:
         """Send what has become of a command."""
-        error = done.exception()
-        if isinstance(error, Refused):
-            frame = _refusal(tag, error, self._server.controller.now_s)
+        if self._writer.is_closing():
+            return
+        if isinstance(error := done.exception(), Refused):
+            self._refuse(tag, error)
         else:
             frame = to_frame(done.result(), {"tag": tag, "ok": True, "now_s": self._server.controller.now_s})
-        if not self._writer.is_closing():
             self._writer.write(frame.encode())
 
     async def _receive(self) -> MessageFrame:
@@ -265,21 +256,17 @@ class _Client:
         num_header, num_body = lengths(prefix, MAX_REQUEST_BYTES)
         return decode(await self._reader.readexactly(num_header), await self._reader.readexactly(num_body))
 
-    async def _refuse(self, tag: Json, refused: Refused) -> None:
-        await self._send(_refusal(tag, refused, self._server.controller.now_s))
+    def _refuse(self, tag: Json, refused: Refused) -> None:
+        about: dict[str, Json] = {"code": refused.code, "message": str(refused), "now_s": self._server.controller.now_s}
+        self._send({"tag": tag, "ok": False, **about})
 
-    async def _send(self, frame: MessageFrame) -> None:
-        self._writer.write(frame.encode())
-        await self._writer.drain()
+    def _send(self, header: Mapping[str, Json]) -> None:
+        self._writer.write(MessageFrame(header).encode())
 
     def close(self) -> None:
         """End the connection."""
         with suppress(OSError):
             self._writer.close()
-
-
-def _refusal(tag: Json, refused: Refused, now_s: float) -> MessageFrame:
-    return MessageFrame({"tag": tag, "ok": False, "code": refused.code, "message": str(refused), "now_s": now_s})
 
 
 def _notice_lost_peers(connection: socket.socket) -> None:

@@ -12,16 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from leaderless.base.devices import cores_left
-from leaderless.base.values import Json
 from leaderless.config import Recipe
 from leaderless.config.environment import BodyConfig
 from leaderless.config.models import ModelConfig
 from leaderless.distributed.weights.stream import WeightStream
+from leaderless.embodied.data.replay_buffer import executed
 from leaderless.embodied.policies.loading import open_model
 from leaderless.embodied.policies.observations import images_of, padded
 from leaderless.embodied.policies.protocol import BodyPolicy, Observed
-from leaderless.embodied.rollout.initial_states import Starts
-from leaderless.embodied.rollout.vector_envs import VectorEnvs, open_worlds, spaces_of
+from leaderless.embodied.rollout.vector_envs import Starts, VectorEnvs, open_worlds, spaces_of
 from leaderless.embodied.simulators.protocol import Observations, Spaces, Steps
 from leaderless.environments.protocol import Task
 from leaderless.models.uploads import one_copy, placed, read_back
@@ -160,7 +159,13 @@ class BodyEngine:
         self, episodes: Sequence[BodyEpisode], tasks: Sequence[BodyTask], seed: int, temperature: float
     ) -> NDArray[np.generic]:
         """Decide for episodes by what each saw last; returns actions [n, chunk, dim], or [n, chunk] choices."""
-        observed = self._observed(episodes)
+        # The last observation of each, on the host.
+        pixels, states = (
+            torch.from_numpy(np.stack([one[-1] for one in seen]))
+            for seen in ([episode.frames for episode in episodes], [episode.states for episode in episodes])
+        )
+        ids = [self.policy.instruction_ids(episode.instruction) for episode in episodes]
+        observed = Observed(images_of(pixels, self.spaces), states, padded(ids, torch.device("cpu")))
         actions: list[NDArray[np.generic]] = [np.zeros(0)] * len(episodes)
         for is_greedy in {task.is_greedy for task in tasks}:
             rows = [row for row, task in enumerate(tasks) if task.is_greedy == is_greedy]
@@ -176,13 +181,6 @@ class BodyEngine:
                 episodes[row].choices.append(choices[place])
                 episodes[row].log_probs.append(log_probs[place])
         return np.stack(actions)
-
-    def _observed(self, episodes: Sequence[BodyEpisode]) -> Observed:
-        """Last observation of each of some episodes, on the host."""
-        pixels = torch.from_numpy(np.stack([episode.frames[-1] for episode in episodes]))
-        states = torch.from_numpy(np.stack([episode.states[-1] for episode in episodes]))
-        ids = [self.policy.instruction_ids(episode.instruction) for episode in episodes]
-        return Observed(images_of(pixels, self.spaces), states, padded(ids, torch.device("cpu")))
 
     def _noise(self, episodes: Sequence[BodyEpisode], tasks: Sequence[BodyTask], seed: int) -> Tensor:
         """Noise of each row, on the host, which follows from the seed, the sample and the number of its decision."""
@@ -297,24 +295,6 @@ class _Game:
     def _fail(self, number: int, reason: str) -> None:
         self._episodes[number] = BodyEpisode(failure=reason, instruction=self._episodes[number].instruction)
         self._num_done += 1
-
-
-def executed(
-    wanted: NDArray[np.generic], num_steps: int, info: Mapping[str, Json]
-) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:
-    """The actions of a decision that were executed, 0 after them, and in which steps a person acted.
-
-    Args:
-        wanted: Actions of the policy, [chunk, ...].
-        num_steps: Number of steps that were executed.
-        info: Further facts, whose `actions` and `intervened`, if there are any, say what was done in place of these.
-    """
-    taken, intervened = np.array(wanted), np.zeros(len(wanted), np.bool_)
-    if info.get("actions"):
-        taken[:num_steps] = np.array(info["actions"], taken.dtype)
-        intervened[:num_steps] = np.array(info["intervened"], np.bool_)
-    taken[num_steps:] = 0
-    return taken, intervened
 
 
 def body_shapes(role: str, recipe: Recipe) -> dict[str, tuple[int, ...]]:

@@ -1,65 +1,53 @@
-"""The environments of a rank: in the rank itself, or in processes next to it."""
+"""The environments of a rank, in itself or in processes next to it, and whether episodes of a group begin alike."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.config.environment import BodyConfig
-from leaderless.embodied.simulators.env_checker import NotAsDeclared, check_seen, check_steps, not_finite
 from leaderless.embodied.simulators.env_processes import EnvironmentLost, EnvironmentProcess, ProcessAnswer
-from leaderless.embodied.simulators.protocol import Observations, Spaces, Steps, VectorEnvironment
+from leaderless.embodied.simulators.protocol import (
+    NotAsDeclared,
+    Observations,
+    Spaces,
+    Steps,
+    VectorEnvironment,
+    check_seen,
+    check_steps,
+    not_finite,
+)
 from leaderless.embodied.simulators.registry import open_body
 from leaderless.environments.protocol import Task
 
 Failures = Mapping[int, str]
 """Why episodes cannot go on, by the number of their environment."""
+PIXEL_NOISE = 16
+"""Largest difference of a pixel, from 0 to 255, that may come from how an image is drawn on a GPU."""
+STATE_NOISE = 1e-3
+"""Largest difference of a number of the state that may come from how it is computed, as a share of it if above 1."""
+_NOTHING = Observations({}, np.zeros((0, 0), np.float32), ())
+_NONE = np.zeros(0, np.bool_)
+_NO_STEPS = Steps(_NOTHING, _NOTHING.state, np.zeros(0, np.int64), _NONE, _NONE, _NONE)
 
 
-class VectorEnvs(Protocol):
-    """Environments, by number, each with one episode at a time.
+class LocalVectorEnvs:
+    """Environments in this process, by number, each with one episode at a time.
+
+    An exception in one ends the episodes that step together.
 
     Attributes:
         repeats_starts: Whether the same task and seed lead to the same start, as in all but real robots.
         num_processes: Number of processes next to this one in which they are.
     """
-
-    repeats_starts: bool
-    num_processes: int
-
-    def halves(self) -> Sequence[Sequence[int]]:
-        """The numbers of environments that step together: some step while the others' actions are computed."""
-
-    def reset(self, slots: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[Failures, Observations]:
-        """Begin episodes in some environments; observations are in their order, and mean nothing for failures.
-
-        Raises:
-            RecipeError: What they show is not as declared.
-        """
-
-    def begin_step(self, slots: Sequence[int], actions: NDArray[np.generic]) -> None:
-        """Let some environments step."""
-
-    def finish_step(self, slots: Sequence[int]) -> tuple[Failures, Steps]:
-        """Wait for them; what has happened is in their order.
-
-        Raises:
-            RecipeError: What they show or do is not as declared.
-        """
-
-    def close(self) -> None:
-        """Close all of them."""
-
-
-class LocalVectorEnvs(VectorEnvs):
-    """Environments in this process; an exception in one ends the episodes that step together."""
 
     num_processes = 0
 
@@ -68,13 +56,16 @@ class LocalVectorEnvs(VectorEnvs):
         self._environment, self._num, self.repeats_starts = environment, num, environment.repeats_starts
         self._actions: dict[tuple[int, ...], NDArray[np.generic]] = {}
 
-    @override
     def halves(self) -> Sequence[Sequence[int]]:
         """One half with all of them: nothing overlaps in one process."""
         return [range(self._num)]
 
-    @override
     def reset(self, slots: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[Failures, Observations]:
+        """Begin episodes in some environments; observations are in their order, and mean nothing for failures.
+
+        Raises:
+            RecipeError: What they show is not as declared.
+        """
         try:
             seen = self._environment.reset(slots, tasks, seeds)
             check_seen(self._environment.spaces, seen, len(slots))
@@ -82,14 +73,14 @@ class LocalVectorEnvs(VectorEnvs):
         except NotAsDeclared as error:
             raise RecipeError.at("body.type", str(error)) from error
         except Exception as error:  # noqa: BLE001 - whatever it raises fails its episodes, and is reported
-            return dict.fromkeys(slots, _reason(error)), _nothing()
+            return dict.fromkeys(slots, f"{type(error).__name__}: {error}"), _NOTHING
 
-    @override
     def begin_step(self, slots: Sequence[int], actions: NDArray[np.generic]) -> None:
+        """Let some environments step."""
         self._actions[tuple(slots)] = actions
 
-    @override
     def finish_step(self, slots: Sequence[int]) -> tuple[Failures, Steps]:
+        """Wait for them; what has happened is in their order. Errors as of `reset`."""
         actions = self._actions.pop(tuple(slots))
         try:
             steps = self._environment.step(slots, actions)
@@ -100,15 +91,15 @@ class LocalVectorEnvs(VectorEnvs):
         except NotAsDeclared as error:
             raise RecipeError.at("body.type", str(error)) from error
         except Exception as error:  # noqa: BLE001 - as above
-            return dict.fromkeys(slots, _reason(error)), _no_steps()
+            return dict.fromkeys(slots, f"{type(error).__name__}: {error}"), _NO_STEPS
 
-    @override
     def close(self) -> None:
+        """Close all of them."""
         self._environment.close()
 
 
-class ProcessVectorEnvs(VectorEnvs):
-    """Environments in processes next to this one; where one is lost, its episodes fail."""
+class ProcessVectorEnvs:
+    """Environments in processes next to this one, likewise; where one is lost, its episodes fail."""
 
     def __init__(self, config: BodyConfig, chunk: int) -> None:
         """Divide episodes among processes, which start when they are needed."""
@@ -118,17 +109,16 @@ class ProcessVectorEnvs(VectorEnvs):
         self._chunk, self.num_processes = chunk, count
         self._processes = [EnvironmentProcess(config, self._spaces, len(share), chunk) for share in self._shares]
 
-    @override
     def halves(self) -> Sequence[Sequence[int]]:
         """Two halves, each with a part of every process."""
         first = [slot for share in self._shares for slot in share[: -(-len(share) // 2)]]
         second = [slot for share in self._shares for slot in share[-(-len(share) // 2) :]]
         return [first, second] if second else [first]
 
-    @override
     def reset(self, slots: Sequence[int], tasks: Sequence[Task], seeds: Sequence[int]) -> tuple[Failures, Observations]:
+        """Begin episodes in some environments, all of them before any is waited for."""
         given = {slot: (task, seed) for slot, task, seed in zip(slots, tasks, seeds, strict=True)}
-        for process, share in zip(self._processes, self._shares, strict=True):  # all begin before any is waited for
+        for process, share in zip(self._processes, self._shares, strict=True):
             if mine := [slot for slot in slots if slot in share]:
                 some, chances = zip(*(given[slot] for slot in mine), strict=True)
                 process.begin_reset([slot - share.start for slot in mine], some, chances)
@@ -139,19 +129,24 @@ class ProcessVectorEnvs(VectorEnvs):
             answer.numbers.read_seen(answer.which, seen, rows)
         return {**not_finite(slots, seen), **failures}, seen
 
-    @override
     def begin_step(self, slots: Sequence[int], actions: NDArray[np.generic]) -> None:
+        """Let some environments step."""
         place = {slot: row for row, slot in enumerate(slots)}
         for process, share in zip(self._processes, self._shares, strict=True):
             if mine := [slot for slot in slots if slot in share]:
                 process.begin_step([slot - share.start for slot in mine], actions[[place[slot] for slot in mine]])
 
-    @override
     def finish_step(self, slots: Sequence[int]) -> tuple[Failures, Steps]:
+        """Wait for them."""
         failures, found = self._each(slots, EnvironmentProcess.finish_step)
-        steps = self._blank_steps(slots, found)
+        num, infos = len(slots), list[Mapping[str, Json]]([{}] * len(slots))
+        rewards, num_steps = np.zeros((num, self._chunk), np.float32), np.zeros(num, np.int64)
+        terminated, truncated, success = np.zeros((3, num), np.bool_)
+        steps = Steps(self._blank(slots, found), rewards, num_steps, terminated, truncated, success, infos)
         for rows, answer in found:
             answer.numbers.read_done(answer.which, steps, rows)
+            for row, info in zip(rows, answer.infos, strict=False):  # an environment may give none
+                infos[row] = info
         told = {slot: str(info["failed"]) for slot, info in zip(slots, steps.infos, strict=True) if "failed" in info}
         return {**not_finite(slots, steps.observations, steps.rewards), **failures, **told}, steps
 
@@ -181,22 +176,13 @@ class ProcessVectorEnvs(VectorEnvs):
         images = {name: np.zeros((num, *size, 3), np.uint8) for name, size in self._spaces.images.items()}
         return Observations(images, np.zeros((num, self._spaces.state_size), np.float32), tuple(words))
 
-    def _blank_steps(self, slots: Sequence[int], found: Sequence[tuple[Sequence[int], ProcessAnswer]]) -> Steps:
-        """Steps of slots, likewise, with the further facts."""
-        infos: list[Mapping[str, Json]] = [{} for _ in slots]
-        for rows, answer in found:
-            for row, info in zip(rows, answer.infos, strict=False):  # an environment may give none
-                infos[row] = info
-        num = len(slots)
-        terminated, truncated, success = np.zeros((3, num), np.bool_)
-        rewards, num_steps = np.zeros((num, self._chunk), np.float32), np.zeros(num, np.int64)
-        seen = self._blank(slots, found)
-        return Steps(seen, rewards, num_steps, terminated, truncated, success, tuple(infos))
-
-    @override
     def close(self) -> None:
+        """End the processes."""
         for process in self._processes:
             process.close()
+
+
+VectorEnvs = LocalVectorEnvs | ProcessVectorEnvs
 
 
 @cache
@@ -221,14 +207,66 @@ def open_worlds(config: BodyConfig, chunk: int) -> VectorEnvs:
     return LocalVectorEnvs(open_body(config, config.num_environments), config.num_environments)
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+@dataclass
+class _First:
+    """First observation of the first episode of a group, until all others have begun."""
+
+    frame: NDArray[np.uint8]
+    state: NDArray[np.float32]
+    instruction: str
+    num_missing: int
 
 
-def _nothing() -> Observations:
-    return Observations({}, np.zeros((0, 0), np.float32), ())
+class Starts:
+    """Compares the first observation of each episode with the first episode's of its group, as they begin."""
 
+    def __init__(self, episodes: Sequence[tuple[Task, int]], *, is_exact: bool) -> None:
+        """Expect episodes by their row of the dataset and seed; those with the same are a group.
 
-def _no_steps() -> Steps:
-    none = np.zeros(0, np.bool_)
-    return Steps(_nothing(), np.zeros((0, 0), np.float32), np.zeros(0, np.int64), none, none, none)
+        Groups begin in the same state if it `is_exact`; of others, as real robots, only the instruction counts.
+        """
+        self._sizes = Counter((id(task), seed) for task, seed in episodes)
+        self._is_exact = is_exact
+        self._firsts: dict[tuple[int, int], _First] = {}
+
+    def compare(
+        self, task: Task, seed: int, frame: NDArray[np.uint8], state: NDArray[np.float32], instruction: str
+    ) -> None:
+        """Take what an episode shows at first: the pixels of all cameras, state and instruction.
+
+        Raises:
+            RecipeError: It is not what another one of its group has shown.
+        """
+        key = id(task), seed
+        if self._sizes[key] < 2:
+            return
+        first = self._firsts.get(key)
+        if first is None:
+            self._firsts[key] = _First(frame, state, instruction, self._sizes[key] - 1)
+            return
+        if difference := self._difference(first, frame, state, instruction):
+            raise RecipeError.at(
+                "body.type",
+                f"episodes of a group do not begin alike: with the task {json.dumps(task, default=str)[:200]} and the "
+                f"seed {seed}, {difference}. They are compared with one another, so reset() has to draw everything "
+                "from its task and seed alone (`python -m leaderless.embodied.simulators.conformance TYPE` checks it); "
+                "where it cannot, set batch.responses_per_prompt to 1",
+            )
+        first.num_missing -= 1
+        if not first.num_missing:
+            del self._firsts[key]
+
+    def _difference(self, first: _First, frame: NDArray[np.uint8], state: NDArray[np.float32], instruction: str) -> str:
+        """Difference in words; empty where there is none."""
+        if instruction != first.instruction:
+            return f"the instruction is {first.instruction!r} in one and {instruction!r} in another"
+        if not self._is_exact:
+            return ""
+        allowed = STATE_NOISE * np.maximum(1.0, np.abs(first.state))
+        if (is_off := np.abs(state - first.state) > allowed).any():
+            number = int(is_off.argmax())
+            return f"number {number} of the state is {first.state[number]:g} in one and {state[number]:g} in another"
+        far = np.maximum(frame, first.frame) - np.minimum(frame, first.frame)
+        if far.size and int(far.max()) > PIXEL_NOISE:
+            return f"{float((far > PIXEL_NOISE).mean()):.1%} of the pixels' numbers differ by more than {PIXEL_NOISE}"
+        return ""

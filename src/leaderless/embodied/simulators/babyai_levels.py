@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from leaderless.embodied.simulators.protocol import Discrete, Floats, Spaces
+from leaderless.embodied.simulators.protocol import Discrete, Spaces
 from leaderless.embodied.simulators.single_envs import Single, SingleObservation, Singles, StepOutcome
 from leaderless.environments.adapters import needed
 from leaderless.environments.protocol import Task
@@ -85,12 +85,15 @@ class _Level(Single):
     @override
     def step(self, action: NDArray[np.generic]) -> StepOutcome:
         observation, reward, is_terminated, is_truncated, _ = self._world.step(int(action))
-        is_over = bool(is_terminated or is_truncated)
+        if is_terminated or is_truncated:
+            self._bot = None
         if self._bot is not None:
-            self._advise(None if is_over else int(action))
+            try:
+                self._advice = int(self._bot.replan(int(action)))
+            except Exception:  # noqa: BLE001 - the bot fails in many ways where others act worse than it would
+                self._bot = None  # a new one takes its place when it is asked again
         is_success = bool(is_terminated) and reward > 0
-        cut = bool(is_truncated) and not is_terminated
-        return StepOutcome(self._seen(observation), float(reward), bool(is_terminated), cut, is_success)
+        return StepOutcome(self._seen(observation), float(reward), bool(is_terminated), bool(is_truncated), is_success)
 
     @override
     def expert(self) -> NDArray[np.generic]:
@@ -100,16 +103,6 @@ class _Level(Single):
         if self._advice >= self.spaces.actions.num_choices:  # type: ignore[union-attr]
             raise ValueError(f"the bot wants to {ACTIONS[self._advice]}: set num_actions to {self._advice + 1} or more")
         return np.int64(self._advice)  # type: ignore[return-value]
-
-    def _advise(self, action: int | None) -> None:
-        """Tell the bot which action was taken; one that cannot follow is replaced when it is asked again."""
-        if action is None:
-            self._bot = None
-            return
-        try:
-            self._advice = int(self._bot.replan(action))
-        except Exception:  # noqa: BLE001 - the bot fails in many ways where others act worse than it would
-            self._bot = None
 
     @override
     def close(self) -> None:
@@ -121,7 +114,9 @@ class _Level(Single):
         compass[int(observation["direction"])] = 1
         if self._tiles is not None:
             return SingleObservation({VIEW: self._tiles.draw(cells)}, compass, mission)
-        return SingleObservation({}, np.concatenate([compass, one_hot(cells)]), mission)
+        # Kind, color and state of each cell as [7 * 7 * 20] zeros and ones.
+        parts = [np.eye(count, dtype=np.float32)[cells[..., part]] for part, count in enumerate(KINDS)]
+        return SingleObservation({}, np.concatenate([compass, np.concatenate(parts, axis=-1).reshape(-1)]), mission)
 
 
 class _Tiles:
@@ -153,9 +148,3 @@ class _Tiles:
         side = CELLS * self.size
         image: NDArray[np.uint8] = tiles.transpose(1, 2, 0, 3, 4).reshape(side, side, 3)
         return image
-
-
-def one_hot(cells: NDArray[np.uint8]) -> Floats:
-    """Kind, color and state of each cell as [7 * 7 * 20] zeros and ones."""
-    parts = [np.eye(count, dtype=np.float32)[cells[..., part]] for part, count in enumerate(KINDS)]
-    return np.concatenate(parts, axis=-1).reshape(-1)

@@ -17,8 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaderless.config.environment import BodyConfig
-from leaderless.embodied.simulators.env_checker import NotAsDeclared, check_seen, check_steps, not_finite
-from leaderless.embodied.simulators.protocol import Continuous, Observations, Steps, VectorEnvironment
+from leaderless.embodied.simulators.protocol import (
+    Continuous,
+    NotAsDeclared,
+    Observations,
+    Steps,
+    VectorEnvironment,
+    check_seen,
+    check_steps,
+    not_finite,
+)
 from leaderless.embodied.simulators.registry import find_body
 
 Make = Callable[[int], VectorEnvironment]
@@ -45,10 +53,10 @@ def spaces_hold(make: Make) -> None:
     """Observations have the shapes and types that are declared, and hold finite numbers."""
     with _open(make, 2) as one:
         seen = _reset(one, [0, 1], SEEDS[:2])
-        _check_seen(one, seen, 2)
+        _check(one, seen, 2)
         for chunk in (1, 3):
             steps = one.step([1], _actions(one, 1, chunk, chunk))
-            _check_steps(one, steps, 1, chunk)
+            _check(one, steps.observations, 1, steps, chunk)
 
 
 def same_start(make: Make) -> None:
@@ -108,7 +116,7 @@ def chunks_equal_single_steps(make: Make) -> None:
             done, steps = 0, None
             while done < count:
                 steps = one.step([0], _actions_from(one, SEEDS[0], done, chunk))
-                _check_steps(one, steps, 1, chunk)
+                _check(one, steps.observations, 1, steps, chunk)
                 num = int(steps.num_steps[0])
                 _require(num == min(chunk, count - done), f"a chunk of {chunk} took {num} steps at step {done}")
                 earned = np.array(single.rewards[done : done + num], np.float32)
@@ -153,7 +161,7 @@ def saved_states_continue(make: Make) -> None:
             ahead = _follow(one, 0, 3, one.spaces.max_steps)
             _reset(one, [1], [SEEDS[2]])
             shown = one.restore([1], states)
-            _check_seen(one, shown, 1)
+            _check(one, shown, 1)
             _same_path(ahead, _follow(one, 1, 3, one.spaces.max_steps), "an episode continued from a saved state")
             _equal(shown, one.restore([0], states), "one state restored in two slots")
 
@@ -310,23 +318,17 @@ def _same_path(one: _Path, other: _Path, what: str) -> None:
     _require(ends[0] == ends[1], f"{what}: (terminated, truncated) are {ends[0]} and {ends[1]}")
 
 
-def _check_seen(one: VectorEnvironment, seen: Observations, num: int) -> None:
-    _as_declared(partial(check_seen, one.spaces, seen, num))
-    wrong = not_finite(range(num), seen)
-    _require(not wrong, next(iter(wrong.values()), ""))
-
-
-def _check_steps(one: VectorEnvironment, steps: Steps, num: int, chunk: int) -> None:
-    _as_declared(partial(check_steps, one.spaces, steps, num, chunk))
-    wrong = not_finite(range(num), steps.observations, steps.rewards)
-    _require(not wrong, next(iter(wrong.values()), ""))
-
-
-def _as_declared(check: Callable[[], None]) -> None:
+def _check(one: VectorEnvironment, seen: Observations, num: int, steps: Steps | None = None, chunk: int = 0) -> None:
+    """Check what is seen, after steps if there were some."""
     try:
-        check()
+        if steps is None:
+            check_seen(one.spaces, seen, num)
+        else:
+            check_steps(one.spaces, steps, num, chunk)
     except NotAsDeclared as error:
         raise NotConforming(str(error)) from error
+    for problem in not_finite(range(num), seen, None if steps is None else steps.rewards).values():
+        raise NotConforming(problem)
 
 
 def main() -> None:

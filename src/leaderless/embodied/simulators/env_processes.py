@@ -29,8 +29,15 @@ from leaderless.base.leftover_processes import exit_in_words
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.config.environment import BodyConfig
-from leaderless.embodied.simulators.env_checker import NotAsDeclared, check_seen, check_steps
-from leaderless.embodied.simulators.protocol import Continuous, Observations, Spaces, Steps
+from leaderless.embodied.simulators.protocol import (
+    Continuous,
+    NotAsDeclared,
+    Observations,
+    Spaces,
+    Steps,
+    check_seen,
+    check_steps,
+)
 from leaderless.embodied.simulators.registry import BUILT_IN, open_body
 from leaderless.environments.protocol import Task
 
@@ -136,14 +143,7 @@ class EnvironmentProcess:
     """Room for several episodes in a process, which is started when it is needed, and again after it has ended."""
 
     def __init__(self, config: BodyConfig, spaces: Spaces, num: int, chunk: int) -> None:
-        """Start nothing yet.
-
-        Args:
-            config: The recipe's `body` section.
-            spaces: Observations and actions of the environment.
-            num: Number of episodes.
-            chunk: Steps of a decision.
-        """
+        """Start nothing yet."""
         self._config, self._spaces, self._num, self._chunk = config, spaces, num, chunk
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
@@ -170,9 +170,7 @@ class EnvironmentProcess:
         if self._file is not None:
             self._receive("start", 0, START_S)
             self._forget_file()
-        answer = self._answer_about("reset", which)
-        assert self._numbers is not None
-        return ProcessAnswer(which, self._numbers, cast("list[str]", answer["instructions"]))
+        return self._answer_about("reset", which)
 
     def begin_step(self, which: Sequence[int], actions: NDArray[np.generic]) -> None:
         """Let some episodes step; `finish_step` waits for them."""
@@ -188,10 +186,7 @@ class EnvironmentProcess:
             EnvironmentLost: See there.
             RecipeError: What it shows or does is not as declared.
         """
-        answer = self._answer_about("step", which)
-        assert self._numbers is not None
-        instructions, infos = cast("list[str]", answer["instructions"]), answer["infos"]
-        return ProcessAnswer(which, self._numbers, instructions, cast("list[Mapping[str, Json]]", infos))
+        return self._answer_about("step", which)
 
     def close(self) -> None:
         """End the process."""
@@ -205,21 +200,22 @@ class EnvironmentProcess:
             self._connection.send_bytes(json.dumps([self._num_asked, *message]).encode())
         return self._num_asked
 
-    def _answer_about(self, what: str, which: Sequence[int]) -> dict[str, Json]:
+    def _answer_about(self, what: str, which: Sequence[int]) -> ProcessAnswer:
         """The answer to what was asked about some episodes last."""
         asked = self._asked.pop(tuple(which), None)
         if asked is None:
             raise EnvironmentLost("its process was lost while other episodes were asked for")
-        return self._receive(what, asked)
+        answer = self._receive(what, asked)
+        assert self._numbers is not None
+        return ProcessAnswer(which, self._numbers, **answer)  # type: ignore[arg-type]
 
     def _receive(self, what: str, asked: int, limit_s: float | None = None) -> dict[str, Json]:
         """The answer to a question; those to earlier ones are kept."""
         while asked not in self._answers:
-            number, answer = self._next(what, limit_s or self._config.step_timeout_s)
-            self._answers[number] = answer
+            self._receive_next(what, limit_s or self._config.step_timeout_s)
         return self._answers.pop(asked)
 
-    def _next(self, what: str, limit_s: float) -> tuple[int, dict[str, Json]]:
+    def _receive_next(self, what: str, limit_s: float) -> None:
         if self._connection is None:
             raise EnvironmentLost("its process had ended before")
         try:
@@ -238,7 +234,7 @@ class EnvironmentProcess:
         if "error" in answer:
             self._end()  # what it was doing in other episodes is not known
             raise EnvironmentLost(str(answer["error"]))
-        return number, answer
+        self._answers[number] = answer
 
     def _start(self) -> None:
         """Start a process if there is none, without waiting until it answers."""
@@ -307,15 +303,9 @@ def is_beside_a_rank() -> bool:
 
 
 def serve(config: str, file: str, num: int, chunk: int, connection: Connection, path: Sequence[str]) -> None:
-    """Be the process of some episodes, until the connection is closed.
+    """Be the process of some episodes, until the connection to the rank is closed.
 
-    Args:
-        config: The recipe's `body` section, as JSON.
-        file: File that is mapped for numbers.
-        num: Number of episodes.
-        chunk: Steps of a decision.
-        connection: Connection to the rank.
-        path: Folders in which modules are found.
+    Numbers are exchanged in a file that is mapped; modules are found in the folders of `path`.
     """
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -326,7 +316,7 @@ def serve(config: str, file: str, num: int, chunk: int, connection: Connection, 
         environment = open_body(BodyConfig.model_validate_json(config), num)
         numbers = SharedNumbers.over(Path(file), environment.spaces, num, chunk)
     except Exception as error:  # noqa: BLE001 - the end of the process, which reports it
-        _answer(connection, 0, {"error": _said(error)})
+        _answer(connection, 0, {"error": f"{type(error).__name__}: {error}"})
         return
     _answer(connection, 0, {})
     while True:
@@ -336,27 +326,24 @@ def serve(config: str, file: str, num: int, chunk: int, connection: Connection, 
             environment.close()
             return
         try:
+            infos: Sequence[Mapping[str, Json]] = ()
             if what == "reset":
-                observations = environment.reset(which, *rest)
-                check_seen(environment.spaces, observations, len(which))
-                numbers.show(which, observations)
-                _answer(connection, asked, {"instructions": list(observations.instructions)})
-                continue
-            steps = environment.step(which, numbers.actions[which])
-            check_steps(environment.spaces, steps, len(which), chunk)
-            numbers.did(which, steps)
-            infos = [dict(info) for info in steps.infos]
-            _answer(connection, asked, {"instructions": list(steps.observations.instructions), "infos": infos})
+                seen = environment.reset(which, *rest)
+                check_seen(environment.spaces, seen, len(which))
+                numbers.show(which, seen)
+            else:
+                steps = environment.step(which, numbers.actions[which])
+                check_steps(environment.spaces, steps, len(which), chunk)
+                numbers.did(which, steps)
+                seen, infos = steps.observations, steps.infos
+            answer: dict[str, Json] = {"instructions": list(seen.instructions), "infos": [dict(one) for one in infos]}
+            _answer(connection, asked, answer)
         except NotAsDeclared as error:
             _answer(connection, asked, {"refused": str(error)})
         except Exception as error:  # noqa: BLE001 - whatever it raises fails its episodes, and is reported
-            _answer(connection, asked, {"error": _said(error)})
+            _answer(connection, asked, {"error": f"{type(error).__name__}: {error}"})
 
 
 def _answer(connection: Connection, asked: int, answer: Mapping[str, Json]) -> None:
     with suppress(OSError):
         connection.send_bytes(json.dumps([asked, answer]).encode())
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from leaderless.base.values import Json
-from leaderless.embodied.simulators.mujoco_state import draw, is_mujoco, restore_mujoco, save_mujoco
 from leaderless.embodied.simulators.protocol import Continuous, Discrete, Floats, Spaces
+from leaderless.embodied.simulators.saved_states import draw, is_mujoco, pack, restore_mujoco, save_mujoco, unpack
 from leaderless.embodied.simulators.single_envs import Single, SingleObservation, Singles, StepOutcome
-from leaderless.embodied.simulators.state_packing import pack, unpack
 from leaderless.environments.adapters import GL_REMEDY, graphics, needed
 from leaderless.environments.protocol import Task
 
@@ -107,7 +106,7 @@ class PushT(GymnasiumBody):
 
 
 class _Gym(Single):
-    """One environment of Gymnasium. It counts steps itself, so that the count is part of what is saved."""
+    """One environment of Gymnasium."""
 
     def __init__(
         self,
@@ -149,42 +148,35 @@ class _Gym(Single):
         self._reader = _Reader(self._world.observation_space, name)
         self._image_size, self._instruction = image_size, instruction
         self._ends_on_success, self._success_return = ends_on_success, success_return
-        self._steps, self._return, self._has_begun = 0, 0.0, False
+        self._return, self._has_begun = 0.0, False
         cameras = dict(self._reader.images) | ({CAMERA: (image_size, image_size)} if image_size else {})
         actions = _actions(self._world.action_space, name)
         self._first = 0 if isinstance(actions, Continuous) else int(self._world.action_space.start)
         self.spaces = Spaces(cameras, self._reader.state_size, actions, limit, bool(instruction))
         if image_size:
-            self._check_rendering(name)
-
-    def _check_rendering(self, name: str) -> None:
-        try:
-            self.reset({}, 0)
-        except Exception as error:
-            self._world.close()
-            raise OSError(f"'{name}' cannot be rendered ({type(error).__name__}: {error}); {GL_REMEDY}") from error
+            try:
+                self.reset({}, 0)
+            except Exception as error:
+                self._world.close()
+                raise OSError(f"'{name}' cannot be rendered ({type(error).__name__}: {error}); {GL_REMEDY}") from error
 
     @override
     def reset(self, task: Task, seed: int) -> SingleObservation:
         observation, _ = self._world.reset(seed=seed)
-        self._steps, self._return, self._has_begun = 0, 0.0, True
+        self._return, self._has_begun = 0.0, True
         return self._seen(observation)
 
     @override
     def step(self, action: NDArray[np.generic]) -> StepOutcome:
         given = action if isinstance(self.spaces.actions, Continuous) else self._first + int(action)
         observation, reward, is_terminated, is_truncated, info = self._world.step(given)
-        self._steps += 1
         self._return += float(reward)
         said = info.get("is_success", info.get("success"))
-        is_success = bool(said) if said is not None else self._is_rich()
+        is_rich = self._success_return is not None and self._return >= self._success_return
+        is_success = is_rich if said is None else bool(said)
         is_over = bool(is_terminated) or (self._ends_on_success and is_success)
-        is_cut = bool(is_truncated) or self._steps >= self.spaces.max_steps
         facts = {key: np.asarray(one).item() for key, one in info.items() if np.isscalar(one)}
-        return StepOutcome(self._seen(observation), float(reward), is_over, is_cut and not is_over, is_success, facts)
-
-    def _is_rich(self) -> bool:
-        return self._success_return is not None and self._return >= self._success_return
+        return StepOutcome(self._seen(observation), float(reward), is_over, bool(is_truncated), is_success, facts)
 
     def _seen(self, observation: object) -> SingleObservation:
         images, state = self._reader.read(observation)
@@ -198,8 +190,8 @@ class _Gym(Single):
         if not is_mujoco(self._world.unwrapped):
             return None
         inner = save_mujoco(self._world.unwrapped)
-        counts = {"steps": self._steps, "return": self._return}
-        return pack({**counts, "inner": inner, "images": dict(self._last.images), "state": self._last.state})
+        facts = {"return": self._return, "images": dict(self._last.images), "state": self._last.state}
+        return pack({**facts, "inner": inner})
 
     @override
     def restore(self, state: bytes) -> SingleObservation:
@@ -207,7 +199,7 @@ class _Gym(Single):
             self.reset({}, 0)
         saved = cast("dict[str, Any]", unpack(state))
         restore_mujoco(self._world.unwrapped, saved["inner"])
-        self._steps, self._return = saved["steps"], saved["return"]
+        self._return = saved["return"]
         self._last = SingleObservation(saved["images"], saved["state"], self._instruction)
         return self._last
 

@@ -102,7 +102,7 @@ class IsaacLab(VectorEnvironment):
             shown, _ = self._world.reset(seed=small, env_ids=index)
             state[row] = _numbers(shown[GROUP])[one]
             self._is_running[one] = True
-        return self._observations(state)
+        return Observations({}, state, (self._instruction,) * len(which))
 
     @override
     def step(self, which: Sequence[int], actions: NDArray[np.generic]) -> Steps:
@@ -129,12 +129,13 @@ class IsaacLab(VectorEnvironment):
             counts[is_on] += 1
             ends[:, is_on] = ended[:, rows[is_on]]
             self._is_running[rows] &= ~(ends[0] | ends[1])
-        return Steps(self._observations(state), rewards, counts, ends[0], ends[1] & ~ends[0], ends[2])
+        seen = Observations({}, state, (self._instruction,) * num)
+        return Steps(seen, rewards, counts, ends[0], ends[1] & ~ends[0], ends[2])
 
     def _step_all(self, actions: Floats) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """State, rewards and ends of all episodes after one step, in which none begins again."""
         world = self._world
-        world._reset_idx = _held_back  # noqa: SLF001 - see above
+        world._reset_idx = lambda _: None  # noqa: SLF001 - see above
         try:
             given = self._torch.from_numpy(actions).to(world.device)
             shown, reward, terminated, truncated, _ = world.step(given)
@@ -146,18 +147,11 @@ class IsaacLab(VectorEnvironment):
         ends = np.stack([one.cpu().numpy().astype(np.bool_) for one in (terminated, truncated, done)])
         return _numbers(shown[GROUP]), _numbers(reward), ends
 
-    def _observations(self, state: Floats) -> Observations:
-        return Observations({}, state, (self._instruction,) * len(state))
-
     @override
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._world.close()
-
-
-def _held_back(env_ids: _Tensor) -> None:
-    """Take the place of the reset within a step."""
 
 
 def _numbers(values: _Tensor) -> Floats:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +16,6 @@ import yaml
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from leaderless.embodied.simulators.libero_init_states import starts_of
 from leaderless.embodied.simulators.protocol import Continuous, Floats, Spaces
 from leaderless.embodied.simulators.single_envs import Single, SingleObservation, Singles, StepOutcome
 from leaderless.environments.adapters import GL_REMEDY, needed
@@ -147,7 +148,7 @@ def _environments(library: Path) -> Any:  # noqa: ANN401 - LIBERO has no types
 class _Libero(Single):
     def __init__(self, suite: _Suite, max_steps: int, image_size: int) -> None:
         self._suite, self._image_size = suite, image_size
-        self._task, self._world, self._steps = "", cast("Any", None), 0
+        self._task, self._world = "", cast("Any", None)
         cameras = dict.fromkeys(CAMERAS, (image_size, image_size)) if image_size else {}
         self.spaces = Spaces(cameras, 8, Continuous((-1.0,) * 7, (1.0,) * 7), max_steps, has_instructions=True)
 
@@ -164,16 +165,13 @@ class _Libero(Single):
         still[6] = -1
         for _ in range(SETTLING_STEPS):
             shown, *_ = self._world.step(still)
-        self._steps = 0
         return self._seen(shown)
 
     @override
     def step(self, action: NDArray[np.generic]) -> StepOutcome:
         shown, *_ = self._world.step(np.asarray(action, np.float64))
-        self._steps += 1
         is_success = bool(self._world.check_success())
-        is_cut = not is_success and self._steps >= self.spaces.max_steps
-        return StepOutcome(self._seen(shown), float(is_success), is_success, is_cut, is_success, {"task": self._task})
+        return StepOutcome(self._seen(shown), float(is_success), is_success, False, is_success, {"task": self._task})
 
     def _seen(self, shown: dict[str, NDArray[np.float64]]) -> SingleObservation:
         images = {name: np.array(shown[f"{name}_image"], np.uint8)[::-1, ::-1].copy() for name in self.spaces.images}
@@ -197,3 +195,55 @@ def axis_angle(quaternion: NDArray[np.float64]) -> Floats:
         return np.zeros(3, np.float32)
     turn: Floats = (quaternion[:3] * 2 * np.arccos(w) / length).astype(np.float32)
     return turn
+
+
+def read_states(path: Path) -> NDArray[np.float64]:
+    """States [number of starts, size] of a file of LIBERO (`.pruned_init`, `.init`), or of its conversion (`.npy`).
+
+    Raises:
+        ValueError: The file holds something else than an array of numbers.
+    """
+    try:
+        found = np.load(path, allow_pickle=False) if path.suffix == ".npy" else _unpickled(path)
+        states = np.array(found, np.float64)
+        if not isinstance(found, np.ndarray) or states.ndim != 2 or not np.isfinite(states).all():
+            raise ValueError(f"a {type(found).__name__} {states.shape} in place of finite rows")
+    except (UnpicklingError, RuntimeError, ValueError, TypeError, EOFError) as error:
+        raise ValueError(f"'{path}' does not hold start states of LIBERO ({error}): get the file again") from error
+    return states
+
+
+def _unpickled(path: Path) -> object:
+    """Contents of a file that torch has saved, which may be an array of numbers and nothing else."""
+    import torch  # LIBERO itself needs it
+
+    make = np.empty(0).__reduce__()[0]  # NumPy's function that begins an array, of which versions have two names
+    makers: list[Any] = [(make, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+    kinds: list[Any] = [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in ("f4", "f8", "i4", "i8"))]
+    with torch.serialization.safe_globals([*kinds, (codecs.encode, "_codecs.encode"), *makers]):
+        return torch.load(path, weights_only=True)
+
+
+def starts_of(folder: Path, suite: str, task: str) -> NDArray[np.float64]:
+    """Start states of a task, from LIBERO's folder `init_files`.
+
+    They are converted once, and written next to LIBERO's file if that is allowed.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It holds something else.
+    """
+    converted = folder / suite / f"{task}.npy"
+    if converted.exists():
+        return read_states(converted)
+    original = converted.with_suffix(".pruned_init")
+    if not original.exists():
+        raise FileNotFoundError(f"there is no '{original}': copy LIBERO's folder init_files there")
+    states = read_states(original)
+    partial = converted.with_suffix(".partial.npy")
+    try:
+        np.save(partial, states, allow_pickle=False)
+        partial.replace(converted)
+    except OSError:  # a folder that may not be written to is converted again each time
+        partial.unlink(missing_ok=True)
+    return states

@@ -74,7 +74,7 @@ class ManiSkill(Singles):
 
 
 class _Scene(Single):
-    """One scene. It counts steps itself."""
+    """One scene."""
 
     def __init__(
         self, name: str, max_steps: int, image_size: int, instruction: str, settings: Mapping[str, Json]
@@ -92,7 +92,7 @@ class _Scene(Single):
         except (library.error.Error, TypeError, KeyError, NotImplementedError, AssertionError) as error:
             raise ValueError(f"ManiSkill does not make '{name}' with {dict(settings)}: {error!r}") from error
         self._world: _Simulator = made.unwrapped
-        self._instruction, self._steps, self._max_steps = instruction, 0, max_steps
+        self._instruction = instruction
         self._flatten = needed("mani_skill.utils.common", "maniskill").flatten_state_dict
         space = self._world.single_action_space
         if not isinstance(space, library.spaces.Box):
@@ -108,27 +108,20 @@ class _Scene(Single):
         small = int(np.random.SeedSequence(seed).generate_state(1)[0] >> 1)
         options = {"reconfigure": True} if self._world.reconfiguration_freq != 0 else {}
         observation, _ = self._world.reset(seed=small, options=options)
-        self._steps = 0
         return self._seen(observation)
 
     @override
     def step(self, action: NDArray[np.generic]) -> StepOutcome:
         observation, reward, is_over, _, info = self._world.step(np.asarray(action, np.float32))
-        self._steps += 1
-        terminated = bool(is_over[0])
-        is_cut = not terminated and self._steps >= self._max_steps
         facts = {key: value.item() for key, value in info.items() if hasattr(value, "item") and value.numel() == 1}
         is_success = bool(facts.get("success", False))
-        return StepOutcome(self._seen(observation), float(reward[0]), terminated, is_cut, is_success, facts)
+        return StepOutcome(self._seen(observation), float(reward[0]), bool(is_over[0]), False, is_success, facts)
 
     def _seen(self, observation: _Shown) -> SingleObservation:
         if not isinstance(observation, Mapping):
             return SingleObservation({}, observation[0].numpy().astype(np.float32), self._instruction)
-        images = {
-            camera: shown["rgb"][0].numpy().copy()
-            for camera, shown in observation["sensor_data"].items()
-            if "rgb" in shown
-        }
+        sensors = observation["sensor_data"].items()
+        images = {camera: shown["rgb"][0].numpy().copy() for camera, shown in sensors if "rgb" in shown}
         numbers = {part: observation[part] for part in ("agent", "extra") if observation.get(part)}
         state = self._flatten(numbers, use_torch=True)[0].numpy().astype(np.float32)
         return SingleObservation(images, state, self._instruction)

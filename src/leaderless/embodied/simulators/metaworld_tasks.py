@@ -5,16 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from leaderless.embodied.simulators.mujoco_state import draw, restore_mujoco, save_mujoco
 from leaderless.embodied.simulators.protocol import Continuous, Floats, Spaces
+from leaderless.embodied.simulators.saved_states import draw, pack, restore_mujoco, save_mujoco, unpack
 from leaderless.embodied.simulators.single_envs import Single, SingleObservation, Singles, StepOutcome
-from leaderless.embodied.simulators.state_packing import pack, unpack
 from leaderless.environments.adapters import GL_REMEDY, needed
 from leaderless.environments.protocol import Task
 
@@ -79,24 +78,15 @@ class MetaWorld(Singles):
             raise ValueError(f"tasks={list(tasks)}: give some of {names}")
         if not 1 <= max_steps <= LIMIT:
             raise ValueError(f"max_steps={max_steps}: must be from 1 to {LIMIT}")
-        self._stock = _Stock(image_size, camera)
         rules = _Rules(tuple(tasks), max_steps, ends_on_success, is_sparse)
-        super().__init__(num, partial(_Episode, rules, self._stock))
+        super().__init__(num, partial(_Episode, rules, _Stock(image_size, camera)))
 
 
-class _Rules:
-    def __init__(self, tasks: tuple[str, ...], max_steps: int, ends_on_success: bool, is_sparse: bool) -> None:
-        self.tasks, self.max_steps = tasks, max_steps
-        self.ends_on_success, self.is_sparse = ends_on_success, is_sparse
-
-    def task_of(self, row: Task, seed: int) -> str:
-        """The name of the task of an episode."""
-        named = row.get("task")
-        if named is None:
-            return self.tasks[int(np.random.default_rng(seed).integers(len(self.tasks)))]
-        if named not in self.tasks:
-            raise ValueError(f"task '{named}' of the dataset is not one of {', '.join(self.tasks)}: add it to `tasks`")
-        return str(named)
+class _Rules(NamedTuple):
+    tasks: tuple[str, ...]
+    max_steps: int
+    ends_on_success: bool
+    is_sparse: bool
 
 
 class _Stock:
@@ -104,12 +94,12 @@ class _Stock:
 
     def __init__(self, image_size: int, camera: str) -> None:
         self.image_size, self.camera = image_size, camera
-        self._free: dict[str, list[_Simulator]] = {}
+        self.free: dict[str, list[_Simulator]] = {}
 
     def take(self, name: str) -> _Simulator:
         """A simulator of a task."""
-        if self._free.get(name):
-            return self._free[name].pop()
+        if self.free.get(name):
+            return self.free[name].pop()
         drawn = {"render_mode": "rgb_array", "width": self.image_size, "height": self.image_size}
         options = {**drawn, "camera_name": self.camera} if self.image_size else {}
         one = needed("metaworld.env_dict", "metaworld").ALL_V3_ENVIRONMENTS[f"{name}-v3"](**options)
@@ -119,21 +109,17 @@ class _Stock:
         vars(one).pop("sawyer_observation_space", None)  # and is not clipped to the zeros that hid it until now
         return one
 
-    def give_back(self, name: str, one: _Simulator) -> None:
-        """Keep a simulator for the next episode of its task."""
-        self._free.setdefault(name, []).append(one)
-
     def close(self) -> None:
         """Release those that are free."""
-        for one in [one for free in self._free.values() for one in free]:
+        for one in [one for free in self.free.values() for one in free]:
             one.close()
-        self._free.clear()
+        self.free.clear()
 
 
 class _Episode(Single):
     def __init__(self, rules: _Rules, stock: _Stock) -> None:
         self._rules, self._stock = rules, stock
-        self._name, self._world, self._steps = "", cast("_Simulator", None), 0
+        self._name, self._world = "", cast("_Simulator", None)
         cameras = {stock.camera: (stock.image_size, stock.image_size)} if stock.image_size else {}
         actions = Continuous((-1.0,) * 4, (1.0,) * 4)
         self.spaces = Spaces(cameras, STATE_SIZE, actions, rules.max_steps, has_instructions=True)
@@ -145,36 +131,39 @@ class _Episode(Single):
 
     @override
     def reset(self, task: Task, seed: int) -> SingleObservation:
-        self._take(self._rules.task_of(task, seed))
+        name, known = task.get("task"), self._rules.tasks
+        if name is None:
+            name = known[int(np.random.default_rng(seed).integers(len(known)))]
+        elif name not in known:
+            raise ValueError(f"task '{name}' of the dataset is not one of {', '.join(known)}: add it to `tasks`")
+        self._take(str(name))
         self._world.seed(seed)
         observation, _ = self._world.reset()
-        self._steps = 0
         return self._seen(observation)
 
     def _take(self, name: str) -> None:
         if self._name == name:
             return
         if self._name:
-            self._stock.give_back(self._name, self._world)
+            self._stock.free.setdefault(self._name, []).append(self._world)
         self._world, self._name = self._stock.take(name), name
 
     @override
     def step(self, action: NDArray[np.generic]) -> StepOutcome:
         observation, reward, _, _, info = self._world.step(np.asarray(action, np.float64))
-        self._steps += 1
         is_success = bool(info["success"])
         is_over = self._rules.ends_on_success and is_success
-        is_cut = not is_over and self._steps >= self._rules.max_steps
         facts = {key: float(value) for key, value in info.items()}
         earned = float(is_success) if self._rules.is_sparse else float(reward)
-        return StepOutcome(self._seen(observation), earned, is_over, is_cut, is_success, {"task": self._name, **facts})
-
-    def _upright(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """An image with the floor below; the cameras in the corners hang upside down."""
-        return image[::-1, ::-1].copy() if self._stock.camera.startswith("corner") else image
+        return StepOutcome(self._seen(observation), earned, is_over, False, is_success, {"task": self._name, **facts})
 
     def _seen(self, observation: NDArray[np.float64]) -> SingleObservation:
-        images = {name: self._upright(draw(self._world)) for name in self.spaces.images}
+        images = {name: draw(self._world) for name in self.spaces.images}
+        if self._stock.camera.startswith("corner"):  # these cameras hang upside down
+            images = {name: image[::-1, ::-1].copy() for name, image in images.items()}
+        return self._shown(images, observation)
+
+    def _shown(self, images: dict[str, NDArray[np.uint8]], observation: NDArray[np.float64]) -> SingleObservation:
         self._observation = observation
         self._last = SingleObservation(images, observation.astype(np.float32), self._name.replace("-", " "))
         return self._last
@@ -190,20 +179,15 @@ class _Episode(Single):
 
     @override
     def save(self) -> bytes:
-        inner, images = save_mujoco(self._world), dict(self._last.images)
-        facts = {"name": self._name, "steps": self._steps, "images": images}
-        return pack({**facts, "observation": self._observation, "inner": inner})
+        facts = {"name": self._name, "images": dict(self._last.images), "observation": self._observation}
+        return pack({**facts, "inner": save_mujoco(self._world)})
 
     @override
     def restore(self, state: bytes) -> SingleObservation:
         saved = cast("dict[str, Any]", unpack(state))
         self._take(saved["name"])
         restore_mujoco(self._world, saved["inner"])
-        self._steps, self._observation = saved["steps"], saved["observation"]
-        self._last = SingleObservation(
-            saved["images"], self._observation.astype(np.float32), self._name.replace("-", " ")
-        )
-        return self._last
+        return self._shown(saved["images"], saved["observation"])
 
     @override
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,9 +40,8 @@ class _Trace:
 
 def played(environment: VectorEnvironment, seed: int) -> Iterator[tuple[bool, Demonstration]]:
     """Endless episodes of an expert in the order of their seeds, each with whether it did its task."""
-    while True:
-        yield from _together(environment, range(seed, seed + AT_ONCE))
-        seed += AT_ONCE
+    for first in count(seed, AT_ONCE):
+        yield from _together(environment, range(first, first + AT_ONCE))
 
 
 def _together(environment: VectorEnvironment, seeds: Sequence[int]) -> list[tuple[bool, Demonstration]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from leaderless.base.values import Json
 from leaderless.embodied.simulators.protocol import Continuous, Floats, Observations, Spaces, Steps, VectorEnvironment
-from leaderless.embodied.simulators.state_packing import pack, unpack
+from leaderless.embodied.simulators.saved_states import pack, unpack
 from leaderless.environments.protocol import Task
 
 
@@ -40,7 +40,7 @@ class StepOutcome:
         seen: Observation after it.
         reward: Its reward.
         is_terminated: Whether the task has come to its end.
-        is_truncated: Whether the episode was cut although the task continues.
+        is_truncated: Whether the simulator has cut the episode although the task continues; `Singles` counts steps.
         is_success: Whether the task is done now.
         info: Further facts.
     """
@@ -96,13 +96,6 @@ class _Past:
     actions: list[NDArray[np.generic]]
 
 
-class _Saved(TypedDict):
-    task: Task
-    seed: int
-    actions: list[NDArray[np.generic]]
-    state: bytes | None
-
-
 class Singles(VectorEnvironment):
     """Episodes of simulators that hold one each, stepped one after the other.
 
@@ -111,12 +104,7 @@ class Singles(VectorEnvironment):
     """
 
     def __init__(self, num: int, make: Callable[[], Single]) -> None:
-        """Make the simulators.
-
-        Args:
-            num: Number of episodes.
-            make: Maker of one of them.
-        """
+        """Make one simulator for each episode."""
         if num < 1:
             raise ValueError(f"there must be room for at least one episode, not {num}")
         self._singles: list[Single] = []
@@ -145,51 +133,52 @@ class Singles(VectorEnvironment):
         if self._limits is not None:
             actions = np.clip(actions.astype(np.float32), *self._limits)
         rewards, num_steps = np.zeros((num, chunk), np.float32), np.zeros(num, np.int64)
-        last = []
+        is_cut, last = np.zeros(num, np.bool_), []
         for row, one in enumerate(which):
+            past = self._past_of(one)
             for place, action in enumerate(actions[row]):
-                outcome = self._step(one, action)
+                past.actions.append(action.copy())
+                outcome = self._singles[one].step(action)
                 rewards[row, place] = outcome.reward
                 num_steps[row] += 1
-                if outcome.is_terminated or outcome.is_truncated:
+                is_cut[row] = outcome.is_truncated or len(past.actions) >= self.spaces.max_steps
+                if outcome.is_terminated or is_cut[row]:
                     break
             last.append(outcome)
+        terminated = np.array([one.is_terminated for one in last])
         return Steps(
             self._observations([one.seen for one in last]),
             rewards,
             num_steps,
-            terminated=np.array([one.is_terminated for one in last]),
-            truncated=np.array([one.is_truncated and not one.is_terminated for one in last]),
+            terminated=terminated,
+            truncated=is_cut & ~terminated,
             success=np.array([one.is_success for one in last]),
             infos=tuple(one.info for one in last),
         )
 
-    def _step(self, one: int, action: NDArray[np.generic]) -> StepOutcome:
+    def _past_of(self, one: int) -> _Past:
         past = self._past[one]
         if past is None:
             raise ValueError(f"episode {one} has not begun: reset it first")
-        past.actions.append(action.copy())
-        return self._singles[one].step(action)
+        return past
 
     @override
     def save(self, which: Sequence[int]) -> list[bytes]:
         saved = []
         for one in which:
-            past, state = self._past[one], self._singles[one].save()
-            if past is None:
-                raise ValueError(f"episode {one} has not begun: reset it first")
-            content: _Saved = {"task": past.task, "seed": past.seed, "actions": past.actions, "state": state}
-            saved.append(pack(content))
+            past = self._past_of(one)
+            saved.append(pack({**vars(past), "state": self._singles[one].save()}))
         return saved
 
     @override
     def restore(self, which: Sequence[int], states: Sequence[bytes]) -> Observations:
         seen = []
         for one, state in zip(which, states, strict=True):
-            saved = cast("_Saved", unpack(state))
-            past = self._past[one] = _Past(saved["task"], saved["seed"], saved["actions"])
-            if saved["state"] is not None:
-                seen.append(self._singles[one].restore(saved["state"]))
+            saved = cast("dict[str, Any]", unpack(state))
+            inner = saved.pop("state")
+            past = self._past[one] = _Past(**saved)
+            if inner is not None:
+                seen.append(self._singles[one].restore(inner))
                 continue
             now = self._singles[one].reset(past.task, past.seed)
             for action in past.actions:

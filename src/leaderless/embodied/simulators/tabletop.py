@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
 from leaderless.embodied.simulators.protocol import Continuous, Floats, Observations, Spaces, Steps, VectorEnvironment
+from leaderless.embodied.simulators.saved_states import pack, unpack
 from leaderless.environments.protocol import Task
 
 COLORS = {
@@ -29,6 +30,7 @@ STRIDE = 0.08
 """Distance that the arm moves along an axis where an action is 1."""
 APART = 0.3
 """Least distance of the blocks from one another, and from the arm at first."""
+_SAVED = ("_arms", "_moves", "_blocks", "_colors", "_targets", "_steps")
 
 
 class TableTask(VectorEnvironment):
@@ -114,7 +116,10 @@ class TableTask(VectorEnvironment):
                 break
             now = rows[is_on]
             self._move(now, np.clip(actions[is_on, place].astype(np.float64), -1, 1))
-            is_right, is_wrong = self._touched(now)
+            # Only the nearest block can be touched.
+            distances = np.linalg.norm(self._blocks[now] - self._arms[now][:, None], axis=2)
+            distance, is_target = distances.min(1), distances.argmin(1) == self._targets[now]
+            is_right, is_wrong = is_target & (distance < REACH), ~is_target & (distance < BUMP)
             num_steps[is_on] += 1
             rewards[is_on, place] = is_right
             terminated[is_on] = is_right | is_wrong
@@ -130,12 +135,6 @@ class TableTask(VectorEnvironment):
             )
         self._arms[rows] = np.clip(self._arms[rows] + shift, 0, 1)
         self._steps[rows] += 1
-
-    def _touched(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Whether the arm has reached the right block, and whether it has bumped into another; the nearest counts."""
-        distances = np.linalg.norm(self._blocks[rows] - self._arms[rows][:, None], axis=2)
-        distance, is_right = distances.min(1), distances.argmin(1) == self._targets[rows]
-        return is_right & (distance < REACH), ~is_right & (distance < BUMP)
 
     def _seen(self, which: Sequence[int]) -> Observations:
         rows, size = np.array(which, np.int64), self._size
@@ -163,38 +162,20 @@ class TableTask(VectorEnvironment):
 
     @override
     def save(self, which: Sequence[int]) -> list[bytes]:
-        states = []
-        for one in which:
-            chance = self._chance[one].bit_generator.state
-            inner = chance["state"]
-            numbers = [inner["state"] >> 64, inner["state"] & MASK, inner["inc"] >> 64, inner["inc"] & MASK]
-            states.append(
-                struct.pack("<4Q2Q2q", *numbers, chance["has_uint32"], chance["uinteger"], *self._counts(one))
-                + self._arms[one].tobytes()
-                + self._moves[one].tobytes()
-                + self._blocks[one].tobytes()
-                + self._colors[one].tobytes()
+        return [
+            pack(
+                {name: getattr(self, name)[one] for name in _SAVED} | {"chance": self._chance[one].bit_generator.state}
             )
-        return states
-
-    def _counts(self, one: int) -> tuple[int, int]:
-        return int(self._steps[one]), int(self._targets[one])
+            for one in which
+        ]
 
     @override
     def restore(self, which: Sequence[int], states: Sequence[bytes]) -> Observations:
         for one, state in zip(which, states, strict=True):
-            *numbers, has_half, half, steps, target = struct.unpack_from("<4Q2Q2q", state)
-            inner = {"state": numbers[0] << 64 | numbers[1], "inc": numbers[2] << 64 | numbers[3]}
-            generator = np.random.PCG64(0)
-            whole = {"bit_generator": "PCG64", "state": inner, "has_uint32": has_half, "uinteger": half}
-            generator.state = whole  # type: ignore[assignment]
-            self._chance[one] = np.random.Generator(generator)
-            self._steps[one], self._targets[one] = steps, target
-            rest = memoryview(state)[struct.calcsize("<4Q2Q2q") :]
-            for values in (self._arms, self._moves, self._blocks, self._colors):
-                size = values[one].nbytes
-                values[one] = np.frombuffer(rest[:size], values.dtype).reshape(values[one].shape)
-                rest = rest[size:]
+            saved = cast("dict[str, Any]", unpack(state))
+            self._chance[one].bit_generator.state = saved.pop("chance")
+            for name, value in saved.items():
+                getattr(self, name)[one] = value
         return self._seen(which)
 
     @override
@@ -254,9 +235,6 @@ class TableTaskInSpace(TableTask):
         super().__init__(
             num, size=size, num_blocks=num_blocks, num_colors=num_blocks, max_steps=max_steps, lag=lag, noise=noise
         )
-
-
-MASK = (1 << 64) - 1
 
 
 def _number(task: Task, seed: int) -> int:

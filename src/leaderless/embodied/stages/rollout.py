@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from leaderless.config import Recipe
 from leaderless.config.environment import BodyConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Column, Jagged, make_sample_ids
 from leaderless.embodied.policies.observations import frame_bytes
 from leaderless.embodied.policies.protocol import BodyPolicy
 from leaderless.embodied.rollout.policy_rollout import BodyEngine, BodyEpisode, BodyTask
+from leaderless.embodied.stages.films import describe_episode
 from leaderless.embodied.training.decision_units import DecisionUnits, grained
 from leaderless.environments.protocol import Task
+from leaderless.observability.clock import Clock
 from leaderless.planner.workflow.columns import TAKEN_COLUMNS
 from leaderless.rewards.pool import Graded
-from leaderless.stages.context import StageContext
+from leaderless.stages.context import ModelRole, StageContext
+from leaderless.stages.recorded_samples import Record
 from leaderless.stages.reward import with_environment, with_success
 from leaderless.stages.rollout import distributions_of, first_sibling
 
@@ -203,3 +207,33 @@ def _outcomes(episodes: Sequence[BodyEpisode]) -> dict[str, Column]:
         "environment_rewards": torch.tensor([sum(one.rewards) for one in episodes], dtype=torch.float32),
         "environment_failed": tuple(failures),
     }
+
+
+def evaluate_bodies(
+    recipe: Recipe, model: ModelRole, batch: Batch, seed: int, progress: Callable[[float], None], record: Record | None
+) -> list[Graded]:
+    """Play the episodes of held-out tasks, task after task, and grade them."""
+    config = recipe.evaluation
+    k = config.responses_per_prompt
+    ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch)))
+    tasks = body_tasks(batch, ids, [config] * k, seed)
+    num_shown = k * recipe.run.recorded_prompts if record is not None else 0
+    # Held-out episodes may be many: only those that are shown keep their frames.
+    tasks = [replace(task, keeps_frames=place < num_shown) for place, task in enumerate(tasks)]
+    with model.generating() as engine:
+        assert isinstance(engine, BodyEngine)
+        episodes = engine.play(
+            tasks, seed=seed, temperature=config.temperature or 1.0, progress=progress, clock=Clock()
+        )
+        spaces = engine.spaces
+    graded = [graded_episode(episode) for episode in episodes]
+    if record is not None:
+        shown = list(zip(ids.tolist(), episodes, graded, strict=True))[:num_shown]
+        places = zip(shown, batch.ids.repeat_interleave(k).tolist(), strict=False)
+        record(
+            [
+                {"sample_id": number, "group_id": group} | describe_episode(episode, one, spaces)
+                for (number, episode, one), group in places
+            ]
+        )
+    return graded

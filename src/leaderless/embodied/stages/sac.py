@@ -14,12 +14,11 @@ from leaderless.algorithms.settings import SacConfig
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, ragged_index
 from leaderless.embodied.data.lerobot import Demonstration
-from leaderless.embodied.data.replay_buffer import record_type
+from leaderless.embodied.data.replay_buffer import Transitions, record_type
 from leaderless.embodied.policies.observations import images_of
 from leaderless.embodied.policies.squashed import Squashed
-from leaderless.embodied.robots.transitions import Transitions
 from leaderless.embodied.stages.demonstrations import open_demonstrations
-from leaderless.embodied.training.sac_engine import SacEngine
+from leaderless.embodied.training.sac_learner import SacEngine
 from leaderless.embodied.training.sharded_replay import joined
 from leaderless.planner.workflow.columns import TAKEN_COLUMNS
 from leaderless.stages.context import StageContext
@@ -165,10 +164,8 @@ def shown(one: Demonstration, policy: Squashed) -> Transitions:
 
 def no_transitions(policy: Squashed) -> Transitions:
     """A list of no transitions of a body."""
-    record = np.zeros(0, record_type(policy.spaces, policy.chunk))
-    parts = {name: record[name] for name in record.dtype.names or ()}
-    images, after = (
-        {camera: parts[f"{kind}/{camera}"] for camera in policy.spaces.images} for kind in ("images", "next_images")
-    )
-    plain = {one.name: parts[one.name] for one in fields(Transitions) if one.name in parts}
-    return Transitions(images=images, next_images=after, **plain)
+    record, found = np.zeros(0, record_type(policy.spaces, policy.chunk)), dict[str, object]()
+    for kind in ("images", "next_images"):
+        found[kind] = {camera: record[f"{kind}/{camera}"] for camera in policy.spaces.images}
+    found |= {one.name: record[one.name] for one in fields(Transitions) if one.name not in found}
+    return Transitions(**found)  # type: ignore[arg-type]

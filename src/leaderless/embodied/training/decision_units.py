@@ -38,13 +38,7 @@ class DecisionUnits:
 
     @classmethod
     def of(cls, grain: Grain, executed: Sequence[Sequence[int]], numbers: int) -> DecisionUnits:
-        """Lay out units.
-
-        Args:
-            grain: Kind of unit: a number, an action or a chunk.
-            executed: Executed steps of each decision of each episode.
-            numbers: Log-probabilities of an action.
-        """
+        """Lay out the units of the executed steps of each decision of each episode."""
         counts = torch.tensor([count for row in executed for count in row], dtype=torch.int64)
         num_decisions = torch.tensor([len(row) for row in executed], dtype=torch.int64)
         sizes = {"token": counts * numbers, "action": counts, "chunk": torch.ones_like(counts)}[grain]

@@ -17,12 +17,11 @@ from leaderless.config import RecipeError
 from leaderless.config.environment import Grain
 from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.embodied.policies.loading import open_model
-from leaderless.embodied.policies.normalizer import StateNormalizer, joined, moments
-from leaderless.embodied.policies.observations import images_of, padded
+from leaderless.embodied.policies.observations import StateNormalizer, images_of, joined, moments, padded
 from leaderless.embodied.policies.protocol import BodyPolicy, BodyValue, DecisionScores, Observed
 from leaderless.embodied.rollout.vector_envs import spaces_of
 from leaderless.embodied.training.decision_units import grained
-from leaderless.embodied.training.sac_engine import SacEngine, make_sac_engine
+from leaderless.embodied.training.sac_learner import SacEngine, make_sac_engine
 from leaderless.models.attention.shared_prompts import Family
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.decoder import Completion

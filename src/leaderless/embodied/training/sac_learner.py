@@ -1,10 +1,12 @@
-"""The learner of SAC and RLPD: it improves critics, policy and temperature on transitions that it is given."""
+"""SAC and RLPD: a learner, which improves critics, policy and temperature on transitions, and the engine around it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -13,13 +15,20 @@ from torch import Tensor, nn
 
 from leaderless.algorithms.sac import targets
 from leaderless.algorithms.settings import SacConfig
+from leaderless.config import RecipeError
 from leaderless.config.models import OptimizerConfig
+from leaderless.distributed.in_flight import MESSAGES_AHEAD
+from leaderless.distributed.transport import ProcessGroup
+from leaderless.distributed.weights.blocks import LocalWeight
+from leaderless.embodied.data.replay_buffer import Transitions
+from leaderless.embodied.policies.loading import LoadedPolicy, open_model
 from leaderless.embodied.policies.protocol import Observed
-from leaderless.embodied.policies.sac_critics import Critics
-from leaderless.embodied.policies.squashed import Squashed
-from leaderless.embodied.training.sharded_replay import Drawn
+from leaderless.embodied.policies.squashed import Critics, Squashed, check_policy
+from leaderless.embodied.rollout.vector_envs import spaces_of
+from leaderless.embodied.training.sharded_replay import Drawn, TransitionMemory
 from leaderless.models.uploads import one_copy, placed
-from leaderless.training.optimizer import learning_rate_at, make_optimizer
+from leaderless.training.engine import EngineSetup
+from leaderless.training.optimizer import learning_rate_at, make_optimizer, may_be_fused
 
 WEIGHTS, CRITICS, POLICY = range(3)
 """Uses of random numbers; each has its own stream."""
@@ -70,14 +79,8 @@ class SacLearner:
     ) -> None:
         """Make critics with random weights, the same on every rank.
 
-        Args:
-            policy: Policy to improve.
-            config: Settings.
-            optimizer: Settings of the optimizers of policy, critics and temperature.
-            seed: Seed of everything.
-            device: Device that computes; by default the CPU.
-            sum_over_ranks: Function that sums a tensor over all ranks.
-            is_fused: Whether the devices of all ranks compute a step of the optimizer in one kernel.
+        By default it computes on the CPU, and alone. `is_fused` says whether the devices of all ranks compute a step of
+        the optimizer in one kernel.
         """
         self.config, self.num_updates = config, 0
         self._seed, self._sum, self._device = seed, sum_over_ranks, device or torch.device("cpu")
@@ -165,8 +168,8 @@ class SacLearner:
         on_device = self._tensor
         with one_copy(self._device):
             return SacBatch(
-                seen=self._observed(kept.images, kept.state),
-                next_seen=self._observed(kept.next_images, kept.next_state),
+                seen=observed_of(kept.images, kept.state, self._device),
+                next_seen=observed_of(kept.next_images, kept.next_state, self._device),
                 actions=placed((actions * executed[..., None]).flatten(1), self._device),
                 rewards=on_device(kept.rewards),
                 num_steps=on_device(kept.num_steps),
@@ -178,9 +181,6 @@ class SacLearner:
 
     def _tensor(self, values: NDArray[np.generic]) -> Tensor:
         return placed(torch.from_numpy(np.ascontiguousarray(values)), self._device)
-
-    def _observed(self, images: Mapping[str, NDArray[np.uint8]], state: NDArray[np.float32]) -> Observed:
-        return observed_of(images, state, self._device)
 
     def _update_critics(self, batch: SacBatch) -> Tensor:
         config = self.config
@@ -235,3 +235,122 @@ def observed_of(images: Mapping[str, NDArray[np.uint8]], state: NDArray[np.float
     pixels = {camera: torch.from_numpy(np.ascontiguousarray(one)) for camera, one in images.items()}
     nothing = torch.zeros(num, 1, dtype=torch.int64), torch.zeros(num, dtype=torch.int64)
     return Observed(pixels, torch.from_numpy(np.ascontiguousarray(state)), nothing).placed(device)
+
+
+class SacEngine:
+    """Train engine of SAC. All ranks hold the whole model; only the stage `update_sac` trains it.
+
+    Attributes:
+        learner: Policy, critics and temperature.
+        memory: Transitions of all ranks; None before `open_memory`.
+        micro_batch_tokens: Most tokens of one pass; no pass is cut.
+    """
+
+    is_value_model = False
+    is_replica = False
+    vocab_size = 1 << 62
+
+    def __init__(self, opened: LoadedPolicy, policy: Squashed, setup: EngineSetup) -> None:
+        """Take a policy that all ranks have with the same weights."""
+        assert setup.body is not None
+        assert setup.body.sac is not None
+        assert setup.optimizer is not None
+        self.process_group: ProcessGroup = setup.process_group
+        self.micro_batch_tokens = setup.micro_batch_tokens
+        self.memory: TransitionMemory | None = None
+        self._describe, self._role = opened.describe, setup.role
+        self.learner = SacLearner(
+            policy,
+            setup.body.sac,
+            setup.optimizer,
+            seed=setup.seed,
+            device=setup.device,
+            sum_over_ranks=self._sum,
+            is_fused=may_be_fused(setup.device, setup.process_group),
+        )
+
+    def _sum(self, values: Tensor) -> Tensor:
+        self.process_group.activity.beat()
+        return self.process_group.sum(values, f"gradients of role '{self._role}'", most_ahead=MESSAGES_AHEAD)
+
+    @property
+    def policy(self) -> Squashed:
+        """The policy."""
+        return self.learner.policy
+
+    @property
+    def policy_version(self) -> int:
+        """Number of updates of the policy."""
+        return self.learner.num_updates
+
+    def open_memory(self, folder: Path, demonstrations: Callable[[], Transitions]) -> TransitionMemory:
+        """The memory of the run, which is opened at first; see `TransitionMemory`. All ranks call it together."""
+        if self.memory is None:
+            policy = self.policy
+            self.memory = TransitionMemory(folder, policy.spaces, policy.chunk, self.process_group, demonstrations())
+        return self.memory
+
+    def improve(self, draw: Draw) -> Mapping[str, float]:
+        """Make one update; see `SacLearner.update`."""
+        return self.learner.update(draw)
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters of the policy, without a gradient."""
+        yield from ((name, one.detach()) for name, one in self.policy.named_parameters())
+
+    def weight_shapes(self) -> Mapping[str, torch.Size]:
+        """Shapes of the parameters of the policy."""
+        return {name: one.shape for name, one in self.policy.named_parameters()}
+
+    def local_weights(self) -> Iterator[LocalWeight]:
+        """Parameters of the policy, which every rank has whole."""
+        yield from (LocalWeight.of(name, one) for name, one in self.policy.named_parameters())
+
+    def write_description(self, folder: Path) -> None:
+        """Write the description that came with the policy."""
+        self._describe(folder)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters of the policy, and the state of the learner."""
+        weights = {f"weights.{name}": one.detach() for name, one in self.policy.named_parameters()}
+        return {**weights, **self.learner.state()}
+
+    def state_loaded(self, policy_version: int) -> None:
+        """Let the learner continue from tensors that have been written to."""
+        self.learner.state_loaded(policy_version)
+
+    def adapt_to_memory(self, on_lowered: Callable[[int], None]) -> None:
+        """Do nothing: a pass has the size of a batch, which the recipe gives."""
+
+    def discard_gradient(self) -> None:
+        """Do nothing: no gradient outlives an update."""
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        """A function that refuses what other stages ask of an engine that trains."""
+        if name not in {"micro_batches", "passes", "log_probs", "forward", "optimizer_step"}:
+            raise AttributeError(name)
+
+        def refuse(*_: object, **__: object) -> NoReturn:
+            raise RuntimeError(
+                f"role '{self._role}' is trained by SAC, from transitions that are kept; `{name}` is for other stages: "
+                "let nodes that run 'remember' and 'update_sac' alone use the role"
+            )
+
+        return refuse
+
+
+def make_sac_engine(setup: EngineSetup) -> SacEngine:
+    """Load a policy or make one, with critics that are new.
+
+    Raises:
+        RecipeError: It is not of the kind that SAC trains, or is to be divided along another axis than `dp`.
+    """
+    assert setup.body is not None
+    key = f"models.{setup.role}"
+    spaces = spaces_of(setup.body.config)
+    opened = open_model(setup.model, key, spaces, is_critic=False)
+    try:
+        policy = check_policy(opened.model, spaces)
+    except ValueError as error:
+        raise RecipeError.at(f"{key}.body", str(error)) from error
+    return SacEngine(opened, policy, setup)

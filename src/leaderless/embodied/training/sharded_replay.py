@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.embodied.data.replay_buffer import RECORDS_FILE, ReplayBuffer
-from leaderless.embodied.robots.transitions import Transitions
+from leaderless.embodied.data.replay_buffer import RECORDS_FILE, ReplayBuffer, Transitions
 from leaderless.embodied.simulators.protocol import Spaces
 
 Numbers = NDArray[np.int64]
@@ -43,14 +42,9 @@ class TransitionMemory:
     """
 
     def __init__(self, folder: Path, spaces: Spaces, chunk: int, ranks: ProcessGroup, shown: Transitions) -> None:
-        """Open the files of this rank. All ranks call it together.
+        """Open the files of this rank, in a folder that all ranks see. All ranks call it together.
 
-        Args:
-            folder: Folder that all ranks see.
-            spaces: Observations and actions of the environment.
-            chunk: Steps of a decision.
-            ranks: Ranks that share the memory.
-            shown: Transitions of experts, which all ranks have.
+        They all have the transitions of experts, `shown`.
         """
         self._ranks, self._place = ranks, ranks.ranks.index(ranks.rank)
         size = ranks.size
@@ -75,10 +69,7 @@ class TransitionMemory:
     def remember(self, step: int, episodes: Numbers, transitions: Transitions) -> None:
         """Keep transitions of a step; what there is of this step and of later ones is dropped. All ranks call it.
 
-        Args:
-            step: Step of the run.
-            episodes: Number of the episode of each, int64 [n]; transitions of an episode follow one another.
-            transitions: Transitions of this rank.
+        `episodes` has the number of the episode of each, int64 [n]; transitions of an episode follow one another.
         """
         for file in self._files:
             file.cut(step)

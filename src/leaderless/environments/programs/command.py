@@ -21,7 +21,7 @@ from leaderless.config import RecipeError
 from leaderless.environments.guarded_environment import CRASH, ENVIRONMENT, EnvironmentFailure
 from leaderless.environments.programs.chat import Chat
 from leaderless.environments.protocol import Task
-from leaderless.rewards.sandbox.bubblewrap import bubblewrap_refusal, find_bubblewrap
+from leaderless.rewards.sandbox.sandboxes import bubblewrap_refusal, find_bubblewrap
 
 _KEPT_BYTES = 65536
 """Bytes of output that are kept, the last ones."""

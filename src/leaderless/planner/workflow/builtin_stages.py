@@ -350,7 +350,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         summary="what demonstrations of a body show, as samples",
     ),
     "embeddings": StageSpec(
-        "leaderless.embodied.stages.embeddings:embeddings",
+        "leaderless.embodied.stages.films:embeddings",
         reads=("frames",),
         writes=("embeddings",),
         check=lambda recipe, node: require_body(recipe, f"node '{node.name}' embeds what a body has seen"),
@@ -421,7 +421,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "record": StageSpec(
         "leaderless.stages.recorded_samples:record",
-        implementations={"bodies": "leaderless.embodied.stages.film_strips:record"},
+        implementations={"bodies": "leaderless.embodied.stages.films:record"},
         sampled_with=("stop",),
         reads=_record_reads,
         reads_if_written=("rollout_log_probs", "old_log_probs", EPISODE_IDS, "joint_ids"),

@@ -49,7 +49,7 @@ PRODUCTS: Mapping[Product, ProductFunctions] = {
         memory="leaderless.embodied.planning.memory:estimate_body_memory",
         rollout_engine="leaderless.embodied.rollout.policy_rollout:make_engine",
         weight_shapes="leaderless.embodied.rollout.policy_rollout:body_shapes",
-        evaluation="leaderless.embodied.evaluation:evaluate_bodies",
+        evaluation="leaderless.embodied.stages.rollout:evaluate_bodies",
     ),
 }
 """The functions of each kind of run; the functions of its stages are in their contracts."""

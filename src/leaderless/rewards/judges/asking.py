@@ -6,16 +6,13 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from leaderless.base.values import Json
 from leaderless.config.judges import JudgeOptions
-from leaderless.rewards.judges.cache import AnswerCache, JudgeAnswer, key_of
-from leaderless.rewards.judges.client import ChatClient, RequestError
-from leaderless.rewards.judges.prompts import Message
-from leaderless.rewards.judges.verdicts import VerdictError
+from leaderless.rewards.judges.client import AnswerCache, ChatClient, JudgeAnswer, RequestError, key_of
+from leaderless.rewards.judges.verdicts import Message, VerdictError
 
 FIRST_WAIT_S = 0.5
 """Mean seconds before a request is repeated for the first time; each further time it is twice as long."""
@@ -65,12 +62,7 @@ class Asker(Protocol):
     """Who asks a judge."""
 
     def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
-        """The replies to questions, in their order.
-
-        Args:
-            questions: Questions.
-            on_news: Function to call whenever some have been answered.
-        """
+        """The replies to questions, in their order; `on_news` is called whenever some have been answered."""
 
 
 def reminder(messages: Sequence[Message], answer: JudgeAnswer, problem: str) -> tuple[Message, ...]:
@@ -101,56 +93,27 @@ class ServerAsker:
         Raises:
             ValueError: The environment does not have the key of the server.
         """
-        self._options, self._cache, self._client = options, cache, ChatClient(options)
+        self.options, self.cache, self.client = options, cache, ChatClient(options)
         self._free_at = 0.0
         """Time of the monotonic clock before which the server wants no requests."""
 
     def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
         """Ask the server, equal questions once; several threads send requests at the same time."""
-        keys = [self._key(question.messages) for question in questions]
+        keys = [key_of(self.client.body(question.messages)) for question in questions]
         first = {key: place for place, key in reversed([*enumerate(keys)])}
         places = sorted(first.values())
-        call = _Call(len(places), lambda number, may_go_on: self._reply(questions[places[number]], may_go_on))
-        replies = call.run(
-            self._options.max_requests, self._options.timeout_s + LEEWAY_S, self._client.end_late, on_news
-        )
+        call = _Call(len(places), lambda number, may_go_on: _Talk(self, may_go_on).reply(questions[places[number]]))
+        replies = call.run(self.options.max_requests, self.options.timeout_s + LEEWAY_S, self.client.end_late, on_news)
         found = dict(zip(places, replies, strict=True))
         return [
             found[place] if first[key] == place else replace(found[first[key]], num_requests=0, seconds=0.0)
             for place, key in enumerate(keys)
         ]
 
-    def _key(self, messages: Sequence[Message]) -> str:
-        return key_of(self._client.body(messages))
+    def wait(self, repeated: int, wait_s: float | None, deadline: float) -> bool:
+        """Wait before a request that was sent some times before; false if that would be too long.
 
-    def _reply(self, question: JudgeQuestion, may_go_on: Callable[[], bool]) -> JudgeReply:
-        """Ask, and remind the judge of the form of the verdict as often as is allowed."""
-        begin = time.monotonic()
-        talk = _Talk(self._options, self._cache, self._client, begin + self._options.timeout_s)
-        messages, answer = question.messages, JudgeAnswer("")
-        error = ""
-        for _ in range(self._options.retries + 1):
-            try:
-                answer = talk.answer(messages, self._wait, may_go_on)
-            except RequestError as problem:
-                error = f"{type(problem).__name__}: {problem}"
-                break
-            try:
-                verdict = question.read(answer.text)
-            except VerdictError as problem:
-                error = unreadable(str(problem), answer, self._options)
-                messages = reminder(messages, answer, str(problem))
-            else:
-                return JudgeReply(verdict, answer.text, None, time.monotonic() - begin, talk.num_requests)
-        return JudgeReply(None, answer.text, error, time.monotonic() - begin, talk.num_requests)
-
-    def _wait(self, repeated: int, wait_s: float | None, deadline: float) -> bool:
-        """Wait before a request; false if that would be too long.
-
-        Args:
-            repeated: Number of times that it was sent before.
-            wait_s: Seconds that the server asks for.
-            deadline: Time by which there must be an answer.
+        The server may ask to wait for some seconds.
         """
         now = time.monotonic()
         if wait_s is not None:
@@ -168,48 +131,57 @@ class ServerAsker:
 class _Talk:
     """Requests that one question needs."""
 
-    def __init__(self, options: JudgeOptions, cache: AnswerCache, client: ChatClient, deadline: float) -> None:
-        self._options, self._cache, self._client, self._deadline = options, cache, client, deadline
-        self._num_failed = 0
-        self.num_requests = 0
+    def __init__(self, asker: ServerAsker, may_go_on: Callable[[], bool]) -> None:
+        self._asker, self._options, self._may_go_on = asker, asker.options, may_go_on
+        self._begin = time.monotonic()
+        self._num_failed = self._num_requests = 0
 
-    def answer(
-        self,
-        messages: Sequence[Message],
-        wait: Callable[[int, float | None, float], bool],
-        may_go_on: Callable[[], bool],
-    ) -> JudgeAnswer:
-        """The answer to messages, which may be known; a RequestError if there is none."""
-        asked: Mapping[str, Json] = self._client.body(messages)
-        key = key_of(asked)
-        answer = self._cache.get(key)
-        if answer is not None:
-            return answer
-        wait_s: float | None = None
-        last = RequestError("no answer in time", may_repeat=False)
-        while may_go_on() and wait(self._num_failed, wait_s, self._deadline):
-            self.num_requests += 1
+    def reply(self, question: JudgeQuestion) -> JudgeReply:
+        """Ask, and remind the judge of the form of the verdict as often as is allowed."""
+        messages, said, error = question.messages, "", ""
+        verdict: object = None
+        for _ in range(self._options.retries + 1):
             try:
-                answer = self._client.ask(messages, self._deadline)
+                answer = self._answer(messages)
+            except RequestError as problem:
+                error = f"{type(problem).__name__}: {problem}"
+                break
+            said = answer.text
+            try:
+                verdict, error = question.read(said), ""
+                break
+            except VerdictError as problem:
+                error = unreadable(str(problem), answer, self._options)
+                messages = reminder(messages, answer, str(problem))
+        return JudgeReply(verdict, said, error or None, time.monotonic() - self._begin, self._num_requests)
+
+    def _answer(self, messages: Sequence[Message]) -> JudgeAnswer:
+        """The answer to messages, which may be known; a RequestError if there is none."""
+        key = key_of(self._asker.client.body(messages))
+        if (answer := self._asker.cache.get(key)) is not None:
+            return answer
+        deadline, wait_s = self._begin + self._options.timeout_s, None
+        last = RequestError("no answer in time", may_repeat=False)
+        while self._may_go_on() and self._asker.wait(self._num_failed, wait_s, deadline):
+            self._num_requests += 1
+            try:
+                answer = self._asker.client.ask(messages, deadline)
             except RequestError as error:
                 last, wait_s = error, error.wait_s
                 self._num_failed += 1
                 if not error.may_repeat or self._num_failed > self._options.retries:
                     break
             else:
-                self._cache.put(key, answer)
+                self._asker.cache.put(key, answer)
                 return answer
-        raise self._explained(last, wait_s)
-
-    def _explained(self, last: RequestError, wait_s: float | None) -> RequestError:
         limit = f"timeout_s={self._options.timeout_s:g}"
         if wait_s is not None:
             more = f"; it asks to wait {wait_s:g} s ({limit}): lower max_requests, or raise timeout_s"
         elif str(last) == "no answer in time":
             more = f" ({limit}): raise it, lower max_requests, or look at the load of {self._options.url}"
         else:
-            more = f"; asked {self.num_requests} times" if self.num_requests > 1 else ""
-        return RequestError(f"{last}{more}", may_repeat=False)
+            more = f"; asked {self._num_requests} times" if self._num_requests > 1 else ""
+        raise RequestError(f"{last}{more}", may_repeat=False)
 
 
 class _Call:
@@ -228,14 +200,7 @@ class _Call:
     def run(
         self, num_threads: int, limit_s: float, look_after: Callable[[], None], on_news: Callable[[], None]
     ) -> list[JudgeReply]:
-        """The replies, in order.
-
-        Args:
-            num_threads: Largest number of threads.
-            limit_s: Seconds after which a question is abandoned.
-            look_after: Function to call now and then.
-            on_news: Function to call after replies.
-        """
+        """The replies, in order. A question is abandoned after some seconds; `look_after` is called now and then."""
         count, limit = len(self._waiting), max(MIN_FAILURES, 2 * num_threads)
         try:
             for _ in range(min(count, num_threads)):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from operator import add
 from pathlib import Path
 from typing import cast
 
@@ -13,10 +14,19 @@ from leaderless.config import RecipeError
 from leaderless.config.judges import JudgeOptions
 from leaderless.observability.clock import MayFail
 from leaderless.rewards.judges.asking import Asker, JudgeQuestion, JudgeReply, ServerAsker
-from leaderless.rewards.judges.cache import AnswerCache
-from leaderless.rewards.judges.pairwise import Pair, outcome_of, pairs_of, win_rates
-from leaderless.rewards.judges.prompts import messages_for, rubric_of, scale_of
-from leaderless.rewards.judges.verdicts import Choice, choice_reader, rubric_reader, score_reader
+from leaderless.rewards.judges.client import AnswerCache
+from leaderless.rewards.judges.verdicts import (
+    Choice,
+    Pair,
+    choice_reader,
+    messages_for,
+    outcome_of,
+    pairs_of,
+    rubric_reader,
+    scale_of,
+    score_reader,
+    win_rates,
+)
 from leaderless.rewards.protocol import GradingOutcome, RewardInput, describe
 
 MAX_SAID = 2000
@@ -57,16 +67,8 @@ class JudgeUsage:
             seconds=sum(one.seconds for one in replies if one.num_requests),
         )
 
-    def with_pair(self, other: JudgeUsage, *, is_contradictory: bool | None) -> JudgeUsage:
-        """The same with another comparison; None if it has failed."""
-        return JudgeUsage(
-            self.questions + other.questions,
-            self.cached + other.cached,
-            self.requests + other.requests,
-            self.seconds + other.seconds,
-            self.pairs + (is_contradictory is not None),
-            self.contradictions + bool(is_contradictory),
-        )
+    def __add__(self, other: JudgeUsage) -> JudgeUsage:
+        return JudgeUsage(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,7 @@ class Judge:
         on_news: Callable[[], None] = lambda: None,
         asker: Asker | None = None,
     ) -> list[Judged]:
-        """Grade responses; those to a prompt are all among them.
-
-        Args:
-            samples: Responses.
-            on_news: Function to call whenever some questions have been answered.
-            asker: Client that asks the model, of a judge that has none.
+        """Grade responses; those to a prompt are all among them. A judge that has no asker needs one.
 
         Raises:
             RecipeError: The judge is a role, and no running run has its model.
@@ -132,7 +129,7 @@ class Judge:
             )
         if self.options.mode == "pairwise":
             return self._compare(samples, asker, on_news)
-        more = scale_of(self.options) | (rubric_of(self.options) if self.options.rubric else {})
+        more = scale_of(self.options)
         questions: list[JudgeQuestion] = []
         places: dict[int, int] = {}
         judged: dict[int, Judged] = {}
@@ -221,8 +218,9 @@ class Judge:
             seconds += sum(reply.seconds for reply in one.replies)
             words.append(one.words(place))
             if one.pair.first == place:
-                contradiction = None if one.worth is None else not one.agrees
-                asked = asked.with_pair(JudgeUsage.of(one.replies), is_contradictory=contradiction)
+                is_answered = one.worth is not None
+                contradictions = int(is_answered and not one.agrees)
+                asked += replace(JudgeUsage.of(one.replies), pairs=int(is_answered), contradictions=contradictions)
         notes: dict[str, Json] = {"said": "\n\n".join(words)[:MAX_SAID]} if words else {}
         if place in rates:
             return Judged(GradingOutcome(rates[place], seconds=seconds), notes, asked)
@@ -276,12 +274,6 @@ class AnswerFile:
 
     path: Path | None = None
     may_fail: MayFail = nullcontext
-
-
-def make_cache(judges: Mapping[str, JudgeOptions], answers: AnswerFile) -> AnswerCache:
-    """The answers that the judges of a recipe share."""
-    size = max((options.kept_answers for options in judges.values()), default=0)
-    return AnswerCache(answers.path, size, answers.may_fail)
 
 
 def make_judges(judges: Mapping[str, JudgeOptions], kept: AnswerCache) -> dict[str, Judge]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal, Self
 
 from leaderless.base.values import Json
-from leaderless.rewards.sandbox.builtin import interpreter, setting_of
 from leaderless.rewards.sandbox.messages import (
     CallRequest,
     ProgramEnd,
@@ -22,7 +21,7 @@ from leaderless.rewards.sandbox.messages import (
     ScriptRequest,
     TestRequest,
 )
-from leaderless.rewards.sandbox.protocol import Sandbox
+from leaderless.rewards.sandbox.sandboxes import Sandbox, interpreter, setting_of
 
 _FLAGS = ("-P", "-s", "-S", "-B")
 """Like `-I`, which would also ignore the fixed order of sets."""

@@ -18,10 +18,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from . import kernel_limits  # relative, for the supervisor runs without the package
-from .confined import Confined, remove, run_as_script
+from .confined import Confined, interpret, remove, run_as_script
 from .messages import CallRequest, ProgramEnd, SandboxLimits, SandboxOrder, ScriptRequest, Setting, TestRequest
 from .remote import judge, serve
-from .session import interpret
 
 _PR_SET_CHILD_SUBREAPER = 36
 _END_TIMEOUT_S = 10.0
@@ -149,7 +148,7 @@ class _Running:
         os.killpg(self._process.pid, signal.SIGCONT)
         with suppress(BrokenPipeError):
             os.write(self._ask, b".")
-        cause = self._watch.until_reported(self._process)
+        cause = self._watch.until_ended(self._process, of_call=True)
         if cause == "answered":
             self._rest()
         if self._watch.is_too_long():
@@ -216,23 +215,16 @@ class _Watch:
     def _begin_test(self) -> None:
         self._deadline = min(self._last, time.monotonic() + self._limits.test_timeout_s)
 
-    def until_ended(self, process: Confined) -> str:
-        """Watch until a process has ended or a limit is reached; the result is an `ProgramEnd.cause`.
-
-        Other processes that it started may still run.
-        """
-        return self._until(process, lambda: False)
-
-    def until_reported(self, process: Confined) -> str:
-        """Watch until a call of a process has ended; see `until_ended`."""
-        return self._until(process, lambda: bool(self.report))
-
     def drain(self) -> None:
         """Read what has been printed by now, as far as it is allowed."""
         while not self.is_too_long() and self._serve(0, self._open & self._buffers.keys()):
             pass
 
-    def _until(self, process: Confined, is_done: Callable[[], bool]) -> str:
+    def until_ended(self, process: Confined, *, of_call: bool = False) -> str:
+        """Watch until a process, or its call, has ended, or a limit is reached; the result is a `ProgramEnd.cause`.
+
+        Other processes that it started may still run.
+        """
         while process in [self._ended[fd] for fd in self._open if fd in self._ended]:
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:
@@ -240,7 +232,7 @@ class _Watch:
             self._serve(left_s)
             if self.is_too_long():
                 return "output"
-            if is_done():
+            if of_call and self.report:
                 return "answered"
         return "exited"
 

@@ -107,7 +107,7 @@ def check_host_name(findings: Findings) -> None:
 
 def check_sandbox(findings: Findings) -> None:
     """Whether programs of a policy can be run, which rewards and tools may need."""
-    from leaderless.rewards.sandbox.choose import choose_sandbox
+    from leaderless.rewards.sandbox.sandboxes import choose_sandbox
 
     try:
         findings.ok("sandbox", choose_sandbox("auto").name)

@@ -18,6 +18,7 @@ from leaderless.planner import Plan, RoleInstance, answering
 from leaderless.planner.checks.model_files import check_scorer, scorers_of
 from leaderless.planner.engines import backend_of, engine_for
 from leaderless.planner.graph.adapters import companions_of
+from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.rollout.external.lora_slots import Sharing, shared_by
 from leaderless.training.engine import ApartSetup
 
@@ -62,7 +63,8 @@ def type_of_engines(role: str, recipe: Recipe) -> torch.dtype:
     """The type of weights that are sent to ranks that only generate."""
     config = recipe.model_of(role)
     assert config is not None, "checked by the planner"
-    return getattr(torch, config.compute_dtype) if recipe.body is None else torch.float32
+    # Engines of a kind of run's own convert weights themselves.
+    return torch.float32 if PRODUCTS[recipe.product].rollout_engine else getattr(torch, config.compute_dtype)
 
 
 _SIDES = (20, 56, 224, 333, 640, 1000, 2240, 6000)

@@ -19,7 +19,7 @@ from leaderless.planner.graph.judges import judge_of, longest_question, shares_r
 from leaderless.planner.layout import all_ranks
 from leaderless.rewards.judges.asking import Asker, JudgeQuestion, JudgeReply
 from leaderless.rewards.judges.judge import verdict_reader
-from leaderless.rewards.judges.prompts import Message
+from leaderless.rewards.judges.verdicts import Message
 from leaderless.rewards.pool import RewardPool
 from leaderless.rollout.weight_sources import Colocated
 from leaderless.stages.context import Grader, ModelRole

@@ -141,7 +141,9 @@ class Roles:
     def _is_started_first(self, instance: RoleInstance) -> bool:
         """Whether an engine with memory of its own generates next to models that train or score."""
         is_next = instance in self._generating and not (instance.is_engine_only or instance.is_critic)
-        return is_next and self._recipe.body is None and engine_of(instance.engine).keeps_weights
+        return (
+            is_next and not PRODUCTS[self._recipe.product].rollout_engine and engine_of(instance.engine).keeps_weights
+        )
 
     def _start(self, instance: RoleInstance, stack: ExitStack) -> RolloutEngine:
         """Make an engine, and start it if it is one in another process or library, before models take memory.
@@ -467,7 +469,7 @@ class Roles:
 
     def _is_probed(self, role: str) -> bool:
         """Whether the engines of a role compare the trainer's log-probabilities of a text with their own."""
-        if self._recipe.body is not None:
+        if PRODUCTS[self._recipe.product].rollout_engine:  # it moves bodies, and scores no text
             return False
         recipe = self._recipe.as_seen_by(role)
         name = next(one.engine for one in self._plan.instances if one.role == role)

@@ -35,7 +35,7 @@ from leaderless.worker.checkpoint.shards import read_tensors
 
 Writer = Callable[[Path, Path], None]
 """Function that writes the model of a checkpoint's folder into another one."""
-WRITERS: Mapping[str, str] = {"leaderless_body": "leaderless.embodied.export:write_model"}
+WRITERS: Mapping[str, str] = {"leaderless_body": "leaderless.embodied.policies.loading:write_model"}
 """Functions that write models which `transformers` does not know, by the `model_type` of their `config.json`."""
 
 

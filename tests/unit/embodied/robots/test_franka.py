@@ -13,8 +13,8 @@ import pytest
 from tests.unit.embodied.robots.serving import serving, wait_until
 
 from leaderless.config import RecipeError
+from leaderless.embodied.robots.arm import make_station
 from leaderless.embodied.robots.franka import _turned, _yaw
-from leaderless.embodied.robots.registry import make_station
 
 OPTIONS = {
     "host": "arm.example",

@@ -12,11 +12,11 @@ import pytest
 from examples.robots.help import play
 from tests.unit.embodied.robots.serving import SpyArm, serving, station_of
 
+from leaderless.embodied.data.replay_buffer import TransitionRecorder, Transitions, transitions_of
+from leaderless.embodied.robots.arm import Refused
 from leaderless.embodied.robots.client import Address, RobotClient
-from leaderless.embodied.robots.command_outcome import Refused
 from leaderless.embodied.robots.environment import HELPED, RobotEnvironment
 from leaderless.embodied.robots.simulated_arm import DummyArm, ScriptedHuman, dummy, expert_actions
-from leaderless.embodied.robots.transitions import TransitionRecorder, Transitions, transitions_of
 from leaderless.embodied.rollout.vector_envs import LocalVectorEnvs
 from leaderless.embodied.simulators.conformance import CANNOT_SAVE, report
 from leaderless.embodied.simulators.protocol import Continuous

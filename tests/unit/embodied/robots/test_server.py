@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.embodied.robots.serving import SpyArm, assert_limits_hold, serving, station_of, wait_until
 
-from leaderless.embodied.robots.arm import SuccessJudge
+from leaderless.embodied.robots.arm import Refused, SuccessJudge
 from leaderless.embodied.robots.client import RobotClient
-from leaderless.embodied.robots.command_outcome import Refused
 from leaderless.embodied.robots.frames import PREFIX, MessageFrame
 from leaderless.embodied.robots.simulated_arm import ScriptedHuman
 

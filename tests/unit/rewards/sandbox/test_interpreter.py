@@ -18,7 +18,7 @@ from leaderless.environments.python_tool import PythonTool
 from leaderless.environments.tools import Toolbox
 from leaderless.environments.tools.calls import Call
 from leaderless.environments.tools.function_tool import ToolOwner, tools_of
-from leaderless.rewards.sandbox.protocol import Sandbox
+from leaderless.rewards.sandbox.sandboxes import Sandbox
 
 PATIENCE_S = 30.0
 LOST = "variables and files of earlier calls are lost"

@@ -20,15 +20,12 @@ from tests.unit.rewards.sandbox.boxes import boxes
 from leaderless.base.values import Json
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.registry import check_rewards, make_rewards
-from leaderless.rewards.sandbox import bubblewrap, builtin, protocol, seccomp
-from leaderless.rewards.sandbox.bubblewrap import BubblewrapSandbox
-from leaderless.rewards.sandbox.builtin import BuiltinSandbox
-from leaderless.rewards.sandbox.choose import choose_sandbox
+from leaderless.rewards.sandbox import sandboxes, seccomp
 from leaderless.rewards.sandbox.jail import Script
 from leaderless.rewards.sandbox.kernel_limits import Layers, ask_layers, is_supported
 from leaderless.rewards.sandbox.messages import ProgramEnd, SandboxLimits
-from leaderless.rewards.sandbox.protocol import Sandbox
-from leaderless.rewards.sandbox.syscalls import BOUND, PLAIN
+from leaderless.rewards.sandbox.sandboxes import BubblewrapSandbox, Sandbox, choose_sandbox
+from leaderless.rewards.sandbox.seccomp import BOUND, PLAIN
 
 PROGRAM = (Path(__file__).parent / "break_outs.py").read_text(encoding="utf-8")
 LIMITS = SandboxLimits(
@@ -104,7 +101,7 @@ def do_once(name: str, argument: str = "", **limits: float) -> ProgramEnd:
 
 
 def start(program: str = PROGRAM, **limits: float) -> Script:
-    return Script(BuiltinSandbox(), program, LIMITS._replace(**limits))
+    return Script(Sandbox(), program, LIMITS._replace(**limits))
 
 
 def value_of(ended: ProgramEnd) -> Json:
@@ -148,8 +145,7 @@ def test_programs_reach_no_file_process_or_network(box: Sandbox, tmp_path: Path)
 
 @needs_bubblewrap
 def test_bubblewrap_needs_no_landlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (builtin, protocol):
-        monkeypatch.setattr(module, "ask_layers", lambda: ask_layers()._replace(landlock=0))
+    monkeypatch.setattr(sandboxes, "ask_layers", lambda: ask_layers()._replace(landlock=0))
     assert choose_sandbox("auto").name == "bubblewrap"
     programs = Programs(tmp_path)
     with Script(choose_sandbox("auto"), PROGRAM, LIMITS) as running:
@@ -179,12 +175,12 @@ def test_a_bubblewrap_that_may_not_make_namespaces_says_so(tmp_path: Path, monke
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o700)
-    monkeypatch.setattr(bubblewrap, "find_bubblewrap", lambda: str(broken))
-    for cached in (bubblewrap.bubblewrap_refusal, bubblewrap._enclosure):
+    monkeypatch.setattr(sandboxes, "find_bubblewrap", lambda: str(broken))
+    for cached in (sandboxes.bubblewrap_refusal, sandboxes._enclosure):
         cached.cache_clear()
     with pytest.raises(RuntimeError, match=r"cannot use bubblewrap \(No permissions .*max_user_namespaces"):
         choose_sandbox("bubblewrap", allow_weaker=True)
-    for cached in (bubblewrap.bubblewrap_refusal, bubblewrap._enclosure):
+    for cached in (sandboxes.bubblewrap_refusal, sandboxes._enclosure):
         cached.cache_clear()
 
 
@@ -199,7 +195,7 @@ def test_what_is_readable_is_the_interpreter(path: str) -> None:
 
 def test_packages_beside_the_interpreter_are_out_of_reach() -> None:
     assert json.loads(do_once("import_grader", str(ROOT / "src")).output) == [False, "ModuleNotFoundError"]
-    readable, listable = builtin.interpreter_paths()
+    readable, listable = sandboxes.interpreter_paths()
     assert not [path for path in readable if Path(path).name in {"site-packages", "dist-packages"}]
     assert all(Path(path, "os.py").exists() for path in listable)
 
@@ -207,18 +203,18 @@ def test_packages_beside_the_interpreter_are_out_of_reach() -> None:
 def test_each_layer_is_what_keeps_programs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attempts are real: each succeeds when the layers that prevent it are removed."""
     programs = Programs(tmp_path)
-    monkeypatch.setattr(builtin, "ask_layers", lambda: ask_layers()._replace(landlock=0))
+    monkeypatch.setattr(sandboxes, "ask_layers", lambda: ask_layers()._replace(landlock=0))
     with start() as running:
         for name in ("read", "list_folder", "write", "append", "delete", "move_in", "make_folder"):
             assert programs.attempt(running, name)[0], name
-    monkeypatch.setattr(builtin, "ask_layers", lambda: Layers(0, has_filter=False, has_listener=False))
+    monkeypatch.setattr(sandboxes, "ask_layers", lambda: Layers(0, has_filter=False, has_listener=False))
     with start() as running:
         for name in (*FILES, *CALLS):
             assert programs.attempt(running, name)[0], name
 
 
 def test_without_a_listener_nothing_may_be_created(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin, "ask_layers", lambda: ask_layers()._replace(has_listener=False))
+    monkeypatch.setattr(sandboxes, "ask_layers", lambda: ask_layers()._replace(has_listener=False))
     assert json.loads(do_once("write", "mine").output) == [False, "EPERM"]
     assert json.loads(do_once("clone3").output) == [False, "ENOSYS"]
     assert value_of(do_once("thread_bomb")) == 0
@@ -365,9 +361,9 @@ with start({"import time; print(1); time.sleep(1000)"!r}) as running:
 def test_without_a_layer_programs_are_refused_unless_allowed(
     layers: Layers, missing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "ask_layers", lambda: layers)
-    monkeypatch.setattr(bubblewrap, "find_bubblewrap", lambda: None)
-    bubblewrap.bubblewrap_refusal.cache_clear()
+    monkeypatch.setattr(sandboxes, "ask_layers", lambda: layers)
+    monkeypatch.setattr(sandboxes, "find_bubblewrap", lambda: None)
+    sandboxes.bubblewrap_refusal.cache_clear()
     config = RewardsConfig.model_validate({"code": {}})
     with pytest.raises(
         ValueError,
@@ -380,18 +376,18 @@ def test_without_a_layer_programs_are_refused_unless_allowed(
     weaker = RewardsConfig.model_validate({"code": {"allow_weaker": True}})
     check_rewards(weaker)
     assert set(make_rewards(weaker)) == {"code"}
-    bubblewrap.bubblewrap_refusal.cache_clear()
+    sandboxes.bubblewrap_refusal.cache_clear()
 
 
 def test_other_systems_are_refused_whatever_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "is_supported", lambda: False)
-    for sandbox in (BuiltinSandbox(), BubblewrapSandbox()):
+    monkeypatch.setattr(sandboxes, "is_supported", lambda: False)
+    for sandbox in (Sandbox(), BubblewrapSandbox()):
         assert "Linux on x86-64 and 64-bit ARM only" in str(sandbox.refusal(allow_weaker=True))
 
 
 def test_a_supervisor_that_cannot_confine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin, "ask_layers", lambda: ask_layers()._replace(landlock=99))
-    monkeypatch.setattr(builtin, "interpreter_paths", lambda: (("/proc/self/mem\0",), ()))
+    monkeypatch.setattr(sandboxes, "ask_layers", lambda: ask_layers()._replace(landlock=99))
+    monkeypatch.setattr(sandboxes, "interpreter_paths", lambda: (("/proc/self/mem\0",), ()))
     with pytest.raises(RuntimeError, match=r"does not work on this machine: .*cannot be confined"):
         do_once("ordinary")
 
