@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from leaderless.observability.line_file import StepLog
 from leaderless.observability.loggers.protocol import LoggedRun, LoggedTable, Numbers
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.observability.step_log import StepLog
 
 SAMPLE = {
     "prompt": "1+1=",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leaderless.cli.quickstart_project.additions import prepare
+from leaderless.cli.quickstart_project.project import prepare
 
 if __name__ == "__main__":
     prepare(Path("runs/quickstart-data"))

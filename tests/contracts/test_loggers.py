@@ -26,10 +26,9 @@ from tests.loggers import SAMPLE, Notes, begin, notes, steps
 
 from leaderless.base.values import Json
 from leaderless.config.run import LoggerConfig
-from leaderless.observability.loggers.follower import Follower
+from leaderless.observability.loggers.follower import Follower, SentJournal
 from leaderless.observability.loggers.protocol import LoggedRun
 from leaderless.observability.loggers.registry import find_logger
-from leaderless.observability.loggers.sent_journal import SentJournal
 from leaderless.observability.run_directory import RunDirectory
 
 Points = Sequence[tuple[int, float]]

@@ -11,11 +11,9 @@ import pytest
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import ROOT, environment, finish, metrics, run, start, succeed
 
-from leaderless.cli.quickstart_project import commands
-from leaderless.cli.quickstart_project.commands import CommandError, Show
-from leaderless.cli.quickstart_project.language import show_language
+from leaderless.cli.quickstart_project import demonstrations
+from leaderless.cli.quickstart_project.demonstrations import CommandError, Show, show_language, show_robot
 from leaderless.cli.quickstart_project.project import write_project
-from leaderless.cli.quickstart_project.robot import show_robot
 from leaderless.config import RecipeError, load_recipe
 from leaderless.config import packaged_files as packaged_recipes
 from leaderless.config.packaged_files import find_packaged, how_to_install, recipes_folder
@@ -57,7 +55,7 @@ def test_the_quickstarts_run_their_commands(
         succeed(ranks, show.folder, *arguments)
 
     monkeypatch.setattr(Show, "command", command)
-    monkeypatch.setattr("leaderless.cli.quickstart_project.robot.NUM_DEMONSTRATIONS", 4)
+    monkeypatch.setattr("leaderless.cli.quickstart_project.demonstrations.NUM_DEMONSTRATIONS", 4)
     few = ("steps=2", "loggers=[]", "batch.prompts_per_step=2")
     show_language(Show(tmp_path, 1, (*few, "evaluation.max_prompts=4")))
     assert "before reinforcement learning" in capsys.readouterr().out
@@ -83,7 +81,7 @@ def _held_out(recipe: str) -> list[str]:
 
 
 def test_a_quickstart_ends_where_a_command_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands.sys, "executable", "/bin/false")
+    monkeypatch.setattr(demonstrations.sys, "executable", "/bin/false")
     with pytest.raises(CommandError) as failed:
         Show(tmp_path, 1).train("recipes/quickstart/sft.yaml")
     assert failed.value.code == 1

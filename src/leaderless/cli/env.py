@@ -1,25 +1,48 @@
-"""`leaderless env`: environments, and the episodes that were played in them."""
+"""`leaderless env`: tries environments, and plays the episodes of a run again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from heapq import nlargest
+from itertools import islice
 from pathlib import Path
+from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
+from typing_extensions import override
 
-from leaderless.cli.env_try import try_
-from leaderless.config import RecipeError
-from leaderless.observability.console import console, print_line
+from leaderless.base.values import Json
+from leaderless.cli.options import cut
+from leaderless.config import Recipe, RecipeError
+from leaderless.config.environment import EnvironmentConfig
+from leaderless.environments.guarded_environment import EnvironmentFailure
+from leaderless.environments.programs.program_environment import ProgramEnvironment
+from leaderless.environments.protocol import Message
+from leaderless.environments.registry import environment_class, world_maker
+from leaderless.environments.tools.calls import CallResult, ToolCalls
+from leaderless.environments.tools.sources import ToolSources
+from leaderless.environments.try_episode import Audience, Chance, HumanPlayer, TriedEpisode, Trier, try_episode
+from leaderless.observability.console import console, errors, print_line
 from leaderless.observability.episode_files import Kind
+from leaderless.planner.workflow import load_recipe
+from leaderless.rewards.dry_run import training_rows
+from leaderless.run.settings import recipe_path
 
 if TYPE_CHECKING:
     from leaderless.run.episodes import Comparison, RunEpisodes
 
+MAX_RESPONSE_TOKENS = 512
+"""Length of a model's message if no recipe says it."""
 MAX_SHOWN = 10
 """Number of differences and of changes that are listed."""
 MAX_CELL_CHARACTERS = 60
@@ -27,7 +50,185 @@ MAX_CELL_CHARACTERS = 60
 
 env = typer.Typer(help="Try environments, and play the episodes of a run again.", no_args_is_help=True)
 
-env.command("try")(try_)
+
+@env.command("try")
+def try_environment(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="ENVIRONMENT", help="A class package.module:Class; by default the recipe's."),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="Policy: human, random, or a model: a folder, a run or a name on the hub.")
+    ] = "human",
+    task: Annotated[str | None, typer.Option(help='The task as a JSON object, such as {"n": 5}.')] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="A recipe, whose environment, tools and dataset are used.")
+    ] = None,
+    row: Annotated[int, typer.Option(min=0, help="Row of the recipe's training data that is the task.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all randomness.")] = 0,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Messages after which the episode ends.")] = None,
+) -> None:
+    """Play one episode of an environment, and show what is said, called and rewarded.
+
+    A person types lines; `/name {"argument": 1}` calls a tool, and Ctrl-D ends the episode. Ends with exit code 1 if
+    the episode failed.
+    """
+    loaded = None if recipe is None else load_recipe(recipe_path(recipe), []).recipe
+    config = _config(target, recipe, loaded, max_turns)
+    given = _task(task, loaded, row)
+    sources = ToolSources(config, environment_class(config))
+    try:
+        outcome = asyncio.run(_play(config, given, loaded, sources, policy, seed))
+    except EnvironmentFailure as failure:
+        errors.print(
+            Text("the episode failed ", "red bold").append(f"({failure.cause}): {failure}", "not bold default")
+        )
+        raise typer.Exit(1) from failure
+    except KeyboardInterrupt as error:
+        errors.print("\nstopped")
+        raise typer.Exit(128 + signal.SIGINT) from error
+    finally:
+        sources.close()
+    end = {"done": "over", "max_turns": "cut at max_turns", "left": "left before its end"}[outcome.end]
+    shown = ", ".join(f"{name} {value:g}".strip() for name, value in outcome.rewards.items())
+    console.print(Text(f"{end} after {outcome.num_turns} turns; reward {shown}", "bold"), soft_wrap=True)
+
+
+def _config(target: str | None, path: Path | None, recipe: Recipe | None, max_turns: int | None) -> EnvironmentConfig:
+    """The section `environment` of the recipe, if there is one, with what the command line says."""
+    own = None if recipe is None else recipe.environment
+    if target is None and path is None:
+        raise typer.BadParameter("name an environment, or a --recipe that has one")
+    if target is None and own is None:
+        raise RecipeError.at("environment", f"{path} has none: name one, as in `leaderless env try module:Class`")
+    changes = {"type": target, "max_turns": max_turns}
+    config = EnvironmentConfig.model_validate(
+        ({} if own is None else own.model_dump()) | {name: one for name, one in changes.items() if one is not None}
+    )
+    if environment_class(config) is None:
+        raise RecipeError.at("environment.type", f"'{config.type}' is a program, which asks the policy by itself")
+    return config
+
+
+def _task(text: str | None, recipe: Recipe | None, row: int) -> Mapping[str, Json]:
+    if text is not None:
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"is no JSON: {error}", param_hint="--task") from error
+        if not isinstance(found, dict):
+            raise typer.BadParameter(f"must be a JSON object, not {text}", param_hint="--task")
+        return found
+    if recipe is None:
+        return {}
+    rows = list(islice(training_rows(recipe, row + 1), row, row + 1))
+    if not rows:
+        raise typer.BadParameter(f"the training data has fewer than {row + 1} rows", param_hint="--row")
+    return rows[0]
+
+
+async def _play(
+    config: EnvironmentConfig,
+    task: Mapping[str, Json],
+    recipe: Recipe | None,
+    sources: ToolSources,
+    policy: str,
+    seed: int,
+) -> TriedEpisode:
+    world = world_maker(config)()
+    assert not isinstance(world, ProgramEnvironment), "checked before"
+    screen = _Screen(is_human=policy == "human")
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(world.close)
+        toolbox = await sources.open(world)
+        stack.push_async_callback(toolbox.close, config.tool_timeout_s)
+        if sources.tools:
+            usages = ", ".join(tool.usage for tool in sources.tools)
+            console.print(Text("tools: ", "dim").append(usages), soft_wrap=True)
+        if policy == "human":
+            trier: Trier = HumanPlayer(sys.stdin.fileno(), lambda agent: console.print(f"{agent}> ".lstrip(), end=""))
+        elif policy == "random":
+            trier = Chance(sources.tools, Random(seed))  # noqa: S311
+        else:
+            trier = await stack.enter_async_context(_model(config, recipe, sources, policy, seed))
+        return await try_episode(config, world, toolbox, task, str(seed), trier, screen)
+
+
+@asynccontextmanager
+async def _model(
+    config: EnvironmentConfig, recipe: Recipe | None, sources: ToolSources, policy: str, seed: int
+) -> AsyncIterator[Trier]:
+    """A model that plays, of a folder, a run or the hub."""
+    from leaderless.config.rollout import SamplingConfig
+    from leaderless.environments.chat_writer import ChatWriter
+    from leaderless.environments.engine_scheduler import SharedEngineScheduler
+    from leaderless.environments.tools.formats import find_reader
+    from leaderless.environments.try_model import ModelTrier
+    from leaderless.rollout.engine import SamplingParams
+    from leaderless.run.standalone_model import find_model, open_model
+    from leaderless.stages.play_episodes import reader_of, writer_of
+
+    def say(text: str) -> None:
+        errors.print(Text(text))
+
+    with open_model(find_model(policy, "policy", say), None, None, say) as served:
+        tokenizer, schemas = served.tokenizer, sources.schemas
+        if recipe is None:
+            writer = ChatWriter(tokenizer, tokenizer.chat_template is not None, tools=schemas)
+            params = SamplingParams(SamplingConfig(), MAX_RESPONSE_TOKENS, (), seed)
+        else:
+            data = next(iter(recipe.data.train_sets().values()))
+            writer = replace(writer_of(tokenizer, data, None, reader_of(recipe, tokenizer)), tools=schemas)
+            params = SamplingParams(recipe.rollout, recipe.rollout.max_response_tokens, recipe.rollout.stop, seed)
+        reader = None
+        if sources.tools:
+            reader = find_reader(config.tool_format, tokenizer, schemas, is_chat=writer.is_chat)
+        with served.serving.phase() as engine:
+            pump = SharedEngineScheduler(engine)
+            running = asyncio.create_task(pump.run())
+            try:
+                yield ModelTrier(pump, writer, reader, params, served.max_context)
+            finally:
+                running.cancel()
+                with suppress(asyncio.CancelledError):
+                    await running
+
+
+class _Screen(Audience):
+    """Prints a tried episode on the console."""
+
+    def __init__(self, *, is_human: bool) -> None:
+        self._is_human = is_human
+
+    @override
+    def told(self, agent: str, messages: Sequence[Message]) -> None:
+        """Print messages, except the answers of tools, which were shown before."""
+        for message in messages:
+            if message["role"] != "tool":
+                name = agent if message["role"] == "user" else message["role"]
+                line = Text(f"{name}< ".lstrip(), "dim").append(str(message["content"]), "not dim cyan")
+                console.print(line, soft_wrap=True)
+
+    @override
+    def said(self, agent: str, said: ToolCalls) -> None:
+        """Print what an agent has said; a person has already seen what was typed."""
+        if said.content and not self._is_human:
+            console.print(Text(f"{agent}> ".lstrip(), "dim").append(said.content, "not dim"), soft_wrap=True)
+        for call in said.calls:
+            shown = call.problem or json.dumps(call.arguments, ensure_ascii=False)
+            console.print(Text(f"  call {call.name} ", "yellow").append(shown, "not bold default"), soft_wrap=True)
+
+    @override
+    def answered(self, result: CallResult) -> None:
+        color = "red" if result.refusal else "green"
+        line = Text("  result ", color).append(result.text, "default")
+        console.print(line.append(f" ({result.seconds:.2f} s)", "dim"), soft_wrap=True)
+
+    @override
+    def rewarded(self, rewards: Mapping[str, float]) -> None:
+        for agent, value in rewards.items():
+            if value:
+                console.print(Text(f"  reward {agent} ".rstrip() + f" {value:+g}", "bold magenta"))
 
 
 @env.command("replay")
@@ -102,9 +303,8 @@ def _replay(episodes: RunEpisodes, kind: Kind, steps: Sequence[int], number: int
 
 
 def _print_graded_again(steps: Iterable[tuple[int, list[Comparison]]], number: int | None) -> None:
-    table = Table()
-    for title in ("step", "episodes", "failed before", "failed now", "mean before", "mean now"):
-        table.add_column(title, justify="right")
+    titles = "step", "episodes", "failed before", "failed now", "mean before", "mean now"
+    table = Table(*(Column(title, justify="right") for title in titles))
     changes: list[tuple[float, int, Comparison]] = []
     for step, graded in steps:
         chosen = [one for one in graded if one.part.is_sampled and number in {None, one.part.number}]
@@ -124,18 +324,11 @@ def _print_graded_again(steps: Iterable[tuple[int, list[Comparison]]], number: i
     console.print(table)
     if changes:
         print_line("\nthe largest changes:")
-        console.print(_table_of_changes(changes))
-
-
-def _table_of_changes(changes: Sequence[tuple[float, int, Comparison]]) -> Table:
-    table = Table()
-    for title in ("step", "episode", "before", "now", "said last"):
-        table.add_column(title, justify="left" if title == "said last" else "right")
-    for _, step, one in changes:
-        said = " ".join(one.part.asked.response.split()) if one.part.asked is not None else ""
-        said = said if len(said) <= MAX_CELL_CHARACTERS else f"{said[:MAX_CELL_CHARACTERS]}…"
-        table.add_row(str(step), str(one.part.number), _value(one.before), _value(one.now), Text(said))
-    return table
+        table = Table(*(Column(title, justify="right") for title in ("step", "episode", "before", "now")), "said last")
+        for _, step, one in changes:
+            said = cut("" if one.part.asked is None else one.part.asked.response, MAX_CELL_CHARACTERS)
+            table.add_row(str(step), str(one.part.number), _value(one.before), _value(one.now), Text(said))
+        console.print(table)
 
 
 def _mean(values: Sequence[float]) -> str:

@@ -13,25 +13,14 @@ import typer
 from rich.markup import escape
 
 from leaderless.base.versions import VERSION
-from leaderless.cli.convert import convert
-from leaderless.cli.demonstrate import demonstrate
-from leaderless.cli.doctor import doctor
+from leaderless.cli.checks import doctor, reward, template
 from leaderless.cli.env import env
-from leaderless.cli.log import log
-from leaderless.cli.plan import plan, schema
-from leaderless.cli.profile_stages import profile
-from leaderless.cli.quickstart import new, quickstart
-from leaderless.cli.results import evaluate, export, report
-from leaderless.cli.retriever import retriever
-from leaderless.cli.reward import reward
-from leaderless.cli.robot import robot
-from leaderless.cli.serve import serve
-from leaderless.cli.simulate import simulate
-from leaderless.cli.stop import stop
-from leaderless.cli.submit import submit
-from leaderless.cli.template import template
-from leaderless.cli.train import train
-from leaderless.cli.ui import ui
+from leaderless.cli.plan import plan, profile, schema, simulate
+from leaderless.cli.quickstart import convert, new, quickstart
+from leaderless.cli.results import evaluate, export, log, report
+from leaderless.cli.robot import demonstrate, robot
+from leaderless.cli.serve import retriever, serve, ui
+from leaderless.cli.train import stop, submit, train
 from leaderless.observability.console import errors
 from leaderless.worker.rank_info import RankInfo
 from leaderless.worker.supervision.failure import WorkerFailure, WorkersFailed

@@ -1,4 +1,4 @@
-"""Commands for the first minutes: `leaderless quickstart` and `leaderless new`."""
+"""Commands for the first minutes: `leaderless quickstart`, `new`, and `convert`, for those who come from elsewhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
+from rich.table import Column, Table
 
-from leaderless.observability.console import print_line
+from leaderless.config import RecipeError, nearest
+from leaderless.observability.console import console, errors, print_line, print_path
+from leaderless.observability.run_directory import write_atomically
+from leaderless.planner.workflow import load_recipe
+
+FROM = "Framework: verl, trl (GRPO), trl-dpo, trl-kto or trl-reward"
 
 
 def quickstart(
@@ -17,17 +24,13 @@ def quickstart(
     workers: Annotated[int, typer.Option(min=0, help="Number of workers; 0 for two, or one on a single core.")] = 0,
 ) -> None:
     """Train a tiny model from nothing, on the CPU, in a few minutes; everything is written to `runs`."""
-    from leaderless.cli.quickstart_project.commands import CommandError, Show
+    from leaderless.cli.quickstart_project.demonstrations import CommandError, Show, show_language, show_robot
 
     show = Show(Path.cwd(), workers or min(2, len(os.sched_getaffinity(0))), tuple(overrides or ()))
     try:
         if robot:
-            from leaderless.cli.quickstart_project.robot import show_robot
-
             show_robot(show)
         else:
-            from leaderless.cli.quickstart_project.language import show_language
-
             show_language(show)
     except CommandError as error:
         raise typer.Exit(error.code) from error
@@ -46,3 +49,37 @@ def new(
         raise typer.BadParameter(f"{folder} cannot be written: {error.strerror or error}") from error
     print_line(f"written: {folder}")
     print_line(f"next:    cd {folder} && leaderless train recipe.yaml")
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(help="Configuration of verl or TRL as YAML, or a script that starts verl.")],
+    out: Annotated[Path, typer.Option(help="Recipe to write.")] = Path("recipe.yaml"),
+    source: Annotated[str, typer.Option("--from", help=f"{FROM}; by default the one that fits.")] = "",
+    workers: Annotated[int, typer.Option(min=1, help="Processes of TRL, on which its batch sizes depend.")] = 1,
+) -> None:
+    """Write a recipe from a configuration of verl or TRL, and list what it could not take over."""
+    from leaderless.cli.convert_config import convert as conversion
+
+    values = conversion.read_configuration(file)
+    if source and source not in conversion.TABLES:
+        raise RecipeError.at("", f"--from {source}: unknown framework{nearest(source, conversion.TABLES)}")
+    if out.exists():
+        raise RecipeError.at("", f"{out} exists already: give another --out, or move it away")
+    framework = next((name for name in conversion.TABLES if name == source), None) or conversion.guess(values)
+    made = conversion.convert(values, framework, workers)
+    write_atomically(out, made.text(file.name))
+    print_path("recipe", out)
+    print_line(f"{len(made.taken)} settings of {framework} taken over, {len(made.needless)} not needed here")
+    if made.left:
+        # A key that is cut names nothing.
+        columns = (Column(title, overflow="fold") for title in ("key", "value", "why, and what to do"))
+        table = Table(*columns, title="not taken over", title_justify="left")
+        for left in made.left:
+            table.add_row(escape(left.key), escape(str(left.value)), escape(left.reason))
+        console.print(table)
+    try:
+        load_recipe(out)
+    except RecipeError as error:
+        errors.print(f"[red bold]still to correct[/]\n{escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    print_line(f"next: leaderless plan {out} --world-size {workers}")

@@ -1,26 +1,34 @@
-"""Commands about what a run has made: `leaderless eval`, `leaderless export` and `leaderless report`."""
+"""Commands about what a run has made: `leaderless eval`, `export`, `report` and `log`."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
-from leaderless.config import Recipe
+from leaderless.cli.options import JsonOption, OverridesArgument, RunArgument, check_run, ended_by_signals
+from leaderless.config import Recipe, load_recipe
+from leaderless.config.run import LoggerConfig
 from leaderless.observability.console import console, print_json, print_line, print_path
+from leaderless.observability.loggers.registry import check_loggers, loggers_running
 from leaderless.observability.run_directory import finite_or_none
 from leaderless.run.planned_run import plan_evaluation
 from leaderless.run.run import Run, newest_checkpoint
 from leaderless.run.worker import evaluate_as_worker
 from leaderless.worker.rank_info import RankInfo
+from leaderless.worker.supervision.stop import Interrupted
+
+NO_LIMIT_S = 30 * 24 * 3600.0
+"""Time to send what is left, where nothing waits for it."""
 
 
 def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or the folder of a run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value.")] = None,
+    overrides: OverridesArgument = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint to evaluate; for a run, its newest by default.")
     ] = None,
@@ -28,7 +36,7 @@ def evaluate(
         str | None, typer.Option(help="Role that answers; by default evaluation.role, or the policy.")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Workers on this machine.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Answer held-out prompts and print mean@k, pass@k and maj@k."""
     run = Run(target, *(overrides or []))
@@ -39,8 +47,20 @@ def evaluate(
         scores = evaluate_as_worker(plan_evaluation(run.loaded, role, place.world_size), place, checkpoint)
     else:
         scores = run.evaluate(checkpoint, role=role, workers=workers)
-    if place.rank == 0:
-        _print(scores, run.recipe, checkpoint, as_json=as_json)
+    if place.rank == 0 and as_json:
+        print_json(finite_or_none(scores))
+    elif place.rank == 0:
+        _print(scores, run.recipe, checkpoint)
+
+
+def _print(scores: Mapping[str, float], recipe: Recipe, checkpoint: Path | None) -> None:
+    assert recipe.data.evaluation is not None
+    model = recipe.name if checkpoint is None else f"{recipe.name}, {checkpoint.name}"
+    print_line(f"{model} on {recipe.data.evaluation.path}")
+    table = Table("measure", Column("score", justify="right"))
+    for name, value in scores.items():
+        table.add_row(name.removeprefix("evaluation/"), f"{value:.0f}" if name.endswith("failed") else f"{value:.4f}")
+    console.print(table)
 
 
 def export(
@@ -55,25 +75,40 @@ def export(
     print_path("model", export_model(newest_checkpoint(checkpoint), role, out, merge=merge))
 
 
-def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
+def report(run: RunArgument) -> None:
     """Write `report.html` of a run: curves, timing, graph and samples in one file."""
     from leaderless.observability.report.page import write_report
 
-    if not (run / "config.yaml").exists():
-        raise typer.BadParameter(f"{run} is not the folder of a run: it holds no config.yaml")
+    check_run(run)
     print_path("report", write_report(run))
 
 
-def _print(scores: Mapping[str, float], recipe: Recipe, checkpoint: Path | None, *, as_json: bool) -> None:
-    if as_json:
-        print_json(finite_or_none(scores))
-        return
-    assert recipe.data.evaluation is not None
-    model = recipe.name if checkpoint is None else f"{recipe.name}, {checkpoint.name}"
-    print_line(f"{model} on {recipe.data.evaluation.path}")
-    table = Table()
-    table.add_column("measure")
-    table.add_column("score", justify="right")
-    for name, value in scores.items():
-        table.add_row(name.removeprefix("evaluation/"), f"{value:.0f}" if name.endswith("failed") else f"{value:.4f}")
-    console.print(table)
+def log(
+    run: RunArgument,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(help="Logger to send to, such as wandb; by default the recipe's. May be repeated."),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Continue to send what the run writes, until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Send a run to its loggers: what they do not have yet.
+
+    For machines without a network, run it elsewhere on the shared folder, during a run or after it.
+    """
+    check_run(run)
+    named = tuple(LoggerConfig(type=name) for name in to or ())
+    configs = named or load_recipe(run / "config.yaml").recipe.loggers
+    check_loggers(configs)
+    patient = [config.model_copy(update={"finish_s": NO_LIMIT_S}) for config in configs]
+    with loggers_running(patient, run, print_line) as end:
+        if follow:
+            print_line(f"following {run}; Ctrl-C ends it")
+            try:
+                with ended_by_signals():
+                    threading.Event().wait()
+            except Interrupted:
+                pass
+        end()
+    print_line(f"{run}: sent to {', '.join(config.type for config in configs) or 'no logger'}")

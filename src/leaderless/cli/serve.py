@@ -1,16 +1,18 @@
-"""`leaderless serve`."""
+"""Commands that answer requests until Ctrl-C: `leaderless serve`, `retriever` and `ui`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from leaderless.cli.servers import HostOption, PortOption, TokenOption, check_serving
-from leaderless.cli.signals import ended_by_signals
+from leaderless.cli.options import HostOption, PortOption, TokenOption, check_serving, ended_by_signals
 from leaderless.config import RecipeError
 from leaderless.observability.console import print_line
 from leaderless.worker.rank_info import RankInfo
+
+LOOPBACK = "127.0.0.1"
 
 
 def serve(  # noqa: PLR0913 - what a user may say of a server
@@ -18,7 +20,7 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
         str, typer.Argument(metavar="MODEL|CHECKPOINT|RUN", help="A folder, or the name of a model on the hub.")
     ],
     *,
-    host: HostOption = "127.0.0.1",
+    host: HostOption = LOOPBACK,
     port: PortOption = 8000,
     token: TokenOption = None,
     engine: Annotated[
@@ -59,3 +61,55 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
         with open_model(source, None if engine == "auto" else engine, max_context, print_line) as served:
             text = f"{served.name} answers at http://{address_of(listener)}/v1; Ctrl-C ends it"
             asyncio.run(ModelServer(served, token).answer(listener, lambda: print_line(text)))
+
+
+def retriever(
+    pages: Annotated[
+        Path, typer.Argument(metavar="PAGES", help="JSON lines with `contents`: a title, a line break, a text.")
+    ],
+    *,
+    port: PortOption = 8000,
+) -> None:
+    """Find pages for programs on this machine, as Search-R1's server does at /retrieve, until Ctrl-C."""
+    check_serving("retriever", None, "search")
+    import asyncio
+
+    from leaderless.environments.search.bm25 import open_pages
+    from leaderless.serving.http_server import WebServer
+    from leaderless.serving.listen import address_of, take_port
+    from leaderless.serving.retrieval_server import make_retriever_app
+
+    with ended_by_signals(), take_port(LOOPBACK, port, None) as listener:
+        found = open_pages(str(pages))
+        text = f"{len(found):,} pages can be searched at http://{address_of(listener)}/retrieve; Ctrl-C ends it"
+        asyncio.run(WebServer(make_retriever_app(found)).answer(listener, lambda: print_line(text)))
+
+
+def ui(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Folders of runs, or folders that hold some; by default `runs`.")
+    ] = None,
+    *,
+    host: HostOption = LOOPBACK,
+    port: PortOption = 7860,
+    token: TokenOption = None,
+) -> None:
+    """Show runs in a browser while they go on: curves, samples, what each rank does, events. Ctrl-C ends it.
+
+    It reads the folders of runs, so that it may run on any machine that shares them, and no run depends on it.
+    """
+    check_serving("ui", token)
+    folders = [folder.resolve() for folder in runs or [Path("runs")]]
+    for folder in folders:
+        if not folder.is_dir():
+            raise RecipeError.at("", f"{folder} is no folder: name the folder of a run, or one that holds runs")
+    import asyncio
+
+    from leaderless.serving.listen import address_of, take_port
+    from leaderless.serving.live_page.app import PageServer
+    from leaderless.serving.live_page.pages import RunStore
+
+    with ended_by_signals(), take_port(host, port, token) as listener:
+        secret = f"?token={token}" if token else ""
+        text = f"the runs are at http://{address_of(listener)}/{secret} - Ctrl-C ends it"
+        asyncio.run(PageServer(RunStore(folders), token).answer(listener, lambda: print_line(text)))

@@ -39,9 +39,6 @@ class Clock:
     """Divides the time of one thread between states, so that their seconds add up to the time that has passed.
 
     States nest: while an inner one lasts, the outer one gets no time. Other threads change nothing.
-
-    Attributes:
-        thread: Number of the thread whose time is divided.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -51,7 +48,7 @@ class Clock:
 
     def start(self) -> None:
         """Restart with the calling thread, which must be in no state."""
-        self.thread = get_ident()
+        self.thread = get_ident()  # whose time is divided
         self._state: State = "other"
         self._seconds = dict.fromkeys(STATES, 0.0)
         self._since = self._now()

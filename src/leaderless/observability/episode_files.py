@@ -43,16 +43,9 @@ class EpisodeJournal:
         self._writing: Future[None] | None = None
 
     def write(self, kind: Kind, step: int, what: What, make: Callable[[], Iterable[str]]) -> None:
-        """Add lines to the rank's file of a step, after earlier lines.
+        """Add lines, which a function makes in the thread, to the rank's file of a step, after earlier lines.
 
-        Args:
-            kind: Whether the step trains or evaluates.
-            step: Number of the step.
-            what: Kind of lines, each with a file of its own.
-            make: Function that makes the lines, called in the thread.
-
-        Raises:
-            Exception: Earlier lines could not be made.
+        An error of the function for earlier lines is raised.
         """
         if not self._kept_steps:
             return
@@ -126,11 +119,7 @@ def episode_files(folder: Path) -> list[EpisodeFile]:
 
 
 def read_episode_file(path: Path) -> Iterator[dict[str, Json]]:
-    """The lines of a file, which may be compressed.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
+    """The lines of a file, which may be compressed; a ValueError if the file is damaged."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             for line in lines:

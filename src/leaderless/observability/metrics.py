@@ -31,41 +31,26 @@ class _Share:
 
 @dataclass(frozen=True)
 class Mean(_Share):
-    """A share of a mean over all ranks.
+    """A share of a mean over all ranks."""
 
-    Attributes:
-        total: Sum of some values.
-        count: Number of these values.
-    """
-
-    total: float | Tensor
-    count: float | Tensor
+    total: float | Tensor  # sum of some values
+    count: float | Tensor  # number of these values
 
 
 @dataclass(frozen=True)
 class Largest(_Share):
-    """A value whose maximum over all ranks is reported.
-
-    Attributes:
-        value: Value of this rank.
-    """
+    """A value whose maximum over all ranks is reported."""
 
     value: float | Tensor
 
 
 @dataclass(frozen=True)
 class Weights(_Share):
-    """A share of an effective sample size: the equivalent number of equal weights, as a share of the number of weights.
+    """A share of an effective sample size: the equivalent number of equal weights, as a share of their number."""
 
-    Attributes:
-        total: Sum of some weights.
-        square: Sum of their squares.
-        count: Number of these weights.
-    """
-
-    total: float | Tensor
-    square: float | Tensor
-    count: float | Tensor
+    total: float | Tensor  # sum of some weights
+    square: float | Tensor  # sum of their squares
+    count: float | Tensor  # number of these weights
 
     @classmethod
     def of(cls, values: Tensor, is_counted: Tensor) -> Weights:
@@ -101,34 +86,18 @@ class Metrics:
         return replace(self, _name=name)
 
     def mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
-        """Add to a mean over the values of all ranks.
-
-        Args:
-            name: Name such as `rollout/truncated`.
-            total: Sum of the values of this rank.
-            count: Number of the values of this rank.
-        """
+        """Add to a mean over all ranks, such as `rollout/truncated`, the sum of this rank's values and their number."""
         measure = self._measures.setdefault(self._name(name), _Measure("mean"))
         measure.total = measure.total + total
         measure.count = measure.count + count
 
     def total(self, name: str, value: float | Tensor) -> None:
-        """Add to a sum over all ranks.
-
-        Args:
-            name: Name such as `reward/failed`.
-            value: Share of this rank.
-        """
+        """Add the share of this rank to a sum over all, such as `reward/failed`."""
         measure = self._measures.setdefault(self._name(name), _Measure("total"))
         measure.total = measure.total + value
 
     def spread(self, name: str, values: Tensor) -> None:
-        """Report the mean and the standard deviation over the values of all ranks, as `name/mean` and `name/std`.
-
-        Args:
-            name: Prefix of the two names, such as `reward`.
-            values: Values of this rank, of any shape.
-        """
+        """Report mean and standard deviation over all ranks' values, of any shape, as `name/mean` and `name/std`."""
         measure = self._measures.setdefault(self._name(f"{name}/*"), _Measure("spread"))
         values = values.double().flatten()
         measure.count = measure.count + values.numel()
@@ -136,24 +105,14 @@ class Metrics:
         measure.square = measure.square + values.square().sum()
 
     def max(self, name: str, value: float | Tensor) -> None:
-        """Report the largest value over all ranks, or a value that is the same on all of them.
-
-        Args:
-            name: Name such as `policy/learning_rate`.
-            value: Value of this rank.
-        """
+        """Report the largest value over all ranks, or one that is the same on all, such as `policy/learning_rate`."""
         measure = self._measures.setdefault(self._name(name), _Measure("max"))
         if not isinstance(value, Tensor):
             value = torch.tensor(value, dtype=torch.float64)
         measure.largest = torch.maximum(torch.as_tensor(measure.largest), value)
 
     def effective(self, name: str, weights: Weights) -> None:
-        """Add to the effective sample size of weights on all ranks: (sum w)^2 / sum w^2, as a share of their number.
-
-        Args:
-            name: Name such as `mismatch/effective_samples`.
-            weights: Share of this rank.
-        """
+        """Add to the effective sample size of weights on all ranks: (sum w)^2 / sum w^2, as a share of their number."""
         measure = self._measures.setdefault(self._name(name), _Measure("effective"))
         measure.count = measure.count + weights.count
         measure.total = measure.total + weights.total

@@ -51,12 +51,7 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True)
 class RunEpisodes:
-    """The journal of a run, or one file of it.
-
-    Attributes:
-        loaded: The run's recipe.
-        files: Files of the journal.
-    """
+    """The journal of a run, or one file of it."""
 
     loaded: WorkflowRecipe
     files: Sequence[EpisodeFile]
@@ -78,15 +73,12 @@ class RunEpisodes:
                 "", f"{target} holds no episodes: name the folder of a run that has an environment, or one of its files"
             )
         loaded = load_recipe(folder / "config.yaml", list(overrides))
-        if loaded.recipe.online is not None:
-            raise loaded.locate(
-                RecipeError.at(
-                    "online",
-                    "means that clients led the episodes, which nobody can play again: read their lines in the files",
-                )
-            )
-        if loaded.recipe.environment is None:
-            raise loaded.locate(RecipeError.at("environment", "is missing: the episodes are from another recipe"))
+        problem = {
+            "online": ("online", "means that clients led the episodes, which nobody can play again: read their lines"),
+            "episodes": None,
+        }.get(loaded.recipe.product, ("environment", "is missing: the episodes are from another recipe"))
+        if problem is not None:
+            raise loaded.locate(RecipeError.at(*problem))
         return cls(loaded, files)
 
     @property
@@ -131,13 +123,7 @@ class RunEpisodes:
     def replay(
         self, kind: Kind, lines: Sequence[Line], *, from_journal: bool
     ) -> Iterator[tuple[Line, JournalDifference | None]]:
-        """Play episodes again; see `replay`.
-
-        Args:
-            kind: Whether they are from training.
-            lines: Their lines.
-            from_journal: Whether the environment's answers are taken from the journal.
-        """
+        """Play episodes of some lines again, perhaps with the environment's answers from the journal."""
         recipe, config = self.recipe, self.environment
         open_world = None if from_journal else world_maker(config)
         tools = tools_of(recipe, self.tokenizer)
@@ -164,10 +150,7 @@ class RunEpisodes:
     def regrade(self, steps: Sequence[int], rewards: Sequence[str]) -> Iterator[tuple[int, list[Comparison]]]:
         """Grade episodes of training again, step by step.
 
-        Args:
-            steps: The steps.
-            rewards: Another recipe whose `reward` section takes the place of the run's, or settings `reward.x=value`
-                on top of it.
+        Rewards are another recipe whose `reward` section takes the place of the run's, or settings `reward.x=value`.
         """
         recipe = with_rewards(self.loaded, rewards)
         with RewardPool(recipe.reward, recipe.run.reward_processes) as pool:
@@ -189,11 +172,7 @@ def _progress(line: Line) -> tuple[bool, int]:
 
 
 def with_rewards(loaded: LoadedRecipe, rewards: Sequence[str]) -> Recipe:
-    """A recipe with other rewards; see `RunEpisodes.regrade`.
-
-    Raises:
-        RecipeError: The rewards cannot be read.
-    """
+    """A recipe with other rewards, as for `RunEpisodes.regrade`; a RecipeError if they cannot be read."""
     source = loaded.source
     for one in rewards:
         if "=" in one:

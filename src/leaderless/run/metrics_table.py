@@ -20,10 +20,8 @@ _SHOWN_COLUMNS = 8
 class MetricsTable:
     """One row for each step, one column for each metric, NaN where a step does not have it.
 
-    `table["reward/mean"]` is a column, `for row in table` gives rows by name, and `len(table)` counts them.
-
-    Attributes:
-        columns: Metrics by name, `step` first.
+    `table["reward/mean"]` is a column, `for row in table` gives rows by name, and `len(table)` counts them. Its
+    `columns` are metrics by name, `step` first.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, float]]) -> None:

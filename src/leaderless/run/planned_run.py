@@ -17,7 +17,7 @@ from leaderless.config.layout import LayoutConfig, ScheduleConfig
 from leaderless.config.packaged_files import how_to_make
 from leaderless.data.sources.files import find_files
 from leaderless.observability.console import print_line, print_path
-from leaderless.observability.loggers.start import loggers_running
+from leaderless.observability.loggers.registry import loggers_running
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, Plan, make_plan
 from leaderless.planner.graph.adapters import optimizer_of
@@ -28,6 +28,7 @@ from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.planner.workflow.read import ANSWER, JUDGE, evaluation_workflow
 from leaderless.planner.workflow.reward_stages import reward_names
 from leaderless.rollout.choose_engine import choose_engine
+from leaderless.run.launch.rendezvous import Nodes
 from leaderless.run.settings import leaves_of
 
 if TYPE_CHECKING:
@@ -125,20 +126,21 @@ class Planned:
 
     @contextmanager
     def opened(self, *, fresh: bool = False, is_restart: bool = False, is_held: bool = True) -> Iterator[None]:
-        """Prepare the run's folder, and keep other runs out of it.
+        """Prepare the run's folder, and keep other runs out of it if it `is_held`.
 
-        Args:
-            fresh: Whether to set an earlier run of this name aside.
-            is_restart: Whether the run has begun before, so that its files stay.
-            is_held: Whether to prevent other processes from writing into the folder.
-
-        Raises:
-            RecipeError: Another process writes into the folder, it cannot be written, or it holds a run with other
-                settings.
+        `fresh` sets an earlier run of this name aside; the files of a run that has begun before stay. A RecipeError
+        says that another process writes into the folder, or that it cannot be written, or holds a run with other
+        settings.
         """
         with ExitStack() as stack:
             if is_held:
-                self._hold(stack)
+                try:
+                    stack.enter_context(self.directory.held())
+                except BlockingIOError as error:
+                    reason = f"is the name of a run that {error} is writing now: take another name, or end that process"
+                    raise self.loaded.locate(RecipeError.at("name", reason)) from error
+                except OSError:
+                    pass  # a folder that cannot be written is reported with its reason when it is prepared
             self._prepare(fresh=fresh and not is_restart, is_restart=is_restart)
             yield
 
@@ -164,16 +166,6 @@ class Planned:
             from leaderless.observability.report.page import write_report
 
             print_path("report", write_report(self.directory.path))
-
-    def _hold(self, stack: ExitStack) -> None:
-        """Keep a second run from writing into the folder of this one."""
-        try:
-            stack.enter_context(self.directory.held())
-        except BlockingIOError as error:
-            reason = f"is the name of a run that {error} is writing now: take another name, or end that process"
-            raise self.loaded.locate(RecipeError.at("name", reason)) from error
-        except OSError:
-            pass  # a folder that cannot be written is reported with its reason when it is prepared
 
     def _prepare(self, *, fresh: bool, is_restart: bool) -> None:
         directory = self.directory
@@ -245,6 +237,16 @@ def plan_training(loaded: WorkflowRecipe, num_workers: int) -> Planned:
         planned = _plan(loaded, num_workers)
         alternatives(planned.recipe, planned.plan)  # report their problems now
         return planned
+
+
+def plan_machines(loaded: WorkflowRecipe, nodes: Nodes, workers: int) -> Planned:
+    """Plan a run for the largest number of machines; the smallest number must have a plan as well."""
+    for number in dict.fromkeys((nodes.smallest, nodes.largest)):
+        try:
+            planned = plan_training(loaded, number * workers)
+        except RecipeError as error:
+            raise error.noted(f" (planned for {number} machines of --nodes with {workers} workers each)") from error
+    return planned
 
 
 def plan_evaluation(loaded: WorkflowRecipe, role: str | None, num_workers: int) -> Planned:

@@ -19,7 +19,7 @@ from leaderless.observability.run_directory import RunDirectory, list_checkpoint
 from leaderless.planner import Plan
 from leaderless.run.launch.rendezvous import Nodes
 from leaderless.run.metrics_table import MetricsTable
-from leaderless.run.planned_run import Planned, located, plan_evaluation, plan_training
+from leaderless.run.planned_run import Planned, located, plan_evaluation, plan_machines, plan_training
 from leaderless.run.settings import check_importable, read_settings
 from leaderless.run.worker import WorkerJob, evaluate_as_worker, train_as_worker
 from leaderless.worker.rank_info import RankInfo
@@ -27,7 +27,7 @@ from leaderless.worker.supervision.failure import WorkersFailed
 from leaderless.worker.supervision.stop import Interrupted
 
 if TYPE_CHECKING:
-    from leaderless.run.generation import Prompt
+    from leaderless.run.standalone_model import Prompt
 
 
 class Run:
@@ -70,11 +70,7 @@ class Run:
         return RunDirectory.of(self.recipe)
 
     def plan(self, world_size: int = 1) -> Plan:
-        """Plan of every worker's work; nothing is started.
-
-        Args:
-            world_size: Number of workers.
-        """
+        """Plan of the work of a number of workers; nothing is started."""
         return plan_training(self.loaded, world_size).plan
 
     @property
@@ -117,7 +113,7 @@ class Run:
         is_alone = in_process and workers == 1 and nodes is None
         if not is_alone:
             check_importable(self.loaded)
-        planned = self._plan_for(workers, nodes)
+        planned = plan_training(self.loaded, workers) if nodes is None else plan_machines(self.loaded, nodes, workers)
         planned.check_inputs()
         # With several machines, the first worker opens the run, as no launcher could do so for all.
         with planned.opened(fresh=fresh) if nodes is None else nullcontext():
@@ -220,17 +216,13 @@ class Run:
         Raises:
             RecipeError: A prompt cannot be written as the dataset's are, or is too long for the model.
         """
-        from leaderless.run.generation import answer
+        from leaderless.run.standalone_model import answer
 
         with located(self.loaded), _kept_generators():
             return answer(self.recipe, prompts, self._checkpoint(checkpoint), role, temperature, max_tokens)
 
     def report(self) -> Path:
-        """Write `report.html`: curves, timing, graph and samples in one file.
-
-        Returns:
-            The file.
-        """
+        """Write `report.html`, curves, timing, graph and samples in one file; returns its path."""
         from leaderless.observability.report.page import write_report
 
         return write_report(self.directory.path)
@@ -245,26 +237,11 @@ class Run:
             checkpoint: Checkpoint whose weights are written; "newest" for the run's newest one.
             role: Role whose weights are written.
             merge: Whether adapters are merged into their model, which is written then.
-
-        Returns:
-            The folder.
         """
         from leaderless.worker.checkpoint.export import export_model
 
         source = self._checkpoint(checkpoint) or newest_checkpoint(self.directory.path)
         return export_model(source, role, Path(path), merge=merge)
-
-    def _plan_for(self, workers: int, nodes: Nodes | None) -> Planned:
-        """The plan for the largest number of machines, which must work with the smallest number as well."""
-        if nodes is None:
-            return plan_training(self.loaded, workers)
-        for number in dict.fromkeys((nodes.smallest, nodes.largest)):
-            try:
-                planned = plan_training(self.loaded, number * workers)
-            except RecipeError as error:
-                note = f" (planned for {number} machines of --nodes with {workers} workers each)"
-                raise error.noted(note) from error
-        return planned
 
     def _start(self, planned: Planned, workers: int, nodes: Nodes | None, *, apart: bool, is_alone: bool) -> None:
         if is_alone:

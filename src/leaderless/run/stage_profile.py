@@ -17,7 +17,6 @@ from leaderless.config import Recipe, RecipeError
 from leaderless.config.source import Setting
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Plan
-from leaderless.planner.placement.candidates import placeable
 from leaderless.planner.placement.stage_seconds import MachineIdentity, Point, Profile, settings_of
 from leaderless.planner.simulate.cluster import GIB
 from leaderless.run.run import Run
@@ -32,23 +31,15 @@ MAX_LENGTHS = 4096
 
 @dataclass
 class Spans:
-    """Traces of the ranks of some runs, without first steps, in which much happens only once.
+    """Traces of the ranks of some runs, without first steps, in which much happens only once."""
 
-    Attributes:
-        points: Work of the shards of each node, and how long it took.
-        reshards: Seconds of each transfer of rows.
-        syncs: Seconds of each transfer of weights.
-        overheads: Seconds of each step outside of its nodes.
-        lengths: Tokens of responses.
-        waits: Seconds that the episodes of the same responses waited for their environments.
-    """
-
+    # Work of the shards of each node, and how long it took.
     points: dict[str, list[Point]] = field(default_factory=lambda: defaultdict(list))
-    reshards: list[float] = field(default_factory=list)
-    syncs: list[float] = field(default_factory=list)
-    overheads: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
+    reshards: list[float] = field(default_factory=list)  # seconds of each transfer of rows
+    syncs: list[float] = field(default_factory=list)  # seconds of each transfer of weights
+    overheads: list[float] = field(default_factory=list)  # seconds of each step outside of its nodes
+    lengths: list[int] = field(default_factory=list)  # tokens of responses
+    waits: list[float] = field(default_factory=list)  # seconds that their episodes waited for environments
 
     def add(self, directory: RunDirectory, plan: Plan) -> None:
         """Add the trace of a run."""
@@ -103,16 +94,9 @@ def _spans_of(path: Path) -> Iterator[_Span]:
 
 
 def measure(recipe: Recipe, source: Path, overrides: Sequence[str], workers: int) -> Profile:
-    """Run a recipe for some steps, with small and large steps and with generation on ranks of its own.
+    """Run a recipe, which a file or a run's folder holds, with small and large steps and generation on other ranks.
 
-    Args:
-        recipe: The recipe, for its batch size.
-        source: Its file, or the folder of a run.
-        overrides: Settings as `section.key=value`.
-        workers: Number of workers on this machine.
-
-    Raises:
-        RecipeError: The recipe cannot run with this number of workers.
+    A RecipeError says that it cannot run with this number of workers.
     """
     prompts, spans = recipe.batch.prompts_per_step, Spans()
     with tempfile.TemporaryDirectory(prefix="leaderless-profile-") as folder:
@@ -137,6 +121,8 @@ def measure(recipe: Recipe, source: Path, overrides: Sequence[str], workers: int
 
 def _ways(recipe: Recipe, prompts: int, workers: int) -> list[tuple[str, dict[str, Setting]]]:
     """Names and settings of the measuring runs."""
+    from leaderless.planner.placement.candidates import placeable  # it imports numpy
+
     ways: list[tuple[str, dict[str, Setting]]] = [
         ("small", {"batch.prompts_per_step": max(workers, prompts // 2)}),
         ("large", {"batch.prompts_per_step": 2 * prompts}),
@@ -160,11 +146,7 @@ def _ways(recipe: Recipe, prompts: int, workers: int) -> list[tuple[str, dict[st
 
 
 def profile_of(spans: Spans, recipe: Recipe, workers: int) -> Profile:
-    """The laws that explain the traces.
-
-    Raises:
-        RecipeError: There is nothing to explain.
-    """
+    """The laws that explain the traces; a RecipeError if there is nothing to explain."""
     from leaderless.planner.placement.node_seconds import fit_seconds  # it imports numpy
 
     if not spans.points:
@@ -191,6 +173,15 @@ def has_accelerator() -> bool:
     return any(True for pattern in ACCELERATORS for _ in DEVICE_FOLDER.glob(pattern))
 
 
+def num_accelerators() -> int:
+    """Number of accelerators of this machine, or 1 without any; torch is imported only where there may be one."""
+    if not has_accelerator():
+        return 1
+    import torch
+
+    return max(1, torch.accelerator.device_count())
+
+
 def this_machine(workers: int) -> MachineIdentity:
     """The type of this machine, and the memory of each of its workers."""
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -205,11 +196,7 @@ def this_machine(workers: int) -> MachineIdentity:
 
 
 def check_machine(profile: Profile) -> None:
-    """Refuse a profile of machines that differ from this one.
-
-    Raises:
-        RecipeError: The processor, or the accelerator, is another one.
-    """
+    """Refuse a profile of machines with another processor or accelerator, by a RecipeError."""
     here = this_machine(profile.world_size)
     for name in ("processor", "accelerator"):
         then, now = getattr(profile.machine, name), getattr(here, name)

@@ -1,11 +1,12 @@
-"""Finds and loads the model to serve: a folder, a name on the hub, a checkpoint, or the newest checkpoint of a run."""
+"""Finds and loads a model to serve, of a folder, the hub, a checkpoint or a run, and lets it answer prompts."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -14,16 +15,19 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from leaderless.base.devices import setup_device
-from leaderless.config import RecipeError, load_recipe, nearest
+from leaderless.base.values import Json
+from leaderless.config import Recipe, RecipeError, load_recipe, nearest
 from leaderless.config.models import ComputeType, ModelConfig, TrainingConfig
 from leaderless.config.rollout import RolloutConfig
-from leaderless.data.prompts.encode import Tokenizer
+from leaderless.data.prompts.encode import RowEncoder, Tokenizer
 from leaderless.data.prompts.images import ImageReader
+from leaderless.data.sources.row_sources import Row
 from leaderless.distributed.weights.blocks import Pool, everything
 from leaderless.models.decoder import load_model_config
 from leaderless.models.loading.support import sees_images
 from leaderless.models.loading.tokenizer import check_vocabulary, load_tokenizer
 from leaderless.models.vision.image_readers import open_reader
+from leaderless.observability.console import print_line
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
 from leaderless.planner.engines import engine_for
@@ -31,9 +35,11 @@ from leaderless.planner.memory.limits import CachePool, pool_tokens
 from leaderless.planner.memory.model import number_bytes
 from leaderless.planner.memory.model_size import read_model_size
 from leaderless.rollout.choose_engine import choose_engine
+from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.make_engine import RolloutSetup, make_engine
 from leaderless.rollout.spanning_engine import ALONE
 from leaderless.rollout.weight_sources import Colocated, Serving
+from leaderless.stages.reward import response_in, transcripts
 from leaderless.training.engine import EngineSetup, TrainEngine, make_train_engine
 from leaderless.worker.build.join import join_nobody
 from leaderless.worker.build.memory_bounds import available_memory
@@ -45,21 +51,13 @@ POOL_SHARE = 0.7
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Origin of a model.
+    """Origin of a model."""
 
-    Attributes:
-        name: Name of the model for clients.
-        role: Role of the model in its run; `policy` if there is no run.
-        config: Config of the model.
-        rollout: Rollout config of its run; the defaults if there is no run.
-        checkpoint: Checkpoint with its weights; those that `config` names if None.
-    """
-
-    name: str
-    role: str
+    name: str  # name of the model for clients
+    role: str  # role of the model in its run; `policy` if there is no run
     config: ModelConfig
-    rollout: RolloutConfig
-    checkpoint: Path | None = None
+    rollout: RolloutConfig  # rollout config of its run; the defaults if there is no run
+    checkpoint: Path | None = None  # checkpoint with its weights; those that `config` names if None
 
     def changed(
         self,
@@ -245,3 +243,56 @@ def _alone() -> Iterator[torch.device]:
         yield setup.device
     finally:
         dist.destroy_process_group()
+
+
+Prompt = str | Sequence[Json] | Mapping[str, Json]
+"""Text, chat messages, or a row of a dataset."""
+
+
+def answer(
+    recipe: Recipe,
+    prompts: Sequence[Prompt],
+    checkpoint: Path | None,
+    role: str,
+    temperature: float | None,
+    max_tokens: int | None,
+) -> list[str]:
+    """Have a model answer prompts, as described at `Run.generate`; without a checkpoint it is untrained."""
+    config = recipe.model_of(role)
+    if config is None:
+        raise RecipeError.at("models", f"has no model for the role '{role}'")
+    recipe = recipe.as_seen_by(role)
+    sampling = recipe.evaluation
+    if temperature is not None:
+        sampling = sampling.model_copy(update={"temperature": temperature})
+    source = ModelSource(recipe.name, role, config, recipe.rollout, checkpoint)
+    longest = max_tokens or recipe.rollout.max_response_tokens
+    params = SamplingParams(sampling, longest, recipe.rollout.stop, recipe.seed)
+    with open_model(source, None, None, print_line) as served:
+        requests = _requests(recipe, prompts, served, longest, partial(open_reader, config, role, served.tokenizer))
+        with served.serving.phase() as engine:
+            groups = generate(engine, requests, params)
+        texts = transcripts(served.tokenizer, [group[0].tokens for group in groups], recipe)
+        return [response_in(text) for text in texts]
+
+
+def _requests(
+    recipe: Recipe, prompts: Sequence[Prompt], served: Served, longest: int, reader: Callable[[], ImageReader]
+) -> list[Request]:
+    # Prompts have the template of the held-out ones, if there are any.
+    held_out = {"data.evaluation": recipe.data.evaluation} if recipe.data.evaluation else {}
+    key, data = next(iter({**held_out, **recipe.data.train_sets()}.items()))
+    asked = data.model_copy(update={"answer": None, "response": None, "source": None, "columns": None})
+    encoder = RowEncoder(served.tokenizer, asked, key, reader=reader)
+    requests: list[Request] = []
+    for number, prompt in enumerate(prompts):
+        row: Row = dict(prompt) if isinstance(prompt, Mapping) else {asked.prompt: prompt}
+        if asked.images is not None:
+            row.setdefault(asked.images, None)
+        encoded = encoder.encode(row, f"prompt {number}")
+        tokens = encoded.prompt
+        if len(tokens) + longest > served.max_context:
+            reason = f"prompt {number} and its response may have {len(tokens)} + {longest} tokens, "
+            raise RecipeError.at("", reason + f"but the model takes {served.max_context}: lower max_tokens")
+        requests.append(Request(tokens, [number], images=tuple(encoded.images)))
+    return requests

@@ -16,8 +16,8 @@ from rich.markup import escape
 from leaderless.config import RecipeError
 from leaderless.observability.clock import Tracer
 from leaderless.observability.console import FAILED
+from leaderless.observability.line_file import StepLog
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.observability.step_log import StepLog
 from leaderless.planner import Loop, Plan, PlannedNode, RoleInstance, answering
 from leaderless.worker.agreement import StepEnd, agree, to_first_rank
 from leaderless.worker.asynchronous.async_loop import ContinuousLoop, Duties

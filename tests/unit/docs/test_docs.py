@@ -25,7 +25,7 @@ from leaderless import Run
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.cli.main import app
-from leaderless.cli.simulate import world_sizes
+from leaderless.cli.plan import world_sizes
 from leaderless.config import Recipe, load_recipe, load_section
 from leaderless.config.source import Setting, apply_overrides, read_yaml
 from leaderless.planner.simulate.cluster import ClusterConfig

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from leaderless.observability.clock import Tracer
 from leaderless.observability.console import Display
+from leaderless.observability.line_file import StepLog
 from leaderless.observability.report.run_files import read_run
 from leaderless.observability.run_directory import (
     MANIFEST,
@@ -23,7 +24,6 @@ from leaderless.observability.run_directory import (
     read_lines,
     write_atomically,
 )
-from leaderless.observability.step_log import StepLog
 from leaderless.worker.rank_info import RankInfo
 
 NUMBERS = {"reward/mean": 0.5, "policy/loss": 1.25, "evaluation/mean@4": 0.75, "time/step": 3.0}

@@ -20,10 +20,9 @@ from leaderless.base import devices as device
 from leaderless.base import versions
 from leaderless.cli.main import app
 from leaderless.run.doctor import devices, machine
-from leaderless.run.doctor import folder as folder_checks
 from leaderless.run.doctor.collective_checks import NetworkLink, _judge
 from leaderless.run.doctor.finding import DoctorFinding, differences, merged, run_checks
-from leaderless.run.doctor.folder import folder_check
+from leaderless.run.doctor.machine import folder_check
 from leaderless.worker.build import accelerator
 
 Usage = namedtuple("Usage", "total used free")
@@ -255,22 +254,22 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_problems_of_a_folder_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [folder_check(tmp_path, is_shared=True)]
-    monkeypatch.setattr(folder_checks, "_file_system", lambda _: "ext4")
+    monkeypatch.setattr(machine, "_file_system", lambda _: "ext4")
     assert "other machines do not see it" in only(checks, "folder").remedy
-    monkeypatch.setattr(folder_checks, "_file_system", lambda _: "nfs4")
+    monkeypatch.setattr(machine, "_file_system", lambda _: "nfs4")
     assert only(checks, "folder").level == "ok"
-    monkeypatch.setattr(folder_checks.shutil, "disk_usage", lambda _: Usage(1, 1, 1 << 30))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Usage(1, 1, 1 << 30))
     assert only(checks, "disk").level == "warning"
-    monkeypatch.setattr(folder_checks, "SLOW_S", 0.0)
+    monkeypatch.setattr(machine, "SLOW_S", 0.0)
     assert only(checks, "small writes").level == "warning"
-    monkeypatch.setattr(folder_checks, "SLOW_MIB_PER_S", float("inf"))
+    monkeypatch.setattr(machine, "SLOW_MIB_PER_S", float("inf"))
     assert only(checks, "large writes").level == "warning"
-    real = folder_checks.time.time
-    monkeypatch.setattr(folder_checks.time, "time", lambda: real() - 60)
+    real = machine.time.time
+    monkeypatch.setattr(machine.time, "time", lambda: real() - 60)
     assert "differs from this machine's by +60" in only(checks, "clock of files").value
     monkeypatch.setattr(Path, "replace", lambda path, target: target.write_bytes(path.read_bytes()))
     assert only(checks, "renaming").level == "error"
-    monkeypatch.setattr(folder_checks.os, "access", lambda *_: False)
+    monkeypatch.setattr(machine.os, "access", lambda *_: False)
     assert only(checks, "writing").level == "error"
 
 

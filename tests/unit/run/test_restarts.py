@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from leaderless.config import RecipeError
+from leaderless.observability.line_file import StepLog
 from leaderless.observability.run_directory import MANIFEST, RunDirectory
-from leaderless.observability.step_log import StepLog
 from leaderless.run.launch.rendezvous import Nodes
 from leaderless.run.launch.restarts import SAME_ERRORS, SAME_FAILURES, Restarts
 from leaderless.worker.supervision.failure import FOLDER_VARIABLE, STEPS_BEGUN, note_place, reported_failures

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from leaderless.cli.main import app
 from leaderless.config import RecipeError
-from leaderless.run.clusters.job import ClusterJob
+from leaderless.run.clusters.job import CLIENTS, ClusterJob, check_client
 from leaderless.run.clusters.options import (
     OPTIONS,
     KubernetesOptions,
@@ -32,7 +32,6 @@ from leaderless.run.clusters.options import (
     TargetOptions,
 )
 from leaderless.run.clusters.ray_cluster import POLL_S, MachineRequest, Machines, _run_once, parse, run_machines
-from leaderless.run.clusters.submit import CLIENTS, check_client
 
 FULL: Mapping[type[TargetOptions], Mapping[str, object]] = {
     SlurmOptions: {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import yaml
 
@@ -18,6 +18,7 @@ from leaderless.cli.convert_config.table import NotTakenError, Row, Values
 from leaderless.cli.convert_config.verl_names import with_names_of_rows
 from leaderless.config import RecipeError
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
+from leaderless.run.settings import leaves_of
 
 Framework = Literal["verl", "trl", "trl-dpo", "trl-kto", "trl-reward"]
 """Kinds of configurations; `trl` is GRPO."""
@@ -44,18 +45,12 @@ BASE: Mapping[str, Mapping[str, Setting]] = {
 PLACEHOLDER_STEPS = 100
 MEANS_OF_RESPONSES = ("gspo", "gmpo")
 MEAN_OF_RESPONSES = "sequence_mean_token_mean"
+_EVERY = "evaluation.every_steps"
 _LOSS, _AGGREGATION = "algorithm.policy_loss.", "algorithm.aggregation"
 
 
-@dataclass(frozen=True)
-class Left:
-    """A key that was not taken over.
-
-    Attributes:
-        key: Key of the other framework.
-        value: Its value.
-        reason: Reason, and what to do.
-    """
+class Left(NamedTuple):
+    """A key of the other framework that was not taken over, its value, and the reason, with what to do."""
 
     key: str
     value: Setting
@@ -64,18 +59,11 @@ class Left:
 
 @dataclass(frozen=True)
 class Converted:
-    """A recipe, and what it lacks.
+    """A recipe, and what it lacks."""
 
-    Attributes:
-        settings: The recipe as nested sections.
-        taken: Keys of the configuration that were taken over.
-        needless: Keys whose effect is there without a setting.
-        left: Keys that were not taken over.
-    """
-
-    settings: Mapping[str, Setting]
-    taken: Sequence[str]
-    needless: Sequence[str]
+    settings: Mapping[str, Setting]  # by nested section
+    taken: Sequence[str]  # keys of the configuration that were taken over
+    needless: Sequence[str]  # keys whose effect is there without a setting
     left: Sequence[Left]
 
     def text(self, origin: str) -> str:
@@ -92,7 +80,7 @@ def read_configuration(path: Path) -> Mapping[str, Setting]:
         RecipeError: The file cannot be read.
     """
     if path.suffix != ".sh":
-        return dict(_flat(read_yaml(path).settings))
+        return _by_dotted_key(read_yaml(path))
     try:
         text = path.read_text(encoding="utf-8")
         words = shlex.split(text.replace("\\\n", " "), comments=True)
@@ -110,7 +98,11 @@ def read_configuration(path: Path) -> Mapping[str, Setting]:
                 break
             continue
         overrides.append(_VARIABLE.sub(lambda found: variables.get(found[1], found[0]), word.lstrip("+~")))
-    return dict(_flat(apply_overrides(RecipeSource({}, {(): str(path)}), overrides).settings))
+    return _by_dotted_key(apply_overrides(RecipeSource({}, {(): str(path)}), overrides))
+
+
+def _by_dotted_key(source: RecipeSource) -> Mapping[str, Setting]:
+    return {".".join(path): value for path, value in leaves_of(source.settings)}
 
 
 def guess(values: Values) -> Framework:
@@ -185,9 +177,11 @@ def convert(values: Values, framework: Framework, workers: int = 1) -> Converted
             left.append(Left(key, value, str(error)))
         else:
             taken += [key] if is_given else []
-    settings = _nested(_finished(made, values, framework, left))
+    nested = RecipeSource({}, {})
+    for name, one in _finished(made, values, framework, left).items():
+        nested = with_setting(nested, path_of(name), one, "")
     left = [Left(given_as.get(one.key, one.key), one.value, one.reason) for one in left]
-    return Converted(settings, taken, needless, left)
+    return Converted(nested.settings, taken, needless, left)
 
 
 def _finished(
@@ -201,13 +195,8 @@ def _finished(
     if "data.evaluation.path" in made and framework == "verl":
         made["data.evaluation.prompt"] = made.get("data.train.prompt", "prompt")
         made["data.evaluation.source"] = made.get("data.train.source", "data_source")
-    made = (
-        {key: one for key, one in made.items() if not key.startswith("data.evaluation.")}
-        if ("data.evaluation.path" not in made)
-        else made
-    )
     if "data.evaluation.path" not in made:
-        made.pop("evaluation.every_steps", None)
+        made = {key: one for key, one in made.items() if not key.startswith(("data.evaluation.", _EVERY))}
     if "steps" not in made:
         key = "trainer.total_epochs" if framework == "verl" else "num_train_epochs"
         if key not in values:
@@ -215,7 +204,8 @@ def _finished(
             left.append(Left("steps", None, reason))
         made["steps"] = PLACEHOLDER_STEPS
     order = ("name", "workflow", "models", "data", "reward", "batch", "rollout", "algorithm", "optimizer", "roles")
-    return dict(sorted(made.items(), key=lambda item: _place(item[0], order)))
+    place = {section: number for number, section in enumerate(order)}
+    return dict(sorted(made.items(), key=lambda item: place.get(item[0].partition(".")[0], len(order))))
 
 
 def _with_policy_loss(
@@ -223,25 +213,14 @@ def _with_policy_loss(
 ) -> dict[str, Setting]:
     """Complete the loss of the policy, and leave out what it does not have."""
     loss = str(made.setdefault("algorithm.policy_loss.type", "ppo"))
-    made = {
-        key: one for key, one in made.items() if not key.startswith(_LOSS) or key.removeprefix(_LOSS) in _fields(loss)
-    }
+    fields = POLICY_LOSSES[loss].model_fields
+    made = {key: one for key, one in made.items() if not key.startswith(_LOSS) or key.removeprefix(_LOSS) in fields}
     if loss in MEANS_OF_RESPONSES and made.get(_AGGREGATION) != MEAN_OF_RESPONSES:
         if framework == "trl":  # verl's losses of this kind take no notice of the setting
             reason = "a ratio of a whole response goes with a mean over responses, loss_type=grpo, which was taken"
             left.append(Left("loss_type", values.get("loss_type", "dapo"), reason))
         made[_AGGREGATION] = MEAN_OF_RESPONSES
     return made
-
-
-def _fields(loss: str) -> Collection[str]:
-    """Settings of a policy loss."""
-    return POLICY_LOSSES[loss].model_fields
-
-
-def _place(key: str, order: Sequence[str]) -> int:
-    section = key.partition(".")[0]
-    return order.index(section) if section in order else len(order)
 
 
 def _unknown(values: Values, rows: Mapping[str, Row]) -> Iterator[Left]:
@@ -253,18 +232,3 @@ def _unknown(values: Values, rows: Mapping[str, Row]) -> Iterator[Left]:
         if key not in rows and not is_off and not key.endswith("_target_") and not _MACHINERY.fullmatch(key):
             near = closest(key, list(rows), 0.85)
             yield Left(key, value, f"not known{f' (did you mean {near}?)' if near else ''}: look for it in the guide")
-
-
-def _flat(settings: Mapping[str, Setting], prefix: str = "") -> Iterator[tuple[str, Setting]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _nested(made: Mapping[str, Setting]) -> Mapping[str, Setting]:
-    source = RecipeSource({}, {})
-    for key, value in made.items():
-        source = with_setting(source, path_of(key), value, "")
-    return source.settings

@@ -22,41 +22,25 @@ class NotTakenError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One key of the other framework, and what it becomes.
+    """One key of the other framework, and what it becomes."""
 
-    Attributes:
-        theirs: Dotted key of the other framework.
-        ours: Key of the recipe, or several with commas; empty if there is none.
-        default: Value where a configuration does not have the key; None if the recipe's default is as good.
-        meaning: Change of the value, or reason why there is no such setting.
-        convert: Function from the value, and all others, to settings of the recipe.
-        is_needless: Whether nothing is lost without the key.
-    """
-
-    theirs: str
-    ours: str = ""
-    default: Setting = None
-    meaning: str = ""
+    theirs: str  # dotted key of the other framework
+    ours: str = ""  # key of the recipe, or several with commas; empty if there is none
+    default: Setting = None  # where a configuration does not have the key; None if the recipe's default is as good
+    meaning: str = ""  # change of the value, or reason why there is no such setting
+    # From the value, and all others, to settings of the recipe.
     convert: Callable[[Setting, Values], Made] | None = None
-    is_needless: bool = False
+    is_needless: bool = False  # whether nothing is lost without the key
 
     def made(self, value: Setting, values: Values) -> Made:
-        """The settings of the recipe that a value becomes.
-
-        Raises:
-            NotTakenError: It has no counterpart.
-        """
+        """The settings of the recipe that a value becomes; a NotTakenError if it has no counterpart."""
         if self.convert is not None:
             return self.convert(value, values)
         return {self.ours: value} if self.ours else {}
 
 
 def number(value: Setting, key: str) -> float:
-    """A number, which YAML may have read as text, such as 1e-6.
-
-    Raises:
-        NotTakenError: It is none.
-    """
+    """A number, which YAML may have read as text, such as 1e-6; a NotTakenError if it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise NotTakenError(f"{key}={value!r} is not a number")
     try:
@@ -66,11 +50,7 @@ def number(value: Setting, key: str) -> float:
 
 
 def whole(value: Setting, key: str) -> int:
-    """A whole number.
-
-    Raises:
-        NotTakenError: It is none.
-    """
+    """A whole number; a NotTakenError if it is none."""
     found = number(value, key)
     if found != int(found):
         raise NotTakenError(f"{key}={value!r} is not a whole number")
@@ -108,13 +88,13 @@ def as_name(theirs: str, ours: str, names: Mapping[str, Made], default: Setting,
     return Row(theirs, ours, default, meaning, convert)
 
 
-def as_limit(theirs: str, ours: str, meaning: str = "") -> Row:
+def as_limit(theirs: str, ours: str) -> Row:
     """A row for a number of which -1 and null stand for none."""
 
     def convert(value: Setting, _: Values) -> Made:
         return {} if value is None or whole(value, theirs) < 0 else {ours: whole(value, theirs)}
 
-    return Row(theirs, ours, None, meaning, convert)
+    return Row(theirs, ours, convert=convert)
 
 
 def part(theirs: str, ours: str, default: Setting = None, meaning: str = "") -> Row:
@@ -122,24 +102,20 @@ def part(theirs: str, ours: str, default: Setting = None, meaning: str = "") -> 
     return Row(theirs, ours, default, meaning, lambda *_: {})
 
 
-def as_optional(theirs: str, ours: str, default: Setting = None, meaning: str = "") -> Row:
+def as_optional(theirs: str, ours: str, read: Callable[[Setting, str], float] = number) -> Row:
     """A row for a number of which null stands for none."""
 
     def convert(value: Setting, _: Values) -> Made:
         if value is None:
             return {}
-        found = number(value, theirs)
+        found = read(value, theirs)
         return {ours: int(found) if found == int(found) else found}
 
-    return Row(theirs, ours, default, meaning, convert)
+    return Row(theirs, ours, convert=convert)
 
 
 def warmup_share(key: str, share: float, num_updates: int | None) -> Made:
-    """A warm-up that is a share of all updates.
-
-    Raises:
-        NotTakenError: The number of updates is not known.
-    """
+    """A warm-up that is a share of all updates; a NotTakenError if the number of updates is not known."""
     if not share:
         return {}
     if num_updates is None:
@@ -148,12 +124,9 @@ def warmup_share(key: str, share: float, num_updates: int | None) -> Made:
 
 
 def as_loggers(theirs: str, names: Collection[str], project: str) -> Row:
-    """A row for trackers by name, one or a list.
+    """A row for trackers by name, one or a list, without the names whose files are written anyway.
 
-    Args:
-        theirs: Key of the other framework.
-        names: Trackers that are left out, since what they write is written anyway.
-        project: Key of the other framework that names the project.
+    `project` is the key of the other framework that names the project.
     """
 
     def convert(value: Setting, values: Values) -> Made:
@@ -174,16 +147,21 @@ def as_loggers(theirs: str, names: Collection[str], project: str) -> Row:
     return Row(theirs, "loggers", None, f"with `{project}`, as their project", convert)
 
 
-def needless(reason: str, *keys: str) -> list[Row]:
-    """Rows for keys whose effect is there without a setting."""
-    return [Row(key, meaning=reason, is_needless=True) for key in keys]
+def needless(reason: str, keys: str, prefix: str = "") -> list[Row]:
+    """Rows for keys, with blanks between them, whose effect is there without a setting."""
+    return [Row(prefix + key, meaning=reason, is_needless=True) for key in keys.split()]
 
 
-def absent(reason: str, *keys: str) -> list[Row]:
-    """Rows for keys without a counterpart."""
-    return [Row(key, meaning=reason) for key in keys]
+def absent(reason: str, keys: str, prefix: str = "") -> list[Row]:
+    """Rows for keys, with blanks between them, without a counterpart."""
+    return [Row(prefix + key, meaning=reason) for key in keys.split()]
 
 
 def texts(value: Setting) -> Sequence[str]:
     """Texts of a list, or the one that is given."""
-    return [str(one) for one in cast("Sequence[Setting]", value)] if isinstance(value, list | tuple) else [str(value)]
+    return [str(one) for one in as_list(value)]
+
+
+def as_list(value: Setting) -> Sequence[Setting]:
+    """The entries of a list, or the one that is given."""
+    return cast("Sequence[Setting]", value) if isinstance(value, list | tuple) else [value]

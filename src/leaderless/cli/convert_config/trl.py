@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Mapping
 
 from leaderless.cli.convert_config.table import (
     Made,
@@ -12,6 +11,7 @@ from leaderless.cli.convert_config.table import (
     Row,
     Values,
     absent,
+    as_list,
     as_loggers,
     as_name,
     as_number,
@@ -156,11 +156,6 @@ def _reward(value: Setting, values: Values) -> Made:
     return made
 
 
-def as_list(value: Setting) -> Sequence[Setting]:
-    """The entries of a list, or the one that is given."""
-    return cast("Sequence[Setting]", value) if isinstance(value, list | tuple) else [value]
-
-
 def _engine(value: Setting, _: Values) -> Made:
     return {"rollout.engine": "vllm" if is_on(value) else "native"}
 
@@ -203,6 +198,7 @@ def _clip(value: Setting, values: Values) -> Made:
     }
 
 
+_SIZES = "batch.prompts_per_step, batch.updates_per_step"
 ROWS: tuple[Row, ...] = (
     Row("run_name", "name", "trl"),
     Row("output_dir", "run.directory"),
@@ -214,43 +210,22 @@ ROWS: tuple[Row, ...] = (
     as_switch("trust_remote_code", "models.policy.trust_remote_code"),
     as_switch("gradient_checkpointing", "models.policy.gradient_checkpointing", True),
     Row("use_peft", "models.policy.lora", False, "with `lora_r`, `lora_alpha`, `lora_target_modules`", _adapters),
-    *(
-        part(key, f"models.policy.lora.{ours}")
-        for key, ours in (
-            ("lora_r", "rank"),
-            ("lora_alpha", "alpha"),
-            ("lora_target_modules", "targets"),
-            ("lora_dropout", "dropout"),
-        )
-    ),
+    part("lora_r", "models.policy.lora.rank"),
+    part("lora_alpha", "models.policy.lora.alpha"),
+    part("lora_target_modules", "models.policy.lora.targets"),
+    part("lora_dropout", "models.policy.lora.dropout"),
     Row("dataset_name", "data.train.path"),
     Row("dataset_config", "data.train.subset"),
     Row("dataset_train_split", "data.train.split", "train"),
     part("dataset_test_split", "data.evaluation.split", "test", "with `eval_strategy`"),
     as_switch("shuffle_dataset", "data.shuffle", True),
     as_whole("seed", "seed", 42),
-    Row(
-        "reward_funcs",
-        "reward.module:function",
-        convert=_reward,
-        meaning="called as TRL calls it; `accuracy_reward` is `math`",
-    ),
+    Row("reward_funcs", "reward.module:function", None, "called as TRL calls it; `accuracy_reward` is `math`", _reward),
     part("reward_weights", "reward.NAME.weight"),
-    Row(
-        "per_device_train_batch_size",
-        "batch.prompts_per_step, batch.updates_per_step",
-        8,
-        "with the sizes below",
-        _batch,
-    ),
-    *(
-        part(key, "batch", default, "a part of these sizes")
-        for key, default in (
-            ("gradient_accumulation_steps", 1),
-            ("steps_per_generation", None),
-            ("generation_batch_size", None),
-        )
-    ),
+    Row("per_device_train_batch_size", _SIZES, 8, "with the sizes below", _batch),
+    part("gradient_accumulation_steps", "batch", 1, "a part of these sizes"),
+    part("steps_per_generation", "batch", None, "a part of these sizes"),
+    part("generation_batch_size", "batch", None, "a part of these sizes"),
     part(PROCESSES, "batch", 1, "`--workers` of the conversion"),
     part("num_iterations", "batch.epochs_per_step", 1, "and more updates"),
     as_whole("num_generations", "batch.responses_per_prompt", 8),
@@ -290,59 +265,32 @@ ROWS: tuple[Row, ...] = (
     Row("warmup_ratio", "optimizer.warmup_updates", None, "a share of `max_steps`", _share),
     Row("eval_strategy", "data.evaluation, evaluation.every_steps", "no", "`steps`, with `eval_steps`", _evaluating),
     part("eval_steps", "evaluation.every_steps"),
-    Row(
-        "num_generations_eval",
-        "evaluation.responses_per_prompt",
-        None,
-        "",
-        lambda value, _: (
-            {} if value is None else {"evaluation.responses_per_prompt": whole(value, "num_generations_eval")}
-        ),
-    ),
+    as_optional("num_generations_eval", "evaluation.responses_per_prompt", whole),
     Row("save_steps", "checkpoint.every_steps", 500, "updates become steps", _saving),
     part("save_strategy", "checkpoint.every_steps", "steps"),
-    Row(
-        "save_total_limit",
-        "checkpoint.keep",
-        None,
-        "",
-        lambda value, _: {} if value is None else {"checkpoint.keep": whole(value, "save_total_limit")},
-    ),
+    as_optional("save_total_limit", "checkpoint.keep", whole),
     as_loggers("report_to", ("none",), "project"),
     part("project", "loggers", None, "their project"),
     *needless(
         "`metrics.jsonl` and the report are always written",
-        "logging_steps",
-        "log_completions",
-        "num_completions_to_print",
-        "logging_first_step",
-        "logging_dir",
+        "logging_steps log_completions num_completions_to_print logging_first_step logging_dir",
     ),
-    *needless("on accelerators models compute in bfloat16", "bf16", "fp16", "tf32"),
+    *needless("on accelerators models compute in bfloat16", "bf16 fp16 tf32"),
     *needless(
         "placed by the planner",
-        "vllm_mode",
-        "vllm_enable_sleep_mode",
-        "ddp_find_unused_parameters",
-        "remove_unused_columns",
-        "dataloader_num_workers",
-        "dataset_num_proc",
-        "attn_implementation",
-        "use_liger_kernel",
-        "torch_compile",
+        "vllm_mode vllm_enable_sleep_mode ddp_find_unused_parameters remove_unused_columns dataloader_num_workers "
+        "dataset_num_proc attn_implementation use_liger_kernel torch_compile",
     ),
     *needless("samples are corrected where `algorithm.correction` says so", "vllm_importance_sampling_correction"),
     *absent("set `steps`, where 100 is a placeholder: epochs x rows / batch.prompts_per_step", "num_train_epochs"),
     *absent(
-        "no such penalty; `rollout` has temperature, top_p, top_k and min_p", "repetition_penalty", "generation_kwargs"
+        "no such penalty; `rollout` has temperature, top_p, top_k and min_p", "repetition_penalty generation_kwargs"
     ),
-    *absent("the reference stays as it is", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
-    *absent("all tokens count alike", "top_entropy_quantile", "off_policy_mask_threshold"),
+    *absent("the reference stays as it is", "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"),
+    *absent("all tokens count alike", "top_entropy_quantile off_policy_mask_threshold"),
     *absent(
         "an engine runs next to the ranks, see the guide of engines",
-        "vllm_server_base_url",
-        "vllm_server_host",
-        "vllm_server_port",
+        "vllm_server_base_url vllm_server_host vllm_server_port",
     ),
-    *absent("export to a folder, and push it yourself", "push_to_hub", "hub_model_id"),
+    *absent("export to a folder, and push it yourself", "push_to_hub hub_model_id"),
 )

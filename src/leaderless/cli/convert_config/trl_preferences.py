@@ -12,6 +12,7 @@ from leaderless.cli.convert_config.table import (
     Row,
     Values,
     absent,
+    as_list,
     as_name,
     as_number,
     as_optional,
@@ -37,15 +38,13 @@ ORDERS: Mapping[str, Made] = {"random": {"data.shuffle": True}, "sequential": {"
 PACKED_TOKENS = 16384
 """Tokens of a pass, unless the recipe says otherwise; both responses of a pair have to fit."""
 SHARED = (
-    *("run_name", "output_dir", "max_steps", "model_name_or_path", "model_revision", "dtype", "torch_dtype"),
-    *("trust_remote_code", "gradient_checkpointing", "use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
-    *("lora_dropout", "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "seed"),
-    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("lr_scheduler_type", "warmup_steps", "warmup_ratio", "eval_strategy", "eval_steps", "save_steps"),
-    *("save_strategy", "save_total_limit", "report_to", "project", "logging_steps", "logging_first_step"),
-    *("logging_dir", "bf16", "fp16", "tf32", "ddp_find_unused_parameters", "remove_unused_columns"),
-    *("dataloader_num_workers", "dataset_num_proc", "attn_implementation", "use_liger_kernel", "torch_compile"),
-    *("num_train_epochs", "push_to_hub", "hub_model_id"),
+    "run_name output_dir max_steps model_name_or_path model_revision dtype torch_dtype trust_remote_code "
+    "gradient_checkpointing use_peft lora_r lora_alpha lora_target_modules lora_dropout dataset_name dataset_config "
+    "dataset_train_split dataset_test_split seed learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon "
+    "max_grad_norm lr_scheduler_type warmup_steps warmup_ratio eval_strategy eval_steps save_steps save_strategy "
+    "save_total_limit report_to project logging_steps logging_first_step logging_dir bf16 fp16 tf32 "
+    "ddp_find_unused_parameters remove_unused_columns dataloader_num_workers dataset_num_proc attn_implementation "
+    "use_liger_kernel torch_compile num_train_epochs push_to_hub hub_model_id"
 )
 """Keys that mean what they mean in `GRPOConfig`."""
 
@@ -65,7 +64,7 @@ def _lengths(value: Setting, _: Values) -> Made:
 def _loss(value: Setting, values: Values) -> Made:
     """A loss of pairs, or one and imitation, with weights."""
     names, given = texts(value), values.get("loss_weights")
-    weights = [1.0] * len(names) if given is None else [number(one, "loss_weights") for one in trl.as_list(given)]
+    weights = [1.0] * len(names) if given is None else [number(one, "loss_weights") for one in as_list(given)]
     if len(weights) != len(names):
         raise NotTakenError(f"loss_weights has {len(weights)} entries for {len(names)} of loss_type")
     weight_of = dict(zip(names, weights, strict=True))
@@ -103,7 +102,10 @@ def _rows(learning_rate: float, *own: Row) -> tuple[Row, ...]:
     """The rows of a trainer: what all three have, and its own."""
     of_grpo = {row.theirs: row for row in trl.ROWS}
     return (
-        *(replace(of_grpo[key], default=learning_rate) if key == "learning_rate" else of_grpo[key] for key in SHARED),
+        *(
+            replace(of_grpo[key], default=learning_rate) if key == "learning_rate" else of_grpo[key]
+            for key in SHARED.split()
+        ),
         Row("per_device_train_batch_size", "batch.prompts_per_step", 8, "times processes and accumulation", _batch),
         part("gradient_accumulation_steps", "batch.prompts_per_step", 1),
         part(trl.PROCESSES, "batch.prompts_per_step", 1, "`--workers` of the conversion"),
@@ -130,8 +132,7 @@ def _rows_with_reference(*own: Row) -> tuple[Row, ...]:
         *own,
         *needless(
             "the log-probabilities of the reference are computed once and kept",
-            "precompute_ref_log_probs",
-            "precompute_ref_batch_size",
+            "precompute_ref_log_probs precompute_ref_batch_size",
         ),
         *(of_grpo[key] for key in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")),
         *absent("experts are not balanced in this workflow; other models need none", "router_aux_loss_coef"),
@@ -152,13 +153,7 @@ DPO_ROWS = _rows_with_reference(
     as_name("f_divergence_type", "", {"reverse_kl": {}}, "reverse_kl", "only `reverse_kl`, which needs no setting"),
     *needless("rows are packed", "padding_free"),
     *needless("rows are not cut", "truncation_mode"),
-    *absent(
-        "no such loss",
-        "ld_alpha",
-        "use_weighting",
-        "discopop_tau",
-        "f_alpha_divergence_coef",
-    ),
+    *absent("no such loss", "ld_alpha use_weighting discopop_tau f_alpha_divergence_coef"),
 )
 KTO_ROWS = _rows_with_reference(
     as_name("loss_type", "algorithm.preference_loss.type", LOSSES_OF_SINGLES, "kto", "only `kto`"),
@@ -173,7 +168,7 @@ REWARD_ROWS = tuple(
         as_optional("center_rewards_coefficient", "algorithm.reward_model.centering"),
         as_name("train_sampling_strategy", "data.shuffle", ORDERS, "random", "`sequential` is false"),
         *needless("a reward model has one score", "lora_task_type"),
-        *absent("the tokenizer's is used: change it in its folder", "chat_template_path", "eos_token"),
+        *absent("the tokenizer's is used: change it in its folder", "chat_template_path eos_token"),
     )
 )
 

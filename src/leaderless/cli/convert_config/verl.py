@@ -29,6 +29,7 @@ from leaderless.config.source import Setting
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 _LOSS, _LOW, _HIGH = (f"{ACTOR}.{key}" for key in ("policy_loss.loss_mode", "clip_ratio_low", "clip_ratio_high"))
+_CORRECTION = "algorithm.rollout_correction"
 _MANAGERS = {"naive", "dapo", "gdpo"}
 """Ways to call rewards that give what the other settings say."""
 MATH_REWARD = "leaderless.rewards.trl_and_verl:math_of_verl"
@@ -114,7 +115,7 @@ def _by_std(value: Setting, values: Values) -> Made:
     return {"algorithm.advantage.normalize_by_std": is_on(value)}
 
 
-def _reward_keys(value: Setting, values: Values) -> Made:
+def _keys(value: Setting, values: Values) -> Made:
     if values["algorithm.adv_estimator"] != "gdpo" or value is None:
         return {}
     raise NotTakenError(
@@ -247,7 +248,7 @@ def _importance(value: Setting, values: Values) -> Made:
         return {}
     if str(value) not in {"token", "sequence"}:
         raise NotTakenError(f"rollout_is={value} has no counterpart; there is one for token, sequence")
-    highest = number(values["algorithm.rollout_correction.rollout_is_threshold"], "rollout_is_threshold")
+    highest = number(values[f"{_CORRECTION}.rollout_is_threshold"], "rollout_is_threshold")
     key = "algorithm.correction"
     return {f"{key}.type": "truncate", f"{key}.level": str(value), f"{key}.highest": highest}
 
@@ -275,24 +276,20 @@ def _only_gae(row: Row) -> Row:
     return _only_with(row, "algorithm.adv_estimator", "gae")
 
 
+_FUNCTION = f"reward.module:function, or {MATH_REWARD}"
+_UPDATES = "prompts per step / prompts per update, in each epoch"
+_FILLED = "micro-batches are filled by tokens, and change no result"
+_LOG_PROB_SIZES = "micro_batch_size micro_batch_size_per_gpu use_dynamic_bsz max_token_len_per_gpu"
 ROWS: tuple[Row, ...] = (
     Row("trainer.experiment_name", "name", "verl"),
     Row("trainer.default_local_dir", "run.directory"),
-    Row(
-        "trainer.total_training_steps",
-        "steps",
-        convert=_steps,
-        meaning="without it, epochs times rows / prompts per step",
-    ),
+    Row("trainer.total_training_steps", "steps", None, "without it, epochs times rows / prompts per step", _steps),
     as_name("algorithm.adv_estimator", "workflow, algorithm.advantage.type", ESTIMATORS, "gae", "the workflow, too"),
     Row("algorithm.filter_groups.enable", "workflow", convert=_filter_groups, meaning="true: `dapo`"),
     as_whole("algorithm.filter_groups.max_num_gen_batches", "algorithm.repeat.max_rounds"),
     Row("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage.normalize_by_std", convert=_by_std),
     Row(
-        "algorithm.gdpo_reward_keys",
-        "reward",
-        meaning="a function of its own for each, with the advantage `gdpo`",
-        convert=_reward_keys,
+        "algorithm.gdpo_reward_keys", "reward", None, "a function of its own for each, with the advantage `gdpo`", _keys
     ),
     part("algorithm.gdpo_reward_weights", "reward", None, "the weight of each function"),
     _only_with(
@@ -303,24 +300,13 @@ ROWS: tuple[Row, ...] = (
     ),
     _only_gae(as_number("algorithm.lam", "algorithm.advantage.decay", 1.0)),
     Row("algorithm.use_kl_in_reward", "algorithm.kl", False, "with `kl_penalty` and `kl_ctrl`", _kl_in_reward),
-    Row(
-        "algorithm.kl_penalty",
-        "algorithm.kl.estimator",
-        "kl",
-        "`kl` is `k1`, `mse` is `k2`, `low_var_kl` is `k3`",
-        lambda *_: {},
-    ),
+    part("algorithm.kl_penalty", "algorithm.kl.estimator", "kl", "`kl` is `k1`, `mse` is `k2`, `low_var_kl` is `k3`"),
     part("algorithm.kl_ctrl.kl_coef", "algorithm.kl.coefficient", 0.001),
     part("algorithm.kl_ctrl.type", "algorithm.kl.target", "fixed", "`adaptive`: a target"),
     part("algorithm.kl_ctrl.target_kl", "algorithm.kl.target", 0.1),
     part("algorithm.kl_ctrl.horizon", "algorithm.kl.horizon", 10000),
-    Row(
-        "algorithm.rollout_correction.rollout_is",
-        "algorithm.correction",
-        convert=_importance,
-        meaning="`truncate` at the threshold",
-    ),
-    part("algorithm.rollout_correction.rollout_is_threshold", "algorithm.correction.highest", 2.0),
+    Row(f"{_CORRECTION}.rollout_is", "algorithm.correction", None, "`truncate` at the threshold", _importance),
+    part(f"{_CORRECTION}.rollout_is_threshold", "algorithm.correction.highest", 2.0),
     _files("data.train.path", "data.train_files"),
     _files("data.evaluation.path", "data.val_files"),
     Row("data.prompt_key", "data.train.prompt", "prompt", "and of the held-out data"),
@@ -341,13 +327,7 @@ ROWS: tuple[Row, ...] = (
     Row(f"{MODEL}.lora_rank", "models.policy.lora.rank", convert=_lora, meaning="0 for none"),
     part(f"{MODEL}.lora_alpha", "models.policy.lora.alpha", None),
     part(f"{MODEL}.target_modules", "models.policy.lora.targets", None),
-    Row(
-        f"{ACTOR}.ppo_mini_batch_size",
-        "batch.updates_per_step",
-        256,
-        "prompts per step / prompts per update, in each epoch",
-        _mini_batch,
-    ),
+    Row(f"{ACTOR}.ppo_mini_batch_size", "batch.updates_per_step", 256, _UPDATES, _mini_batch),
     part(f"{ACTOR}.ppo_epochs", "batch.epochs_per_step", 1, "and more updates"),
     as_whole(f"{ACTOR}.ppo_max_token_len_per_gpu", "batch.micro_batch_tokens"),
     as_name(
@@ -379,13 +359,7 @@ ROWS: tuple[Row, ...] = (
     as_number(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coefficient", 0),
     Row(f"{ACTOR}.use_kl_loss", "algorithm.kl", False, "with `kl_loss_coef` and `kl_loss_type`", _kl_in_loss),
     part(f"{ACTOR}.kl_loss_coef", "algorithm.kl.coefficient", 0.001),
-    Row(
-        f"{ACTOR}.kl_loss_type",
-        "algorithm.kl.estimator",
-        "low_var_kl",
-        "`+` at the end: `unbiased_gradient`",
-        lambda *_: {},
-    ),
+    part(f"{ACTOR}.kl_loss_type", "algorithm.kl.estimator", "low_var_kl", "`+` at the end: `unbiased_gradient`"),
     as_number(f"{ACTOR}.grad_clip", "optimizer.max_grad_norm", 1.0),
     as_number(f"{ACTOR}.optim.lr", "optimizer.learning_rate", 1e-6),
     as_number(f"{ACTOR}.optim.weight_decay", "optimizer.weight_decay", 0.01),
@@ -412,75 +386,47 @@ ROWS: tuple[Row, ...] = (
     _only_gae(as_number("critic.optim.weight_decay", "roles.critic.optimizer.weight_decay", 0.01)),
     _only_gae(as_number("critic.cliprange_value", "algorithm.critic.value_clip", 0.5)),
     _only_gae(as_whole("trainer.critic_warmup", "algorithm.critic.warmup_steps", 0)),
-    Row(
-        "custom_reward_function.path",
-        f"reward.module:function, or {MATH_REWARD}",
-        None,
-        "called as verl calls it",
-        reward_of,
-    ),
+    Row("custom_reward_function.path", _FUNCTION, None, "called as verl calls it", reward_of),
     part("custom_reward_function.name", "reward.module:function", "compute_score"),
     Row("reward_model.enable", "workflow", None, "true: `rlhf`, in place of `grpo`", _reward_model),
     part("reward_model.model.path", "models.reward_model.path", None, "with `reward_model.enable`"),
-    Row(
-        "reward_model.overlong_buffer.enable",
-        "algorithm.overlong.buffer_tokens",
-        convert=_overlong,
-        meaning="with `len`",
-    ),
+    Row("reward_model.overlong_buffer.enable", "algorithm.overlong.buffer_tokens", None, "with `len`", _overlong),
     part("reward_model.overlong_buffer.len", "algorithm.overlong.buffer_tokens", None),
     part("reward_model.overlong_buffer.penalty_factor", "", None, "must be 1"),
     as_limit("trainer.save_freq", "checkpoint.every_steps"),
     as_limit("trainer.test_freq", "evaluation.every_steps"),
     as_limit("trainer.max_actor_ckpt_to_keep", "checkpoint.keep"),
-    *needless(
-        "`--nodes` and `--workers` of `leaderless submit`",
-        "trainer.nnodes",
-        "trainer.n_gpus_per_node",
-        "trainer.device",
-    ),
+    *needless("`--nodes` and `--workers` of `leaderless submit`", "nnodes n_gpus_per_node device", "trainer."),
     as_loggers("trainer.logger", ("console", "file"), "trainer.project_name"),
     part("trainer.project_name", "loggers", None, "their project"),
     *needless("samples of evaluations are always kept", "trainer.log_val_generations"),
-    *needless("the same command continues", "trainer.resume_mode", "trainer.resume_from_path"),
+    *needless("the same command continues", "resume_mode resume_from_path", "trainer."),
     *needless("evaluation begins before the first step", "trainer.val_before_train"),
     *needless("rows are balanced by cost", "trainer.balance_batch"),
+    *needless(_FILLED, "use_dynamic_bsz ppo_micro_batch_size ppo_micro_batch_size_per_gpu", f"{ACTOR}."),
+    *needless(_FILLED, _LOG_PROB_SIZES, f"{ROLLOUT}.log_prob_"),
+    *needless(_FILLED, _LOG_PROB_SIZES, "actor_rollout_ref.ref.log_prob_"),
     *needless(
-        "micro-batches are filled by tokens, and change no result",
-        *(f"{ACTOR}.{name}" for name in ("use_dynamic_bsz", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")),
-        *(
-            f"actor_rollout_ref.{part}.log_prob_{name}"
-            for part in ("rollout", "ref")
-            for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
-        ),
-        *(f"critic.{name}" for name in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz")),
-        *(f"critic.{name}" for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")),
+        _FILLED,
+        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz ppo_max_token_len_per_gpu "
+        "forward_max_token_len_per_gpu",
+        "critic.",
     ),
     Row("reward.reward_manager.name", "", None, "follows from the other settings", _reward_manager, is_needless=True),
     *needless("`run.reward_processes`", "reward.num_workers"),
     *needless("there is no padding", f"{MODEL}.use_remove_padding"),
+    *needless("placed by the planner", f"{ACTOR}.strategy critic.strategy"),
     *needless(
         "placed by the planner",
-        f"{ACTOR}.strategy",
-        "critic.strategy",
-        f"{ROLLOUT}.mode",
-        f"{ROLLOUT}.load_format",
-        f"{ROLLOUT}.free_cache_engine",
-        f"{ROLLOUT}.enforce_eager",
-        f"{ROLLOUT}.enable_chunked_prefill",
-        f"{ROLLOUT}.max_num_batched_tokens",
+        "mode load_format free_cache_engine enforce_eager enable_chunked_prefill max_num_batched_tokens",
+        f"{ROLLOUT}.",
     ),
     *absent(
         "weights and optimizer stay on the device",
-        f"{ACTOR}.fsdp_config.param_offload",
-        f"{ACTOR}.fsdp_config.optimizer_offload",
-        "actor_rollout_ref.ref.fsdp_config.param_offload",
+        "actor.fsdp_config.param_offload actor.fsdp_config.optimizer_offload ref.fsdp_config.param_offload",
+        "actor_rollout_ref.",
     ),
     *absent("set `layout.policy.cp`, whose ranks share a sample", f"{ACTOR}.ulysses_sequence_parallel_size"),
     *absent("set `steps`, where 100 is a placeholder: epochs x rows / batch.prompts_per_step", "trainer.total_epochs"),
-    *absent(
-        "write an environment, see the guide of tools",
-        f"{ROLLOUT}.multi_turn.enable",
-        f"{ROLLOUT}.multi_turn.tool_config_path",
-    ),
+    *absent("write an environment, see the guide of tools", "enable tool_config_path", f"{ROLLOUT}.multi_turn."),
 )

@@ -1,20 +1,30 @@
-"""Writes a small project: a recipe, data, a reward and a test."""
+"""Writes a small project, and the model and the data of the quickstart.
+
+The quickstart begins with a tiny untrained Qwen2 and additions to learn. Its demonstrations come from a careless
+teacher, who forgets the hundreds of most sums that have them. A model that imitates the teacher gets about half of its
+sums right. Only the reward uses the right answers: reinforcement learning learns from nothing but whether an answer was
+right.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from leaderless.cli.quickstart_project.demonstrations import NUM_HELD_OUT
 from leaderless.config import RecipeError
 from leaderless.observability.run_directory import write_atomically
 
 FILES = ("recipe.yaml", "rewards.py", "test_project.py", "README.md")
-NUM_HELD_OUT = 20
+NUM_PROJECT_HELD_OUT = 20
 CHARACTERS = "0123456789>"
+CARELESSNESS = 0.75
+DEMONSTRATIONS_PER_QUESTION = 4
 
 
 def write_project(folder: Path, model: str = "", seed: int = 0) -> None:
@@ -38,17 +48,41 @@ def write_project(folder: Path, model: str = "", seed: int = 0) -> None:
     templates = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)  # noqa: S701 - no HTML
     for file in FILES:
         write_atomically(folder / file, templates.get_template(f"{file}.jinja").render(values))
-    for part, rows in zip(("test", "train"), _questions(seed, bool(model)), strict=True):
-        write_atomically(folder / f"data/{part}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    # A model that knows language is asked in words.
+    ask = "Which digit is larger, {} or {}? Answer with the digit alone." if model else "{}{}>"
+    rows = [{"question": ask.format(a, b), "answer": str(max(a, b))} for a in range(10) for b in range(10) if a != b]
+    random.Random(seed).shuffle(rows)  # noqa: S311 - no secret
+    _write_rows(folder / "data/test.jsonl", rows[:NUM_PROJECT_HELD_OUT])
+    _write_rows(folder / "data/train.jsonl", rows[NUM_PROJECT_HELD_OUT:])
     if not model:
         from leaderless.models.loading.tiny import write_tiny_model
 
         write_tiny_model(folder / "model", CHARACTERS, seed=seed)
 
 
-def _questions(seed: int, is_in_words: bool) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Held-out questions and all others; a model that knows language is asked in words."""
-    ask = "Which digit is larger, {} or {}? Answer with the digit alone." if is_in_words else "{}{}>"
-    rows = [{"question": ask.format(a, b), "answer": str(max(a, b))} for a in range(10) for b in range(10) if a != b]
-    random.Random(seed).shuffle(rows)  # noqa: S311 - no secret
-    return rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
+def prepare(folder: Path, seed: int = 0) -> None:
+    """Write `model/`, `demonstrations.jsonl`, `train.jsonl` and `test.jsonl` of the quickstart.
+
+    No question of `test.jsonl` is in another file. The seed is for weights, order and the teacher's mistakes.
+    """
+    from leaderless.models.loading.tiny import write_tiny_model
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tiny_model(folder / "model", "0123456789+=", hidden_size=128, num_layers=2, seed=seed)
+    generator = random.Random(seed)  # noqa: S311 - no secret
+    numbers = range(10, 100)
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
+    generator.shuffle(rows)
+    shown = []
+    for row in rows[NUM_HELD_OUT:]:
+        for _ in range(DEMONSTRATIONS_PER_QUESTION):
+            is_careless = generator.random() < CARELESSNESS
+            written = int(row["answer"]) % 100 if is_careless else int(row["answer"])
+            shown.append({"question": row["question"], "response": str(written)})
+    _write_rows(folder / "test.jsonl", rows[:NUM_HELD_OUT])
+    _write_rows(folder / "train.jsonl", rows[NUM_HELD_OUT:])
+    _write_rows(folder / "demonstrations.jsonl", shown)
+
+
+def _write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -30,9 +30,10 @@ class MlflowLogger(Logger):
         experiment: Name of the experiment, which is created where it does not exist.
     """
 
+    _client: MlflowClient
+
     def __init__(self, uri: str | None = None, experiment: str = "leaderless") -> None:
         self._uri, self._experiment = uri, experiment
-        self._client: MlflowClient | None = None
         self._identity = ""
         self._known: dict[str, int] = {}
 
@@ -40,6 +41,7 @@ class MlflowLogger(Logger):
     def open(self, run: LoggedRun, identity: str) -> str:
         """Send the recipe as parameters and as the file `config.yaml`."""
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
         client = self._client = MlflowClient(self._uri)
         if identity:
@@ -50,7 +52,11 @@ class MlflowLogger(Logger):
         experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
         started = client.create_run(experiment, run_name=run.name)
         self._identity = started.info.run_id
-        self._send_recipe(run)
+        parameters = [Param(key, text[:MAX_VALUE]) for key, text in _leaves("", run.recipe)]
+        for first in range(0, len(parameters), PARAMETERS_PER_REQUEST):
+            some = parameters[first : first + PARAMETERS_PER_REQUEST]
+            client.log_batch(self._identity, params=some, synchronous=True)
+        client.log_artifact(self._identity, str(run.directory / "config.yaml"))
         return self._identity
 
     @override
@@ -67,35 +73,21 @@ class MlflowLogger(Logger):
         ]
         for first in range(0, len(metrics), METRICS_PER_REQUEST):
             some = metrics[first : first + METRICS_PER_REQUEST]
-            self._opened.log_batch(self._identity, metrics=some, synchronous=True)
+            self._client.log_batch(self._identity, metrics=some, synchronous=True)
             self._known |= {metric.key: metric.step for metric in some}
 
     @override
     def write_table(self, table: LoggedTable) -> None:
         columns = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
-        self._opened.log_table(self._identity, columns, f"{table.name}/step-{table.step:06d}.json")
+        self._client.log_table(self._identity, columns, f"{table.name}/step-{table.step:06d}.json")
 
     @override
     def write_file(self, path: Path) -> None:
-        self._opened.log_artifact(self._identity, str(path))
+        self._client.log_artifact(self._identity, str(path))
 
     @override
     def close(self) -> None:
-        self._opened.set_terminated(self._identity)
-
-    def _send_recipe(self, run: LoggedRun) -> None:
-        from mlflow.entities import Param
-
-        parameters = [Param(key, text[:MAX_VALUE]) for key, text in _leaves("", run.recipe)]
-        for first in range(0, len(parameters), PARAMETERS_PER_REQUEST):
-            some = parameters[first : first + PARAMETERS_PER_REQUEST]
-            self._opened.log_batch(self._identity, params=some, synchronous=True)
-        self._opened.log_artifact(self._identity, str(run.directory / "config.yaml"))
-
-    @property
-    def _opened(self) -> MlflowClient:
-        assert self._client is not None, "it is open"
-        return self._client
+        self._client.set_terminated(self._identity)
 
 
 def key_of(name: str) -> str:

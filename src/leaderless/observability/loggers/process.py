@@ -18,10 +18,9 @@ from pathlib import Path
 
 from leaderless.config.run import LoggerConfig
 from leaderless.observability.hidden_values import without_secrets
-from leaderless.observability.loggers.follower import Follower
+from leaderless.observability.loggers.follower import Follower, SentJournal
 from leaderless.observability.loggers.protocol import LoggedRun, Logger
 from leaderless.observability.loggers.registry import find_logger
-from leaderless.observability.loggers.sent_journal import SentJournal
 from leaderless.observability.run_directory import RunDirectory
 
 POLL_S = 1.0
@@ -51,23 +50,18 @@ class LoggerProcess:
         """Follow the run to its end; then send the rest, unless that fails repeatedly."""
         while not self._over.is_set():
             self._attempt(is_over=False)
-            self._over.wait(self._pause_s())
+            self._over.wait(RETRY_S[min(self._failures, len(RETRY_S)) - 1] if self._failures else POLL_S)
         for _ in range(LAST_ATTEMPTS):
             if self._attempt(is_over=True):
                 return
             time.sleep(LAST_PAUSE_S)
 
-    def _pause_s(self) -> float:
-        return RETRY_S[min(self._failures, len(RETRY_S)) - 1] if self._failures else POLL_S
-
     def _step(self, *, is_over: bool) -> None:
-        if self._logger is None:
-            if not self._directory.config.exists():
-                return  # the run has not begun, or never did
+        if self._logger is None and self._directory.config.exists():  # else the run has not begun, or never did
             self._open()
-        if self._follower is not None:
+        if self._follower is not None and self._logger is not None:
             self._follower.follow(is_over=is_over)
-            if is_over and self._logger is not None:
+            if is_over:
                 self._follower.finish(self._directory.path / "report.html")
                 self._logger.close()
 

@@ -24,9 +24,10 @@ class TrackioLogger(Logger):
         server: Address of a Trackio server to write to.
     """
 
+    _run: trackio.Run
+
     def __init__(self, project: str = "leaderless", space: str | None = None, server: str | None = None) -> None:
         self._project, self._space, self._server = project, space, server
-        self._run: trackio.Run | None = None
 
     @override
     def open(self, run: LoggedRun, identity: str) -> str:
@@ -50,24 +51,19 @@ class TrackioLogger(Logger):
     @override
     def write(self, numbers: Sequence[Numbers]) -> None:
         for _, step, values in numbers:
-            self._opened.log(dict(values), step=step)
+            self._run.log(dict(values), step=step)
 
     @override
     def write_table(self, table: LoggedTable) -> None:
         import trackio
 
         rows = trackio.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
-        self._opened.log({table.name: rows}, step=table.step)
+        self._run.log({table.name: rows}, step=table.step)
 
     @override
     def write_file(self, path: Path) -> None:
-        self._opened.log_artifact(path, name=f"{self._opened.name}-{path.stem}", type="report")
+        self._run.log_artifact(path, name=f"{self._run.name}-{path.stem}", type="report")
 
     @override
     def close(self) -> None:
-        self._opened.finish()
-
-    @property
-    def _opened(self) -> trackio.Run:
-        assert self._run is not None, "it is open"
-        return self._run
+        self._run.finish()

@@ -29,6 +29,8 @@ class WandbLogger(Logger):
         mode: `offline` writes to the folder of the run, for `wandb sync`.
     """
 
+    _run: wandb.Run
+
     def __init__(
         self,
         project: str = "leaderless",
@@ -40,7 +42,6 @@ class WandbLogger(Logger):
         if mode not in {"online", "offline"}:
             raise ValueError(f"option mode='{mode}' of the logger wandb must be online or offline")
         self._project, self._entity, self._group, self._tags, self._mode = project, entity, group, tags, mode
-        self._run: wandb.Run | None = None
 
     @override
     def open(self, run: LoggedRun, identity: str) -> str:
@@ -70,28 +71,23 @@ class WandbLogger(Logger):
     @override
     def write(self, numbers: Sequence[Numbers]) -> None:
         for _, step, values in numbers:
-            self._opened.log({STEP: step, **values})
+            self._run.log({STEP: step, **values})
 
     @override
     def write_table(self, table: LoggedTable) -> None:
         import wandb
 
         rows = wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows], allow_mixed_types=True)
-        self._opened.log({STEP: table.step, table.name: rows})
+        self._run.log({STEP: table.step, table.name: rows})
 
     @override
     def write_file(self, path: Path) -> None:
         import wandb
 
-        artifact = wandb.Artifact(f"{self._opened.id}-{path.stem}", type="report")
+        artifact = wandb.Artifact(f"{self._run.id}-{path.stem}", type="report")
         artifact.add_file(str(path))
-        self._opened.log_artifact(artifact)
+        self._run.log_artifact(artifact)
 
     @override
     def close(self) -> None:
-        self._opened.finish()
-
-    @property
-    def _opened(self) -> wandb.Run:
-        assert self._run is not None, "it is open"
-        return self._run
+        self._run.finish()

@@ -20,17 +20,12 @@ Numbers = NDArray[np.float64]
 
 
 class Series:
-    """One metric: the steps at which it was logged, ascending, and its values.
-
-    Attributes:
-        step_array: [n] int64 steps.
-        value_array: [n] float64 values, NaN for those that are not finite.
-    """
+    """One metric: the steps at which it was logged, ascending, and its values."""
 
     def __init__(self, steps: Sequence[int] | Steps, values: Sequence[float | None] | Numbers) -> None:
         """Take n steps and n values, of which None or NaN stands for one that is not finite."""
-        self.step_array: Steps = np.asarray(steps, dtype=np.int64)
-        self.value_array: Numbers = np.asarray(values, dtype=np.float64)
+        self.step_array: Steps = np.asarray(steps, dtype=np.int64)  # [n]
+        self.value_array: Numbers = np.asarray(values, dtype=np.float64)  # [n], NaN for those that are not finite
 
     def __len__(self) -> int:
         """Number of points."""
@@ -43,10 +38,6 @@ class Series:
             and np.array_equal(self.step_array, other.step_array)
             and np.array_equal(self.value_array, other.value_array, equal_nan=True)
         )
-
-    def __repr__(self) -> str:
-        """The points."""
-        return f"Series({self.steps}, {self.values})"
 
     def __hash__(self) -> int:
         """A number that is the same for the same points."""

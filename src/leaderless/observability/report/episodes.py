@@ -40,12 +40,7 @@ _ID = re.compile(r'\{"id":(\d+),')
 
 
 class EpisodePages:
-    """Conversations of a run, read from its journal.
-
-    Args:
-        folder: Folder of the journal, which may be missing.
-        kind: `step` or `evaluation`.
-    """
+    """Conversations of a run, of steps or evaluations, read from the folder of its journal, which may be missing."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         found = [(path, _FOLDER.fullmatch(path.name)) for path in (folder.iterdir() if folder.is_dir() else ())]

@@ -24,16 +24,9 @@ FILE_NAME = "report.html"
 
 
 def write_report(run_directory: Path) -> Path:
-    """Write `report.html` into a run directory; a reader sees the old page or the new one, never a part.
+    """Write `report.html` into a run directory, or as much of it as there is; returns the page's path.
 
-    Args:
-        run_directory: Folder as a run writes it, or as much of it as there is.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        ValueError: There is no such directory.
+    A reader sees the old page or the new one, never a part. A ValueError says that there is no such directory.
     """
     from leaderless.observability.run_directory import write_atomically  # needs libraries that rendering does not
 
@@ -43,13 +36,9 @@ def write_report(run_directory: Path) -> Path:
 
 
 def render_report(run_directory: Path) -> str:
-    """The report about a run as one self-contained HTML page.
+    """The report about a run as one self-contained HTML page, which says what is missing in the directory.
 
-    Args:
-        run_directory: Folder as a run writes it, or as much of it as there is; the page says what is missing.
-
-    Raises:
-        ValueError: There is no such directory.
+    A ValueError says that there is no such directory.
     """
     if not run_directory.is_dir():
         raise ValueError(f"run directory '{run_directory}': there is no such directory; name one under `run.directory`")
@@ -135,17 +124,10 @@ def json_of(value: object) -> Markup:
 def _scripts() -> tuple[Sequence[Markup], str]:
     """The scripts of a report, and the policy that allows them: megabytes, the same for all reports of a process."""
     sources = [asset("boot.js"), plotly(), asset("charts.js"), asset("samples.js")]
-    return [_script(source) for source in sources], _content_policy(sources)
-
-
-def _script(source: str) -> Markup:
     # Not `source.lower()`, which copies megabytes character by character.
-    assert not any(rest[:6].lower() == "script" for rest in source.split("</")[1:])
-    return Markup(source)  # noqa: S704 - a file of this package, or Plotly's
-
-
-def _content_policy(scripts: Sequence[str]) -> str:
-    """A policy under which the page loads nothing and runs only these scripts, whatever the texts of the run hold."""
-    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    assert not any(rest[:6].lower() == "script" for source in sources for rest in source.split("</")[1:])
+    digests = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
+    # The page loads nothing and runs only these scripts, whatever the texts of the run hold.
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
+    return [Markup(source) for source in sources], policy  # noqa: S704 - files of this package, and Plotly's

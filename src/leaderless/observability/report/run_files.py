@@ -11,13 +11,13 @@ from pathlib import Path
 import yaml
 
 from leaderless.observability.report.curves import Series, collect_series, duration_s, last_rows
-from leaderless.observability.report.picture import clean_svg
 from leaderless.observability.report.samples import BUDGET_BYTES, JudgeView, Samples, read_samples
 from leaderless.observability.report.unchecked_values import (
     as_list,
     as_mapping,
     as_number,
     as_text,
+    clean_svg,
     parse_json,
     parse_json_lines,
 )
@@ -97,7 +97,9 @@ def read_run(
     if budgets is not None:
         samples = read_samples(directory / "samples", judge, budgets[0], episodes=episodes)
         held_out = read_samples(directory / "samples", judge, budgets[1], "evaluation", episodes)
-    if budgets is not None and not samples.num_recorded_steps and _is_recorded(plan):
+    nodes = map(as_mapping, as_list(plan.get("nodes")))
+    is_recorded = not plan or any(node.get("run") == "record" for node in nodes)  # without a plan, it is assumed
+    if budgets is not None and not samples.num_recorded_steps and is_recorded:
         notes.append("samples/ holds no recorded samples, so none can be shown.")
     has_events = events.exists() and events.stat().st_size > 0  # most runs have none
     events_text = _read(events, "its failures and the events of guards", notes) if has_events else ""
@@ -193,11 +195,6 @@ def _read_plan(path: Path, notes: list[str]) -> Mapping[str, object]:
     if text.strip() and not plan:
         notes.append("plan.json is not a JSON object, so the plan cannot be shown.")
     return plan
-
-
-def _is_recorded(plan: Mapping[str, object]) -> bool:
-    """Whether a node records samples; without a plan, one is assumed to."""
-    return not plan or any(as_mapping(node).get("run") == "record" for node in as_list(plan.get("nodes")))
 
 
 def _read_picture(path: Path, notes: list[str]) -> str:

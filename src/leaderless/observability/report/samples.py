@@ -202,9 +202,7 @@ def read_samples(
 ) -> Samples:
     """Read the samples of evenly spread steps, the first and the last among them, within the budget.
 
-    Of images, there are fewer: at most `IMAGE_BUDGET_BYTES`.
-
-    Where there are episodes, only steps that have some are read.
+    Of images, there are at most `IMAGE_BUDGET_BYTES`. Where there are episodes, only steps that have some are read.
 
     Args:
         folder: Folder `samples/` of a run, which may be missing.
@@ -244,10 +242,7 @@ def read_samples(
 def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: JudgeView) -> RecordedStep:
     """The samples of a step: each prompt once with all its responses, equal responses once with their number.
 
-    Args:
-        step: Number of the step.
-        rows: Lines of its files, in order; if a sample was recorded again after a resume, its last line counts.
-        judge: Rule that tells correct from wrong.
+    The rows are lines of its files, in order; if a sample was recorded again after a resume, its last line counts.
     """
     last = {as_text(row.get("sample_id")) or f"line {line}": row for line, row in enumerate(rows)}
     groups: dict[tuple[str, str, str], dict[Sample, Sample]] = {}

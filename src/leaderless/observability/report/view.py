@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -90,18 +90,15 @@ def failures(run: RunFiles) -> Events:
     lost = sum(int(as_number(event.get("lost_steps")) or 0) for event in events)
     times = sum(event.get("event") == "restart" for event in events)
     summary = f"Workers were started again {times} time{'s' * (times != 1)}; {lost} steps had to be done again."
-    rows = [
-        (
-            as_text(event.get("time"))[:19].replace("T", " "),
-            _FAILURES[as_text(event.get("event"))],
-            as_text(as_step(event.get("rank"))),
-            as_text(event.get("cause")),
-            as_text(as_step(event.get("from_step"))),
-            _shown(event.get("seconds"), "{} s"),
-        )
-        for event in events[-MAX_EVENTS:]
-    ]
-    return summary, rows
+    columns: dict[str, Callable[[object], str]] = {
+        "time": lambda time: as_text(time)[:19].replace("T", " "),
+        "event": lambda event: _FAILURES[as_text(event)],
+        "rank": _whole,
+        "cause": as_text,
+        "from_step": _whole,
+        "seconds": _seconds,
+    }
+    return summary, _rows(events, columns)
 
 
 def guards(run: RunFiles) -> Events:
@@ -110,17 +107,8 @@ def guards(run: RunFiles) -> Events:
     actions = Counter(as_text(event.get("action")) for event in events)
     counts = ", ".join(f"{actions[a]} {noun}" + "s" * (actions[a] > 1) for a, noun in _ACTIONS.items() if actions[a])
     left_out = f" The last {MAX_EVENTS} are listed; all are in events.jsonl." if len(events) > MAX_EVENTS else ""
-    rows = [
-        (
-            as_text(as_step(event.get("step"))),
-            as_text(event.get("guard")),
-            _shown(event.get("value")) or "not finite",
-            _shown(event.get("limit")),
-            as_text(event.get("node")),
-            as_text(event.get("action")),
-        )
-        for event in events[-MAX_EVENTS:]
-    ]
+    columns = {"step": _whole, "guard": as_text, "value": lambda value: _shown(value) or "not finite"}
+    rows = _rows(events, columns | {"limit": _shown, "node": as_text, "action": as_text})
     return f"Guards have acted: {counts}.{left_out}", rows
 
 
@@ -128,18 +116,23 @@ def switches(run: RunFiles) -> Events:
     """Layouts that have replaced each other while the run went on."""
     events = [event for event in run.events if event.get("event") == "switch"]
     summary = f"The layout was replaced {len(events)} time{'s' * (len(events) != 1)} while the run went on."
-    rows = [
-        (
-            as_text(as_step(event.get("step"))),
-            as_text(event.get("from")),
-            as_text(event.get("to")),
-            _shown(event.get("now_s"), "{} s"),
-            _shown(event.get("expected_s"), "{} s"),
-            _shown(event.get("seconds"), "{} s"),
-        )
-        for event in events[-MAX_EVENTS:]
-    ]
-    return summary, rows
+    columns = {"step": _whole, "from": as_text, "to": as_text}
+    return summary, _rows(events, columns | dict.fromkeys(("now_s", "expected_s", "seconds"), _seconds))
+
+
+def _rows(
+    events: Sequence[Mapping[str, object]], columns: Mapping[str, Callable[[object], str]]
+) -> Sequence[Sequence[str]]:
+    """The newest events as the rows of a table, whose columns read values by name."""
+    return [[read(event.get(name)) for name, read in columns.items()] for event in events[-MAX_EVENTS:]]
+
+
+def _whole(value: object) -> str:
+    return as_text(as_step(value))
+
+
+def _seconds(value: object) -> str:
+    return f"{shown} s" if (shown := _shown(value)) else ""
 
 
 def curves(run: RunFiles) -> tuple[Sequence[tuple[str, Sequence[Card]]], Sequence[str]]:
@@ -234,10 +227,10 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _shown(value: object, layout: str = "{}") -> str:
+def _shown(value: object) -> str:
     """A number of an event; empty for anything else."""
     number = as_number(value)
-    return "" if number is None else layout.format(format_number(number))
+    return "" if number is None else format_number(number)
 
 
 def _format(value: float, unit: Unit) -> str:

@@ -1,56 +1,75 @@
-"""Writes the file of a job for a scheduler."""
+"""Writes the file of a job for a scheduler, and hands it to the scheduler's client."""
 
 from __future__ import annotations
 
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import shutil
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from leaderless.run.clusters.options import KubernetesOptions, RayOptions, SlurmOptions, TargetOptions
+from leaderless.config import RecipeError
+from leaderless.run.clusters.options import OPTIONS, KubernetesOptions, TargetOptions
 
 END_S = 60
 """Seconds that a scheduler leaves for the end of processes, beyond the time in which a step may be finished."""
-_FILES = {"slurm": "sbatch", "kubernetes": "yaml", "ray": "sh", "skypilot": "yaml"}
+
+
+class Client(NamedTuple):
+    """A scheduler's client: its program, the way to get it, the command before a job's file, and the file's suffix."""
+
+    program: str
+    remedy: str
+    command: Sequence[str]
+    suffix: str
+
+
+CLIENTS = {
+    "slurm": Client(
+        "sbatch", "run this command on a login node of the cluster, which has Slurm's programs", ["sbatch"], "sbatch"
+    ),
+    "kubernetes": Client(
+        "kubectl",
+        "install kubectl, and choose a context: kubectl config get-contexts",
+        ["kubectl", "create", "-f"],
+        "yaml",
+    ),
+    "ray": Client("ray", "pip install 'leaderless[ray]'", ["bash"], "sh"),
+    "skypilot": Client(
+        "sky", "pip install skypilot, with the extra of your cloud", ["sky", "jobs", "launch", "--yes"], "yaml"
+    ),
+}
+"""Clients by the name of the scheduler."""
 
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A training run on several machines.
+    """A training run on several machines."""
 
-    Attributes:
-        recipe: Recipe, as the command on each machine names it.
-        overrides: Settings as `section.key=value`.
-        name: Name of the run.
-        nodes: Smallest and largest number of machines.
-        workers: Number of workers on each machine.
-        grace_s: Seconds that a run may take to finish its step.
-        options: Options of the scheduler.
-    """
-
-    recipe: str
-    overrides: Sequence[str]
+    recipe: str  # recipe, as the command on each machine names it
+    overrides: Sequence[str]  # settings as `section.key=value`
     name: str
-    nodes: tuple[int, int]
-    workers: int
-    grace_s: float
+    nodes: tuple[int, int]  # smallest and largest number of machines
+    workers: int  # number of workers on each machine
+    grace_s: float  # seconds that a run may take to finish its step
     options: TargetOptions
 
     @property
     def target(self) -> str:
         """Name of the scheduler."""
-        return {SlurmOptions: "slurm", KubernetesOptions: "kubernetes", RayOptions: "ray"}.get(
-            type(self.options), "skypilot"
-        )
+        return next(name for name, kind in OPTIONS.items() if type(self.options) is kind)
 
     @property
     def file_name(self) -> str:
         """Name of the job's file, unless the user gives another one."""
-        return f"{self.name}.{self.target}.{_FILES[self.target]}"
+        return f"{self.name}.{self.target}.{CLIENTS[self.target].suffix}"
 
     @cached_property
     def label(self) -> str:
@@ -68,28 +87,43 @@ class ClusterJob:
 
     def text(self) -> str:
         """The job's file."""
-        name = self.target
-        if isinstance(self.options, KubernetesOptions):
-            name = self.options.kind
-        return _templates().get_template(f"{name}.jinja").render(job=self, options=self.options, **self._values())
+        options, (smallest, largest) = self.options, self.nodes
+        templates = Environment(  # noqa: S701 - no HTML
+            loader=PackageLoader("leaderless.run.clusters", "templates"),
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+        )
+        templates.filters["quote"] = shlex.quote
+        gpus = getattr(options, "gpus_per_node", None)
+        name = options.kind if isinstance(options, KubernetesOptions) else self.target
+        return templates.get_template(f"{name}.jinja").render(
+            job=self,
+            options=options,
+            words=[self.recipe, *self.overrides],
+            train=shlex.join(["leaderless", "train", self.recipe, *self.overrides]),
+            smallest=smallest,
+            largest=largest,
+            gpus_per_node=self.workers if gpus is None else gpus,
+            warn_s=getattr(options, "warn_s", None) or self.warn_s,
+        )
 
-    def _values(self) -> Mapping[str, object]:
-        smallest, largest = self.nodes
-        gpus = getattr(self.options, "gpus_per_node", None)
-        return {
-            "words": [self.recipe, *self.overrides],
-            "train": shlex.join(["leaderless", "train", self.recipe, *self.overrides]),
-            "smallest": smallest,
-            "largest": largest,
-            "gpus_per_node": self.workers if gpus is None else gpus,
-            "warn_s": getattr(self.options, "warn_s", None) or self.warn_s,
-        }
+
+def submission(target: str, file: Path) -> list[str]:
+    """The command that submits a job's file."""
+    return [*CLIENTS[target].command, str(file)]
 
 
-def _templates() -> Environment:
-    loader = PackageLoader("leaderless.run.clusters", "templates")
-    found = Environment(  # noqa: S701 - no HTML
-        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    found.filters["quote"] = shlex.quote
-    return found
+def check_client(target: str) -> None:
+    """Refuse to submit without the scheduler's client; a RecipeError if it is not installed."""
+    client = CLIENTS[target]
+    if shutil.which(client.program) is None:
+        raise RecipeError.at(
+            "", f"--to {target} --go needs the program {client.program}, which is not on the path: {client.remedy}"
+        )
+
+
+def submit(target: str, file: Path) -> int:
+    """Submit a job, with the output of the client on the terminal; return the client's exit code."""
+    return subprocess.run(submission(target, file), check=False).returncode  # noqa: S603 - what the user asked for

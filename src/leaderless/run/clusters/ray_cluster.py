@@ -15,10 +15,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+    from ray.actor import ActorHandle
     from ray.util.placement_group import PlacementGroup
 
 POLL_S = 1.0
@@ -28,40 +29,24 @@ WITH_PARENT = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); os.execv(sys.argv[1], sys.argv[1:])"
 )
 """Code that asks the kernel for SIGTERM when the parent ends (PR_SET_PDEATHSIG), then becomes another program."""
-_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
 class MachineRequest:
-    """Machines that are wanted, and what they are for.
+    """Machines that are wanted, and what they are for."""
 
-    Attributes:
-        recipe: Recipe, and settings as `section.key=value`.
-        smallest: Number of machines that the run needs.
-        largest: Number of machines that it can use.
-        workers: Workers on each machine.
-        gpus_per_worker: GPUs of each worker.
-        cpus_per_worker: Cores of each worker.
-        strategy: Strategy of the placement group.
-        port: Port at which the machines meet.
-        setup: Shell commands before the training.
-        max_restarts: Number of times that everything is started again.
-        placement_timeout_s: Seconds to wait for all machines.
-        grace_s: Seconds for a step to be finished when the job is stopped.
-    """
-
-    recipe: Sequence[str]
-    smallest: int
-    largest: int
-    workers: int
-    gpus_per_worker: float = 0.0
-    cpus_per_worker: float = 1.0
+    recipe: Sequence[str]  # recipe, and settings as `section.key=value`
+    smallest: int  # number of machines that the run needs
+    largest: int  # number of machines that it can use
+    workers: int  # workers on each machine
+    gpus_per_worker: float = 0.0  # GPUs of each worker
+    cpus_per_worker: float = 1.0  # cores of each worker
     strategy: str = "STRICT_SPREAD"
-    port: int = 29500
-    setup: Sequence[str] = ()
-    max_restarts: int = 20
-    placement_timeout_s: float = 600.0
-    grace_s: float = 120.0
+    port: int = 29500  # port at which the machines meet
+    setup: Sequence[str] = ()  # shell commands before the training
+    max_restarts: int = 20  # number of times that everything is started again
+    placement_timeout_s: float = 600.0  # seconds to wait for all machines
+    grace_s: float = 120.0  # seconds for a step to be finished when the job is stopped
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -70,12 +55,7 @@ class MachineRequest:
         return {"CPU": self.cpus_per_worker * self.workers} | ({"GPU": gpus} if gpus else {})
 
     def command(self, num_machines: int, rendezvous: str) -> list[str]:
-        """Command of each machine.
-
-        Args:
-            num_machines: Number of machines that there are.
-            rendezvous: Address of the first of them, as `HOST:PORT`.
-        """
+        """Command of each of some machines, which meet at the address of the first, `HOST:PORT`."""
         train = [sys.executable, "-m", "leaderless", "train", *self.recipe, "--workers", str(self.workers)]
         if self.largest > 1:
             train += ["--nodes", f"{self.smallest}:{num_machines}", "--rendezvous", rendezvous]
@@ -97,11 +77,7 @@ class Machine:
         return str(ray.util.get_node_ip_address())
 
     def run(self, command: list[str]) -> int:
-        """Run a command to its end; its exit code, or 128 + n where signal n ended it.
-
-        Args:
-            command: Program with its arguments.
-        """
+        """Run a command to its end; its exit code, or 128 + n where signal n ended it."""
         process = subprocess.Popen(command)  # noqa: S603 - the launcher of this package
         has_asked = False
         while process.poll() is None:
@@ -116,44 +92,24 @@ class Machine:
         self._stopped.set()
 
 
-class Method(Protocol):
-    """A method of an actor."""
-
-    def remote(self, *arguments: object) -> ObjectRef:
-        """Call it; Ray's promise of what it returns."""
-
-
-class Handle(Protocol):
-    """A `Machine` as Ray gives it to others."""
-
-    address: Method
-    run: Method
-    stop: Method
-
-
 @dataclass
 class Machines:
-    """The machines of one start.
-
-    Attributes:
-        wish: Machines that are wanted.
-        group: Placement group of the machines.
-        actors: Actor of each machine.
-        command: Command that all run.
-        running: Promise of each machine's exit code, with the number of the machine.
-    """
+    """The machines of one start, each with the promise of its exit code while it is running."""
 
     wish: MachineRequest
     group: PlacementGroup
-    actors: list[Handle] = field(default_factory=list)
+    actors: list[ActorHandle] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
     running: dict[ObjectRef, int] = field(default_factory=dict)
 
     def start(self) -> None:
         """Run the command on all machines."""
+        import ray
+
         count = self.group.bundle_count
         self.actors = [self._actor(number) for number in range(count)]
-        self.command = self.wish.command(count, f"{_get(self.actors[0].address.remote(), str)}:{self.wish.port}")
+        address = ray.get(self.actors[0].address.remote())
+        self.command = self.wish.command(count, f"{address}:{self.wish.port}")
         self.running = {actor.run.remote(self.command): number for number, actor in enumerate(self.actors)}
 
     def replace(self, number: int) -> None:
@@ -173,24 +129,18 @@ class Machines:
         done, _ = ray.wait(list(self.running), num_returns=1, timeout=POLL_S)
         return [(self.running.pop(promise), _code(promise)) for promise in done]
 
-    def _actor(self, number: int) -> Handle:
+    def _actor(self, number: int) -> ActorHandle:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = self.wish.bundle
         place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
         options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_concurrency": 2}
-        made = ray.remote(Machine).options(scheduling_strategy=place, **options).remote()
-        return cast("Handle", made)
+        return ray.remote(Machine).options(scheduling_strategy=place, **options).remote()
 
 
 def run_machines(wish: MachineRequest, stopped: threading.Event) -> int:
-    """Run the command on all machines until it is done; its exit code.
-
-    Args:
-        wish: Machines that are wanted.
-        stopped: Event by which somebody asks to stop.
-    """
+    """Run the command on all machines until it is done, or somebody asks to stop; its exit code."""
     from ray.util import remove_placement_group
 
     for start in range(wish.max_restarts + 1):
@@ -212,12 +162,7 @@ def run_machines(wish: MachineRequest, stopped: threading.Event) -> int:
 def place(wish: MachineRequest, stopped: threading.Event) -> PlacementGroup | None:
     """The largest number of machines for which there is room, after waiting for all; None if asked to stop before.
 
-    Args:
-        wish: Machines that are wanted.
-        stopped: Event by which somebody asks to stop.
-
-    Raises:
-        RuntimeError: There is no room for the smallest number.
+    A RuntimeError says that there is no room for the smallest number.
     """
     from ray.util import placement_group, remove_placement_group
 
@@ -260,19 +205,12 @@ def _run_once(machines: Machines, stopped: threading.Event) -> int:
     return 1 if code == LOST else code
 
 
-def _get(promise: ObjectRef, kind: type[_Answer]) -> _Answer:
-    import ray
-
-    answer = ray.get(promise)
-    assert isinstance(answer, kind)
-    return answer
-
-
 def _code(promise: ObjectRef) -> int:
+    import ray
     from ray.exceptions import RayActorError
 
     try:
-        return _get(promise, int)
+        return int(ray.get(promise))
     except RayActorError:
         return LOST
 

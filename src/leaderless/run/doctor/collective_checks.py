@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import platform
+import socket
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 
-from leaderless.distributed.transport import ProcessGroup
+from leaderless.base.devices import setup_device
+from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.planner.placement.replanning import pairs_in_rounds
-from leaderless.run.doctor.finding import DoctorFinding, Level, differences
+from leaderless.run.doctor.finding import DoctorFinding, Findings, differences, run_checks
+from leaderless.run.doctor.machine import CHECKS, folder_check, source_hash
+from leaderless.worker.build.join import meet
+from leaderless.worker.rank_info import RankInfo
 
 NUM_ROUND_TRIPS = 20
 NUM_BYTES = 16 << 20
@@ -24,21 +32,17 @@ SLOW_MB_PER_S = 100.0
 SLOW_MS = 5.0
 CLOCK_S = 1.0
 APPEARS_S = 10.0
+TIMEOUT_S = 120.0
+"""Longest wait for other ranks."""
 _WHAT = "the doctor"
 
 
 class NetworkLink(NamedTuple):
-    """The network between two ranks.
+    """The network between two ranks."""
 
-    Attributes:
-        latency_s: Median time of a message in one direction.
-        mb_per_s: Largest bandwidth, in both directions at once, in 10⁶ bytes/s each.
-        ahead_s: Seconds by which the other rank's clock is ahead.
-    """
-
-    latency_s: float
-    mb_per_s: float
-    ahead_s: float
+    latency_s: float  # median time of a message in one direction
+    mb_per_s: float  # largest bandwidth, in both directions at once, in 10⁶ bytes/s each
+    ahead_s: float  # seconds by which the other rank's clock is ahead
 
 
 def gather_json(value: object, world: ProcessGroup) -> list[Any]:
@@ -80,19 +84,15 @@ def check_network(world: ProcessGroup, places: list[str]) -> list[DoctorFinding]
 
 
 def _judge(name: str, link: NetworkLink) -> list[DoctorFinding]:
-    def level(is_bad: bool) -> Level:
-        return "warning" if is_bad else "ok"
-
-    is_slow, is_late = link.mb_per_s < SLOW_MB_PER_S, link.latency_s * 1e3 > SLOW_MS
-    is_wrong = abs(link.ahead_s) > CLOCK_S
+    findings, latency_ms, is_wrong = Findings(name), link.latency_s * 1e3, abs(link.ahead_s) > CLOCK_S
     remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the fastest interface that machines share"
+    findings.warn_if(link.mb_per_s < SLOW_MB_PER_S, "bandwidth", f"{link.mb_per_s:,.0f} MB/s", remedy)
+    findings.warn_if(latency_ms > SLOW_MS, "latency", f"{latency_ms:.2f} ms", remedy)
     ahead = f"{link.ahead_s:+.1f} s apart" if is_wrong else "agree"
-    clocks = "synchronize clocks (chrony, ntpd): times of logs and reports are wrong"
-    return [
-        DoctorFinding("bandwidth", f"{link.mb_per_s:,.0f} MB/s", level(is_slow), remedy if is_slow else "", (name,)),
-        DoctorFinding("latency", f"{link.latency_s * 1e3:.2f} ms", level(is_late), remedy if is_late else "", (name,)),
-        DoctorFinding("clocks", ahead, level(is_wrong), clocks if is_wrong else "", (name,)),
-    ]
+    findings.warn_if(
+        is_wrong, "clocks", ahead, "synchronize clocks (chrony, ntpd): times of logs and reports are wrong"
+    )
+    return findings.found
 
 
 def _measure(peer: int, world: ProcessGroup) -> NetworkLink:
@@ -116,12 +116,9 @@ def _measure(peer: int, world: ProcessGroup) -> NetworkLink:
 
 
 def check_shared(folder: Path, place: str, world: ProcessGroup) -> list[DoctorFinding]:
-    """Whether all machines see what the first one writes and renames in a folder. All ranks call it together.
+    """Whether all machines see what the first one writes and renames in a folder, which is made if it is not there.
 
-    Args:
-        folder: Folder of all runs, which is made if it is not there.
-        place: Machine of this rank.
-        world: All ranks.
+    All ranks call it together.
     """
     is_first = world.rank == 0
     name = world.broadcast_text(f".doctor-{uuid4().hex}" if is_first else "", 0, _WHAT)
@@ -130,24 +127,21 @@ def check_shared(folder: Path, place: str, world: ProcessGroup) -> list[DoctorFi
         objection = _written(folder, name, content) if is_first else ""
         # An error of the first rank is for all: it must not leave the others waiting.
         if objection := world.broadcast_text(objection, 0, _WHAT):
-            return [
-                DoctorFinding(
-                    "files of rank 0", objection, "error", "name another run.directory, or change its owner", ("all",)
-                )
-            ]
+            findings = Findings("all")
+            findings.fail_if(True, "files of rank 0", objection, "name another run.directory, or change its owner")
+            return findings.found
         seconds.append(_seconds_until(folder / name, content))
         world.sum(torch.zeros(1), _WHAT)
     if is_first:
         (folder / name).unlink(missing_ok=True)
     results = dict(gather_json([place, seconds], world))
     remedy = "name a folder on storage that all machines share as run.directory, by an absolute path"
-    found = []
+    found: list[DoctorFinding] = []
     for machine, delays in results.items():
-        late = [delay for delay in delays if delay is not None]
-        is_seen = len(late) == len(delays)
-        value = f"appear after {max(late):.1f} s" if is_seen else "do not appear, or an older one does"
-        level: Level = "ok" if is_seen else "error"
-        found.append(DoctorFinding("files of rank 0", value, level, "" if is_seen else remedy, (machine,)))
+        is_seen = None not in delays
+        value = f"appear after {max(delays):.1f} s" if is_seen else "do not appear, or an older one does"
+        findings = Findings(machine, found)
+        findings.fail_if(not is_seen, "files of rank 0", value, remedy)
     return found
 
 
@@ -175,8 +169,6 @@ def _seconds_until(path: Path, content: str) -> float | None:
 
 def check_collective(world: ProcessGroup, device: torch.device) -> list[DoctorFinding]:
     """Speed of a sum over all ranks on their devices. All ranks call it together."""
-    import torch.distributed as dist
-
     values = torch.ones(NUM_BYTES // 4, device=device)
     dist.all_reduce(values)
     values.fill_(1)
@@ -184,11 +176,33 @@ def check_collective(world: ProcessGroup, device: torch.device) -> list[DoctorFi
     dist.all_reduce(values)
     total = float(values[0])  # waits for the device
     seconds = time.perf_counter() - begin
-    is_right = total == world.size
+    findings = Findings("all")
     value = f"{world.size} ranks, {NUM_BYTES / 1e6 / seconds:,.0f} MB/s on {device.type}"
-    level: Level = "ok" if is_right else "error"
-    return [
-        DoctorFinding(
-            "sum over ranks", value, level, "" if is_right else "the sum is wrong: replace the device", ("all",)
-        )
+    findings.fail_if(total != world.size, "sum over ranks", value, "the sum is wrong: replace the device")
+    return findings.found
+
+
+def check_together(place: RankInfo, folder: Path) -> list[DoctorFinding]:
+    """Check all machines of a job; all ranks call it together, and each gets what all have found."""
+    device = setup_device(place.local_rank, place.local_world_size)
+    meet(place, device, timedelta(seconds=TIMEOUT_S))
+    world = Transport(device.device, TIMEOUT_S).world
+    # Launchers of one machine count as machines, as they can be tried so.
+    machine = f"{socket.gethostname()}:{place.rank - place.local_rank}"
+    places = [str(one) for one in gather_json(machine, world)]
+    if len({one.partition(":")[0] for one in places}) == len(set(places)):
+        places = [one.partition(":")[0] for one in places]
+    here, num_machines = places[place.rank], len(set(places))
+    own: list[DoctorFinding] = []
+    if place.local_rank == 0:
+        own = run_checks(here, [*CHECKS, folder_check(folder, is_shared=num_machines > 1)])
+    found = [
+        DoctorFinding.from_json(one)
+        for part in gather_json([finding.to_json() for finding in own], world)
+        for one in part
     ]
+    facts = {"leaderless": source_hash(), "python": platform.python_version(), "torch": torch.__version__}
+    found += compare_versions(facts, here, world)
+    found += check_shared(folder, here, world) + check_network(world, places) + check_collective(world, device.device)
+    dist.destroy_process_group()
+    return found

@@ -12,21 +12,13 @@ LEVELS: tuple[Level, ...] = ("ok", "warning", "error")
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """Result of a check.
-
-    Attributes:
-        name: Name of the check.
-        value: Value that the check has found.
-        level: `ok`; `warning` if it may go wrong, or slowly; `error` if a run will fail.
-        remedy: Way to mend it; empty if nothing has to be mended.
-        places: Machines or ranks where it was found.
-    """
+    """Result of a check."""
 
     name: str
     value: str
-    level: Level = "ok"
-    remedy: str = ""
-    places: tuple[str, ...] = ()
+    level: Level = "ok"  # `ok`; `warning` if it may go wrong, or slowly; `error` if a run will fail
+    remedy: str = ""  # way to mend it; empty if nothing has to be mended
+    places: tuple[str, ...] = ()  # machines or ranks where it was found
 
     def to_json(self) -> dict[str, object]:
         """The finding as values that JSON can hold."""

@@ -36,27 +36,16 @@ TERMINATE_S = 30.0
 
 @dataclass(frozen=True)
 class Launch:
-    """Job for the workers of this machine.
+    """Job for the workers of this machine."""
 
-    Attributes:
-        module: Module that each worker runs, with the name of a file as its argument.
-        job: Text of that file.
-        num_workers: Number of workers on this machine.
-        logs: Folder for the output of all workers of this machine but one, which writes to the terminal.
-        grace_s: Time for workers to finish their step when they are asked to stop.
-        name: Name of the run, the same on all machines.
-        nodes: Machines that train together; None for this machine alone.
-        shown_rank: Worker that writes to the terminal, if it is on this machine; else the first worker here does.
-    """
-
-    module: str
-    job: str
-    num_workers: int
-    logs: Path
-    grace_s: float
-    name: str
-    nodes: Nodes | None = None
-    shown_rank: int = 0
+    module: str  # module that each worker runs, with the name of a file as its argument
+    job: str  # text of that file
+    num_workers: int  # number of workers on this machine
+    logs: Path  # folder for the output of all workers of this machine but one, which writes to the terminal
+    grace_s: float  # time for workers to finish their step when they are asked to stop
+    name: str  # name of the run, the same on all machines
+    nodes: Nodes | None = None  # machines that train together; None for this machine alone
+    shown_rank: int = 0  # worker that writes to the terminal, if it is on this machine; else the first worker here does
 
 
 class Agent:

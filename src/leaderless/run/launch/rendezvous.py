@@ -34,17 +34,11 @@ FINISH_S = 300.0
 
 @dataclass(frozen=True)
 class Nodes:
-    """Machines that may train together, and the place where they meet.
+    """Machines that may train together, and the place where they meet."""
 
-    Attributes:
-        smallest: Number of machines that a run needs.
-        largest: Number of machines that it can use.
-        rendezvous: `HOST:PORT`, reachable from all; the machine of that name holds the store there.
-    """
-
-    smallest: int
-    largest: int
-    rendezvous: str
+    smallest: int  # number of machines that a run needs
+    largest: int  # number of machines that it can use
+    rendezvous: str  # `HOST:PORT`, reachable from all; the machine of that name holds the store there
 
     @property
     def is_loopback(self) -> bool:
@@ -84,17 +78,11 @@ class Nodes:
 
 @dataclass(frozen=True)
 class RankSlots:
-    """The ranks of one machine in one start.
+    """The ranks of one machine in one start."""
 
-    Attributes:
-        first_rank: Rank of the first worker of this machine.
-        world_size: Number of workers of all machines.
-        variables: Environment in which workers find where to meet.
-    """
-
-    first_rank: int
-    world_size: int
-    variables: Mapping[str, str]
+    first_rank: int  # rank of the first worker of this machine
+    world_size: int  # number of workers of all machines
+    variables: Mapping[str, str]  # environment in which workers find where to meet
 
 
 class ManyMachines:
@@ -181,18 +169,16 @@ class ManyMachines:
         try:
             yield
         except RendezvousError as error:
-            message = self._why(type(error).__name__) or f"the machines could not meet: {error}"
+            messages = {
+                "RendezvousClosedError": "another machine has ended the run; its terminal says why",
+                "RendezvousTimeoutError": (
+                    f"fewer than {self._nodes.smallest} machines have come together within {JOIN_S} s: give the same "
+                    "--nodes, --rendezvous and run name on all of them, or lower the first number of --nodes"
+                ),
+                "RendezvousConnectionError": (
+                    f"the store at {self._nodes.rendezvous} cannot be reached: the machine that holds it is lost, or "
+                    "does not let others connect"
+                ),
+            }
+            message = messages.get(type(error).__name__, f"the machines could not meet: {error}")
             raise WorkersFailed(WorkerFailure(0, "lost_peers", message)) from error
-
-    def _why(self, error: str) -> str | None:
-        return {
-            "RendezvousClosedError": "another machine has ended the run; its terminal says why",
-            "RendezvousTimeoutError": (
-                f"fewer than {self._nodes.smallest} machines have come together within {JOIN_S} s: give the same "
-                "--nodes, --rendezvous and run name on all of them, or lower the first number of --nodes"
-            ),
-            "RendezvousConnectionError": (
-                f"the store at {self._nodes.rendezvous} cannot be reached: the machine that holds it is lost, or does "
-                "not let others connect"
-            ),
-        }.get(error)

@@ -19,15 +19,10 @@ SAME_ERRORS = 2
 
 
 class Restarts:
-    """Counts the failures of a run since its last progress: a new checkpoint.
-
-    Attributes:
-        failure: Failure that ended the run; None if there is none.
-        say: Function that prints a line for people.
-    """
+    """Counts the failures of a run since its last progress: a new checkpoint."""
 
     def __init__(self, directory: RunDirectory, max_restarts: int, say: Callable[[str], None]) -> None:
-        self.failure: WorkerFailure | None = None
+        self.failure: WorkerFailure | None = None  # that ended the run
         self.say = say
         self._directory, self._max_restarts = directory, max_restarts
         self._saved = directory.last_step()
@@ -37,12 +32,9 @@ class Restarts:
         self._failed_at: float | None = None
 
     def failed(self, codes: Mapping[int, int], folder: Path, *, is_stopping: bool) -> bool:
-        """Record a failure, and decide whether the workers are restarted.
+        """Record a failure of workers, which may have been asked to stop, and decide whether they are restarted.
 
-        Args:
-            codes: Exit codes, by rank, of the workers that ended first; negative after a signal.
-            folder: Folder of the workers' failures.
-            is_stopping: Whether the workers were asked to stop.
+        The exit codes, by rank, are of those that ended first; negative after a signal. The folder has their failures.
         """
         written = first_failure(folder)
         failure = _first_cause(codes, written, folder, self._directory.logs)

@@ -185,7 +185,7 @@ def _charts(logged: Sequence[Mapping[str, Series]]) -> list[tuple[str, list[tupl
             groups.setdefault(title, []).append(_overlay(logged, name, topic))
     rest = [name for name in names if name not in drawn and not name.startswith(PREFIX)][:MAX_OWN_CHARTS]
     if rest:
-        groups["More metrics"] = [_overlay(logged, name, Topic(name, "", (name,))) for name in rest]
+        groups["More metrics"] = [_overlay(logged, name, Topic(name, "", name)) for name in rest]
     return list(groups.items())
 
 
@@ -197,7 +197,7 @@ def _plot(chart: Chart) -> _Plot:
 
 def _overlay(logged: Sequence[Mapping[str, Series]], name: str, topic: Topic) -> tuple[Chart, _Plot]:
     """A chart of one metric with a curve for each run, also for those that have none, so that colors stay the same."""
-    title = topic.title if topic.metrics == (name,) else f"{topic.title}: {name}"
+    title = topic.title if topic.metrics == name else f"{topic.title}: {name}"
     series = {f"{place} {name}": one.get(name, _NOTHING) for place, one in enumerate(logged)}
     curves = tuple(_Curve(place, name) for place in range(len(logged)))
     # What is said of a band is not true of several curves.

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import json as arrow_json
 
-from leaderless.observability.growing_file import parse_line
+from leaderless.observability.line_file import parse_line
 from leaderless.observability.report.curves import Numbers, Steps
 from leaderless.observability.report.unchecked_values import as_mapping, as_number
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.observability.growing_file import GrowingFile
+from leaderless.observability.line_file import GrowingFile
 from leaderless.observability.report.curves import Numbers, Series, Steps, union
 from leaderless.serving.live_page.metric_rows import MISSING, MetricRows, read_rows
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from leaderless.observability.growing_file import GrowingFile
+from leaderless.observability.line_file import GrowingFile
 from leaderless.observability.report.unchecked_values import as_mapping, as_number, as_step, as_text
 from leaderless.observability.report.view import format_bytes, format_duration
 from leaderless.planner.layout import format_ranks

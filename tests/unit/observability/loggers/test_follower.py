@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from tests.loggers import SAMPLE, Notes, begin, notes, steps
 
-from leaderless.observability.loggers.follower import BATCH_STEPS, Follower
+from leaderless.observability.loggers.follower import BATCH_STEPS, MAX_ROWS, Follower, SentJournal, tables_of
 from leaderless.observability.loggers.protocol import LoggedRun, Logger
-from leaderless.observability.loggers.sent_journal import SentJournal
-from leaderless.observability.loggers.tables import MAX_ROWS, tables_of
 from leaderless.observability.run_directory import RunDirectory
 
 

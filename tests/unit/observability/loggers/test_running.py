@@ -12,8 +12,7 @@ from tests.loggers import begin, notes, steps
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.run import LoggerConfig
 from leaderless.observability.loggers.process import LoggerProcess
-from leaderless.observability.loggers.registry import check_loggers, find_logger, names_of
-from leaderless.observability.loggers.start import loggers_running
+from leaderless.observability.loggers.registry import check_loggers, find_logger, loggers_running, names_of
 
 NOTES = "tests.loggers:Notes"
 

@@ -13,8 +13,8 @@ from tests.unit.observability.report.runs import EVIL, Page, replace_metric, sam
 
 from leaderless.observability.report.charts import MAX_OWN_CHARTS, charts_of
 from leaderless.observability.report.page import render_report, write_report
-from leaderless.observability.report.picture import clean_svg
 from leaderless.observability.report.run_files import read_run
+from leaderless.observability.report.unchecked_values import clean_svg
 
 
 def test_page_of_a_healthy_run_has_all_its_parts(run):
