@@ -15,8 +15,7 @@ from random import Random
 
 from examples.search.world import NAME, SYLLABLES, Question, World
 
-from leaderless.environments.search.bm25 import Bm25Retriever
-from leaderless.environments.search.retriever import Page, Retriever
+from leaderless.environments.search.retriever import Bm25Retriever, Page, Retriever
 from leaderless.environments.search.search_r1 import INVALID, show_pages
 from leaderless.models.loading.tiny import write_word_model
 

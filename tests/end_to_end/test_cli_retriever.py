@@ -40,7 +40,7 @@ def test_pages_are_found_until_a_signal_comes(tmp_path: Path) -> None:
 
 def test_what_cannot_be_searched_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'nothing.jsonl' cannot be read" in refused(tmp_path, "retriever", "nothing.jsonl", "--port", 0)
-    monkeypatch.setattr("leaderless.environments.search.bm25.find_spec", {}.get)
+    monkeypatch.setattr("leaderless.environments.search.retriever.find_spec", {}.get)
     (tmp_path / "pages.jsonl").write_text('{"contents": "a"}\n')
     assert "'.[search]'" in refused(tmp_path, "retriever", "pages.jsonl", "--port", 0)
     monkeypatch.setattr("leaderless.config.packaged_files.find_spec", {}.get)

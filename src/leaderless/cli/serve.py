@@ -74,7 +74,7 @@ def retriever(
     check_serving("retriever", None, "search")
     import asyncio
 
-    from leaderless.environments.search.bm25 import open_pages
+    from leaderless.environments.search.retriever import open_pages
     from leaderless.serving.http_server import WebServer
     from leaderless.serving.listen import address_of, take_port
     from leaderless.serving.retrieval_server import make_retriever_app

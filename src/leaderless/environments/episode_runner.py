@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar, cast
 
 from leaderless.config import RecipeError
@@ -26,7 +25,6 @@ from leaderless.environments.programs.conversations import number_of
 from leaderless.environments.programs.program_environment import LazyEndpoint, ProgramEnvironment
 from leaderless.environments.protocol import Message, Observation, Turn
 from leaderless.environments.tools import Call, Toolbox, result_messages
-from leaderless.environments.tools.formats import find_reader
 from leaderless.rollout.engine import Request
 
 Result = TypeVar("Result")
@@ -146,7 +144,7 @@ class EpisodeRunner:
             params=place.params,
             max_tokens=self._max_tokens,
             max_turns=config.max_turns,
-            reader_of=partial(find_reader, config.tool_format, place.writer.tokenizer, is_chat=place.writer.is_chat),
+            tool_format=config.tool_format,
         )
         episode.is_led = True
         chat = Chat(rules, place.writer, episode.trace, self._pump, self._doorway)

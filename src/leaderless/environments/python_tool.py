@@ -9,7 +9,7 @@ from leaderless.base.leftover_processes import exit_in_words
 from leaderless.config.rewards import SandboxName
 from leaderless.environments.tools import tool
 from leaderless.rewards.sandbox.jail import Interpreter
-from leaderless.rewards.sandbox.messages import ProgramEnd, SandboxLimits
+from leaderless.rewards.sandbox.messages import SandboxLimits
 from leaderless.rewards.sandbox.sandboxes import choose_sandbox
 
 _LOST = "The interpreter was started anew: variables and files of earlier calls are lost."
@@ -65,7 +65,17 @@ class PythonTool:
         Args:
             code: Python code.
         """
-        return self._told(self._open().call(code))
+        ended = self._open().call(code)
+        output = ended.output.rstrip()
+        if ended.cause == "answered":
+            return output or "(no output)"
+        shown = output if len(output) <= _SHOWN_CHARACTERS else f"{output[:_SHOWN_CHARACTERS]} [...]"
+        reason = {
+            "timeout": f"took more than {self._limits.test_timeout_s:g} s and was ended",
+            "output": f"printed more than {self._limits.max_output_bytes:,} bytes and was ended",
+            "exited": f"ended the interpreter with {exit_in_words(ended.code)}",
+        }[ended.cause]
+        return f"{shown}\nError: the call {reason}. {_LOST}".lstrip()
 
     async def close(self) -> None:
         """End the interpreter and remove its files; it cannot be used any more."""
@@ -82,16 +92,3 @@ class PythonTool:
             if self._interpreter is None:
                 self._interpreter = Interpreter(self._sandbox, self._limits)
             return self._interpreter
-
-    def _told(self, ended: ProgramEnd) -> str:
-        """Message to the policy about a call."""
-        output = ended.output.rstrip()
-        if ended.cause == "answered":
-            return output or "(no output)"
-        shown = output if len(output) <= _SHOWN_CHARACTERS else f"{output[:_SHOWN_CHARACTERS]} [...]"
-        reason = {
-            "timeout": f"took more than {self._limits.test_timeout_s:g} s and was ended",
-            "output": f"printed more than {self._limits.max_output_bytes:,} bytes and was ended",
-            "exited": f"ended the interpreter with {exit_in_words(ended.code)}",
-        }[ended.cause]
-        return f"{shown}\nError: the call {reason}. {_LOST}".lstrip()

@@ -16,8 +16,7 @@ from examples.search.world import NAME, Search, World
 from leaderless.config import load_recipe
 from leaderless.environments.protocol import Turn
 from leaderless.environments.registry import find_environment
-from leaderless.environments.search.bm25 import Bm25Retriever
-from leaderless.environments.search.retriever import Page
+from leaderless.environments.search.retriever import Bm25Retriever, Page
 from leaderless.models.loading.tiny import write_word_model
 
 ROOT = Path(__file__).parents[3]

@@ -17,8 +17,15 @@ import uvicorn
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
 from leaderless.environments.protocol import EpisodeFailed, Turn
-from leaderless.environments.search.bm25 import Bm25Retriever, open_pages
-from leaderless.environments.search.retriever import Hit, Page, RemoteRetriever, Retriever, RetrieverError
+from leaderless.environments.search.retriever import (
+    Bm25Retriever,
+    Hit,
+    Page,
+    RemoteRetriever,
+    Retriever,
+    RetrieverError,
+    open_pages,
+)
 from leaderless.environments.search.search_r1 import INVALID, SearchR1
 from leaderless.serving.listen import take_port
 from leaderless.serving.retrieval_server import make_retriever_app

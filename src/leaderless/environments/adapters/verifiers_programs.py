@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import lru_cache
 from itertools import count
@@ -31,6 +32,8 @@ from leaderless.environments.protocol import EpisodeFailed, Task
 _SCRIPT = Path(__file__).with_name("verifiers_worker.py")
 _SPLITS = ("train", "eval")
 _CHECK_S = 30.0
+_LEAVING_S = 2.0
+"""Seconds that the process has to end by itself once its input has ended."""
 
 
 class Verifiers:
@@ -127,10 +130,6 @@ def _refusal(python: str) -> str | None:
     return f"'{python}' has no package verifiers: {remedy}, and set it to verifiers-env/bin/python"
 
 
-_LEAVING_S = 2.0
-"""Seconds that the process has to end by itself once its input has ended."""
-
-
 def shared(command: Sequence[str]) -> PackageWorker:
     """The worker of a command, which all episodes of this process share; a new one if it has ended."""
     worker = _SHARED.get(tuple(command))
@@ -176,7 +175,7 @@ class PackageWorker:
         answer = self._answers.expect(number)
         try:
             self._write({"number": number, **question})
-            return await answer
+            return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
             self._write({"number": next(self._numbers), "cancel": number})
             raise
@@ -200,17 +199,16 @@ class _Answers:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, asyncio.Future[Mapping[str, Json]]] = {}
+        self._waiting: dict[int, Future[Mapping[str, Json]]] = {}
         self._lock = Lock()
         self.end: str | None = None
 
-    def expect(self, number: int) -> asyncio.Future[Mapping[str, Json]]:
+    def expect(self, number: int) -> Future[Mapping[str, Json]]:
         """The answer of a number, once it is there."""
-        future: asyncio.Future[Mapping[str, Json]] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self.end is not None:
                 raise EnvironmentFailure(CRASH, self.end)
-            self._waiting[number] = future
+            future = self._waiting[number] = Future()
         return future
 
     def forget(self, number: int) -> None:
@@ -226,26 +224,16 @@ class _Answers:
             answer = json.loads(line)
             reason = answer.get("fatal", reason)
             with self._lock:
-                future = self._waiting.get(answer.get("number", -1))
-            if future is not None:
-                _settle(future, answer)
+                future = self._waiting.pop(answer.get("number", -1), None)
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_result(answer)
         code = process.wait()
         with self._lock:
             self.end = f"the process ended with {exit_in_words(code)}: {reason}"
             left = list(self._waiting.values())
         for future in left:
-            _settle(future, EnvironmentFailure(CRASH, self.end))
-
-
-def _settle(future: asyncio.Future[Mapping[str, Json]], found: Mapping[str, Json] | EnvironmentFailure) -> None:
-    """End a future of another thread's event loop, if both are still there."""
-
-    def settle() -> None:
-        if not future.done():
-            future.set_exception(found) if isinstance(found, EnvironmentFailure) else future.set_result(found)
-
-    with suppress(RuntimeError):  # the loop is closed
-        future.get_loop().call_soon_threadsafe(settle)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EnvironmentFailure(CRASH, self.end))
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Protocol
@@ -23,11 +23,11 @@ from leaderless.environments.programs.conversations import (
     number_of,
 )
 from leaderless.environments.protocol import Message
+from leaderless.environments.tools.formats import Reader, find_reader
 
 if TYPE_CHECKING:
     from leaderless.environments.chat_writer import ChatWriter
     from leaderless.environments.engine_scheduler import EngineScheduler
-    from leaderless.environments.tools.formats import Reader
     from leaderless.rollout.engine import Completion, SamplingParams
 
 
@@ -81,7 +81,7 @@ class Rules:
         params: Distribution from which the policy samples, and the limits of one answer.
         max_tokens: Most tokens of a conversation, from its beginning.
         max_turns: Most answers.
-        reader_of: Function that gives the reader of calls of tools, from their schemas.
+        tool_format: Format in which the policy writes calls of tools; `auto` for that of the chat template.
         limits: Settings that `max_tokens` is the sum of, for errors.
     """
 
@@ -90,7 +90,7 @@ class Rules:
     params: SamplingParams
     max_tokens: int
     max_turns: int
-    reader_of: Callable[[Sequence[Json]], Reader]
+    tool_format: str
     limits: str = "data.max_prompt_tokens + environment.max_episode_tokens"
 
 
@@ -171,15 +171,14 @@ class Chat:
         messages = [checked(message, sees_images=sees_images, known=self._images) for message in said]
         if not messages or messages[-1]["role"] == "assistant":
             raise AskRefusedError("messages must end with a message of another role than 'assistant'")
-        key, reader = json.dumps(tools, sort_keys=True), None
+        key, form, writer = json.dumps(tools, sort_keys=True), self.rules.tool_format, self.writer
         try:
-            if tools:
-                # Found once for the same tools: that takes some renderings of the chat template.
-                reader = self._readers[key] = self._readers.get(key) or self.rules.reader_of(tools)
+            if tools and key not in self._readers:  # it takes some renderings of the chat template
+                self._readers[key] = find_reader(form, writer.tokenizer, tools, is_chat=writer.is_chat)
             context = self._conversations.of_messages(messages, tools)
         except RecipeError as error:
             raise AskRefusedError(str(error)) from error
-        return await self._guarded(context, max_tokens, tuple(stop), reader)
+        return await self._guarded(context, max_tokens, tuple(stop), self._readers.get(key))
 
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()

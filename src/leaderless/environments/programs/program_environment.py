@@ -107,7 +107,15 @@ class ProgramEnvironment:
             running.cancel()
             await asyncio.wait({running}, timeout=_LEAVING_S)
             await chat.close()
-        return self._checked(found, chat)
+        result: Mapping[str, Json] = found if isinstance(found, Mapping) else {"reward": cast("Json", found)}
+        problem, reward = "", result.get("reward")
+        if not is_finite_number(reward):
+            problem = f"gave the reward {reward!r:.80}: it must be a finite number"
+        elif not chat.num_answers:
+            problem = "has not asked the policy anything, so there is nothing to train"
+        if problem:
+            raise EnvironmentFailure(ENVIRONMENT, f"{self._name} {problem}")
+        return result
 
     async def close(self) -> None:
         """Release nothing: the program has ended."""
@@ -135,19 +143,6 @@ class ProgramEnvironment:
                 )
             await asyncio.wait({running}, timeout=left_s)
         return running.result()
-
-    def _checked(self, found: object, chat: Chat) -> Mapping[str, Json]:
-        result: Mapping[str, Json] = found if isinstance(found, Mapping) else {"reward": cast("Json", found)}
-        reward = result.get("reward")
-        if not is_finite_number(reward):
-            raise EnvironmentFailure(
-                ENVIRONMENT, f"{self._name} gave the reward {reward!r:.80}: it must be a finite number"
-            )
-        if not chat.num_answers:
-            raise EnvironmentFailure(
-                ENVIRONMENT, f"{self._name} has not asked the policy anything, so there is nothing to train"
-            )
-        return result
 
 
 BUILT_IN: Mapping[str, str] = {

@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from leaderless.config import RecipeError
 from leaderless.environments.protocol import Environment, EpisodeFailed, Task, Turn
-from leaderless.environments.search.bm25 import open_pages
-from leaderless.environments.search.retriever import Hit, RemoteRetriever, Retriever
+from leaderless.environments.search.retriever import Hit, RemoteRetriever, Retriever, open_pages
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -43,7 +43,7 @@ class ProductFunctions:
 PRODUCTS: Mapping[Product, ProductFunctions] = {
     "text": ProductFunctions(),
     "episodes": ProductFunctions(),
-    "online": ProductFunctions(clients="leaderless.serving.online.addresses:OnlineEntrance"),
+    "online": ProductFunctions(clients="leaderless.serving.online.server:OnlineEntrance"),
     "bodies": ProductFunctions(
         check="leaderless.embodied.simulators.registry:check_recipe",
         memory="leaderless.embodied.planning.memory:estimate_body_memory",

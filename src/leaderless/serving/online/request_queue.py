@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from typing_extensions import override
@@ -23,14 +23,14 @@ class RequestOrder:
     Attributes:
         request: Prompt with one sample id.
         params: Distribution and limits.
-        answer: Future for which the client waits.
+        answer: Future for which the client waits, in its own thread.
         completion: Tokens sampled so far, by weights of one version or several.
         is_dropped: Whether nobody wants it any more.
     """
 
     request: Request
     params: SamplingParams
-    answer: asyncio.Future[Completion]
+    answer: Future[Completion] = field(default_factory=Future)
     completion: Completion = field(default_factory=Completion)
     is_dropped: bool = False
 
@@ -58,15 +58,14 @@ class OnlineScheduler(EngineScheduler):
     @override
     async def ask(self, request: Request, params: SamplingParams, known_tokens: int = 0) -> Completion:
         """Sample one response, as soon as there is an engine; no further turn follows."""
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        order = RequestOrder(replace(request, conversation=None), params, answer)
+        order = RequestOrder(replace(request, conversation=None), params)
         with self._lock:
             if self._end is not None:
                 raise self._end
             self._waiting.append(order)
         self._news.set()
         try:
-            return await order.answer
+            return await asyncio.wrap_future(order.answer)
         except asyncio.CancelledError:
             order.is_dropped = True
             self._news.set()
@@ -110,7 +109,8 @@ class OnlineScheduler(EngineScheduler):
             self._end, left = error, [*self._waiting]
             self._waiting.clear()
         for order in left:
-            settle(order, error)
+            if order.answer.set_running_or_notify_cancel():
+                order.answer.set_exception(error)
 
     def _submit(self, engine: RolloutEngine) -> None:
         for number, order in list(self._under_way.items()):
@@ -133,7 +133,8 @@ class OnlineScheduler(EngineScheduler):
             order.completion.add(delta)
             if delta.finish_reason is not None:
                 del self._under_way[delta.request]
-                settle(order, order.completion)
+                if order.answer.set_running_or_notify_cancel():
+                    order.answer.set_result(order.completion)
 
     def _interrupt(self, engine: RolloutEngine) -> None:
         """Let the engine go, and keep what has been sampled."""
@@ -145,18 +146,3 @@ class OnlineScheduler(EngineScheduler):
             self._waiting.extendleft(order for _, order in reversed(orders))
         for number, _ in orders:
             engine.abort(number)
-
-
-def settle(order: RequestOrder, outcome: Completion | Exception) -> None:
-    """Give a client what it waits for, in its own thread."""
-
-    def settle() -> None:
-        if order.answer.done():
-            return
-        if isinstance(outcome, Exception):
-            order.answer.set_exception(outcome)
-        else:
-            order.answer.set_result(outcome)
-
-    with suppress(RuntimeError):  # its event loop has ended, and the client has gone
-        order.answer.get_loop().call_soon_threadsafe(settle)

@@ -1,13 +1,18 @@
-"""Where clients ask the policy of an online run and say what its responses were worth, while it is trained."""
+"""Where clients ask the policy of an online run and say what its responses were worth, while it is trained.
+
+OnlineEntrance reserves the address of a replica -> OnlineService answers at it, in a thread of its own
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from starlette.applications import Starlette
@@ -19,17 +24,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
 from leaderless.config import Recipe, RecipeError
+from leaderless.data.prompts.encode import Tokenizer
 from leaderless.environments.chat_writer import ChatWriter
 from leaderless.environments.episode import Trace
 from leaderless.environments.programs.chat import Chat, Rules
 from leaderless.environments.programs.program_environment import LazyEndpoint
-from leaderless.environments.tools.formats import find_reader
+from leaderless.observability.run_directory import RunDirectory, write_atomically
+from leaderless.planner import Plan
 from leaderless.rollout.engine import SamplingParams
 from leaderless.serving.api.conversations import Asking, RequestOwner
 from leaderless.serving.http_server import HANDLERS, ApiError, Guard, QuietServer, health, parse_body, read_body
-from leaderless.serving.listen import address_of
+from leaderless.serving.listen import TOKEN_VARIABLE, address_of, take_port
 from leaderless.serving.online.feedback_ledger import Counts, ReplyChoice, ReplyLedger
 from leaderless.serving.online.request_queue import OnlineScheduler
+from leaderless.stages.play_episodes import writer_of
 
 LEAVING_S = 2
 """Longest time that clients have to read their last replies when the run ends."""
@@ -130,7 +138,7 @@ class OnlineService(Asking):
             params=self.params,
             max_tokens=recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens,
             max_turns=1,
-            reader_of=partial(find_reader, recipe.online.tool_format, writer.tokenizer, is_chat=writer.is_chat),
+            tool_format=recipe.online.tool_format,
             limits=LIMITS,
         )
         return Chat(rules, writer, Trace(), self.pump, self._doorway)
@@ -151,3 +159,41 @@ class _Counter:
             await send(message)
 
         await self._app(scope, receive, counted)
+
+
+class OnlineEntrance:
+    """The address of the replica of a rank; ranks that do not sample have none."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, rank: int) -> None:
+        """Take the address, at which nobody is answered yet.
+
+        Raises:
+            RecipeError: It is taken, or other machines reach it and there is no token.
+        """
+        config, self._node = recipe.online, next(node for node in plan.nodes if node.spec.samples)
+        assert config is not None, "only online runs have clients"
+        self._replica = self._node.layout.shard_of(rank) if rank in self._node.layout else None
+        self._service: OnlineService | None = None
+        if self._replica is not None:
+            port = config.port and config.port + self._replica
+            self._token = os.environ.get(TOKEN_VARIABLE) or None
+            self._listener = take_port(config.host, port, self._token, "online")
+
+    def open(self, recipe: Recipe, tokenizer: Tokenizer) -> OnlineService | None:
+        """Answer clients as soon as the first step begins."""
+        if self._replica is not None:
+            (data,) = recipe.data.train_sets().values()
+            writer = writer_of(copy.deepcopy(tokenizer), data)  # no two threads may use one
+            self._service = OnlineService(self._node.settings_of(recipe), writer, self._listener, self._token)
+        return self._service
+
+    def say(self, directory: RunDirectory, say: Callable[[str], None]) -> None:
+        """Write the addresses of all replicas into the folder of the run."""
+        folder, service, size = directory.doors, self._service, self._node.layout.dp
+        if service is None:
+            say(f"clients: the addresses are in {folder}")
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / str(self._replica), f"{service.address}\n")
+        others = f", replica {self._replica} of {size}; all addresses are in {folder}" if size > 1 else ""
+        say(f"clients: {service.address}{others}")
