@@ -24,11 +24,10 @@ from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.tokenizer import end_tokens, load_tokenizer
 from leaderless.planner import Layout
-from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, make_probe
 from leaderless.rollout.external.engine import Driver, ExternalEngine
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.sampling import sample_tokens
-from leaderless.rollout.probe import make_probe
 from leaderless.rollout.weight_sources import Colocated
 from leaderless.training.fsdp import FsdpEngine
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from leaderless.config.rollout import SamplingConfig
 from leaderless.planner.memory.limits import bucket_of
 from leaderless.rollout.native.kv_cache import Segment
+from leaderless.rollout.native.lean_forward import Rotation, rotate
 from leaderless.rollout.native.paged_attention import PagedAttend, attend_with_torch
 from leaderless.rollout.native.paged_plan import (
     TILE_ROWS,
@@ -28,7 +29,6 @@ from leaderless.rollout.native.paged_plan import (
     num_bytes,
 )
 from leaderless.rollout.native.pages import PagePool
-from leaderless.rollout.native.rotary import Rotation, rotate
 
 
 class Rows:

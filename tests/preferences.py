@@ -23,8 +23,15 @@ from leaderless.data.prompts.preferences import make_encoder
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.value_model import load_value_model
-from leaderless.stages.preferences import loss_of_rows, samples_for, score_sides, side_by_side, totals_of
-from leaderless.stages.reward_model import pair_losses, with_ends
+from leaderless.stages.preferences import (
+    loss_of_rows,
+    pair_losses,
+    samples_for,
+    score_sides,
+    side_by_side,
+    totals_of,
+    with_ends,
+)
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 
 PAIRS: list[dict[str, str]] = [

@@ -24,14 +24,13 @@ from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.models.lora.linear import adapted_layers
 from leaderless.planner import Layout
 from leaderless.planner.engines import engine_for
-from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
+from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate, make_probe
 from leaderless.rollout.external.engine import ExternalEngine
 from leaderless.rollout.external.lora_slots import Host, LoraSlot
 from leaderless.rollout.external.sglang_engine import SglangServer
 from leaderless.rollout.external.vllm_process.adapters import AdapterFolder
 from leaderless.rollout.make_engine import RolloutSetup, make_engine
-from leaderless.rollout.probe import make_probe, probe_of
-from leaderless.rollout.weight_sources import Colocated
+from leaderless.rollout.weight_sources import Colocated, probe_of
 from leaderless.training.fsdp import FsdpEngine
 
 VLLM_PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")

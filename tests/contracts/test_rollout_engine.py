@@ -57,7 +57,7 @@ from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.paged_attention import attend_with_torch
 from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.native.segment_attention import DecodeAttention, PrefillAttention
-from leaderless.rollout.spanning_engine import ALONE
+from leaderless.rollout.wrapped_engine import ALONE
 from leaderless.training.fsdp import FsdpEngine
 
 PROMPT_LENGTHS = (5, 9, 3, 17, 16, 1)

@@ -19,10 +19,9 @@ from tests.distributed.test_simulated_bytes import (
 from tests.distributed.walks import Case, walk
 
 from leaderless.data.batch import Batch
-from leaderless.data.buffer import group_selection
 from leaderless.data.buffer import reshard as ways
-from leaderless.data.buffer.group_selection import Span
-from leaderless.data.buffer.surplus import Surplus
+from leaderless.data.buffer import row_agreement
+from leaderless.data.buffer.row_agreement import Span, Surplus
 from leaderless.distributed.transport import Transport
 from leaderless.planner import Reshard
 
@@ -65,7 +64,7 @@ def take_groups(_: object) -> tuple[list[int], list[int], Span]:
     transport = Transport(torch.device("cpu"), timeout_s=20)
     rows = Batch(torch.arange(4) * 4 + rank, {"rewards": torch.zeros(4)})  # groups rank, 4 + rank, 8 + rank, 12 + rank
     surplus = Surplus(rows)
-    with patch.object(group_selection, "is_in_blocks", lambda *_: True):
+    with patch.object(row_agreement, "is_in_blocks", lambda *_: True):
         taken = surplus.take(6, transport.world)
     assert surplus.batch is not None
     return taken.group_ids.tolist(), surplus.batch.group_ids.tolist(), surplus.carried

@@ -14,7 +14,7 @@ from tests.unit.worker.test_judging import NativeServing, asker, questions, read
 
 from leaderless.data.buffer.block_exchange import exchange_unannounced
 from leaderless.distributed.transport import Transport
-from leaderless.rollout.spanning_engine import ALONE
+from leaderless.rollout.wrapped_engine import ALONE
 from leaderless.worker.build.judging import AskerOfOthers
 
 

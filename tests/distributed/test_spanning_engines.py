@@ -18,7 +18,7 @@ from tests.tiny import tiny_model, write_additions, write_recipe
 from leaderless.config.rollout import SamplingConfig
 from leaderless.distributed.transport import Transport
 from leaderless.rollout.engine import Delta, Request, SamplingParams, generate
-from leaderless.rollout.spanning_engine import compared
+from leaderless.rollout.wrapped_engine import compared
 
 NUM_STEPS = 2
 SPANNING = "tests.contracts.spanning_engine:make"

@@ -24,7 +24,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.models.value_model import load_value_model
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.workflow import load_recipe, resolve_workflow
-from leaderless.stages.reward_model import with_ends
+from leaderless.stages.preferences import with_ends
 from leaderless.worker.checkpoint.shards import read_tensors
 
 RECIPES = ROOT / "recipes/preferences"

@@ -166,7 +166,7 @@ async def _model(
     from leaderless.environments.try_model import ModelTrier
     from leaderless.rollout.engine import SamplingParams
     from leaderless.run.standalone_model import find_model, open_model
-    from leaderless.stages.play_episodes import reader_of, writer_of
+    from leaderless.stages.episode_rollout import reader_of, writer_of
 
     def say(text: str) -> None:
         errors.print(Text(text))

@@ -15,10 +15,9 @@ from leaderless.data.prompts.encode import Tokenizer
 from leaderless.data.prompts.images import ImageReader
 from leaderless.data.prompts.preferences import make_encoder
 from leaderless.data.sources.disk_cache import DataCache
-from leaderless.data.sources.online_requests import RequestSet
 from leaderless.data.sources.open_source import open_source, open_stream
 from leaderless.data.sources.parquet import unpack
-from leaderless.data.streamed_dataset import StreamedDataset
+from leaderless.data.streamed_dataset import RequestSet, StreamedDataset
 from leaderless.distributed.background import ReadAhead
 from leaderless.planner.layout import places_of_shard
 

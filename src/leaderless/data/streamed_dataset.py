@@ -1,4 +1,7 @@
-"""Datasets whose rows are read in their order, shuffled within windows of bounded size."""
+"""Training data of which only what comes next is known: streams of rows, and requests of clients.
+
+Streams are shuffled within windows of bounded size.
+"""
 
 from __future__ import annotations
 
@@ -121,3 +124,26 @@ class StreamFeed(Feed):
             encoded = self.dataset.encoder.encode(row, place)
             fits(encoded, place, self.dataset.data, self.dataset.encoder.key)  # refuses what is overlong
         return Prompt(row, encoded)
+
+
+class RequestSet(TrainingSet, Feed):
+    """Tasks without content, as many as are wanted, which stand for groups of requests that clients bring."""
+
+    def __init__(self, encoder: RowEncoder) -> None:
+        self.encoder = encoder
+
+    @override
+    def feed(self, seed: int, number: int, *, shuffle: bool) -> Feed:
+        return self
+
+    @override
+    def take(self, places: Sequence[int]) -> list[Prompt]:
+        return [Prompt({}, self.encoder.encode({}, f"request group {place}")) for place in places]
+
+    @override
+    def epoch(self, num_rows: int) -> float:
+        return 0.0  # there is no end of them
+
+    @override
+    def summary(self, path: str) -> str:
+        return "requests of clients"

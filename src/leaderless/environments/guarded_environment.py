@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from typing_extensions import override
 
 from leaderless.base.values import is_finite_number
-from leaderless.data.prompts.media import other_than_text
+from leaderless.data.prompts.images import other_than_text
 from leaderless.environments.pictures import with_files
 from leaderless.environments.protocol import ONLY_AGENT, Environment, EpisodeFailed, Message, Observation, Task, Turn
 from leaderless.environments.user_functions import call_user, time_limit

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
+from leaderless.base.devices import find_accelerator
 from leaderless.base.named_functions import Declarations, Function, name_of
 from leaderless.config.rollout import RolloutConfig
 from leaderless.planner.layout import Layout, check_model_axes
@@ -136,6 +138,12 @@ def engine_for(rollout: RolloutConfig, name: str) -> RolloutEngineSpec:
     return replace(
         spec, takes_adapters=spec.takes_adapters and not (spec.keeps_weights and rollout.external.merge_adapters)
     )
+
+
+def choose_engine(rollout: RolloutConfig) -> str:
+    """Choose vLLM if there is a CUDA device, and vLLM here or in an environment that the recipe names; else native."""
+    has_vllm = rollout.external.python is not None or find_spec("vllm") is not None
+    return "vllm" if has_vllm and find_accelerator() == "cuda" else "native"
 
 
 BACKEND_KEY = "training.backend"

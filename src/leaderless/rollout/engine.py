@@ -1,16 +1,20 @@
-"""The protocol of rollout engines, and their requests and responses."""
+"""The protocol of rollout engines, their requests and responses, and the proof that they use their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.data.prompts.images import PromptImage, unpack_images
-from leaderless.distributed.weights.stream import WeightStream
+from leaderless.distributed.weights.stream import Probe, WeightStream
 from leaderless.planner.workflow.columns import IMAGES
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -261,3 +265,53 @@ def has_stopped(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer
     reach = max(len(text.encode()) for text in stop)
     text = tokenizer.decode(tokens[-reach - 1 :])
     return any(ending in text for ending in stop)
+
+
+def derive_seed(seed: int, sample_id: int, position: int) -> int:
+    """Derive the seed of the noise of a response that has `position` tokens: 31 bits, which every engine takes."""
+    digest = hashlib.blake2b(f"{seed}/{sample_id}/{position}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+PROBE_TOKENS = 32
+"""Length of a text whose log-probabilities show that an engine generates with the trainer's weights."""
+PROBE_TOLERANCE = {"float32": 5e-4, "bfloat16": 0.5}
+"""Largest mean difference of log-probabilities that rounding explains, by the type in which the engine computes. The
+text is unlikely, so its log-probabilities are large and a single one may differ by more. Without the right weights,
+differences are far larger."""
+
+
+def make_probe(num_tokens: int, max_tokens: int, reserved: Container[int] = ()) -> list[int]:
+    """Make a text of at least two tokens, the same on every rank, that leaves one token of the context free.
+
+    Args:
+        num_tokens: Number of tokens that there are.
+        max_tokens: Length of the context.
+        reserved: Tokens that no text has.
+    """
+    length = max(2, min(PROBE_TOKENS, max_tokens - 1))
+    drawn = [derive_seed(0, 0, place) % num_tokens for place in range(length)]
+    return [next(one for one in (*range(token, num_tokens), *range(token)) if one not in reserved) for token in drawn]
+
+
+def check_probe(name: str, found: Tensor, probe: Probe, policy_version: int, tolerance: float, remedy: str) -> None:
+    """Compare an engine's log-probabilities of a probe with the trainer's.
+
+    Args:
+        name: Name of the engine, for the error.
+        found: [tokens - 1] log-probabilities of the engine.
+        probe: Text with the trainer's log-probabilities.
+        policy_version: Version of the weights that the engine was given.
+        tolerance: Largest mean difference that rounding explains.
+        remedy: Advice to the user, for the error.
+
+    Raises:
+        RuntimeError: The difference is larger, or no number.
+    """
+    difference = float((found.cpu() - probe.log_probs.cpu()).abs().nan_to_num(nan=torch.inf).mean())
+    if difference > tolerance:
+        raise RuntimeError(
+            f"{name} does not use the weights of policy version {policy_version} that were loaded: its "
+            f"log-probabilities of {len(found)} tokens differ from the trainer's by {difference:.3g} on average, "
+            f"and rounding explains {tolerance:g}; {remedy}"
+        )

@@ -38,15 +38,14 @@ from leaderless.planner.graph.adapters import describe, lora_of
 from leaderless.planner.memory.layers import TEXT_PART
 from leaderless.planner.memory.limits import CachePool
 from leaderless.planner.memory.model_size import read_model_size
-from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.engine import PROBE_TOLERANCE, RolloutEngine, make_probe
 from leaderless.rollout.external.engine import Driver, ExternalEngine
-from leaderless.rollout.external.lora_slots import Host
+from leaderless.rollout.external.lora_slots import Host, LoraSlot
 from leaderless.rollout.external.sglang_engine import SglangServer
 from leaderless.rollout.external.vllm_engine import InProcessVllm, VllmServer
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.paged_check import paged_attention, token_drawing
 from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
-from leaderless.rollout.probe import PROBE_TOLERANCE, make_probe
 
 LEAST_TOKENS = 8
 """Shortest context; engines refuse shorter ones."""
@@ -209,7 +208,7 @@ def _seat(name: str, setup: RolloutSetup, settings: Settings) -> Driver:
     host = setup.host or Host({setup.role: setup.model})
     if not hasattr(host, "driver"):
         host.driver = _driver(name, setup, settings)
-    return host.seat(setup.role)
+    return LoraSlot(host, setup.role)
 
 
 def _settings(setup: RolloutSetup) -> Settings:

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from leaderless.base.devices import trim_host_memory
+from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.remote.child_server import EngineError
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.blocks import HeldWeights, Pool, Shape, everything
@@ -21,8 +22,7 @@ from leaderless.distributed.weights.stream import NO_VERSION, Probe, WeightStrea
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.lora.linear import is_adapter
 from leaderless.rollout.engine import RolloutEngine
-from leaderless.rollout.probe import probe_of
-from leaderless.rollout.spanning_engine import ALONE, compared
+from leaderless.rollout.wrapped_engine import ALONE, compared
 from leaderless.training.engine import AdaptedEngine, Trainable, TrainEngine
 
 
@@ -288,6 +288,17 @@ class Fed(Serving):
     @override
     def close(self) -> None:
         self.engine.close()
+
+
+def probe_of(trainer: TrainEngine, tokens: Sequence[int]) -> Probe:
+    """The probe with a trainer's log-probabilities. All ranks of the trainer call it together."""
+    prompt, scored = (
+        Jagged.from_lists([list(part)], torch.int64, axis)
+        for part, axis in ((tokens[:1], "prompt_tokens"), (tokens[1:], "tokens"))
+    )
+    mask = Jagged(torch.ones(len(tokens) - 1, dtype=torch.bool), scored.lengths, "tokens")
+    columns = {"prompt_tokens": prompt, "tokens": scored, "response_mask": mask}
+    return Probe(tokens, trainer.log_probs(Batch(torch.zeros(1, dtype=torch.int64), columns)).values)
 
 
 def shapes_of(model: CausalLM, *, is_merged: bool = False) -> dict[str, Shape]:

@@ -24,8 +24,8 @@ from leaderless.planner.workflow import WorkflowRecipe, load_recipe
 from leaderless.planner.workflow.builtin_stages import spec_of
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rollout.engine import SamplingParams
-from leaderless.stages.play_episodes import reader_of, tools_of, writer_of
-from leaderless.stages.regrade import RegradedPart, parts_of, regrade
+from leaderless.stages.episode_rollout import reader_of, tools_of, writer_of
+from leaderless.stages.reward import RegradedPart, parts_of, regrade
 
 Grade = Mapping[str, Json]
 """A line about the rewards of a part of an episode."""

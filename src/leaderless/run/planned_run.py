@@ -20,6 +20,7 @@ from leaderless.observability.console import print_line, print_path
 from leaderless.observability.loggers.registry import loggers_running
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, Plan, make_plan
+from leaderless.planner.engines import choose_engine
 from leaderless.planner.graph.adapters import optimizer_of
 from leaderless.planner.placement.replanning import alternatives
 from leaderless.planner.placement.stage_seconds import read_profile
@@ -27,7 +28,6 @@ from leaderless.planner.workflow import WorkflowRecipe, load_recipe, spec_of
 from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.planner.workflow.read import ANSWER, JUDGE, evaluation_workflow
 from leaderless.planner.workflow.reward_stages import reward_names
-from leaderless.rollout.choose_engine import choose_engine
 from leaderless.run.launch.rendezvous import Nodes
 from leaderless.run.settings import leaves_of
 

@@ -30,15 +30,14 @@ from leaderless.models.vision.image_readers import open_reader
 from leaderless.observability.console import print_line
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
-from leaderless.planner.engines import engine_for
+from leaderless.planner.engines import choose_engine, engine_for
 from leaderless.planner.memory.limits import CachePool, pool_tokens
 from leaderless.planner.memory.model import number_bytes
 from leaderless.planner.memory.model_size import read_model_size
-from leaderless.rollout.choose_engine import choose_engine
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.make_engine import RolloutSetup, make_engine
-from leaderless.rollout.spanning_engine import ALONE
 from leaderless.rollout.weight_sources import Colocated, Serving
+from leaderless.rollout.wrapped_engine import ALONE
 from leaderless.stages.reward import response_in, transcripts
 from leaderless.training.engine import EngineSetup, TrainEngine, make_train_engine
 from leaderless.worker.build.join import join_nobody

@@ -14,7 +14,7 @@ from torch import Tensor
 from leaderless.config import Recipe
 from leaderless.config.run import GuardAction
 from leaderless.data.batch import Batch
-from leaderless.data.buffer.group_selection import select
+from leaderless.data.buffer.row_agreement import select
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.observability.clock import Clock

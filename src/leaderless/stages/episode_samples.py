@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,7 +24,6 @@ from leaderless.environments.tools.sources import ToolSources
 from leaderless.models.routers import UNKNOWN
 from leaderless.observability.metrics import Metrics
 from leaderless.planner.workflow.columns import EXPERTS, IMAGES, LATER_IMAGES
-from leaderless.stages.earlier_turns import EpisodeIndex
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,14 @@ class Play:
     first: int
     stride: int
     seed: int
+
+
+class EpisodeIndex(NamedTuple):
+    """Where an episode belongs: a task, a place among its episodes, and the sibling number of its first sample."""
+
+    task: int
+    place: int
+    begin: int
 
 
 class Work(Protocol):

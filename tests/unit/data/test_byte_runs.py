@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leaderless.data.buffer import column_store
-from leaderless.data.buffer.column_store import ByteColumn, ByteRuns, copy, write
+from leaderless.data.buffer import wire
+from leaderless.data.buffer.wire import ByteColumn, ByteRuns, copy, write
 
 
 @st.composite
@@ -68,7 +68,7 @@ def test_neighbours_are_sent_from_where_they_lie() -> None:
 
 
 def test_rows_are_copied_to_other_places_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(column_store, "COPY_BYTES", 20)
+    monkeypatch.setattr(wire, "COPY_BYTES", 20)
     every_byte = 0x0101010101010101
     values, target = torch.arange(1, 13) * every_byte, torch.zeros(12, dtype=torch.int64)
     lengths = np.array([3, 1, 5, 3])

@@ -25,7 +25,7 @@ from leaderless.config.data import DatasetConfig
 from leaderless.config.models import ModelConfig
 from leaderless.data.dataset import open_dataset
 from leaderless.data.prompts.encode import Encoded, RowEncoder
-from leaderless.data.prompts.media import image_folder
+from leaderless.data.prompts.images import image_folder
 from leaderless.data.sources.disk_cache import DataCache
 from leaderless.data.sources.parquet import ParquetSource
 from leaderless.data.sources.row_sources import Row

@@ -15,7 +15,7 @@ from tests.unit.recipes import plan_of
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.buffer import reshard as ways
 from leaderless.data.buffer.block_exchange import MeshPosition
-from leaderless.data.buffer.group_selection import Span, select_in_blocks, span_of
+from leaderless.data.buffer.row_agreement import Span, select_in_blocks, span_of
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.planner import Layout, Load, Reshard, flat
 from leaderless.planner.assign.balance import (

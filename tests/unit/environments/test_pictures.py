@@ -40,10 +40,10 @@ from leaderless.environments.try_model import ModelTrier
 from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.planner.workflow.columns import IMAGES, LATER_IMAGES
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
-from leaderless.rollout.shared_engine import SharedEngine
+from leaderless.rollout.wrapped_engine import SharedEngine
+from leaderless.stages.episode_rollout import check_policy, play_tasks
+from leaderless.stages.episode_rollout import reader_of as reader_of_role
 from leaderless.stages.episode_samples import Play, Played
-from leaderless.stages.play_episodes import check_policy, play_tasks
-from leaderless.stages.play_episodes import reader_of as reader_of_role
 from leaderless.worker.asynchronous.in_flight import EngineRequests, Events, PendingRequest
 
 FAMILIES = [family for family in get_args(Family) if family != "paligemma"]

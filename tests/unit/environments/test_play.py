@@ -25,8 +25,8 @@ from leaderless.environments.protocol import Observation, Task
 from leaderless.environments.registry import try_environment
 from leaderless.observability.metrics import Metrics
 from leaderless.rewards.pool import Graded
+from leaderless.stages.episode_rollout import play_tasks
 from leaderless.stages.episode_samples import Play, Played
-from leaderless.stages.play_episodes import play_tasks
 from leaderless.stages.reward import with_environment
 
 HERE = "tests.unit.environments"

@@ -24,9 +24,8 @@ from leaderless.environments.replay import replay
 from leaderless.observability.metrics import Metrics
 from leaderless.planner.workflow import Workflow
 from leaderless.rollout.engine import Request
-from leaderless.stages.earlier_turns import EarlierTurns, earlier_episodes
+from leaderless.stages.episode_rollout import EarlierTurns, earlier_episodes, play_tasks
 from leaderless.stages.episode_samples import Play, Played
-from leaderless.stages.play_episodes import play_tasks
 
 HERE = "tests.unit.environments.test_play_on"
 AGENTS = ("planner", "solver")

@@ -16,8 +16,8 @@ from leaderless.data.batch import Batch
 from leaderless.observability.metrics import Metrics
 from leaderless.planner.workflow.builtin_stages import _rollout_metrics
 from leaderless.planner.workflow.metrics import known_metric
+from leaderless.stages.episode_rollout import play_tasks, tools_of
 from leaderless.stages.episode_samples import Play, Played
-from leaderless.stages.play_episodes import play_tasks, tools_of
 
 HERE = "tests.unit.environments.sums"
 

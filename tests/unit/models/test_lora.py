@@ -35,8 +35,8 @@ from leaderless.planner.graph.adapters import PREFIX, described, optimizer_of
 from leaderless.planner.memory.model_size import read_model_size
 from leaderless.planner.memory.rank import DeviceMemory
 from leaderless.planner.show.text import print_plan
-from leaderless.rollout.engine import Request, SamplingParams, generate
-from leaderless.rollout.probe import make_probe, probe_of
+from leaderless.rollout.engine import Request, SamplingParams, generate, make_probe
+from leaderless.rollout.weight_sources import probe_of
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
 from leaderless.worker.checkpoint.manifest import DamagedCheckpointError

@@ -31,8 +31,8 @@ from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.paged_attention import attend_with_torch
 from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
+from leaderless.stages.episode_rollout import play_tasks
 from leaderless.stages.episode_samples import Play
-from leaderless.stages.play_episodes import play_tasks
 from leaderless.training.fsdp import FsdpEngine
 
 CPU = torch.device("cpu")

@@ -22,8 +22,7 @@ from leaderless.config import RecipeError
 from leaderless.config.models import LoraConfig, ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch
-from leaderless.data.prompts.image_prompts import ImagePrompts
-from leaderless.data.prompts.images import PromptImage, pack_images, unpack_images
+from leaderless.data.prompts.images import ImagePrompts, PromptImage, pack_images, unpack_images
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.attention.shared_prompts import Family as Rows
@@ -34,12 +33,12 @@ from leaderless.models.vision import image_readers
 from leaderless.models.vision.image_readers import PaliGemmaReader, SquareReader
 from leaderless.models.vision.mrope import grid_positions
 from leaderless.models.vision.vision_models import VisionLM
-from leaderless.rollout.engine import Completion, Request, SamplingParams, generate, prompts_of
+from leaderless.rollout.engine import Completion, Request, SamplingParams, generate, make_probe, prompts_of
 from leaderless.rollout.native import engine as native
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.kv_cache import SegmentStore
 from leaderless.rollout.native.prompts import CachedPrompt, passes_of
-from leaderless.rollout.probe import make_probe, probe_of
+from leaderless.rollout.weight_sources import probe_of
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch
 

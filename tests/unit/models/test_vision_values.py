@@ -24,7 +24,7 @@ from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.support import register_classifiers
 from leaderless.models.value_model import load_value_model
 from leaderless.models.vision.vision_models import VisionLM, VisionValueModel
-from leaderless.stages.reward_model import with_ends
+from leaderless.stages.preferences import with_ends
 from leaderless.training.fsdp import FsdpValueEngine
 from leaderless.training.micro_batches import MicroBatch
 

@@ -17,7 +17,7 @@ from tests.unit.recipes import make_recipe, only_problem, plan_of
 
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged, make_sample_ids
-from leaderless.data.buffer.surplus import Surplus
+from leaderless.data.buffer.row_agreement import Surplus
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.observability.metrics import Metrics
 from leaderless.planner import Layout, Repeat, Reshard, RunNode, flat

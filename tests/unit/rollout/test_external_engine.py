@@ -27,10 +27,19 @@ from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.models.loading.saved_form import saved_form
 from leaderless.models.routers import UNKNOWN
 from leaderless.planner import Layout
-from leaderless.rollout.engine import TOKENS_AT_ONCE, Completion, Request, SamplingParams, generate
-from leaderless.rollout.external.engine import ExternalEngine, derive_seed
-from leaderless.rollout.probe import PROBE_TOLERANCE, check_probe, make_probe, probe_of
-from leaderless.rollout.weight_sources import Fed, held_by, shapes_of
+from leaderless.rollout.engine import (
+    PROBE_TOLERANCE,
+    TOKENS_AT_ONCE,
+    Completion,
+    Request,
+    SamplingParams,
+    check_probe,
+    derive_seed,
+    generate,
+    make_probe,
+)
+from leaderless.rollout.external.engine import ExternalEngine
+from leaderless.rollout.weight_sources import Fed, held_by, probe_of, shapes_of
 
 REQUESTS = [Request([5, 6, 7], [1, 2]), Request([9, 8], [3])]
 PARAMS = SamplingParams(SamplingConfig(), 6)

@@ -19,12 +19,11 @@ from leaderless.config.rollout import ExternalConfig
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.tokenizer import load_tokenizer
-from leaderless.planner import Cluster, Layout, Plan, make_plan, rollout_engine
+from leaderless.planner import Cluster, Layout, Plan, engines, make_plan, rollout_engine
+from leaderless.planner.engines import choose_engine
 from leaderless.planner.memory.limits import CachePool
 from leaderless.planner.workflow import resolve_workflow
-from leaderless.rollout import choose_engine as choose
 from leaderless.rollout import make_engine as make
-from leaderless.rollout.choose_engine import choose_engine
 from leaderless.rollout.external.engine import ExternalEngine
 from leaderless.rollout.external.lora_slots import Host
 from leaderless.rollout.external.sglang_engine import SglangServer
@@ -33,7 +32,7 @@ from leaderless.rollout.make_engine import RolloutSetup, make_engine
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.paged_attention import PagedAttend, attend_with_torch
 from leaderless.rollout.native.paged_engine import PagedEngine
-from leaderless.rollout.spanning_engine import ALONE
+from leaderless.rollout.wrapped_engine import ALONE
 from leaderless.run.planned_run import plan_evaluation
 
 PYTHON = {"rollout.external.python": sys.executable}
@@ -141,9 +140,9 @@ def test_the_plan_counts_an_engine_that_is_sent_adapters(tmp_path: Path) -> None
 
 def test_auto_is_vllm_where_it_is_and_a_cuda_device_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for has_cuda in (False, True):
-        monkeypatch.setattr(choose, "find_accelerator", Mock(return_value="cuda" if has_cuda else None))
+        monkeypatch.setattr(engines, "find_accelerator", Mock(return_value="cuda" if has_cuda else None))
         for has_module in (False, True):
-            monkeypatch.setattr(choose, "find_spec", Mock(return_value=object() if has_module else None))
+            monkeypatch.setattr(engines, "find_spec", Mock(return_value=object() if has_module else None))
             expected = "vllm" if has_cuda and has_module else "native"
             assert choose_engine(recipe_of(tmp_path, {}).rollout) == expected
             assert choose_engine(recipe_of(tmp_path, PYTHON).rollout) == ("vllm" if has_cuda else "native")

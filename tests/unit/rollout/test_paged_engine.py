@@ -30,8 +30,7 @@ from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.planner.memory.limits import bucket_of
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.native import paged_check, paged_plan
-from leaderless.rollout.native.bucket_graphs import BucketGraphs
-from leaderless.rollout.native.cuda_graph import EAGER_PASSES
+from leaderless.rollout.native.cuda_graph import EAGER_PASSES, BucketGraphs
 from leaderless.rollout.native.decode_state import Running
 from leaderless.rollout.native.paged_attention import attend_with_torch
 from leaderless.rollout.native.paged_check import draw_error, heads_of, largest_error, paged_attention, token_drawing
@@ -39,7 +38,7 @@ from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.native.paged_plan import Ints
 from leaderless.rollout.native.pages import OutOfPagesError, PagePool
 from leaderless.rollout.native.sampling import sample_tokens, uniform_noise, write_drawn
-from leaderless.rollout.spanning_engine import ALONE
+from leaderless.rollout.wrapped_engine import ALONE
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]

@@ -13,8 +13,7 @@ from tests.unit.rollout.test_paged_engine import paged_engine, tiny_lm
 from torch import Tensor
 
 from leaderless.distributed.weights.stream import WeightStream
-from leaderless.rollout.native.bucket_graphs import BucketGraphs
-from leaderless.rollout.native.cuda_graph import record
+from leaderless.rollout.native.cuda_graph import BucketGraphs, record
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def shared(*failing: tuple[str, int]) -> tuple[Adapted, Host]:
 def seats(*failing: tuple[str, int]) -> tuple[Adapted, LoraSlot, LoraSlot]:
     """A driver that is awake, and its seats, each with a response in progress."""
     driver, host = shared(*failing)
-    planner, solver = (host.seat(role) for role in ROLES)
+    planner, solver = (LoraSlot(host, role) for role in ROLES)
     for seat in (planner, solver):
         seat.start()
         seat.wake()
@@ -98,7 +98,7 @@ def test_roles_that_share_an_engine_lose_nothing_when_it_fails(failing: tuple[st
     driver, host = shared(*([failing] if isinstance(failing, tuple) else ()))
     driver.tired = "solver" if isinstance(failing, str) else ""
     trainer, messages = make_trainer(tiny_model()), list[str]()
-    engines = {role: make_external(host.seat(role), None, messages) for role in ROLES}
+    engines = {role: make_external(LoraSlot(host, role), None, messages) for role in ROLES}
     servings = {role: colocated(engine, trainer) for role, engine in engines.items()}
     for groups in sampled_together(servings, REQUESTS, PARAMS).values():
         check(trainer, groups)
@@ -114,7 +114,7 @@ def test_roles_that_share_an_engine_lose_nothing_when_it_fails(failing: tuple[st
 def test_a_role_whose_weights_change_leaves_those_of_others() -> None:
     _, host = shared()
     trainer = make_trainer(tiny_model())
-    servings = {role: colocated(make_external(host.seat(role)), trainer) for role in ROLES}
+    servings = {role: colocated(make_external(LoraSlot(host, role)), trainer) for role in ROLES}
     # In the second turn, the planner is known to generate again after the solver, which then awaits an update.
     for order in (("planner", "planner", "solver"), ("planner", "solver", "planner")):
         for role in order:
@@ -173,7 +173,7 @@ def test_instances_that_share_an_engine_share_it_as_long_as_one_has_it_and_recor
         host = hosts.of(companions, recipe)
         assert host is not None
         assert (tuple(host.models), host.records_experts) == (ROLES, replays)
-        seat = host.seat("planner")
+        seat = LoraSlot(host, "planner")
         del host
         assert hosts.of(companions, recipe) is seat._host
         assert hosts.of(companions[:1], recipe) is None, "an engine of its own"
@@ -183,7 +183,7 @@ def test_instances_that_share_an_engine_share_it_as_long_as_one_has_it_and_recor
 
 def test_an_engine_that_did_not_start_is_closed_and_may_be_started_again() -> None:
     driver, host = shared(("start", 1))
-    seat = host.seat("planner")
+    seat = LoraSlot(host, "planner")
     with pytest.raises(EngineError):
         seat.start()
     seat.close()

@@ -29,7 +29,7 @@ from leaderless.rollout.external.engine import ExternalEngine
 from leaderless.rollout.external.vllm_engine import VllmServer
 from leaderless.rollout.external.vllm_process import server as apart
 from leaderless.rollout.external.vllm_process.worker import VllmWorker
-from leaderless.rollout.spanning_engine import _Witness
+from leaderless.rollout.wrapped_engine import _Witness
 from leaderless.worker.asynchronous.in_flight import at_once
 
 REQUESTS = [Request([3 + number], [10 * number, 10 * number + 1]) for number in range(5)]

@@ -39,8 +39,7 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.workflow import resolve_workflow
 from leaderless.stages.context import Grader, StageContext
-from leaderless.stages.preferences import evaluate_preferences, rewards_of, score_sides
-from leaderless.stages.reward_model import model_reward, shares_of
+from leaderless.stages.preferences import evaluate_preferences, model_reward, rewards_of, score_sides, shares_of
 from leaderless.training.engine import ValueEngine
 from leaderless.worker.checkpoint.export import padding_of
 

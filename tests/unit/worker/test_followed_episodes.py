@@ -14,7 +14,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
-from leaderless.rollout.shared_engine import SharedEngine
+from leaderless.rollout.wrapped_engine import SharedEngine
 from leaderless.worker.asynchronous.episodes import EpisodeEnd, EpisodeGroup, EpisodesInFlight
 from leaderless.worker.asynchronous.in_flight import Advance, EngineRequests, Events, PendingRequest, Tally
 from leaderless.worker.asynchronous.journal import PastEpisodes

@@ -34,8 +34,8 @@ from leaderless.rewards.judges.verdicts import VerdictError
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.rollout.native.engine import NativeEngine
-from leaderless.rollout.spanning_engine import ALONE
 from leaderless.rollout.weight_sources import Colocated
+from leaderless.rollout.wrapped_engine import ALONE
 from leaderless.stages.context import ModelRole
 from leaderless.stages.judging import EngineAsker, Terms
 from leaderless.worker.build.judging import AskerOfOthers, Judging

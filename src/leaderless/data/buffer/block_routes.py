@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaderless.data.buffer.block_exchange import MeshPosition, Talk
-from leaderless.data.buffer.group_selection import select_in_blocks
+from leaderless.data.buffer.row_agreement import select_in_blocks
 from leaderless.planner import Reshard
 from leaderless.planner.assign.balance import EarlierWork, Int, by_part, first_places, parts_of
 from leaderless.planner.assign.blocks import (

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from leaderless.data.batch import Batch, Column, Jagged, concat_columns, select_rows
 from leaderless.data.buffer.reshard import reshard, schemas_to_json
-from leaderless.data.buffer.row_agreement import find_unlike
-from leaderless.data.buffer.surplus import Surplus
+from leaderless.data.buffer.row_agreement import Surplus, find_unlike
 from leaderless.data.buffer.wire import schema_from_json, what_changes
 from leaderless.distributed.background import Background
 from leaderless.distributed.transport import ProcessGroup, Transport, digest

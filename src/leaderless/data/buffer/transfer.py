@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from leaderless.data.batch import Batch
-from leaderless.data.buffer.column_store import ArrivingRows, ByteRuns, Bytes, HeldRows, ragged_keys, write
-from leaderless.data.buffer.wire import Schema
+from leaderless.data.buffer.wire import ArrivingRows, ByteRuns, Bytes, HeldRows, Schema, ragged_keys, write
 from leaderless.distributed.transport import ProcessGroup, Round
 from leaderless.planner.assign.balance import Int
 from leaderless.planner.assign.routes import Delivery, Parcel, RowRoutes

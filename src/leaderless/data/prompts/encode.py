@@ -15,9 +15,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from leaderless.base.values import Json
 from leaderless.config import RecipeError, nearest
 from leaderless.config.data import DataConfig, DatasetConfig
-from leaderless.data.prompts.image_prompts import ImagePrompts
-from leaderless.data.prompts.images import ImageReader, PromptImage, Sized
-from leaderless.data.prompts.media import image_folder, other_than_text
+from leaderless.data.prompts.images import ImagePrompts, ImageReader, PromptImage, Sized, image_folder, other_than_text
 from leaderless.data.sources.row_sources import Row
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from leaderless.base.values import Json
-from leaderless.data.prompts.media import other_than_text
+from leaderless.data.prompts.images import other_than_text
 from leaderless.environments.chat_writer import ChatWriter
 from leaderless.environments.episode import Said, Trace, TraceNode
 from leaderless.environments.pictures import is_image, message_with_files

@@ -446,9 +446,9 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
 JOIN, SELECT = "join rows", "select rows"
 """Stages of the nodes that the planner adds."""
 ROW_STAGES: dict[str, StageSpec] = {
-    JOIN: StageSpec("leaderless.stages.join_rows:join", rows="join", summary="rows of several nodes together"),
+    JOIN: StageSpec("leaderless.stages.team:join", rows="join", summary="rows of several nodes together"),
     SELECT: StageSpec(
-        "leaderless.stages.join_rows:select",
+        "leaderless.stages.team:select",
         reads=lambda _, node: [column for column, _ in node.where],
         rows="filter",
         streams=True,
@@ -459,7 +459,7 @@ RESPOND, KEEP = "answer held-out prompts", "keep responses"
 """Stages of the nodes of an evaluation, whose responses no other node reads."""
 EVALUATION_STAGES: dict[str, StageSpec] = {
     RESPOND: replace(ROLLOUT, has_effect=True, check=None),
-    KEEP: StageSpec("leaderless.stages.join_rows:join", has_effect=True, grades=True),
+    KEEP: StageSpec("leaderless.stages.team:join", has_effect=True, grades=True),
 }
 
 

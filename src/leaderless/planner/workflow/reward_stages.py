@@ -188,7 +188,7 @@ def _check_model_reward(recipe: Recipe, node: Node) -> None:
 
 PREFERENCE_STAGES: dict[str, StageSpec] = {
     "update_reward_model": StageSpec(
-        "leaderless.stages.reward_model:update_reward_model",
+        "leaderless.stages.preferences:update_reward_model",
         reads=(*_PAIR_COLUMNS, "margins"),
         roles={"model": "train"},
         critics=("model",),
@@ -202,7 +202,7 @@ PREFERENCE_STAGES: dict[str, StageSpec] = {
         summary="updates of a reward model on which of two responses is preferred",
     ),
     "model_reward": StageSpec(
-        "leaderless.stages.reward_model:model_reward",
+        "leaderless.stages.preferences:model_reward",
         reads=SEQUENCE,
         reads_if_made=("rewards", "reward_valid", "reward_details"),
         writes=("rewards", "reward_valid", "reward_details"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +19,16 @@ from leaderless.distributed.remote.messages import Ask, Gain
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.loading.saved_form import SavedForm, unchanged
 from leaderless.models.routers import UNKNOWN
-from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
-from leaderless.rollout.probe import check_probe
+from leaderless.rollout.engine import (
+    Completion,
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    check_probe,
+    derive_seed,
+    has_stopped,
+)
 
 REMEDY = "use another version of the engine, or rollout.engine: native"
 """Remedy if an engine does not use the weights that it was given."""
@@ -326,9 +333,3 @@ class ExternalEngine:
         self._forget()
         self._driver.close()
         self.policy_version, self._is_started, self._is_awake = None, False, False
-
-
-def derive_seed(seed: int, sample_id: int, position: int) -> int:
-    """Derive the seed of the noise of a response that has `position` tokens: 31 bits, which every engine takes."""
-    digest = hashlib.blake2b(f"{seed}/{sample_id}/{position}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1

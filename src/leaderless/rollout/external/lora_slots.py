@@ -19,35 +19,18 @@ from leaderless.planner import Layout, RoleInstance
 from leaderless.rollout.external.engine import ENDS, Driver
 
 
-class AdapterDriver(Protocol):
-    """A `Driver` whose adapters have names; work with some does not disturb what is in progress with others."""
+class AdapterDriver(Driver, Protocol):
+    """A `Driver` whose adapters have names; work with some does not disturb what is in progress with others.
 
-    def start(self) -> None:
-        """Start the engine, asleep, without adapters."""
+    Each request has the name of its adapters, which is empty for those of the whole weights.
+    """
 
-    def wake(self) -> None:
-        """Allocate memory, and restore weights that were kept."""
-
-    def sleep(self, *, keep_weights: bool) -> None:
-        """Abort everything in progress and release memory."""
-
+    @override
     def load(self, weights: WeightStream, adapter: str = "") -> None:
         """Use other adapters of a name, or other weights, from now on, and abort what is in progress with them."""
 
-    def prompt_log_probs(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
-        """Compute the log-probability of each token of a text except the first, at temperature 1."""
-
-    def submit(self, asks: Sequence[Ask]) -> None:
-        """Ask for responses; each request has a different number, and the name of its adapters."""
-
-    def step(self) -> list[Gain]:
-        """Continue until some responses have new tokens."""
-
-    def abort(self, ids: Sequence[int]) -> None:
-        """Abort responses; tokens that they still get are ignored."""
-
-    def close(self) -> None:
-        """Stop the engine."""
+    @override
+    def prompt_log_probs(self, tokens: Sequence[int], adapter: str = "") -> list[float]: ...
 
 
 class Host:
@@ -67,10 +50,6 @@ class Host:
         self._num_starts = self._num_asked = 0
         self._is_started = self._has_failed = False
         self._owners: dict[int, tuple[LoraSlot, int]] = {}  # of each request, with its own number for it
-
-    def seat(self, role: str) -> LoraSlot:
-        """The engine as one of the roles sees it."""
-        return LoraSlot(self, role)
 
     def enter(self, seat: LoraSlot) -> int:
         """Start the engine, if it is not; return the number of its start."""

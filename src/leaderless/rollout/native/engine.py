@@ -17,7 +17,16 @@ from leaderless.models.routers import Routers
 from leaderless.models.uploads import one_copy, placed
 from leaderless.models.vision.mrope import ImagePositions
 from leaderless.planner.memory.limits import PREFILL_TOKENS
-from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
+from leaderless.rollout.engine import (
+    PROBE_TOLERANCE,
+    Completion,
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    check_probe,
+    has_stopped,
+)
 from leaderless.rollout.native.kv_cache import LayerKeysValues, Segment, SegmentStore, Store
 from leaderless.rollout.native.lean_forward import forward_of
 from leaderless.rollout.native.prompts import (
@@ -33,7 +42,6 @@ from leaderless.rollout.native.prompts import (
 )
 from leaderless.rollout.native.sampling import sample_tokens, uniform_noise
 from leaderless.rollout.native.segment_attention import DecodeAttention, PrefillAttention, PromptPart, SharedPrompts
-from leaderless.rollout.probe import PROBE_TOLERANCE, check_probe
 
 REMEDY = "give models.ROLE.path the revision that the trainer has loaded, and report this if it has"
 """Remedy if the engine adds the trainer's adapters to other weights than the trainer."""

@@ -3,13 +3,17 @@
 With few rows or a small model, most of a decoding step is Python and small kernels. `transformers` spends them on
 masks, caches, transposes and wrappers that are not needed here. The same weights go through the same steps: norm,
 queries, keys and values, rotary positions, attention, and the layer's own feed-forward module, experts included.
+
+The weights of linear layers that read the same values are next to each other in memory, so that there is one product
+for all of them: with few rows, the products of keys and values alone leave most of a GPU idle.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, cast
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +24,171 @@ from leaderless.models.causal_lm import CausalLM
 from leaderless.models.compiled_layers import compiled
 from leaderless.models.lora.linear import LoraLinear
 from leaderless.models.scoring import linear_for_few
-from leaderless.rollout.native.joined_weights import Joined, JoinedWeights, LeanLayer
-from leaderless.rollout.native.paged_attention import PagedAttention
-from leaderless.rollout.native.rotary import Rotation, rotate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from leaderless.models.vision.mrope import ImagePositions
+
+
+class Rotation(NamedTuple):
+    """Factors by which queries and keys are rotated.
+
+    Attributes:
+        cosine: [T, 1, head_dim].
+        sine: [T, 1, head_dim], negated in the first half of a head.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+
+    @classmethod
+    def of(cls, cosine: Tensor, sine: Tensor) -> Rotation:
+        """The rotation by the cosines and sines of `transformers`, [1, T, head_dim]."""
+        cosine, sine = (values.squeeze(0).unsqueeze(1) for values in (cosine, sine))
+        half = sine.shape[-1] // 2
+        return cls(cosine, torch.cat((-sine[..., :half], sine[..., half:]), dim=-1))
+
+
+def rotate(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate each half of a head of [T, heads, head_dim] with the other, rounded step by step as in `transformers`."""
+    return values * cosine + values.roll(values.shape[-1] // 2, -1) * sine
+
+
+class RotatingAttention(ABC):
+    """Attention that rotates queries and keys itself, while it writes keys."""
+
+    @abstractmethod
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotation: Rotation | None = None
+    ) -> Tensor:
+        """Attend as `Attention` does; a rotation is for queries and keys that are not rotated yet."""
+
+
+class Joined(NamedTuple):
+    """Layers as one.
+
+    Attributes:
+        weight: [outputs of all, inputs].
+        bias: [outputs of all], or None.
+        sizes: Outputs of each.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    sizes: list[int]
+
+    def multiply(self, values: Tensor) -> Sequence[Tensor]:
+        """Apply the layers to [T, inputs]; outputs are [T, outputs] views of one tensor."""
+        return torch.split(linear_for_few(values, self.weight, self.bias), self.sizes, dim=-1)
+
+
+class LeanLayer(NamedTuple):
+    """A decoder layer, and what is joined of it.
+
+    Attributes:
+        module: Layer.
+        queries: Layers for queries, keys and values; None if they are separate.
+        gates: The first two layers of the feed-forward part; None if they are separate, or if there is another one.
+    """
+
+    module: nn.Module
+    queries: Joined | None = None
+    gates: Joined | None = None
+
+
+class JoinedWeights:
+    """Memory for the weights of decoder layers.
+
+    Only plain linear layers are joined: one with an adapter has a weight that is not the engine's own, and may be
+    another model's, too.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._layers = list(layers)
+        self._groups = list[tuple[_Group | None, _Group | None]]()
+        for layer in self._layers:
+            attention, mlp = cast("nn.Module", layer.self_attn), cast("nn.Module", layer.mlp)
+            queries = _Group.of([getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")])
+            self._groups.append((queries, _Group.of([getattr(mlp, name, None) for name in ("gate_proj", "up_proj")])))
+        self._places = {
+            cast("nn.Parameter", parameter): (block, place)
+            for groups in self._groups
+            for group in groups
+            if group is not None
+            for block in group.blocks
+            for place, parameter in enumerate(block.parameters)
+        }
+
+    def room(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Memory that a parameter takes from now on, next to other parameters; None for one that is not joined."""
+        if parameter not in self._places:
+            return None
+        block, place = self._places[parameter]
+        return block.room(place, dtype, device)
+
+    def release(self) -> None:
+        """Release the memory, which no parameter takes any more."""
+        for block, _ in self._places.values():
+            block.release()
+
+    def layers(self) -> Sequence[LeanLayer]:
+        """The decoder layers. What is joined of them has all of its weights in this memory."""
+        return [
+            LeanLayer(layer, *(None if group is None else group.joined() for group in groups))
+            for layer, groups in zip(self._layers, self._groups, strict=True)
+        ]
+
+
+class _Block:
+    """Memory of some parameters, one below the other."""
+
+    def __init__(self, parameters: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
+        self.parameters, self._shapes = parameters, shapes
+        self.release()
+
+    def release(self) -> None:
+        self.memory = nn.Parameter(torch.empty(0), requires_grad=False)
+        self._inside, self.is_whole = set[int](), False  # whole: all parameters take the memory
+
+    def room(self, place: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not self._inside or self.memory.dtype != dtype:
+            rows = sum(shape[0] for shape in self._shapes)
+            memory = torch.empty(rows, *self._shapes[0][1:], dtype=dtype, device=device)
+            # As for the weights of modules, `torch.compile` makes kernels for these sizes alone.
+            self.memory = nn.Parameter(memory, requires_grad=False)
+            self._inside.clear()
+        self._inside.add(place)
+        self.is_whole = len(self._inside) == len(self.parameters)
+        begin = sum(shape[0] for shape in self._shapes[:place])
+        return self.memory[begin : begin + self._shapes[place][0]]
+
+
+class _Group(NamedTuple):
+    """Linear layers with the same input."""
+
+    blocks: Sequence[_Block]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, linears: Sequence[object]) -> _Group | None:
+        """The group of some layers; None if they are not all plain linear layers with the same inputs."""
+        known = [one for one in linears if type(one) is nn.Linear]
+        if len(known) < len(linears) or len({(one.in_features, one.bias is None) for one in known}) > 1:
+            return None
+        sizes = [one.out_features for one in known]
+        blocks = [_Block([one.weight for one in known], [(one.out_features, one.in_features) for one in known])]
+        if known[0].bias is not None:
+            blocks.append(_Block([one.bias for one in known], [(size,) for size in sizes]))
+        return cls(blocks, sizes)
+
+    def joined(self) -> Joined | None:
+        """The layers as one, if all of their weights are in memory of their own."""
+        if not all(block.is_whole for block in self.blocks):
+            return None
+        weight, *bias = (block.memory for block in self.blocks)
+        return Joined(weight, bias[0] if bias else None, self.sizes)
+
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl_text")
 
@@ -97,7 +258,7 @@ class LeanForward:
         rotation = Rotation.of(*base.rotary_emb(hidden, positions.unsqueeze(-2)))
         for number, layer in enumerate(self.joined.layers()):
             scale = cast("float", cast("nn.Module", layer.module.self_attn).scaling)
-            if isinstance(attention, PagedAttention):  # it rotates while it writes keys into pages
+            if isinstance(attention, RotatingAttention):
                 attended = attention.attend(number, *self._project(layer, hidden), scale, rotation)
             else:
                 attended = attention.attend(number, *self._project(layer, hidden, *rotation), scale)
@@ -138,17 +299,15 @@ def finish(layer: LeanLayer, hidden: Tensor, attended: Tensor) -> Tensor:
     output, mlp = cast("tuple[nn.Module, nn.Module]", (cast("nn.Module", module.self_attn).o_proj, module.mlp))
     hidden = hidden + multiply(output, attended.flatten(1))
     normed = normalize(cast("nn.Module", module.post_attention_layernorm), hidden)
-    return hidden + feed_forward(mlp, normed, layer.gates)
-
-
-def feed_forward(mlp: nn.Module, hidden: Tensor, joined: Joined | None = None) -> Tensor:
-    """Apply the feed-forward part of a layer to [T, hidden_size]; a mixture of experts is called as a module."""
-    if not hasattr(mlp, "gate_proj"):
-        return cast("Tensor", mlp(hidden.unsqueeze(0))).squeeze(0)
+    if not hasattr(mlp, "gate_proj"):  # a mixture of experts
+        return hidden + cast("Tensor", mlp(normed.unsqueeze(0))).squeeze(0)
     gate, up, down, act = cast("tuple[nn.Module, ...]", (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn))
-    opened, risen = (multiply(gate, hidden), multiply(up, hidden)) if joined is None else joined.multiply(hidden)
+    if layer.gates is None:
+        opened, risen = multiply(gate, normed), multiply(up, normed)
+    else:
+        opened, risen = layer.gates.multiply(normed)
     # In place, so that a joined product takes no more memory than separate ones, of which the first is freed by now.
-    return multiply(down, cast("Tensor", act(opened)).mul_(risen))
+    return hidden + multiply(down, cast("Tensor", act(opened)).mul_(risen))
 
 
 def multiply(linear: nn.Module, values: Tensor) -> Tensor:

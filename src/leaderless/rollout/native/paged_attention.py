@@ -7,10 +7,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from leaderless.rollout.native.lean_forward import RotatingAttention, Rotation, rotate
 from leaderless.rollout.native.paged_plan import PagedPlan, WorkItems
 from leaderless.rollout.native.pages import PagePool
-from leaderless.rollout.native.rotary import Rotation, rotate
 
 
 class PagedAttend(Protocol):
@@ -31,7 +32,7 @@ class PagedAttend(Protocol):
 
 
 @dataclass
-class PagedAttention:
+class PagedAttention(RotatingAttention):
     """Attention with one new token for each row of a plan; `longest` counts the tokens of the longest sequence."""
 
     pages: PagePool
@@ -39,10 +40,10 @@ class PagedAttention:
     function: PagedAttend
     longest: int = 0
 
+    @override
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotation: Rotation | None = None
     ) -> Tensor:
-        """Attend to pages; a rotation is for queries and keys that are not rotated yet."""
         return self.function(query, key, value, self.pages.room(layer, key, value), self.plan, scale, rotation)
 
 

@@ -13,11 +13,11 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM
 from leaderless.planner.memory.limits import PAGE_TOKENS
+from leaderless.rollout.native.lean_forward import Rotation, rotate
 from leaderless.rollout.native.paged_attention import PagedAttend, attend_with_torch
 from leaderless.rollout.native.paged_plan import Arrangement
 from leaderless.rollout.native.paged_staging import Staging
 from leaderless.rollout.native.pages import PagePool
-from leaderless.rollout.native.rotary import Rotation, rotate
 from leaderless.rollout.native.sampling import Draw, write_drawn
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}

@@ -32,7 +32,7 @@ from leaderless.models.routers import Routers
 from leaderless.models.uploads import placed
 from leaderless.planner.memory.limits import PAGE_TOKENS
 from leaderless.rollout.engine import Delta
-from leaderless.rollout.native.bucket_graphs import BucketGraphs
+from leaderless.rollout.native.cuda_graph import BucketGraphs
 from leaderless.rollout.native.decode_state import Running
 from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.native.kv_cache import Segment, Store

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from leaderless.rollout.native.lean_forward import Rotation
 from leaderless.rollout.native.paged_plan import ITEM_NUMBERS, PagedPlan, WorkItems
-from leaderless.rollout.native.rotary import Rotation
 
 LEAST_QUERIES = 16
 """Least rows of a product on tensor cores."""

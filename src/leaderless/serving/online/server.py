@@ -37,7 +37,7 @@ from leaderless.serving.http_server import HANDLERS, ApiError, Guard, QuietServe
 from leaderless.serving.listen import TOKEN_VARIABLE, address_of, take_port
 from leaderless.serving.online.feedback_ledger import Counts, ReplyChoice, ReplyLedger
 from leaderless.serving.online.request_queue import OnlineScheduler
-from leaderless.stages.play_episodes import writer_of
+from leaderless.stages.episode_rollout import writer_of
 
 LEAVING_S = 2
 """Longest time that clients have to read their last replies when the run ends."""

@@ -30,7 +30,7 @@ from leaderless.observability.events import GuardEvent
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Plan, PlannedNode, RunNode
-from leaderless.rollout.shared_engine import SharedEngine
+from leaderless.rollout.wrapped_engine import SharedEngine
 from leaderless.stages.context import ModelRole
 from leaderless.stages.episode_rollout import play_of
 from leaderless.stages.reward import inputs_of_group

@@ -23,8 +23,8 @@ import torch
 from leaderless.base.values import Json
 from leaderless.data.batch import Batch
 from leaderless.data.buffer.databuffer import Databuffer
-from leaderless.data.buffer.group_selection import Span, span_of
 from leaderless.data.buffer.reshard import reshard
+from leaderless.data.buffer.row_agreement import Span, span_of
 from leaderless.distributed.background import Inbox, Outbox
 from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.observability.clock import State, Tracer

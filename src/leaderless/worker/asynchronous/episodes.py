@@ -39,9 +39,8 @@ from leaderless.environments.user_functions import GRACE_S, end_tasks
 from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import Completion, Request, SamplingParams
 from leaderless.stages.context import StageContext
-from leaderless.stages.episode_rollout import samples_of
+from leaderless.stages.episode_rollout import places_of, played_before, samples_of, writer_of
 from leaderless.stages.episode_samples import Play, Played, sampled_in
-from leaderless.stages.play_episodes import places_of, played_before, writer_of
 from leaderless.worker.asynchronous.in_flight import (
     Advance,
     EngineRequests,

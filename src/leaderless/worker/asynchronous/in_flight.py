@@ -26,7 +26,7 @@ from leaderless.data.batch import Batch, make_sample_ids
 from leaderless.data.prompts.images import PromptImage, num_alike, pack_images, unpack_images
 from leaderless.distributed.errors import memory_explained
 from leaderless.rollout.engine import TOKENS_AT_ONCE, Completion, Delta, Request, SamplingParams, prompts_of
-from leaderless.rollout.shared_engine import SharedEngine
+from leaderless.rollout.wrapped_engine import SharedEngine
 from leaderless.stages.context import StageContext
 from leaderless.stages.rollout import TOO_MUCH, samples_of
 

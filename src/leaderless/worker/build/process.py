@@ -39,7 +39,7 @@ from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.rewards.judges.judge import AnswerFile
 from leaderless.rewards.pool import RewardPool
 from leaderless.stages.context import Clients
-from leaderless.stages.play_episodes import writer_of
+from leaderless.stages.episode_rollout import writer_of
 from leaderless.worker.build.accelerator import check_accelerator, choose_attention
 from leaderless.worker.build.instances import check_readers
 from leaderless.worker.build.join import add_process_groups, check_shared, join_workers

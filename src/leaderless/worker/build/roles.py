@@ -40,11 +40,10 @@ from leaderless.rollout.external.engine import ExternalEngine
 from leaderless.rollout.external.lora_slots import Hosts
 from leaderless.rollout.make_engine import RolloutSetup, make_engine, probe_text
 from leaderless.rollout.native.engine import NativeEngine
-from leaderless.rollout.probe import probe_of
-from leaderless.rollout.shared_engine import SharedEngine
-from leaderless.rollout.weight_sources import Colocated, Fed, Serving, held_by, shapes_of
+from leaderless.rollout.weight_sources import Colocated, Fed, Serving, held_by, probe_of, shapes_of
+from leaderless.rollout.wrapped_engine import SharedEngine
 from leaderless.stages.context import ModelRole
-from leaderless.stages.play_episodes import check_policy, tools_of
+from leaderless.stages.episode_rollout import check_policy, tools_of
 from leaderless.training.engine import (
     AdaptedEngine,
     BodySetup,

@@ -14,9 +14,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Column, Jagged, with_rows
-from leaderless.data.buffer.column_store import HeldRows, ragged_key
 from leaderless.data.buffer.databuffer import sort_rows
-from leaderless.data.buffer.wire import DTYPES, Schema, schema_from_json, schema_of, schema_to_json
+from leaderless.data.buffer.wire import (
+    DTYPES,
+    HeldRows,
+    Schema,
+    ragged_key,
+    schema_from_json,
+    schema_of,
+    schema_to_json,
+)
 from leaderless.planner.workflow import COLUMNS
 
 GROUP_COLUMN = "<group id>"

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from leaderless.config import RecipeError, dump_recipe
-from leaderless.data.buffer.surplus import Surplus
+from leaderless.data.buffer.row_agreement import Surplus
 from leaderless.observability.clock import Tracer
 from leaderless.observability.run_directory import read_lines, step_of
 from leaderless.planner import Loop

@@ -31,10 +31,10 @@ from leaderless.planner.workflow.reward_stages import ENVIRONMENT, SUCCESS
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, generate, prompts_of
-from leaderless.rollout.shared_engine import SharedEngine
+from leaderless.rollout.wrapped_engine import SharedEngine
 from leaderless.stages.context import Grader, ModelRole
+from leaderless.stages.episode_rollout import play_tasks
 from leaderless.stages.episode_samples import Play, Played
-from leaderless.stages.play_episodes import play_tasks
 from leaderless.stages.recorded_samples import Record, TokenRecorder, describe_sample, thumbnails
 from leaderless.stages.reward import (
     grade_of,

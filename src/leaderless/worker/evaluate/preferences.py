@@ -26,8 +26,7 @@ from leaderless.observability.metrics import Metrics, Share
 from leaderless.planner import Layout, Plan, trained_instance
 from leaderless.planner.workflow.reward_stages import REFERENCE_SCORES, scored_before
 from leaderless.stages.context import ModelRole
-from leaderless.stages.preferences import evaluate_preferences, score_sides
-from leaderless.stages.reward_model import evaluate_reward_model, score_pairs
+from leaderless.stages.preferences import evaluate_preferences, evaluate_reward_model, score_pairs, score_sides
 from leaderless.training.engine import EngineSetup, TrainEngine, ValueEngine, make_train_engine
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from leaderless.base.devices import trim_host_memory
 from leaderless.data.batch import Batch, with_rows
 from leaderless.data.buffer.databuffer import sort_rows
-from leaderless.data.buffer.surplus import Surplus
+from leaderless.data.buffer.row_agreement import Surplus
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.observability.clock import Tracer
 from leaderless.planner import Layout, Plan

@@ -10,8 +10,7 @@ from tests.unit.planner.simulate.clusters import cluster, equal_rows
 from tests.unit.recipes import make_recipe
 
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.buffer.column_store import HeldRows, ragged_keys
-from leaderless.data.buffer.wire import schema_of
+from leaderless.data.buffer.wire import HeldRows, ragged_keys, schema_of
 from leaderless.planner.simulate.rows import SimulatedRows, sample_workload
 
 
