@@ -99,7 +99,7 @@ def batch_of(loss: PreferenceLoss) -> Batch:
     rows = PAIRS if is_paired else SINGLES
     config = DatasetConfig.model_validate(PAIR_DATA if is_paired else SINGLE_DATA)
     encoder = make_encoder(AutoTokenizer.from_pretrained(tiny_model()), config, "data.train")
-    encoded = encoder.encode_all(rows, [f"row {place}" for place in range(len(rows))])  # type: ignore[arg-type]
+    encoded = [encoder.encode(row, f"row {place}") for place, row in enumerate(rows)]  # type: ignore[arg-type]
     prompts = [Prompt(row, one) for row, one in zip(rows, encoded, strict=True)]  # type: ignore[arg-type]
     if not is_paired:
         others = [prompts[-1], *prompts[:-1]]
@@ -131,7 +131,7 @@ def reward_loss_and_gradient(centering: float, *, has_margins: bool) -> tuple[fl
     engine = FsdpValueEngine(model, config, alone, device, 4096, optimizer=OptimizerConfig(), num_updates=1)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model())
     encoder = make_encoder(tokenizer, DatasetConfig.model_validate(PAIR_DATA | margin), "data.train")
-    encoded = encoder.encode_all(MARGINS, [f"row {place}" for place in range(len(MARGINS))])  # type: ignore[arg-type]
+    encoded = [encoder.encode(row, f"row {place}") for place, row in enumerate(MARGINS)]  # type: ignore[arg-type]
     prompts = [Prompt(row, one) for row, one in zip(MARGINS, encoded, strict=True)]  # type: ignore[arg-type]
     rows = make_batch(list(range(len(MARGINS))), prompts, has_responses=False, has_preferences=True)
     value = 0.0

@@ -79,12 +79,10 @@ def setup_of(
         tokenizer=load_tokenizer(config, "policy"),
         layout=LAYOUT,
         shard=ALONE,
-        rank=0,
         world_size=1,
         device=torch.device("cpu"),
         logs=folder,
         report=print,
-        beat=lambda: None,
     )
 
 

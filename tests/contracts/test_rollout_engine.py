@@ -97,12 +97,10 @@ def own_engine(path: str, max_sequences: int) -> RolloutEngine:
         tokenizer=load_tokenizer(config, "policy"),
         layout=Layout((0,), 1),
         shard=ALONE,
-        rank=0,
         world_size=1,
         device=torch.device("cpu"),
         logs=Path(),
         report=print,
-        beat=lambda: None,
     )
     return engine_by_name(OWN, setup)
 

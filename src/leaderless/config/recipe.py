@@ -244,6 +244,11 @@ class Recipe(Section):
         return PRODUCT_FACTS[self.product].length_setting
 
     @property
+    def reward_names(self) -> list[str]:
+        """Names of the rewards of a sample: the rewards of the recipe, and what comes with episodes."""
+        return [*self.reward.options(), *self.task_rewards]
+
+    @property
     def row_columns(self) -> Mapping[str, str]:
         """Columns that every row to train on must have, by the setting that names each."""
         sections = {"algorithm": self.algorithm}

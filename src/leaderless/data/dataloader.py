@@ -9,8 +9,9 @@ from itertools import count
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.data import DATASET_COLUMN, MixedSetConfig, TrainingSetConfig
+from leaderless.config.environment import ONLINE
 from leaderless.data.batch import Batch
-from leaderless.data.dataset import Feed, Interleaving, Progress, Prompt, TrainingSet, make_batch, open_dataset
+from leaderless.data.dataset import Interleaving, Progress, Prompt, TrainingSet, make_batch, open_dataset
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.data.prompts.images import ImageReader
 from leaderless.data.prompts.preferences import make_encoder
@@ -51,6 +52,14 @@ class Dataloader:
         self.shard, self.portions = shard, [*portions] or [1] * num_shards
         size = recipe.batch.prompts_per_step
         self._mine = range(shard, size, num_shards) if in_turns else places_of_shard(shard, self.portions, size)
+        data = recipe.data
+        self._is_mixture = not isinstance(data.train, TrainingSetConfig)
+        self._make_batch = partial(
+            make_batch,
+            has_responses=data.has_responses,
+            has_images=data.has_images,
+            has_preferences=data.preferences is not None,
+        )
         self._begin(0)
 
     def _begin(self, position: int) -> None:
@@ -85,36 +94,26 @@ class Dataloader:
         """The steps of this shard from a position; read by the thread that reads ahead."""
         configs = [one.encoder.config for one in self.sets]
         weights = [config.weight if isinstance(config, MixedSetConfig) else 1.0 for config in configs]
-        seed, shuffle = self.recipe.seed, self.recipe.data.shuffle
+        seed, size = self.recipe.seed, self.recipe.batch.prompts_per_step
         turns = Interleaving(weights, seed)
-        feeds = [one.feed(seed, number, shuffle=shuffle) for number, one in enumerate(self.sets)]
-        for begin in count(position, self.recipe.batch.prompts_per_step):
-            yield self._step(begin, turns, feeds)
+        feeds = [one.feed(seed, number, shuffle=self.recipe.data.shuffle) for number, one in enumerate(self.sets)]
+        for begin in count(position, size):
+            mine = [begin + place for place in self._mine]
+            places = {position: turns.at(position) for position in mine}
+            prompts: dict[int, Prompt] = {}
+            for number, feed in enumerate(feeds):
+                chosen = {position: place for position, (turn, place) in places.items() if turn == number}
+                taken = feed.take(list(chosen.values()))
+                if self._is_mixture:
+                    taken = [self._named(prompt, self.sets[number].encoder.key) for prompt in taken]
+                prompts |= zip(chosen, taken, strict=True)
+            done = zip(self.sets, feeds, turns.counts(begin + size), strict=True)
+            epochs = {one.encoder.key: feed.epoch(passed) for one, feed, passed in done}
+            yield self._make_batch(mine, [prompts[position] for position in mine]), epochs
 
-    def _step(self, begin: int, turns: Interleaving, feeds: Sequence[Feed]) -> LoadedStep:
-        size, mine = self.recipe.batch.prompts_per_step, [begin + place for place in self._mine]
-        places = {position: turns.at(position) for position in mine}
-        prompts: dict[int, Prompt] = {}
-        for number, feed in enumerate(feeds):
-            chosen = {position: place for position, (turn, place) in places.items() if turn == number}
-            taken = feed.take(list(chosen.values()))
-            prompts |= zip(chosen, (self._named(prompt, number) for prompt in taken), strict=True)
-        in_order, data = [prompts[position] for position in mine], self.recipe.data
-        batch = make_batch(
-            mine,
-            in_order,
-            has_responses=data.has_responses,
-            has_images=data.has_images,
-            has_preferences=data.preferences is not None,
-        )
-        done = zip(self.sets, feeds, turns.counts(begin + size), strict=True)
-        return batch, {one.encoder.key: feed.epoch(passed) for one, feed, passed in done}
-
-    def _named(self, prompt: Prompt, number: int) -> Prompt:
-        """In a mixture, with the name of the dataset in the row."""
-        if isinstance(self.recipe.data.train, TrainingSetConfig):
-            return prompt
-        key = self.sets[number].encoder.key
+    @staticmethod
+    def _named(prompt: Prompt, key: str) -> Prompt:
+        """A prompt of a mixture with the name of its dataset in the row."""
         if DATASET_COLUMN in prompt.row:
             raise RecipeError.at(
                 key,
@@ -125,12 +124,10 @@ class Dataloader:
 
     def numbers(self) -> dict[str, float]:
         """Metrics `data/position` and `data/epoch`: in a mixture the lowest epoch, and the epoch of each dataset."""
-        by_name = {f"data/epoch/{_name(key)}": epoch for key, epoch in self.epochs.items()}
-        return {
-            "data/position": self.position,
-            "data/epoch": min(self.epochs.values()),
-            **(by_name if isinstance(self.recipe.data.train, Mapping) else {}),
-        }
+        numbers = {"data/position": self._position, "data/epoch": min(self.epochs.values())}
+        if self._is_mixture:
+            numbers |= {f"data/epoch/{_name(key)}": epoch for key, epoch in self.epochs.items()}
+        return numbers
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -153,7 +150,7 @@ def open_training_set(
 ) -> TrainingSet:
     """Open a dataset to train on; errors as of `open_source` and `open_dataset`. All ranks of the cache call it."""
     encoder = make_encoder(tokenizer, config, key, is_task=recipe.has_tasks, reader=reader, needed=recipe.row_columns)
-    if recipe.online is not None:
+    if config.path == ONLINE:
         return RequestSet(encoder)
     if config.streaming:
         return StreamedDataset(open_stream(config, key, cache), encoder, config, recipe.data)

@@ -106,7 +106,8 @@ class Dataset(TrainingSet):
 
     def _read(self, rows: Sequence[int]) -> list[Prompt]:
         values = [self.source.row(row) for row in rows]
-        encoded = self.encoder.encode_all(values, [self.source.describe(row) for row in rows])
+        places = [self.source.describe(row) for row in rows]
+        encoded = self.encoder.encode_texts(list(map(self.encoder.texts, values, places)))
         return [Prompt(self.encoder.kept(row), tokens) for row, tokens in zip(values, encoded, strict=True)]
 
     def _before(self, row: int) -> int:
@@ -208,9 +209,7 @@ def open_dataset(
     limits: list[Json] = [data.max_prompt_tokens, data.max_response_tokens, data.overlong, max_rows]
     limits += [encoder.images.reader.fingerprint] if encoder.images else []
     limits += [dict(encoder.needed)] if encoder.needed else []
-    limits += [True] * (
-        recipe.environment is not None or recipe.body is not None
-    )  # tasks have no prompts that could be too long
+    limits += [True] * encoder.is_task  # tasks have no prompts that could be too long
     origin: list[Json] = [VERSION, source.version(), tokenizer, config.model_dump(mode="json"), limits]
     scan = _Scan(source, encoder, recipe, cache, progress)
     found = cache.kept("usable", origin, partial(scan.run, max_rows))

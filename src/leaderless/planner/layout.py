@@ -176,7 +176,7 @@ class Layout:
 
         Of a pipeline only the last stage has the outputs of the model, so one of its ranks does.
         """
-        return self.place_in_shard(rank) == (self.pp - 1) * self.cp * self.tp
+        return self._position[rank] % self.ranks_per_shard == (self.pp - 1) * self.cp * self.tp
 
     @cached_property
     def representatives(self) -> tuple[int, ...]:

@@ -65,12 +65,10 @@ class RolloutSetup:
         tokenizer: Tokenizer of the model.
         layout: Ranks that generate with it; the ranks of one shard make one engine together.
         shard: Ranks of the shard of this one, for what their engines agree on.
-        rank: This rank.
         world_size: Number of ranks of the run.
         device: Device that computes.
         logs: Folder for the output of other processes.
         report: Function that shows a message to the user.
-        beat: Function to be called as a sign of life in long waits.
         records_experts: Whether choices of experts are recorded for the role.
         donor: Model of another role's native engine, whose weights this one may use under its own adapters.
         host: Engine outside of this package that is shared with other roles, which have adapters on the same model.
@@ -84,16 +82,19 @@ class RolloutSetup:
     tokenizer: Tokenizer
     layout: Layout
     shard: ProcessGroup
-    rank: int
     world_size: int
     device: torch.device
     logs: Path
     report: Callable[[str], None]
-    beat: Callable[[], None]
     records_experts: bool = False
     donor: CausalLM | None = None
     host: Host | None = None
     pool: CachePool | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.shard.rank
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -312,6 +313,6 @@ def _driver(name: str, setup: RolloutSetup, settings: Settings) -> InProcessVllm
         raise RecipeError.at("rollout.external.python", f"'{external.python}' is not a program on this machine")
     log = setup.logs / f"{name}-{setup.role}-rank-{setup.rank}.log"
     title = f"rank {setup.rank}: the {name} server of role '{setup.role}'"
-    server = ChildServer(title, log, external.start_timeout_s, external.answer_timeout_s, setup.beat)
+    server = ChildServer(title, log, external.start_timeout_s, external.answer_timeout_s, setup.shard.activity.beat)
     kind = SglangServer if name == "sglang" else VllmServer
     return kind(python, settings, setup.device, server)

@@ -27,7 +27,6 @@ from leaderless.planner.placement.stage_seconds import read_profile
 from leaderless.planner.workflow import WorkflowRecipe, load_recipe, spec_of
 from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.planner.workflow.read import ANSWER, JUDGE, evaluation_workflow
-from leaderless.planner.workflow.reward_stages import reward_names
 from leaderless.run.launch.rendezvous import Nodes
 from leaderless.run.settings import leaves_of
 
@@ -267,7 +266,7 @@ def plan_evaluation(loaded: WorkflowRecipe, role: str | None, num_workers: int) 
                 "has responses that are compared, not prompts to answer: training itself evaluates them "
                 "(evaluation.every_steps); name a dataset of prompts, and a reward",
             )
-        if not reward_names(recipe):
+        if not recipe.reward_names:
             raise RecipeError.at("reward", "must name a reward, or the recipe an environment, to tell what is correct")
         if model is None:
             raise RecipeError.at("models", f"has no model for the role '{role}'{nearest(role, recipe.models)}")

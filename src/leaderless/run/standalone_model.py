@@ -170,12 +170,10 @@ def open_model(
             tokenizer=tokenizer,
             layout=Layout((0,), 1),
             shard=ALONE,
-            rank=0,
             world_size=1,
             device=device,
             logs=Path(logs),
             report=say,
-            beat=lambda: None,
             pool=_pool(source, longest, device),
         )
         spec, dtype = engine_for(source.rollout, name), getattr(torch, source.config.compute_dtype)

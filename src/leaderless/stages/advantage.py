@@ -17,14 +17,9 @@ from leaderless.stages.mini_batches import adapt_kl_coefficient, counted_samples
 from leaderless.stages.reward import is_sampled
 
 
-def advantage(batch: Batch, context: StageContext) -> Batch:
-    """Compute the recipe's advantage of every sampled token, and what else it writes, such as returns for a critic."""
-    return _reported(_with_advantages(batch, context), context)
-
-
 def remax(batch: Batch, context: StageContext) -> Batch:
     """Compute an advantage over the greedy response to the same prompt, then drop the greedy response."""
-    return _reported(_with_advantages(batch, context).select(~batch.dense("is_greedy")), context)
+    return advantage(batch, context, is_kept=~batch.dense("is_greedy"))
 
 
 def dynamic_sampling(batch: Batch, context: StageContext) -> Batch:
@@ -73,9 +68,13 @@ def _shaped_rewards(batch: Batch, context: StageContext) -> tuple[Tensor, Tensor
     return rewards, coefficient * divergence
 
 
-def _with_advantages(batch: Batch, context: StageContext) -> Batch:
-    """The samples with the advantages of their episodes: where a formula speaks of a response, it gets an episode."""
-    config, episodes = context.recipe.algorithm.advantage, Episodes.of(batch)
+def advantage(batch: Batch, context: StageContext, is_kept: Tensor | None = None) -> Batch:
+    """Compute the recipe's advantage of every sampled token, and what else it writes, such as returns for a critic.
+
+    Where a formula speaks of a response, it gets an episode. Some samples, [n] bool, are kept afterwards, or all.
+    """
+    recipe = context.recipe
+    config, episodes = recipe.algorithm.advantage, Episodes.of(batch)
     rows = episodes.rows
     lengths, is_valid = rows.dense("response_lengths"), rows.dense("reward_valid")
     rewards, penalties = _shaped_rewards(rows, context)
@@ -83,6 +82,9 @@ def _with_advantages(batch: Batch, context: StageContext) -> Batch:
         # A reward of a turn comes at its last token, and is not waited for until the end of the episode.
         at_turns = rows.jagged("turn_rewards").values
         rewards, penalties = rewards - algorithms.segment_sum(at_turns, lengths), penalties - at_turns
+    # By the names in the details of a reward: the recipe's rewards, the environment's, and those of reward models.
+    weights = dict.fromkeys(recipe.models, recipe.algorithm.reward_model.weight)
+    weights |= {name: options.weight for name, options in recipe.reward.options().items()} | {ENVIRONMENT: 1.0}
     inputs = AdvantageInputs(
         rewards=rewards - algorithms.segment_sum(penalties, lengths),
         final_rewards=rewards,
@@ -97,7 +99,7 @@ def _with_advantages(batch: Batch, context: StageContext) -> Batch:
         gather_over_ranks=context.gather,
         step=context.step,
         state=context.state,
-        reward_weights=_weights(context),
+        reward_weights=weights,
     )
     output = compute(config, inputs)
     is_counted = repeat_per_token(is_valid, lengths) if config.is_per_token else is_valid
@@ -105,16 +107,14 @@ def _with_advantages(batch: Batch, context: StageContext) -> Batch:
         context.metrics.mean(name, values[is_counted].sum(), is_counted.sum())
     advantages = output.advantages if config.is_per_token else repeat_per_token(output.advantages, lengths)
     columns = {**output.columns, "advantages": advantages}
-    return batch.with_columns(
+    batch = batch.with_columns(
         {name: episodes.of_samples(Jagged(values, lengths, "response_tokens")) for name, values in columns.items()}
     )
-
-
-def _weights(context: StageContext) -> dict[str, float]:
-    """Weight of each reward in the sum, by its name in the details: the recipe's, the environment's, reward models'."""
-    recipe = context.recipe
-    own = {name: options.weight for name, options in recipe.reward.options().items()}
-    return dict.fromkeys(recipe.models, recipe.algorithm.reward_model.weight) | own | {ENVIRONMENT: 1.0}
+    batch = batch if is_kept is None else batch.select(is_kept)
+    size = algorithms.segment_sum(batch.jagged("advantages").values.abs(), batch.dense("response_lengths"))
+    silent, groups = algorithms.count_groups_without_signal(size, batch.group_ids)
+    context.metrics.mean("group/no_signal", silent, groups)
+    return batch
 
 
 def _plain(column: Column) -> Tensor | tuple[Tensor, ...] | tuple[Json, ...]:
@@ -122,10 +122,3 @@ def _plain(column: Column) -> Tensor | tuple[Tensor, ...] | tuple[Json, ...]:
     if not isinstance(column, Jagged):
         return column
     return column.values if column.axis == "response_tokens" else column.rows()
-
-
-def _reported(batch: Batch, context: StageContext) -> Batch:
-    size = algorithms.segment_sum(batch.jagged("advantages").values.abs(), batch.dense("response_lengths"))
-    silent, groups = algorithms.count_groups_without_signal(size, batch.group_ids)
-    context.metrics.mean("group/no_signal", silent, groups)
-    return batch

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol, TypeVar, cast
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from leaderless.config import Recipe
 from leaderless.config.run import GuardAction
 from leaderless.data.batch import Batch
-from leaderless.data.buffer.row_agreement import select
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.observability.clock import Clock
@@ -23,7 +21,6 @@ from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import PlannedNode
-from leaderless.planner.assign.balance import first_places, parts_of
 from leaderless.planner.workflow.stage_spec import AnyUse, RoleUse
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
@@ -108,11 +105,11 @@ class StageContext:
         agents: Roles that sample responses: the column `agent` holds places in it.
         models: Models of the node's roles, by the names that the stage declares.
         episodes: Journal of the episodes of this rank; None if there is none.
-        generated: Responses or episodes that are finished, where they are generated continuously.
-        desk: Clients of an online run, on ranks that they ask; None on others.
+        source: Responses or episodes that are finished, where they are generated continuously, or the clients of an
+            online run, on ranks that they ask; None elsewhere.
         clock: Clock of the rank: `with context.clock.doing("environment")` says what time is spent on.
-        progress: Function that takes the finished fraction of the node's work, for the progress line.
-        doing: Function that takes a text to show in place of the node's name; it is a sign of life, too.
+        progress: Function that takes the finished fraction of the node's work, for the progress line, or a text to show
+            in place of the node's name; it is a sign of life, too.
         facts: Additional facts for the trace, next to the node's rows and tokens.
     """
 
@@ -131,11 +128,9 @@ class StageContext:
     agents: Sequence[str] = ()
     models: Mapping[str, ModelRole | ValueEngine] = field(default_factory=dict)
     episodes: EpisodeJournal | None = None
-    generated: Generated | None = None
-    desk: Clients | None = None
+    source: Generated | Clients | None = None
     clock: Clock = field(default_factory=Clock)
-    progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
-    doing: Callable[[str], None] = field(default=lambda text: None)  # noqa: ARG005
+    progress: Callable[[float | str], None] = field(default=lambda done: None)  # noqa: ARG005
     facts: MutableMapping[str, object] = field(default_factory=dict)
 
     @property
@@ -187,17 +182,6 @@ class StageContext:
         layout = self.node.layout
         counted = values if layout.represents(self.process_group.rank) else torch.zeros_like(values)
         return self.process_group.sum(counted, f"a sum in node '{self.node.name}'")
-
-    def parts_of(self, group_ids: Tensor, num_parts: int) -> Tensor:
-        """[n] part of each group, if all groups of the node's ranks, by their ids, are cut into parts of even number.
-
-        The ranks call it together; a group may be on several of them.
-        """
-        if num_parts == 1:
-            return torch.zeros_like(group_ids)
-        mine, what = group_ids.numpy(), f"the groups of node '{self.node.name}'"
-        _, borders = select(self.process_group, mine, partial(first_places, num_parts=num_parts), what)
-        return torch.from_numpy(parts_of(mine, borders))
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, each once, from tensors [n, ...] in which n may differ between ranks."""

@@ -142,11 +142,6 @@ class Counted:
         parts = EpisodeParts(_sum(tokens, index, len(episodes))[here], batch.ids == first[here])
         return cls(~is_left_out[here], parts)
 
-    @property
-    def num_episodes(self) -> int:
-        """Number of episodes that are counted, each on one rank only."""
-        return int((self.is_counted & self.episodes.is_first).sum())
-
     def select(self, rows: Tensor) -> Counted:
         """Some samples, [n] bool, among them whole episodes of all ranks."""
         parts = EpisodeParts(self.episodes.lengths[rows], self.episodes.is_first[rows])

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from leaderless import algorithms
 from leaderless.algorithms import Aggregation, Denominators, repeat_per_token, settings, token_weights
 from leaderless.config.run import GuardAction, GuardsConfig
 from leaderless.data.batch import Batch, Jagged
+from leaderless.data.buffer.row_agreement import select
 from leaderless.models.uploads import placed
 from leaderless.observability.events import LOWER_BOUNDS, strongest
 from leaderless.observability.metrics import Mean, Share
+from leaderless.planner.assign.balance import first_places, parts_of
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Counted
 from leaderless.training.engine import BodyTrainable, Trainable, UpdateInfo
@@ -62,15 +64,29 @@ def mini_batches(
     Which prompts share an update depends on their ids alone, not on ranks or on the role that is trained. Rows that do
     not count carry no gradient; the aggregation turns the losses of tokens into one number.
     """
-    config, longest = context.recipe.batch, context.recipe.rollout.max_response_tokens
-    part = context.parts_of(batch.group_ids, config.parts_per_step)
-    for number in range(config.updates_per_step):
-        mine = part == number % config.parts_per_step
+    longest = context.recipe.rollout.max_response_tokens
+    for number, mine in parts_of_step(batch, context):
         rows, chosen = batch.select(mine), counted.select(mine)
         counts = response_lengths(rows.jagged("response_mask")), chosen.is_counted
         totals = Denominators(*context.sum(Denominators.count(*counts, chosen.episodes)).tolist())
         weights = token_weights(aggregation, *counts, totals, chosen.episodes, norm_tokens=longest)
-        yield MiniBatch(number + 1, rows, weights)
+        yield MiniBatch(number, rows, weights)
+
+
+def parts_of_step(batch: Batch, context: StageContext) -> Iterator[tuple[int, Tensor]]:
+    """The numbers of a step's updates, from 1, and [n] bool, which rows are a part of each.
+
+    The groups of all ranks are cut into parts of even number by their ids alone. The ranks call it together; a group
+    may be on several of them.
+    """
+    config, group_ids = context.recipe.batch, batch.group_ids
+    num_parts, part = config.parts_per_step, torch.zeros_like(group_ids)
+    if num_parts > 1:
+        mine, what = group_ids.numpy(), f"the groups of node '{context.node.name}'"
+        _, borders = select(context.process_group, mine, partial(first_places, num_parts=num_parts), what)
+        part = torch.from_numpy(parts_of(mine, borders))
+    for number in range(config.updates_per_step):
+        yield number + 1, part == number % num_parts
 
 
 class Loss(NamedTuple):
@@ -92,16 +108,19 @@ class OptimizerUpdate:
 
         update = OptimizerUpdate(engine, mini_batch, context)
         for micro_batch in update:
-            with update.memory():
+            with update.passes.memory():
                 update.backward(loss_of(micro_batch))
         update.step()
 
     The gradients of micro-batches add up. Where memory runs out, they are discarded, and smaller micro-batches follow.
+
+    Attributes:
+        passes: Passes of the micro-batches; see `Passes.memory`.
     """
 
     def __init__(self, engine: Trainable, mini_batch: MiniBatch, context: StageContext) -> None:
         self._engine, self._mini_batch, self._context = engine, mini_batch, context
-        self._passes = engine.passes(mini_batch.rows)
+        self.passes = engine.passes(mini_batch.rows)
         self._done: list[tuple[Tensor, Mapping[str, Share]]] = []
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -109,15 +128,11 @@ class OptimizerUpdate:
         coefficient = self._context.recipe.algorithm.expert_balance
         if coefficient and isinstance(self._engine, RoutedEngine):
             self._engine.balance_experts(self._mini_batch.rows, coefficient)
-        for micro_batch in self._passes:
-            if self._passes.number == 1:
+        for micro_batch in self.passes:
+            if self.passes.number == 1:
                 self._engine.discard_gradient()
                 self._done.clear()
             yield micro_batch
-
-    def memory(self) -> AbstractContextManager[None]:
-        """Watch the pass of a micro-batch, both ways; see `Passes.memory`."""
-        return self._passes.memory()
 
     def backward(self, loss: Loss) -> None:
         """Add the gradient of a micro-batch; nothing else may keep its loss, which keeps all that was computed."""
@@ -244,8 +259,8 @@ def add_states(engine: Trainable, batch: Batch, before: int, context: StageConte
         before: Version before the updates; if no update was made, weights of a version must stay as they are.
         context: Context of the node.
     """
-    if context.recipe.body is not None and engine.policy_version != before:
-        cast("BodyTrainable", engine).add_states(batch, context.sum)
+    if isinstance(engine, BodyTrainable) and engine.policy_version != before:
+        engine.add_states(batch, context.sum)
 
 
 def counted_samples(batch: Batch, context: StageContext) -> Tensor:

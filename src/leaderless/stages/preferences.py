@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from leaderless.planner.workflow.columns import IMAGES
 from leaderless.planner.workflow.reward_stages import REFERENCE_SCORES
 from leaderless.planner.workflow.training_stages import SEQUENCE
 from leaderless.stages.context import StageContext
-from leaderless.stages.mini_batches import Loss, MiniBatch, OptimizerUpdate, metric_name
+from leaderless.stages.mini_batches import Loss, MiniBatch, OptimizerUpdate, metric_name, parts_of_step
 from leaderless.training.engine import TrainEngine, ValueEngine
 from leaderless.training.micro_batches import SIDES, MicroBatch
 
@@ -36,14 +36,15 @@ def update_preferences(batch: Batch, context: StageContext) -> Batch:
     """Make `batch.updates_per_step` updates on the loss of preferences."""
     engine, loss = context.role.train_engine, context.recipe.algorithm.preference_loss
     context.metrics.total("throughput/tokens", num_tokens(batch))
-    for number, rows in parts_of_step(batch, context):
+    for number, mine in parts_of_step(batch, context):
+        rows = batch.select(mine)
         totals = totals_of(engine, loss, rows, context.sum)
         if loss.data == "singles":
             context.metrics.mean(metric_name(context, "divergence"), totals.divergence.clamp(min=0), 1)
         mini_batch = MiniBatch(number, samples_for(loss, rows), torch.empty(0))
         now = OptimizerUpdate(engine, mini_batch, context)
         for micro_batch in now:
-            with now.memory():
+            with now.passes.memory():
                 now.backward(_named(loss_of_rows(engine, loss, rows, totals, micro_batch), context))
         now.step()
     return batch
@@ -74,14 +75,6 @@ def totals_of(engine: TrainEngine, loss: PreferenceLoss, rows: Batch, add_up: Ca
     counts = torch.stack([torch.tensor(len(rows)), lengths.sum(), ratios]).double()
     num_rows, num_imitated, ratio = add_up(counts)
     return Totals(float(num_rows), max(float(num_imitated), 1.0), ratio / num_rows.clamp(min=1))
-
-
-def parts_of_step(batch: Batch, context: StageContext) -> Iterator[tuple[int, Batch]]:
-    """The numbers, from 1, and the rows of a step's updates; their ids alone decide which rows are together."""
-    config = context.recipe.batch
-    part = context.parts_of(batch.group_ids, config.parts_per_step)
-    for number in range(config.updates_per_step):
-        yield number + 1, batch.select(part == number % config.parts_per_step)
 
 
 def num_tokens(batch: Batch) -> Tensor:
@@ -238,12 +231,13 @@ def _mean(values: Tensor, is_counted: Tensor | None = None) -> Mean:
 def update_reward_model(batch: Batch, context: StageContext) -> Batch:
     """Make `batch.updates_per_step` updates on the likelihood of the preferences."""
     context.metrics.total("throughput/tokens", num_tokens(batch))
-    for number, rows in parts_of_step(batch, context):
+    for number, mine in parts_of_step(batch, context):
+        rows = batch.select(mine)
         num_rows = float(context.sum(torch.tensor(len(rows)).double()))
         mini_batch = MiniBatch(number, with_ends(side_by_side(rows)), torch.empty(0))
         now = OptimizerUpdate(context.critic, mini_batch, context)
         for micro_batch in now:
-            with now.memory():
+            with now.passes.memory():
                 now.backward(_pair_loss(micro_batch, rows, num_rows, context))
         now.step()
     return batch

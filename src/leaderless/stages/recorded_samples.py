@@ -138,7 +138,8 @@ def graded_in(batch: Batch) -> list[Graded]:
 
 def _places(batch: Batch, context: StageContext) -> Descriptions:
     """Where each sample is in the run."""
-    roles, pictures = _roles(batch, context), thumbnails(batch)
+    pictures = thumbnails(batch)
+    agents = batch.dense("agent").tolist() if "agent" in batch else None
     places: list[dict[str, Json]] = []
     for index in range(len(batch)):
         place: dict[str, Json] = {
@@ -154,8 +155,8 @@ def _places(batch: Batch, context: StageContext) -> Descriptions:
             place["images"] = shown
         if "joint_ids" in batch:
             place["joint_id"] = int(batch.dense("joint_ids")[index])
-        if roles:
-            place["role"] = roles[index]
+        if len(context.agents) > 1:
+            place["role"] = context.node.node.agents[0] if agents is None else context.agents[agents[index]]
         places.append(place)
     return places
 
@@ -168,12 +169,3 @@ def thumbnails(batch: Batch) -> dict[int, Json]:
     packed = zip(prompts.ids.tolist(), prompts.jagged(IMAGES).rows(), strict=True)
     shown = ((number, [thumbnail(one.data) for one in unpack_images(row.numpy().tobytes())]) for number, row in packed)
     return {number: list(urls) for number, urls in shown if urls}
-
-
-def _roles(batch: Batch, context: StageContext) -> list[str]:
-    """The role that sampled each row; empty if the run has a single one."""
-    if len(context.agents) < 2:
-        return []
-    if "agent" in batch:
-        return [context.agents[place] for place in batch.dense("agent").tolist()]
-    return [context.node.node.agents[0]] * len(batch)

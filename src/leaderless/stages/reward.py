@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,11 +16,12 @@ from torch import Tensor
 from leaderless.base.values import Json
 from leaderless.config import Recipe
 from leaderless.config.data import DatasetConfig
+from leaderless.config.recipe import Product
 from leaderless.data.batch import Batch, Column
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.environments.episode import TraceSample
 from leaderless.environments.journal import Line, episode_of, text_of
-from leaderless.planner.workflow.reward_stages import ENVIRONMENT, SUCCESS, judge_metrics, reward_names
+from leaderless.planner.workflow.reward_stages import ENVIRONMENT, SUCCESS, judge_metrics
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.protocol import Passage, RewardInput
 from leaderless.rollout.engine import Completion
@@ -29,6 +31,31 @@ from leaderless.stages.episodes import Episodes
 
 _ACTOR_BITS = 16
 """Room for the agents of an environment."""
+
+
+class Shown(NamedTuple):
+    """The text that rewards are shown of an episode.
+
+    Attributes:
+        has_text: Whether the policy writes any.
+        is_cut: Whether it is shown without the stop text that ended it, and what follows.
+        is_last: Whether the response is the policy's last message, and not all that it has sampled.
+    """
+
+    has_text: bool = True
+    is_cut: bool = True
+    is_last: bool = False
+
+
+# Stop texts may tell an environment what the policy wants.
+_CONVERSATION = Shown(is_cut=False, is_last=True)
+SHOWN: Mapping[Product, Shown] = {
+    "text": Shown(),
+    "episodes": _CONVERSATION,
+    "online": _CONVERSATION,
+    "bodies": Shown(has_text=False),
+}
+"""The text of each kind of run."""
 
 
 def reward(batch: Batch, context: StageContext) -> Batch:
@@ -112,10 +139,10 @@ def inputs_of(batch: Batch, context: StageContext) -> list[RewardInput]:
     masks = batch.jagged("response_mask").to_lists() if "response_mask" in batch else None
     texts = transcripts(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe, masks)
     configs = [context.recipe.data.train_set_of(row) for row in rows]
-    actors = batch.dense("actor").tolist() if "actor" in batch else [0] * len(rows)
-    groups = [group_of(*one) for one in zip(batch.group_ids.tolist(), actors, strict=True)]
-    inputs = reward_inputs(configs, rows, texts, batch.dense("truncated").tolist(), groups)
-    return [last_said(one) for one in inputs] if context.recipe.has_episodes else inputs
+    # As `group_of` numbers them.
+    groups = (batch.group_ids << _ACTOR_BITS | (batch.dense("actor") if "actor" in batch else 0)).tolist()
+    is_last = SHOWN[context.recipe.product].is_last
+    return reward_inputs(configs, rows, texts, batch.dense("truncated").tolist(), groups, is_last=is_last)
 
 
 def inputs_of_group(
@@ -141,12 +168,6 @@ def group_of(number: int, actor: int = 0) -> int:
     return number << _ACTOR_BITS | actor
 
 
-def last_said(sample: RewardInput) -> RewardInput:
-    """The input for an episode in an environment, whose response is the policy's last message."""
-    said = [passage.text for passage in sample.transcript if passage.is_sampled]
-    return replace(sample, response=said[-1] if said else "")
-
-
 def joined(samples: Sequence[RewardInput], recipe: Recipe) -> RewardInput:
     """The input for an episode: what the policy sampled in all of its samples, and the transcript of the last.
 
@@ -154,7 +175,7 @@ def joined(samples: Sequence[RewardInput], recipe: Recipe) -> RewardInput:
     """
     if len(samples) == 1:
         return samples[0]
-    parts = samples[-1:] if recipe.has_episodes else samples
+    parts = samples[-1:] if SHOWN[recipe.product].is_last else samples
     response, is_truncated = "".join(one.response for one in parts), any(one.is_truncated for one in samples)
     return replace(samples[-1], response=response, is_truncated=is_truncated)
 
@@ -172,7 +193,7 @@ def _report(context: StageContext, graded: Sequence[Graded], rewards: Tensor, is
     for name, error in islice(errors, 1):
         context.run_directory.note_reward_error(context.step, context.process_group.rank, name, error)
     details = [g.details for g, is_kept in zip(graded, is_reported.tolist(), strict=True) if is_kept]
-    for name in reward_names(context.recipe):
+    for name in context.recipe.reward_names:
         values = [value for detail in details if (value := reward_value(detail, name)) is not None]
         context.metrics.mean(f"reward/{name}", sum(values), len(values))
     if context.recipe.reward.judges():
@@ -216,6 +237,8 @@ def reward_inputs(
     texts: Sequence[tuple[Passage, ...]],
     truncated: Sequence[bool],
     groups: Sequence[int],
+    *,
+    is_last: bool = False,
 ) -> list[RewardInput]:
     """The inputs of rewards for some responses; the response of a transcript is what the policy sampled.
 
@@ -225,11 +248,12 @@ def reward_inputs(
         texts: Transcript of each.
         truncated: Whether each was cut.
         groups: Number of the group of each, by `group_of`.
+        is_last: Whether the response is the policy's last message.
     """
     return [
         RewardInput(
             prompt=row.get(config.prompt),
-            response=response_in(text),
+            response=response_in(text, is_last=is_last),
             answer=row[config.answer] if config.answer else None,
             row=row,
             is_truncated=is_truncated,
@@ -240,9 +264,10 @@ def reward_inputs(
     ]
 
 
-def response_in(transcript: Sequence[Passage]) -> str:
-    """The text that the policy sampled, without what others wrote in between."""
-    return "".join(passage.text for passage in transcript if passage.is_sampled)
+def response_in(transcript: Sequence[Passage], *, is_last: bool = False) -> str:
+    """The text that the policy sampled, without what others wrote in between, or the last of its messages."""
+    said = [passage.text for passage in transcript if passage.is_sampled]
+    return "".join(said[-1:] if is_last else said)
 
 
 def transcripts(
@@ -251,18 +276,18 @@ def transcripts(
     recipe: Recipe,
     masks: Sequence[Sequence[int]] | None = None,
 ) -> list[tuple[Passage, ...]]:
-    """Tokens as text by whoever wrote it, without special tokens and without the stop texts that ended a response.
+    """Tokens as text by whoever wrote it, without special tokens, and as `SHOWN` says.
 
-    In an environment, which stop texts may tell what the policy wants, they are kept.
-
-    The masks say of each token whether the policy sampled it; None if it sampled all. The policy of a body writes none.
+    The masks say of each token whether the policy sampled it; None if it sampled all.
     """
-    if recipe.body is not None:
+    shown = SHOWN[recipe.product]
+    if not shown.has_text:
         return [() for _ in rows]
+    stops = recipe.rollout.stop if shown.is_cut else ()
 
     def decode(tokens: Sequence[int], *, is_response: bool) -> Passage:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        for stop in recipe.rollout.stop if is_response and not recipe.has_episodes else ():
+        for stop in stops if is_response else ():
             text = text.partition(stop)[0]
         return Passage(text, is_response)
 
@@ -364,5 +389,5 @@ def _input_of(
     texts, count = transcripts(tokenizer, tokens, recipe, masks), len(samples)
     cut = [is_cut or one.is_truncated for one in samples]
     groups = [group_of(int(str(line["group_id"])), actor)] * count
-    inputs = reward_inputs([recipe.data.train_set_of(row)] * count, [row] * count, texts, cut, groups)
-    return joined([last_said(one) for one in inputs], recipe)
+    sets = [recipe.data.train_set_of(row)] * count
+    return joined(reward_inputs(sets, [row] * count, texts, cut, groups, is_last=True), recipe)

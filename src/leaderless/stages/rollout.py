@@ -25,10 +25,31 @@ TOO_MUCH = (
 
 def rollout(batch: Batch, context: StageContext) -> Batch:
     """Sample `batch.responses_per_prompt` responses to each prompt, and decode one more if the node wants that."""
-    recipe, node = context.recipe, context.node
-    distributions = distributions_of(recipe, has_greedy="is_greedy" in node.writes)
+    recipe, role = context.recipe, context.role
+    distributions = distributions_of(recipe, has_greedy="is_greedy" in context.node.writes)
     begin = time.perf_counter()
-    completions = _complete(batch, context, distributions)
+    ids = _places(batch, context, len(distributions))[1].view(len(batch), len(distributions)).tolist()
+    prompts = prompts_of(batch)
+    results: list[list[Completion]] = [[Completion()] * len(distributions) for _ in prompts]
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        context.progress(done / (len(prompts) * len(distributions)))
+
+    with memory_explained(TOO_MUCH), role.generating() as engine:
+        for distribution in dict.fromkeys(distributions):
+            places = [place for place, wanted in enumerate(distributions) if wanted == distribution]
+            requests = [
+                Request(prompt, [sample_ids[place] for place in places], images=images)
+                for (prompt, images), sample_ids in zip(prompts, ids, strict=True)
+            ]
+            params = SamplingParams(distribution, recipe.rollout.max_response_tokens, recipe.rollout.stop, recipe.seed)
+            for result, answers in zip(results, generate(engine, requests, params, report), strict=True):
+                for place, answer in zip(places, answers, strict=True):
+                    result[place] = answer
+    completions = [completion for result in results for completion in result]
     return samples_of(completions, batch, context, distributions, time.perf_counter() - begin)
 
 
@@ -122,30 +143,3 @@ def _experts(completions: Sequence[Completion], siblings: int, prompts: Tensor) 
         rows += [b"".join([*group[0].experts[:length], *one.experts[length:]]) for one in group]
     values = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8) if any(rows) else torch.empty(0).byte()
     return Jagged(values, torch.tensor([len(row) for row in rows], dtype=torch.int64), EXPERTS)
-
-
-def _complete(batch: Batch, context: StageContext, distributions: Sequence[SamplingConfig]) -> list[Completion]:
-    """The responses to the first prompt in the order of the distributions, then those to the next."""
-    recipe, role = context.recipe, context.role
-    ids = _places(batch, context, len(distributions))[1].view(len(batch), len(distributions)).tolist()
-    prompts = prompts_of(batch)
-    results: list[list[Completion]] = [[Completion()] * len(distributions) for _ in prompts]
-    done = 0
-
-    def report(count: int) -> None:
-        nonlocal done
-        done += count
-        context.progress(done / (len(prompts) * len(distributions)))
-
-    with memory_explained(TOO_MUCH), role.generating() as engine:
-        for distribution in dict.fromkeys(distributions):
-            places = [place for place, wanted in enumerate(distributions) if wanted == distribution]
-            requests = [
-                Request(prompt, [sample_ids[place] for place in places], images=images)
-                for (prompt, images), sample_ids in zip(prompts, ids, strict=True)
-            ]
-            params = SamplingParams(distribution, recipe.rollout.max_response_tokens, recipe.rollout.stop, recipe.seed)
-            for result, answers in zip(results, generate(engine, requests, params, report), strict=True):
-                for place, answer in zip(places, answers, strict=True):
-                    result[place] = answer
-    return [completion for result in results for completion in result]

@@ -86,7 +86,7 @@ def update(batch: Batch, context: StageContext) -> Batch:
         columns = _Columns(mini_batch, own, _choose(mini_batch, context), before)
         now = OptimizerUpdate(engine, mini_batch, context)
         for micro_batch in now:
-            with now.memory():
+            with now.passes.memory():
                 now.backward(_policy_gradient_loss(micro_batch, columns, context))
         now.step()
     add_states(engine, batch, before, context)
@@ -94,7 +94,8 @@ def update(batch: Batch, context: StageContext) -> Batch:
         sampled = batch.jagged("rollout_log_probs")
         divergence = kl_penalty(sampled.values, batch.jagged("ref_log_probs").values, algorithm.kl.estimator)
         divergence = divergence[repeat_per_token(counted.is_counted, sampled.lengths)]
-        adapt_kl_coefficient(context, divergence.sum(), len(divergence), counted.num_episodes)
+        num_episodes = int((counted.is_counted & counted.episodes.is_first).sum())  # each on one rank only
+        adapt_kl_coefficient(context, divergence.sum(), len(divergence), num_episodes)
     return batch
 
 
@@ -297,7 +298,7 @@ def sft(batch: Batch, context: StageContext) -> Batch:
     for mini_batch in mini_batches(batch, counted, context.recipe.algorithm.aggregation, context):
         now = OptimizerUpdate(engine, mini_batch, context)
         for micro_batch in now:
-            with now.memory():
+            with now.passes.memory():
                 now.backward(_imitation_loss(micro_batch, mini_batch, context))
         now.step()
     add_states(engine, batch, before, context)
@@ -323,7 +324,7 @@ def update_critic(batch: Batch, context: StageContext) -> Batch:
     for mini_batch in mini_batches(batch, counted, "token_mean", context):
         now = OptimizerUpdate(engine, mini_batch, context)
         for micro_batch in now:
-            with now.memory():
+            with now.passes.memory():
                 now.backward(_value_loss(micro_batch, mini_batch, context))
         now.step()
     add_states(engine, batch, before, context)

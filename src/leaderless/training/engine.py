@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -277,8 +277,9 @@ class ValueEngine(Trainable, Protocol):
         """[R] float32: value before each of a micro-batch's sampled tokens, with a graph for the backward pass."""
 
 
-class BodyTrainable(Trainable, Protocol):
-    """A policy of a body, or its critic."""
+@runtime_checkable
+class BodyTrainable(Protocol):
+    """A policy of a body, or its critic, which is trained."""
 
     def add_states(self, batch: Batch, total: Callable[[Tensor], Tensor]) -> None:
         """Show a model that normalizes states the states of a step, after its updates.

@@ -33,8 +33,7 @@ from leaderless.planner import (
     Windowed,
     flat,
 )
-from leaderless.planner.workflow.metrics import tagged
-from leaderless.planner.workflow.stage_spec import AnyUse
+from leaderless.planner.workflow.stage_spec import AnyUse, tagged
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import Grader, ModelRole, StageContext, limited
@@ -269,7 +268,7 @@ class Chain:
             # Each event is reported once, by one of the ranks that know it.
             events=self.events if self._rank == context.node.layout.ranks[0] else [],
             num_roll_backs=self.num_roll_backs,
-            generated=self.generation,
+            source=self.generation or self._parts.desk,
             facts={},
         )
 
@@ -294,10 +293,8 @@ class Chain:
             models=models,
             grade=partial(self._grade, parts.judging.grader(node)),
             agents=parts.plan.agents,
-            desk=parts.desk,
             clock=parts.clock,
-            progress=lambda fraction: parts.progress(name, fraction),
-            doing=parts.progress,
+            progress=lambda done: parts.progress(done) if isinstance(done, str) else parts.progress(name, done),
         )
 
     def _grade(self, grade: Grader, inputs: Sequence[RewardInput], sources: Sequence[str | None]) -> list[Graded]:

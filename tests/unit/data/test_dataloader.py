@@ -410,7 +410,7 @@ def test_rows_that_are_encoded_together_get_the_tokens_they_get_alone(template: 
     config = DatasetConfig(path="x", response="r", template=template)
     encoder = RowEncoder(tokenizer, config, "data.train")
     rows: list[Row] = [{"prompt": "1+1=" * n, "r": "2" * n, "level": n} for n in (3, 1, 0, 40, 2)]
-    together = encoder.encode_all(rows, ["x"] * len(rows))
+    together = encoder.encode_texts([encoder.texts(row, "x") for row in rows])
     assert together == [encoder.encode(row, "x") for row in rows]
     assert len(together[3].prompt) > len(together[0].prompt) > 2
 
@@ -419,10 +419,8 @@ def test_a_tokenizer_that_encodes_in_its_own_way_is_taken_at_its_word(monkeypatc
     tokenizer = load_tokenizer(ModelConfig(path=str(tiny_model())), "policy")
     monkeypatch.setattr(type(tokenizer), "encode", lambda _, text, **__: [7] * len(text))
     encoder = RowEncoder(tokenizer, DatasetConfig(path="x", template="plain"), "data.train")
-    assert [one.prompt for one in encoder.encode_all([{"prompt": "1+1"}, {"prompt": "2"}], ["x", "x"])] == [
-        [7] * 3,
-        [7],
-    ]
+    together = encoder.encode_texts([encoder.texts({"prompt": text}, "x") for text in ("1+1", "2")])
+    assert [one.prompt for one in together] == [[7] * 3, [7]]
 
 
 class NoBos(Characters):

@@ -69,12 +69,10 @@ def setup_of(
         tokenizer=load_tokenizer(config, "policy"),
         layout=Layout(tuple(range(world_size)), world_size // shard.size, tp=shard.size),
         shard=shard,
-        rank=0,
         world_size=world_size,
         device=torch.device(device),
         logs=tmp_path,
         report=print,
-        beat=lambda: None,
     )
 
 

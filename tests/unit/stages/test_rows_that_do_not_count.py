@@ -308,12 +308,12 @@ def test_remax_reports_the_rewards_of_responses_that_train():
     assert "is_greedy" in context.node.reads
 
 
-def test_remax_reports_the_lengths_of_responses_that_train(monkeypatch):
+def test_remax_reports_the_lengths_of_responses_that_train():
     completions = [Completion([7] * n, [0.0] * n, "stop", [3] * n) for n in (*[2, 3] * 4, 9)]
     completions[-1].finish_reason = "length"
-    monkeypatch.setattr(rollout, "_complete", lambda *_: completions)
     context = context_of("rollout", {}, "remax", model=ModelRole(cast("TrainEngine", Table(numbers(9))), None))
-    made = rollout.rollout(random_samples([(2, 0)]), context)
+    distributions = rollout.distributions_of(context.recipe, has_greedy=True)
+    made = rollout.samples_of(completions, random_samples([(2, 0)]), context, distributions, 1.0)
     assert made.dense("is_greedy").tolist() == [*[False] * 8, True]
     reported = context.metrics.reduce(GROUP)
     assert (reported["rollout/response_tokens"], reported["rollout/truncated"]) == (2.5, 0)

@@ -336,18 +336,23 @@ def _check_rows(node: PlannedNode, batch: Batch, given: RowTable) -> None:
 
 def _check_column(node: PlannedNode, name: str, batch: Batch) -> None:
     """Check that every reader gets the same values, whether they are sent to it or not."""
-    place = f"{_place(node)}: column '{name}'"
     column: object = batch.columns[name] if name in batch.columns or batch.prompts is None else batch.prompts[name]
     if isinstance(column, Tensor | Jagged):
         return
     if not isinstance(column, tuple):
-        raise ValueError(f"{place} is {type(column).__name__}, but must be a tensor, a Jagged or a tuple of values")
+        raise ValueError(
+            f"{_place(node)}: column '{name}' is {type(column).__name__}, but must be a tensor, a Jagged or a tuple of "
+            "values"
+        )
     for value in column:
-        changed = what_changes(value)
+        try:
+            changed = what_changes(value)
+        except RecursionError:
+            changed = f"{type(value).__name__} that is nested too deeply"
         if changed:
             raise ValueError(
-                f"{place} holds {changed}, which would arrive as something else on another rank: use None, bool, int, "
-                "float, str, lists, and dicts with text as keys"
+                f"{_place(node)}: column '{name}' holds {changed}, which would arrive as something else on another "
+                "rank: use None, bool, int, float, str, lists, and dicts with text as keys"
             )
 
 

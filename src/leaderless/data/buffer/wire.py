@@ -93,24 +93,21 @@ def to_json(name: str, value: Json) -> bytes:
 
 
 def what_changes(value: object) -> str:
-    """The part of a value that would be something else on another rank, as `tuple (1, 2)`; empty if all is plain."""
-    try:
-        return _what_changes(value)
-    except RecursionError:
-        return f"{type(value).__name__} that is nested too deeply"
+    """The part of a value that would be something else on another rank, as `tuple (1, 2)`; empty if all is plain.
 
-
-def _what_changes(value: object) -> str:
+    Raises:
+        RecursionError: It is nested too deeply.
+    """
     kind = type(value)  # exactly: NumPy's float64 is a float too, and would arrive as another
     if kind in _PLAIN:
         return ""
     if isinstance(value, list) and kind is list:
-        return next((found for item in value if (found := _what_changes(item))), "")
+        return next((found for item in value if (found := what_changes(item))), "")
     if isinstance(value, dict) and kind is dict:
         for key in value:
             if type(key) is not str:
                 return f"key {_short(key)} of a dict"
-        return next((found for item in value.values() if (found := _what_changes(item))), "")
+        return next((found for item in value.values() if (found := what_changes(item))), "")
     return f"{kind.__name__} {_short(value)}"
 
 

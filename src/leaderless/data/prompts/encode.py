@@ -108,7 +108,7 @@ class RowEncoder:
         reader: Callable[[], ImageReader] | None = None,
         needed: Mapping[str, str] | None = None,
     ) -> None:
-        self.tokenizer, self.config, self.key, self._is_task = tokenizer, config, key, is_task
+        self.tokenizer, self.config, self.key, self.is_task = tokenizer, config, key, is_task
         self.needed = needed or {}
         self.images: ImagePrompts | None = None
         if config.images is not None:
@@ -130,15 +130,11 @@ class RowEncoder:
 
     def encode(self, row: Row, place: str) -> Encoded:
         """The token ids of a row; errors as of `texts`."""
-        return self.encode_all([row], [place])[0]
-
-    def encode_all(self, rows: Sequence[Row], places: Sequence[str]) -> list[Encoded]:
-        """The token ids of several rows; errors as of `texts`."""
-        return self.encode_texts([self.texts(row, place) for row, place in zip(rows, places, strict=True)])
+        return self.encode_texts([self.texts(row, place)])[0]
 
     def encode_texts(self, texts: Sequence[Written]) -> list[Encoded]:
         """The token ids of the prompts and responses of rows; a fast tokenizer encodes them on all cores."""
-        if self._is_task:
+        if self.is_task:
             assert self.tokenizer.eos_token_id is not None
             return [Encoded([self.tokenizer.eos_token_id], []) for _ in texts]
         is_plain = "{" in self.config.template or not self.is_chat  # a chat template writes special tokens itself
@@ -146,7 +142,14 @@ class RowEncoder:
         responses: list[list[int]] = [[] for _ in texts]
         if self.config.response is not None:
             responses = self.encode_responses([text.response for text in texts])
-        return list(map(self._with_images, texts, prompts, responses))
+        if self.images is None:
+            return list(map(Encoded, prompts, responses))
+        found: list[Encoded] = []
+        for text, prompt, response in zip(texts, prompts, responses, strict=True):
+            self.check_no_images(response, "response", text.place)
+            tokens, images = self.images.expanded(prompt, text.pictures, text.place)
+            found.append(Encoded(tokens, response, images))
+        return found
 
     def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of responses, each with the end-of-sequence token after it."""
@@ -159,14 +162,6 @@ class RowEncoder:
         if self.images is not None and (taken := self.images.reader.reserved.intersection(response)):
             token = self.tokenizer.decode([min(taken)])
             raise self.refused(f".{column}", f"{place}: a response must not have '{token}', which marks images")
-
-    def _with_images(self, text: Written, prompt: list[int], response: list[int]) -> Encoded:
-        """A row as tokens, one for each part of an image."""
-        if self.images is None:
-            return Encoded(prompt, response)
-        self.check_no_images(response, "response", text.place)
-        tokens, images = self.images.expanded(prompt, text.pictures, text.place)
-        return Encoded(tokens, response, images)
 
     def kept(self, row: Row) -> Row:
         """A row without its images, which have a column of their own."""
@@ -209,20 +204,18 @@ class RowEncoder:
 
     def prompt_of(self, row: Row, place: str, num_images: int) -> str:
         """The prompt of a row as text."""
-        if self._is_task:
+        if self.is_task:
             return ""
         if "{" in self.config.template:
-            return self._marked(self._fill(self.config.template, row, place), num_images, place)
-        prompt = self.value_of(row, self.config.prompt, place)
-        if self.is_chat:
-            return self.written(self.messages_of(prompt, num_images, place), place)
+            prompt: Json = self._fill(self.config.template, row, place)
+        else:
+            prompt = self.value_of(row, self.config.prompt, place)
+            if self.is_chat:
+                return self.written(self.messages_of(prompt, num_images, place), place)
         if not isinstance(prompt, str):
             what = f"column '{self.config.prompt}' holds {type(prompt).__name__}"
             raise self.refused(".prompt", f"{place}: {what}; without a chat template it must be text")
-        return self._marked(prompt, num_images, place)
-
-    def _marked(self, text: str, num_images: int, place: str) -> str:
-        return text if self.images is None else self.images.marked(text, num_images, place)
+        return prompt if self.images is None else self.images.marked(prompt, num_images, place)
 
     def messages_of(self, prompt: Json, num_images: int, place: str) -> list[Json]:
         """A prompt as messages, with those that the recipe adds."""

@@ -14,7 +14,7 @@ from leaderless.config import RecipeError, nearest
 from leaderless.config.judges import JudgeOptions
 from leaderless.config.rewards import CodeOptions, FormatOptions
 from leaderless.planner.workflow.builtin_stages import spec_of
-from leaderless.planner.workflow.stage_spec import names_for
+from leaderless.planner.workflow.stage_spec import names_for, tagged
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
@@ -270,15 +270,6 @@ METRICS: dict[str, Metric] = {
     ),
 }
 """Built-in metrics by name; a part in angle brackets stands for a name or number of the recipe."""
-
-
-def tagged(name: str, node: Node) -> str:
-    """The name of a node's metric, with the role it is of where several roles sample: `rollout/staleness/solver`.
-
-    Names that already hold a role stay as they are, and so do metrics of all roles together.
-    """
-    parts = name.split("/")
-    return name if not node.tag or {*parts} & {node.tag, node.role, "throughput"} else f"{name}/{node.tag}"
 
 
 def known_metric(name: str) -> Metric | None:

@@ -34,11 +34,6 @@ JUDGE_METRICS = ("failed_share", "cached_share", "requests", "latency_s", "contr
 """Metrics of judges, below `judge/`; the last one only if some compare responses."""
 
 
-def reward_names(recipe: Recipe) -> list[str]:
-    """Names of the rewards of a sample: the rewards of the recipe, and what comes with episodes."""
-    return [*recipe.reward.options(), *recipe.task_rewards]
-
-
 def judge_metrics(config: RewardsConfig) -> tuple[str, ...]:
     """Metrics of the judges of a recipe, below `judge/`."""
     return JUDGE_METRICS[: None if compares(config) else -1] if config.judges() else ()
@@ -50,13 +45,13 @@ def compares(config: RewardsConfig) -> bool:
 
 
 def _reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    names = [f"reward/{name}" for name in ("mean", "std", "failed", *reward_names(recipe))]
+    names = [f"reward/{name}" for name in ("mean", "std", "failed", *recipe.reward_names)]
     names += [f"judge/{name}" for name in judge_metrics(recipe.reward)]
     return [*names, *["episode/grading_s"] * bool(recipe.has_episodes and recipe.reward.options())]
 
 
 def _check_reward(recipe: Recipe, node: Node) -> None:
-    if not reward_names(recipe):
+    if not recipe.reward_names:
         raise RecipeError.at("reward", f"must name at least one reward, as node '{node.name}' computes it")
     for name, options in recipe.reward.judges().items():
         _check_judge(recipe, f"reward.{name}", options)

@@ -277,6 +277,15 @@ def _check_names(argument: str, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
+def tagged(name: str, node: Node) -> str:
+    """The name of a node's metric, with the role it is of where several roles sample: `rollout/staleness/solver`.
+
+    Names that already hold a role stay as they are, and so do metrics of all roles together.
+    """
+    parts = name.split("/")
+    return name if not node.tag or {*parts} & {node.tag, node.role, "throughput"} else f"{name}/{node.tag}"
+
+
 AGES: Mapping[str, tuple[float, float]] = {
     **{str(age): (age, age) for age in range(5)},
     "5-8": (5, 8),

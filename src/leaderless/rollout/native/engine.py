@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from leaderless.models.vision.mrope import ImagePositions
 from leaderless.planner.memory.limits import PREFILL_TOKENS
 from leaderless.rollout.engine import (
     PROBE_TOLERANCE,
-    Completion,
     Delta,
     FinishReason,
     Request,
@@ -150,7 +150,7 @@ class NativeEngine:
             fresh.waiting += prompt.waiting
             fresh.num_left += len(prompt.waiting)
             self._leave(prompt, len(prompt.waiting))
-            prompt.waiting, prompt.logits = deque(), torch.empty(0)
+            prompt.waiting, prompt.logits = deque(), None
         self._read.clear()
         for key, prompt in self._unread.items():
             fresh = again.setdefault(key, prompt)
@@ -185,12 +185,14 @@ class NativeEngine:
                 self._deltas.append(Delta(number, sibling, (), (), "length"))
                 continue
             fresh = CachedPrompt((*request.prompt, *completion.tokens), request.images, num_both)
-            if request.conversation in self._kept:
+            if request.conversation is not None and request.conversation in self._kept:
                 prompt = fresh
                 self._continuing.append(prompt)
             else:
                 prompt = self._unread.setdefault(fresh.key, fresh)  # other requests may have the same prompt
-            sequence = Response(number, sibling, sample_id, completion, params, prompt, request.conversation)
+            sequence = Response(
+                number, sibling, sample_id, completion, params, prompt, len(prompt.tokens), request.conversation
+            )
             prompt.waiting.append(sequence)
             prompt.num_left += 1
         return number
@@ -270,7 +272,7 @@ class NativeEngine:
             while self._read and len(self._active) < self.max_sequences and self._has_room([]):
                 prompt = self._read[0]
                 sequence = prompt.waiting.popleft()
-                self._make_room(1)
+                self._kept.shrink(self.max_sequences - len(self._active) - 1)
                 sequence.segment = self._responses.add(0) if prompt.is_shared else prompt.segment
                 assert sequence.segment is not None
                 sequence.num_known, prompt.num_known = prompt.num_known, len(prompt.tokens)
@@ -281,10 +283,10 @@ class NativeEngine:
             if not admitted:
                 return
             self._rows = None
-            logits = torch.stack([sequence.prompt.logits for sequence in admitted])
+            logits = torch.stack([cast("Tensor", sequence.prompt.logits) for sequence in admitted])
             for prompt in {sequence.prompt for sequence in admitted}:
                 if not prompt.waiting:
-                    prompt.logits = torch.empty(0)  # a view would keep the logits of all prompts of the pass
+                    prompt.logits = None  # a view would keep the logits of all prompts of the pass
             news = [s.prompt.experts[len(s.completion.experts) :] for s in admitted]
             self._extend(admitted, logits, draws_of(admitted), news)
 
@@ -292,24 +294,21 @@ class NativeEngine:
         """Check whether there is memory to read prompts, and for one more response."""
         return True
 
-    def _make_room(self, num_responses: int) -> None:
-        """Forget conversations, so that there are places for some more responses."""
-        self._kept.shrink(self.max_sequences - len(self._active) - num_responses)
-
     def _prefill(self) -> None:
         """Read waiting prompts, kept conversations first."""
         free = self.max_sequences - len(self._active)
         taken = self._take_unread(free)
         if not taken:
             return
-        self._make_room(min(free, sum(len(prompt.waiting) for prompt in taken)))
+        # Forget conversations, so that there are places for the responses.
+        self._kept.shrink(free - min(free, sum(len(prompt.waiting) for prompt in taken)))
         for prompt in taken:
             prompt.num_loads = self._num_loads
             if prompt.segment is None:
                 prompt.is_shared = prompt.num_left > 1
                 store, room = (self._prompts, 0) if prompt.is_shared else (self._responses, 1)
                 prompt.segment = store.add(len(prompt.tokens), room)
-        in_order = sorted(taken, key=lambda prompt: prompt.num_known > 0)
+        in_order = [*(one for one in taken if not one.num_known), *(one for one in taken if one.num_known)]
         # What is read in both directions is read at once.
         size = max(PREFILL_TOKENS, *(prompt.num_both for prompt in taken))
         for begin in range(0, max(len(prompt.tokens) - prompt.num_known for prompt in taken), size):
@@ -330,7 +329,9 @@ class NativeEngine:
             if not self._has_room([*taken, prompt]):
                 break
             conversation = prompt.waiting[0].conversation if prompt.num_left == 1 else None
-            num_known = self._kept.num_known(conversation, prompt.tokens, prompt.images)
+            num_known = 0
+            if conversation is not None:
+                num_known = self._kept.num_known(conversation, prompt.tokens, prompt.images)
             num_tokens += len(prompt.tokens) - num_known
             if taken and num_tokens > PREFILL_TOKENS:
                 break
@@ -374,7 +375,7 @@ class NativeEngine:
         if any(one.ndim > 1 for one in each):
             each = [one.expand(3, -1) for one in each]
         last = torch.tensor([part.count for part in parts]).cumsum(0) - 1
-        seen = self._seen(texts)
+        seen = self._seen(texts) if any(text.prompt.images for text in texts) else None
         with one_copy(self.device):
             numbers = torch.tensor(tokens), torch.cat(each, -1), last
             inputs, positions, select = (placed(one, self.device) for one in numbers)
@@ -408,14 +409,19 @@ class NativeEngine:
             texts[segment] = shared, own, prompt
         # A prompt is read in the pass of the responses that share it, or in an earlier one.
         for parts in passes_of(texts, PREFILL_TOKENS):
-            self._read_pass(sorted(parts, key=lambda one: not one.part.is_first))
+            self._read_pass(sorted(parts, key=lambda one: one.part.position > 0))
         self._is_stale = False
 
     def _decode(self) -> None:
         """Decode one more token of each active response."""
         assert isinstance(self._responses, SegmentStore)
         if self._responses.grow() or self._rows is None:
-            self._rows = self._arrange()
+            # Rows are in the order of their segments.
+            assert isinstance(self._prompts, SegmentStore)
+            sequences = [self._active[segment] for slots in self._responses for segment in slots.segments]
+            prompts = [s.prompt.segment if s.prompt.is_shared else None for s in sequences]
+            shared = SharedPrompts(self._prompts, prompts, self.device) if any(prompts) else None
+            self._rows = DecodeRows(sequences, shared, draws_of(sequences))
         rows = self._rows
         longest = max(sequence.num_tokens for sequence in rows.sequences)
         positions = [sequence.num_tokens - 1 - sequence.prompt.saved for sequence in rows.sequences]
@@ -428,15 +434,6 @@ class NativeEngine:
             segment.length += 1
         news = [self._experts[row : row + 1] for row in range(len(tokens))]
         self._extend(rows.sequences, logits, rows.draws, news)
-
-    def _arrange(self) -> DecodeRows:
-        """Arrange rows in the order of their segments."""
-        assert isinstance(self._responses, SegmentStore)
-        assert isinstance(self._prompts, SegmentStore)
-        sequences = [self._active[segment] for slots in self._responses for segment in slots.segments]
-        prompts = [s.prompt.segment if s.prompt.is_shared else None for s in sequences]
-        shared = SharedPrompts(self._prompts, prompts, self.device) if any(prompts) else None
-        return DecodeRows(sequences, shared, draws_of(sequences))
 
     def _forward(
         self,
@@ -476,7 +473,11 @@ class NativeEngine:
         completion.log_probs.append(log_prob)
         completion.experts += experts
         sequence.num_tokens += 1
-        reason = self._finish_reason(completion, sequence.params)
+        reason: FinishReason | None = None
+        if token in self.end_tokens or has_stopped(completion.tokens, sequence.params.stop, self.tokenizer):
+            reason = "stop"
+        elif len(completion.tokens) >= sequence.params.max_tokens:
+            reason = "length"
         known, sequence.num_known = sequence.num_known, 0
         version = self.policy_version
         self._deltas.append(
@@ -484,12 +485,6 @@ class NativeEngine:
         )
         if reason:
             self._release(sequence, has_ended=True)
-
-    def _finish_reason(self, completion: Completion, params: SamplingParams) -> FinishReason | None:
-        tokens = completion.tokens
-        if tokens[-1] in self.end_tokens or has_stopped(tokens, params.stop, self.tokenizer):
-            return "stop"
-        return "length" if len(tokens) >= params.max_tokens else None
 
 
 def _with_memory(model: CausalLM) -> dict[str, nn.Parameter]:

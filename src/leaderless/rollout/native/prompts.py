@@ -35,7 +35,7 @@ class CachedPrompt:
     is_shared: bool = False  # several responses attend to its segment; a single response extends the segment itself
     segment: Segment | None = None  # None until the prompt has been read
     num_loads: int = 0  # how often weights had been loaded when it was read
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [vocabulary] float32, for the first token
+    logits: Tensor | None = None  # [vocabulary] float32, for the first token
     experts: list[bytes] = field(default_factory=list)  # of its tokens, as far as they have been read
     saved: int = field(init=False)  # positions that images save, as they have more tokens than that
 
@@ -68,14 +68,11 @@ class Response:
     completion: Completion
     params: SamplingParams
     prompt: CachedPrompt
+    num_tokens: int
     conversation: int | None
     num_known: int = 0  # tokens of its prompt that were not read for it, until this has been reported
     segment: Segment | None = None
-    num_tokens: int = field(init=False)
     seat: int = 0
-
-    def __post_init__(self) -> None:
-        self.num_tokens = len(self.prompt.tokens)
 
 
 Draws = dict[tuple[int, SamplingConfig], list[int]]
@@ -156,7 +153,7 @@ class KeptConversations:
         """Count the kept segments."""
         return len(self._kept)
 
-    def __contains__(self, conversation: int | None) -> bool:
+    def __contains__(self, conversation: int) -> bool:
         """Check whether a conversation is kept."""
         return conversation in self._kept
 
@@ -173,7 +170,7 @@ class KeptConversations:
         segment.home.keep(segment)
         self._kept[conversation] = _Kept(tokens, segment, experts, images)
 
-    def num_known(self, conversation: int | None, prompt: Tokens, images: Sequence[PromptImage] = ()) -> int:
+    def num_known(self, conversation: int, prompt: Tokens, images: Sequence[PromptImage] = ()) -> int:
         """Count the first tokens of a prompt that need not be read. Its last token always has to be."""
         if conversation not in self._kept:
             return 0

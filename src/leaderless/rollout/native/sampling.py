@@ -57,8 +57,13 @@ def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -
     if distribution.is_truncated:
         logits = truncate(logits, distribution)
     peak = logits.amax(dim=-1, keepdim=True)
-    tokens, total = _invert(_weights(logits, peak), noise.unsqueeze(1))
-    tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # if logits are NaN, any token
+    # Weights of tokens relative to the likeliest, [n, chunks, CHUNK]; 0 past the end of the vocabulary.
+    count, vocabulary = logits.shape
+    weights = logits.new_empty(count, -(-vocabulary // CHUNK) * CHUNK)
+    weights[:, vocabulary:] = 0
+    torch.sub(logits, peak, out=weights[:, :vocabulary]).exp_()
+    tokens, total = _invert(weights.view(count, -1, CHUNK), noise.unsqueeze(1))
+    tokens = tokens.clamp_(max=vocabulary - 1)  # if logits are NaN, any token
     scores = (logits.gather(1, tokens) - peak).to(total.device) - total.log()
     return tokens.squeeze(1), scores.squeeze(1).float().to(logits.device)
 
@@ -84,15 +89,6 @@ def _has_float64(device: torch.device) -> bool:
     except RuntimeError:  # not there for this kind of device
         return False
     return True
-
-
-def _weights(logits: Tensor, peak: Tensor) -> Tensor:
-    """Weights of tokens relative to the likeliest, [n, chunks, CHUNK]; 0 past the end of the vocabulary."""
-    count, vocabulary = logits.shape
-    weights = logits.new_empty(count, -(-vocabulary // CHUNK) * CHUNK)
-    weights[:, vocabulary:] = 0
-    torch.sub(logits, peak, out=weights[:, :vocabulary]).exp_()
-    return weights.view(count, -1, CHUNK)
 
 
 def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -189,13 +189,8 @@ class PromptPart:
 
     @property
     def position(self) -> int:
-        """Position of the first of the tokens."""
+        """Position of the first of the tokens; 0 if the part begins a text."""
         return self.begin + (self.prompt.length if self.prompt else 0)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether nothing comes before it."""
-        return self.position == 0
 
 
 class PrefillAttention:
@@ -215,9 +210,9 @@ class PrefillAttention:
             source = torch.cat([own for own, _ in mine])
             places = torch.cat([home.places(part.segment, part.begin, part.count) for _, part in mine])
             self._writes.append((home, placed(source, device), placed(places, device)))
-        first = [part for part in parts if part.is_first]
+        first = [part for part in parts if not part.position]
         self._num_first, self._first = sum(part.count for part in first), _first_attention(first, device)
-        later = [_Block(part, int(own[0])) for own, part in zip(tokens, parts, strict=True) if not part.is_first]
+        later = [_Block(part, int(own[0])) for own, part in zip(tokens, parts, strict=True) if part.position]
         after = [piece for block in later if block.part.prompt is not None for piece in _split(block)]
         self._later: list[_LaterBlocks | _AfterPrompt] = [
             _LaterBlocks(group, device) for group in _grouped([x for x in later if x.part.prompt is None])

@@ -33,7 +33,7 @@ def rollout(batch: Batch, context: StageContext) -> Batch:
 
 def collect(engine: RolloutEngine, play: Play, tasks: Batch, context: StageContext) -> Played:
     """Answer clients until there is a group with feedback for each task; tasks have no content."""
-    desk, version = context.desk, context.role.policy_version
+    desk, version = context.source, context.role.policy_version
     assert isinstance(desk, OnlineService), "ranks that sample in an online run have clients"
     num_wanted = len(tasks) * len(play.distributions)
 
@@ -49,7 +49,7 @@ def collect(engine: RolloutEngine, play: Play, tasks: Batch, context: StageConte
 
     def beat() -> None:
         num_judged = min(desk.ledger.num_judged(), num_wanted)
-        context.doing(f"waiting for feedback {num_judged}/{num_wanted}")
+        context.progress(f"waiting for feedback {num_judged}/{num_wanted}")
 
     desk.pump.serve(engine, is_done, beat)
     groups = desk.ledger.take(len(tasks))

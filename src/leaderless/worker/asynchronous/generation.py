@@ -78,8 +78,8 @@ class Arrivals(Protocol):
 
 def rollout(batch: Batch, context: StageContext) -> Batch:
     """The stage that samples: the samples of prompts whose groups are finished, many of them begun earlier."""
-    assert context.generated is not None, "this stage is chosen where ranks generate continuously"
-    return context.generated.samples(batch, context)
+    assert isinstance(context.source, Generation), "this stage is chosen where ranks generate continuously"
+    return context.source.samples(batch, context)
 
 
 class Generation:

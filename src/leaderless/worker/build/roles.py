@@ -242,7 +242,8 @@ class Roles:
     def _setup(self, instance: RoleInstance, recipe: Recipe) -> RolloutSetup:
         config, layout = recipe.model_of(instance.role), instance.serving_layout
         assert config is not None, "checked by the planner"
-        shard = layout.shard(self._transport.rank)
+        ranks, transport = layout.shard(self._transport.rank), self._transport
+        alone = ProcessGroup(ranks, transport.rank, activity=transport.activity)
         return RolloutSetup(
             role=instance.role,
             rollout=recipe.rollout,
@@ -250,13 +251,11 @@ class Roles:
             max_tokens=recipe.longest_text(),
             tokenizer=self.tokenizers.get(instance.role, self._tokenizer),
             layout=layout,
-            shard=self._transport.process_group(shard) if len(shard) > 1 else ProcessGroup(shard, shard[0]),
-            rank=self._transport.rank,
-            world_size=self._transport.world.size,
+            shard=transport.process_group(ranks) if len(ranks) > 1 else alone,
+            world_size=transport.world.size,
             device=self._device,
             logs=self._logs,
             report=self._report,
-            beat=self._transport.activity.beat,
             records_experts=recipe.algorithm.replay_experts,
             pool=plan_pool(self._recipe, self._plan.instances, self._plan.sizes, instance, self._room.cache),
         )

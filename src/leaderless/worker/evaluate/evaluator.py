@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -39,7 +39,7 @@ from leaderless.stages.recorded_samples import Record, TokenRecorder, describe_s
 from leaderless.stages.reward import (
     grade_of,
     group_of,
-    last_said,
+    response_in,
     reward_inputs,
     reward_value,
     transcripts,
@@ -262,7 +262,7 @@ class EpisodeEvaluator(Evaluator):
         self, inputs: Sequence[RewardInput], answers: Sequence[_Answer], sources: Sequence[str | None]
     ) -> list[Graded]:
         """The grades of all answers: of the environment, with rewards of the recipe for the last message."""
-        inputs = [last_said(one) for one in inputs]
+        inputs = [replace(one, response=response_in(one.transcript, is_last=True)) for one in inputs]
         whole = [place for place, answer in enumerate(answers) if answer.failure is None]
         found: dict[int, Graded] = {}
         if self.recipe.reward.options():

@@ -14,7 +14,7 @@ from leaderless.observability.console import FAILED, Display
 from leaderless.observability.events import GuardEvent, GuardStop, strongest
 from leaderless.observability.run_directory import RunDirectory, step_of, write_atomically
 from leaderless.planner import PlannedNode
-from leaderless.planner.workflow.metrics import tagged
+from leaderless.planner.workflow.stage_spec import tagged
 from leaderless.worker.agreement import StepEnd
 
 FAILED_BODIES = "body/failed"
