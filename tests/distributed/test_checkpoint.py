@@ -28,8 +28,8 @@ from leaderless.observability.run_directory import list_checkpoints
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.worker.checkpoint import writer as writing
 from leaderless.worker.checkpoint.channel_rows import load_rows
-from leaderless.worker.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest
 from leaderless.worker.checkpoint.reader import RunState, load_checkpoint, newest_good, read_state
+from leaderless.worker.checkpoint.shards import DamagedCheckpointError, FileEntry, Manifest
 from leaderless.worker.checkpoint.writer import CheckpointError, CheckpointWriter, Content, superseded
 
 Whole = dict[str, Tensor]

@@ -23,8 +23,15 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from leaderless.distributed.weights import files
 from leaderless.worker.checkpoint import shards
-from leaderless.worker.checkpoint.manifest import DamagedCheckpointError, FileEntry
-from leaderless.worker.checkpoint.shards import SHARDING, Shard, read_tensors, shard_file, write_shards
+from leaderless.worker.checkpoint.shards import (
+    SHARDING,
+    DamagedCheckpointError,
+    FileEntry,
+    Shard,
+    read_tensors,
+    shard_file,
+    write_shards,
+)
 
 WHOLE = {
     "matrix": torch.arange(35.0).reshape(7, 5),

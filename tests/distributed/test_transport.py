@@ -26,8 +26,7 @@ from leaderless.data.sources.open_source import open_source
 from leaderless.distributed import transport
 from leaderless.distributed.errors import CollectiveError
 from leaderless.distributed.in_flight import RoundUnderWay
-from leaderless.distributed.missing_ranks import ROLL_CALL_S
-from leaderless.distributed.transport import ProcessGroup, Transport
+from leaderless.distributed.transport import ROLL_CALL_S, ProcessGroup, Transport
 
 
 def talk() -> None:

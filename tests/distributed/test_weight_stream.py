@@ -23,7 +23,7 @@ from tests.unit.distributed.test_weight_route import columns, in_pairs
 from torch import Tensor
 
 from leaderless.distributed.activity import Activity
-from leaderless.distributed.in_flight import PendingGather, RoundUnderWay
+from leaderless.distributed.in_flight import PendingMessage, RoundUnderWay
 from leaderless.distributed.transport import ProcessGroup, Round, Transport
 from leaderless.distributed.weights import route as routes
 from leaderless.distributed.weights import stream
@@ -218,7 +218,7 @@ def test_weights_that_a_rank_waits_for_have_a_name_that_is_no_role(ranks: RankPo
 def bring_damaged(second_leg: bool) -> str:
     """The error if one byte changes on the way to rank 2."""
     transport = Transport(torch.device("cpu"), 5)
-    exchanging, wait = ProcessGroup.exchanging, PendingGather.wait
+    exchanging, wait = ProcessGroup.exchanging, PendingMessage.wait
 
     def damaged(self: ProcessGroup, rounds: Iterable[Round], what: str) -> Iterator[None]:
         arrived: list[Tensor] = []
@@ -233,7 +233,7 @@ def bring_damaged(second_leg: bool) -> str:
                 message[len(message) // 3] ^= 1
             yield
 
-    def damaged_gather(self: PendingGather) -> Tensor:
+    def damaged_gather(self: PendingMessage) -> Tensor:
         gathered = wait(self)
         gathered[1, 11] ^= 1
         return gathered
@@ -241,7 +241,7 @@ def bring_damaged(second_leg: bool) -> str:
     is_here = transport.rank == 2
     with (
         patch.object(ProcessGroup, "exchanging", damaged if is_here and not second_leg else exchanging),
-        patch.object(PendingGather, "wait", damaged_gather if is_here and second_leg else wait),
+        patch.object(PendingMessage, "wait", damaged_gather if is_here and second_leg else wait),
     ):
         try:
             bring(CASE, transport)
@@ -268,7 +268,7 @@ def bring_late(where: str) -> tuple[str, int, int]:
     One byte of the last message to rank 2, or of the last that it gathers, changes on the way. Every row is a message.
     """
     transport, num_reads = Transport(torch.device("cpu"), 5), 0
-    finish, wait, read, is_here = ProcessGroup._finish, PendingGather.wait, stream._Delivery._read, transport.rank == 2
+    finish, wait, read, is_here = ProcessGroup._finish, PendingMessage.wait, stream._Delivery._read, transport.rank == 2
     left = {"message": 0, "gather": 0}
 
     def damaged_round(self: ProcessGroup, under_way: RoundUnderWay, what: str) -> None:
@@ -278,7 +278,7 @@ def bring_late(where: str) -> tuple[str, int, int]:
             if left["message"] == 0:
                 under_way.received[0][0][0] ^= 1
 
-    def damaged_gather(self: PendingGather) -> Tensor:
+    def damaged_gather(self: PendingMessage) -> Tensor:
         gathered = wait(self)
         left["gather"] -= 1
         if left["gather"] == 0:
@@ -297,7 +297,7 @@ def bring_late(where: str) -> tuple[str, int, int]:
             left[where] = sum(bool(leg.received) for leg in legs) if where == "message" else len(legs)
         with (
             patch.object(ProcessGroup, "_finish", damaged_round),
-            patch.object(PendingGather, "wait", damaged_gather),
+            patch.object(PendingMessage, "wait", damaged_gather),
             patch.object(stream, "_is_read_late", lambda _: True),
             patch.object(stream._Delivery, "_read", counted),
         ):

@@ -32,6 +32,7 @@ from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.workflow import read_workflow, resolve_workflow
 from leaderless.worker.build.process import open_worker
+from leaderless.worker.evaluate.evaluator import EvaluationStep
 from leaderless.worker.rank_info import RankInfo
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def train_example(recipe: str, overrides: list[str], num_steps: int) -> list[Num
     with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         steps = [worker.run_step() for _ in range(num_steps)]
         if worker.parts.evaluator is not None:
-            steps.append(worker.parts.evaluator.run(float))
+            steps.append(worker.parts.evaluator.run(EvaluationStep(float)))
     return steps
 
 

@@ -38,7 +38,7 @@ from leaderless.worker.agreement import StepEnd
 from leaderless.worker.asynchronous.channels import Channels, Note
 from leaderless.worker.build.process import open_worker
 from leaderless.worker.chain import Chain
-from leaderless.worker.checkpoint.manifest import Manifest
+from leaderless.worker.checkpoint.shards import Manifest
 from leaderless.worker.checkpoint.writer import CheckpointWriter
 from leaderless.worker.rank_info import RankInfo
 from leaderless.worker.worker import Worker

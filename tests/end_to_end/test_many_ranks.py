@@ -20,6 +20,7 @@ from leaderless.planner.workflow import load_recipe, resolve_workflow
 from leaderless.stages.context import StageContext
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.worker.build.process import open_worker
+from leaderless.worker.evaluate.evaluator import EvaluationStep
 from leaderless.worker.rank_info import RankInfo
 
 Step = dict[str, object]
@@ -53,7 +54,7 @@ def walk_steps(recipe_file: str, name: str, num_steps: int) -> list[Step]:
             weights = {f"{role}.{name}": w.clone() for role, engine in trained for name, w in engine.full_weights()}
             steps.append({"samples": dict(sampled), "numbers": numbers, "weights": weights})
         if worker.parts.evaluator is not None:
-            steps[-1]["numbers"] = numbers | worker.parts.evaluator.run(lambda _: None)
+            steps[-1]["numbers"] = numbers | worker.parts.evaluator.run(EvaluationStep(lambda _: None))
     return steps
 
 

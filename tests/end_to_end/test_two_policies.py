@@ -201,9 +201,9 @@ def evaluated(recipe_file: str, overrides: list[str]) -> tuple[dict[str, float],
     with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         evaluator = worker.parts.evaluator
         if evaluator is None:
-            return worker._evaluate(), False
+            return worker.evaluate(), False
         assert evaluator.recipe.rollout.max_response_tokens == 4
-        return worker._evaluate(), evaluator.model is worker.parts.roles.of("second", evaluator.layout)
+        return worker.evaluate(), evaluator.model is worker.parts.roles.of("second", evaluator.layout)
 
 
 def recorded(recipe_file: str) -> list[dict[str, object]]:

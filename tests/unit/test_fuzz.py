@@ -23,7 +23,7 @@ from leaderless.data.sources.open_source import open_stream
 from leaderless.data.sources.row_sources import Row
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.workflow import resolve_workflow
-from leaderless.worker.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest
+from leaderless.worker.checkpoint.shards import DamagedCheckpointError, FileEntry, Manifest
 
 ROWS: list[Row] = [{"prompt": f"{number} + é = ", "answer": str(number), "level": number} for number in range(40)]
 ODD = st.sampled_from(

@@ -17,6 +17,13 @@ CLOSE_S = 2.0
 T = TypeVar("T")
 
 
+def result_of(future: Future[T], timeout_s: float, problem: str) -> T:
+    """The result of a task, within a time limit; else a RuntimeError with the problem."""
+    if not wait([future], timeout_s).done:
+        raise RuntimeError(problem)
+    return future.result()
+
+
 class Background:
     """A thread that runs tasks in the order they were given. After a failure it runs no more tasks.
 
@@ -87,12 +94,12 @@ class ReadAhead(Generic[T]):
             return self._background.run_here(self._make)
         while len(self._coming) <= self._num_ahead:
             self._coming.append(self._background.run(self._make))
-        if not wait([self._coming[0]], self._timeout_s).done:
-            raise RuntimeError(
-                f"{self._background.name} has waited {self._timeout_s:g} s for data: see whether the disk or the hub "
-                "answers; where a long stream is read up to where the run was, raise run.timeout_s"
-            )
-        made = self._coming[0].result()
+        made = result_of(
+            self._coming[0],
+            self._timeout_s,
+            f"{self._background.name} has waited {self._timeout_s:g} s for data: see whether the disk or the hub "
+            "answers; where a long stream is read up to where the run was, raise run.timeout_s",
+        )
         self._coming.popleft()
         return made
 
@@ -117,7 +124,7 @@ class Outbox:
         self.name = name
         self._capacity, self._timeout_s, self._activity = capacity, timeout_s, activity
         self._lane = Background(f"channel {name}")
-        self._under_way: deque[tuple[int, Future[None]]] = deque()
+        self._under_way: deque[tuple[int, Future[Any]]] = deque()
 
     def make_room(self) -> None:
         """Wait until there is room for another iteration in flight.
@@ -127,7 +134,7 @@ class Outbox:
         """
         self._wait(self._capacity - 1)
 
-    def post(self, iteration: int, send: Callable[[], None]) -> None:
+    def post(self, iteration: int, send: Callable[[], object]) -> None:
         """Let the lane send an iteration, after earlier ones. An error of the lane is raised here, too."""
         self._under_way.append((iteration, self._lane.run(send)))
         self.check()
@@ -150,13 +157,13 @@ class Outbox:
         while len({iteration for iteration, _ in self._under_way}) > num_left:
             iteration, sent = self._under_way[0]
             with self._activity.waiting(f"iteration {iteration} of channel {self.name} to be taken"):
-                if not wait([sent], self._timeout_s).done:
-                    raise RuntimeError(
-                        f"iteration {iteration} of channel {self.name} has not been taken for {self._timeout_s:g} s: "
-                        "see what the loop at its other end waits for, or raise run.timeout_s"
-                    )
+                result_of(
+                    sent,
+                    self._timeout_s,
+                    f"iteration {iteration} of channel {self.name} has not been taken for {self._timeout_s:g} s: "
+                    "see what the loop at its other end waits for, or raise run.timeout_s",
+                )
             self._under_way.popleft()
-            sent.result()
 
 
 class Inbox(Generic[T]):
@@ -194,13 +201,14 @@ class Inbox(Generic[T]):
         assert self._coming is not None, f"nothing of {self.name} is being received"
         iteration, coming = self._coming
         with self._activity.waiting(f"iteration {iteration} of {self.name}"):
-            if not wait([coming], self._timeout_s).done:
-                raise RuntimeError(
-                    f"iteration {iteration} of {self.name} has not come for {self._timeout_s:g} s: see what the loop "
-                    "that sends it waits for, or raise run.timeout_s"
-                )
+            taken = result_of(
+                coming,
+                self._timeout_s,
+                f"iteration {iteration} of {self.name} has not come for {self._timeout_s:g} s: see what the loop "
+                "that sends it waits for, or raise run.timeout_s",
+            )
         self._coming = None
-        return coming.result()
+        return taken
 
     def close(self) -> None:
         """End the thread while it waits for no rank."""

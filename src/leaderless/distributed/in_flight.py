@@ -37,14 +37,7 @@ def mark(device: torch.device) -> torch.Event:
 
 @dataclass
 class Queued:
-    """A message on which work of an accelerator depends, though the host has not waited for it.
-
-    Attributes:
-        process_group: Ranks of the message.
-        what: Name of the message.
-        mark: Place in the work of the device right after it.
-        queued_s: Time at which it was queued.
-    """
+    """A message on which work of an accelerator depends up to a mark, though the host has not waited for it."""
 
     process_group: ProcessGroup
     what: str
@@ -70,49 +63,27 @@ class Backlog(deque[Queued]):
 
 
 @dataclass
-class PendingGather:
-    """A gather in flight: memory that it fills, and memory that must not be freed before."""
+class PendingMessage:
+    """A message in flight.
+
+    Attributes:
+        process_group: Ranks of the message.
+        what: Name of the message.
+        works: Operations.
+        values: Values that arrive, or that leave where none do.
+        sent: Further memory that must not be freed before the message has left.
+    """
 
     process_group: ProcessGroup
-    gathered: Tensor
-    data: Tensor
-    work: dist.Work
     what: str
-
-    def wait(self) -> Tensor:
-        """[ranks, bytes] uint8, in the order of the process group's ranks."""
-        self.process_group._order([self.work], self.what, self.data.device)  # noqa: SLF001
-        return self.gathered
-
-
-@dataclass
-class Passing:
-    """Values that go from rank to rank: those that arrive, and what must not be freed before they have left."""
-
-    process_group: ProcessGroup
-    received: Tensor
-    sent: Tensor
     works: Sequence[dist.Work]
-    what: str
-
-    def wait(self) -> Tensor:
-        """The values of the rank before."""
-        self.process_group._order(self.works, self.what, self.received.device)  # noqa: SLF001
-        return self.received
-
-
-@dataclass
-class Sending:
-    """Values on their way to a rank, which must not be freed before they have left."""
-
-    process_group: ProcessGroup
     values: Tensor
-    works: Sequence[dist.Work]
-    what: str
+    sent: Tensor | None = None
 
-    def wait(self) -> None:
-        """Let what follows on their device come after they have left, so that their memory may be used again."""
+    def wait(self) -> Tensor:
+        """The values; what follows on their device comes after the message, so that memory may be used again."""
         self.process_group._order(self.works, self.what, self.values.device)  # noqa: SLF001
+        return self.values
 
 
 @dataclass

@@ -7,6 +7,7 @@ that is missing before the backend ends the process.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -30,15 +31,12 @@ from leaderless.distributed.errors import CollectiveError
 from leaderless.distributed.in_flight import (
     MESSAGES_AHEAD,
     Backlog,
-    Passing,
-    PendingGather,
+    PendingMessage,
     RoundUnderWay,
-    Sending,
     fetch,
     incoming,
     outgoing,
 )
-from leaderless.distributed.missing_ranks import silent_ranks
 from leaderless.planner import Layout, format_ranks
 from leaderless.planner.assign.blocks import Mesh, is_in_blocks
 from leaderless.planner.layout import BACK
@@ -49,6 +47,8 @@ POLL_S = 0.0002
 DEADLINE_SHARE = 0.9
 """Part of the timeout after which a rank gives up waiting for an accelerator: before the backend ends the process."""
 
+ROLL_CALL_S = 1.0
+"""Time for ranks that stop waiting to report it, so that the missing ones can be named."""
 IN_BLOCKS_BYTES = 1 << 16
 """Most bytes of values that many ranks combine in blocks; larger ones go round a ring in parts."""
 
@@ -168,22 +168,19 @@ class ProcessGroup:
         self.backlog.add(self, what, values.device, MESSAGES_AHEAD)
         return gathered
 
-    def swap(self, values: Tensor, what: str) -> Tensor:
+    def swap(self, values: Tensor, what: str, *, most_ahead: int = MESSAGES_AHEAD) -> Tensor:
         """[size, ...]: what every rank has for this one, from what this one has for every rank, in the same shape."""
-        return self._swapped(values, what, MESSAGES_AHEAD)
-
-    def swap_numbers(self, values: Tensor, what: str) -> list[list[int]]:
-        """Like `swap`, with a number for each rank, which the host waits for: those that come, and those that go."""
-        return torch.stack([self._swapped(values, what, 0), values]).tolist()
-
-    def _swapped(self, values: Tensor, what: str, most: int) -> Tensor:
         received = torch.empty_like(values)
         with self._waiting(what):
             dist.all_to_all_single(received, values, group=self.handle)
-        self.backlog.add(self, what, values.device, most)
+        self.backlog.add(self, what, values.device, most_ahead)
         return received
 
-    def pass_on(self, values: Tensor, what: str) -> Passing:
+    def swap_numbers(self, values: Tensor, what: str) -> list[list[int]]:
+        """Like `swap`, with a number for each rank, which the host waits for: those that come, and those that go."""
+        return torch.stack([self.swap(values, what, most_ahead=0), values]).tolist()
+
+    def pass_on(self, values: Tensor, what: str) -> PendingMessage:
         """Begin to send values to the next rank, and to receive values of the same shape from the previous one.
 
         All ranks call it together, and wait for the result at any time later. The last rank sends to the first.
@@ -191,15 +188,15 @@ class ProcessGroup:
         place, received = self.ranks.index(self.rank), torch.empty_like(values)
         sent = [(self.ranks[(place + 1) % self.size], values)]
         works = self._batch(sent, [(self.ranks[place - 1], received)], what)
-        return Passing(self, received, values, works, what)
+        return PendingMessage(self, what, works, received, values)
 
-    def send(self, values: Tensor, receiver: int, what: str) -> Sending:
+    def send(self, values: Tensor, receiver: int, what: str) -> PendingMessage:
         """Begin to send values to one rank, as numbered in the whole run, which calls `receive`.
 
         The messages of a process group follow one another, also between other ranks: an accelerator sends and receives
         them in the order in which a rank has asked for them, and each waits for its other end.
         """
-        return Sending(self, values, self._batch([(receiver, values)], [], what), what)
+        return PendingMessage(self, what, self._batch([(receiver, values)], [], what), values)
 
     def receive(self, values: Tensor, sender: int, what: str) -> Tensor:
         """Fill values with those that one rank sends, of the same shape and type; messages come in their order."""
@@ -220,11 +217,8 @@ class ProcessGroup:
     def swap_uneven(self, values: Tensor, sent: list[int], received: list[int], what: str) -> Tensor:
         """[n, ...]: the rows that every rank has for this one, from those that this one has for every rank, in order.
 
-        Args:
-            values: Rows for the first rank, then those for the next, and so on.
-            sent: Number of rows for each rank.
-            received: Number of rows that come from each.
-            what: Name of the rows, for errors.
+        Values are the rows for the first rank, then those for the next, and so on; `sent` and `received` are the
+        numbers of rows for each rank and from each.
         """
         arrived = values.new_empty(sum(received), *values.shape[1:])
         with self._waiting(what):
@@ -282,15 +276,15 @@ class ProcessGroup:
             self._finish(under_way.popleft(), what)
             yield
 
-    def gather_equal(self, data: Tensor, what: str) -> PendingGather:
-        """Begin to gather [bytes] uint8, the same number on each rank, on the device that moves payload.
+    def gather_equal(self, data: Tensor, what: str) -> PendingMessage:
+        """Begin to gather [bytes] uint8, as many on each rank, on the device that moves payload, to [ranks, bytes].
 
         All ranks call it together, and wait for the result at any time later.
         """
         gathered = data.new_empty(self.size, len(data))
         with self._waiting(what):
             work = _all_gather(gathered.view(-1), data, group=self.handle, async_op=True)
-        return PendingGather(self, gathered, data, work, what)
+        return PendingMessage(self, what, [work], gathered, data)
 
     def broadcast(self, values: Tensor, source: int, what: str) -> Tensor:
         """The values of the rank `source`, as numbered in the whole run; other ranks' only have the same shape."""
@@ -328,7 +322,6 @@ class ProcessGroup:
             self.backlog.add(self, what, device, MESSAGES_AHEAD)
 
     def _wait(self, works: Sequence[dist.Work], what: str, device: torch.device) -> None:
-        """Wait on the host for operations on the memory of a device."""
         if device.type != "cpu":
             self.backlog.wait()
         with self._waiting(what):
@@ -363,10 +356,25 @@ class ProcessGroup:
 
 def _combined(parts: Sequence[Tensor], operation: dist.ReduceOp.RedOpType) -> Tensor:
     """The sum or the largest of tensors, one after the other, so that all processors round alike."""
-    result = parts[0].clone()
-    for part in parts[1:]:
-        result = result + part if operation == dist.ReduceOp.SUM else torch.maximum(result, part)
-    return result
+    add = torch.add if operation == dist.ReduceOp.SUM else torch.maximum
+    return functools.reduce(add, parts[1:], parts[0].clone())
+
+
+def silent_ranks(rank: int, others: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that have not stopped waiting too, so that they are late or gone.
+
+    A rank that stops waiting reports it in the rendezvous store, which is not read while all is well.
+    """
+    end, silent = time.monotonic() + ROLL_CALL_S, list(others)
+    try:
+        store = _get_default_store()
+        store.set(f"given up/{rank}", "")
+        while silent and time.monotonic() < end:
+            time.sleep(0.05)
+            silent = [other for other in silent if not store.check([f"given up/{other}"])]
+    except (RuntimeError, ValueError):  # the store is gone, and nobody else can be named
+        return ()
+    return tuple(silent)
 
 
 def digest(content: bytes) -> int:
@@ -442,7 +450,6 @@ class Transport:
                 self._keep(self._back, ranks, self._make_alone(ranks))
 
     def _make_alone(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Make a process group without the help of ranks outside it."""
         handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
         return handle
 
@@ -460,19 +467,14 @@ class Transport:
                 groups[ranks].warm_up()
 
     def _payload_of(self, ranks: Sequence[int]) -> torch.device:
-        """Where payload comes from among some ranks."""
         is_shared = any(rank in ranks and owner in ranks for rank, owner in self._sharing.items())
         return torch.device("cpu") if is_shared else self.payload_device
 
     def add_lane(self, name: str, ranks: tuple[int, ...], patience: int = 1) -> None:
         """Make a process group of some ranks, ascending, for a background thread. All ranks of the world call it.
 
-        Its bytes are sent from host memory: on an accelerator they would compete with the main thread's.
-
-        Args:
-            name: Name of the lane; process groups of other lanes may have the same ranks.
-            ranks: Ranks of the process group.
-            patience: Number of timeouts that a wait may last, where the other end comes so much later.
+        Its bytes are sent from host memory: on an accelerator they would compete with the main thread's. Lanes of other
+        names may have the same ranks. A wait may last `patience` timeouts, where the other end comes so much later.
         """
         if (name, ranks) not in self._lanes:
             handle = dist.new_group(list(ranks), timeout=self.timeout * patience, backend="gloo")

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leaderless.distributed.in_flight import Sending
+from leaderless.distributed.in_flight import PendingMessage
 from leaderless.models.parallel.pipeline import PipelineParallel
 from leaderless.models.parallel.reductions import mapped
 from leaderless.training.micro_batches import MicroBatch
@@ -53,7 +53,7 @@ class _Begun(NamedTuple):
 
     micro_batch: MicroBatch
     hidden: Tensor
-    sending: Sending
+    sending: PendingMessage
 
 
 class StageQueue:
@@ -64,8 +64,8 @@ class StageQueue:
         self.stages, self._device, self._dtype = stages, device, dtype
         self._coming: deque[MicroBatch] = deque()
         self._begun: deque[_Begun] = deque()
-        self._gradients: deque[Sending] = deque()
-        self._results: deque[Sending] = deque()
+        self._gradients: deque[PendingMessage] = deque()
+        self._results: deque[PendingMessage] = deque()
 
     def expect(self, micro_batches: Sequence[MicroBatch]) -> None:
         """The micro-batches that pass next, in their order."""
@@ -148,7 +148,7 @@ class StageQueue:
         return torch.empty(num_tokens, self.stages.hidden_size, dtype=self._dtype, device=self._device)
 
 
-def _wait_for_all_but(sent: deque[Sending], count: int) -> None:
+def _wait_for_all_but(sent: deque[PendingMessage], count: int) -> None:
     """Keep the newest of what is being sent, and wait for what is older, which has arrived by now.
 
     Where an accelerator sends, it is the one that waits, before it goes on.

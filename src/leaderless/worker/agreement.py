@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +18,8 @@ from leaderless.planner.plan import metric_pools
 
 LOG = "log"
 """Lane in which ranks that generate continuously add up what they report."""
-Judge = Callable[[Mapping[str, float], Sequence[PlannedNode]], None]
-"""Receives the numbers of a pool and the nodes that run on it, on the pool's first rank."""
-ProcessGroups = Callable[[tuple[int, ...]], ProcessGroup]
-"""Finds the process group of some ranks."""
+Judge = Callable[[Mapping[str, float], Sequence[PlannedNode]], Sequence[GuardEvent]]
+"""Finds events in the numbers of a pool, for the nodes that run on it; it is called on the pool's first rank."""
 
 
 class StepMetrics:
@@ -36,48 +35,44 @@ class StepMetrics:
         """Metrics of the pool with these ranks."""
         return self._metrics[ranks]
 
-    @property
-    def of_loop(self) -> Metrics:
-        """Metrics of all ranks of the loop."""
-        return self.of(self._loop.ranks)
-
     def of_node(self, node: PlannedNode) -> Metrics:
         """Metrics of a node: of the ranks with the same rows one reports, and what others collect is left out."""
-        rank, layout = self._transport.rank, node.layout
-        return self.of(layout.representatives) if layout.represents(rank) else Metrics()
+        layout = node.layout
+        return self.of(layout.representatives) if layout.represents(self._transport.rank) else Metrics()
 
-    def reduce(self, judge: Judge) -> dict[str, float]:
-        """Add up the step's numbers, and begin again with nothing. All ranks of the loop call it together.
+    def take(self) -> StepMetrics:
+        """The numbers of the step, to be added up in any thread; begin again with nothing."""
+        taken, self._metrics = copy(self), {ranks: Metrics() for ranks in self._metrics}
+        return taken
+
+    def reduce(
+        self, judge: Judge, process_group: Callable[[tuple[int, ...]], ProcessGroup]
+    ) -> tuple[dict[str, float], list[GuardEvent]]:
+        """Add up the numbers. All ranks of the loop call it together.
+
+        Args:
+            judge: Function that finds events in the numbers of a pool.
+            process_group: Function that finds the process group of some ranks, for this thread.
 
         Returns:
-            All numbers on the loop's first rank, some of them on others.
+            All numbers on the loop's first rank, some of them on others, but for states that no rank was in; and the
+            events of pools whose first rank this is.
         """
-        return self.take()(judge, self._transport.process_group)
-
-    def take(self) -> Callable[[Judge, ProcessGroups], dict[str, float]]:
-        """Begin again with nothing; the function that is returned adds up what there was, in any thread."""
-        metrics, self._metrics = self._metrics, {ranks: Metrics() for ranks in self._metrics}
-
-        def reduce(judge: Judge, process_group: ProcessGroups) -> dict[str, float]:
-            rank, numbers = self._transport.rank, dict[str, float]()
-            loop = process_group(self._loop.ranks)
-            for ranks in self._pools:
-                own = metrics[ranks].reduce(process_group(ranks)) if rank in ranks else {}
-                if rank == ranks[0]:
-                    judge(own, [node for node in self._plan.nodes if node.layout.representatives == ranks])
-                numbers |= to_first_rank(ranks, own, loop)
-            return without_idle(numbers)
-
-        return reduce
+        rank, loop = self._transport.rank, process_group(self._loop.ranks)
+        numbers, events = dict[str, float](), list[GuardEvent]()
+        for ranks in self._pools:
+            own = self._metrics[ranks].reduce(process_group(ranks)) if rank in ranks else {}
+            if rank == ranks[0]:
+                events += judge(own, [node for node in self._plan.nodes if node.layout.representatives == ranks])
+            numbers |= to_first_rank(ranks, own, loop)
+        numbers = {name: value for name, value in numbers.items() if value or not name.startswith(PREFIX)}
+        return numbers, events
 
 
 def to_first_rank(ranks: tuple[int, ...], numbers: dict[str, float], loop: ProcessGroup) -> dict[str, float]:
-    """Send numbers that some ranks of a loop agree on to its first rank, if it is not one of them.
+    """Send numbers that `ranks` of a loop agree on to its first rank, if it is not one of them; both have them then.
 
     All ranks of the loop call it together.
-
-    Returns:
-        The numbers on the first rank and on `ranks`.
     """
     first = loop.ranks[0]
     if first in ranks or loop.rank not in {first, ranks[0]}:
@@ -128,13 +123,7 @@ def agree(mine: StepEnd, loop: ProcessGroup) -> StepEnd:
 
 
 def state_of(action: Action, plan: Plan, rank: int) -> State:
-    """The state of a rank in an entry of its chain; what the entry waits for has states of its own.
-
-    Args:
-        action: The entry.
-        plan: Plan of the run.
-        rank: The rank.
-    """
+    """The state of a rank in an entry of its chain; what the entry waits for has states of its own."""
     match action:
         case RunNode(name):
             node = plan[name]
@@ -181,8 +170,3 @@ class SecondsReport:
             is_here = self._rank in ranks
             for state, seconds in taken.items():
                 metrics.mean(seconds_name(pool, state), seconds if is_here else 0.0, int(is_here))
-
-
-def without_idle(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Numbers without the states that no rank of a pool was in."""
-    return {name: value for name, value in numbers.items() if value or not name.startswith(PREFIX)}

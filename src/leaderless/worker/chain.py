@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from leaderless.base.named_functions import load_own
 from leaderless.config import Recipe
@@ -33,7 +32,7 @@ from leaderless.planner import (
     Windowed,
     flat,
 )
-from leaderless.planner.workflow.stage_spec import AnyUse, tagged
+from leaderless.planner.workflow.stage_spec import tagged
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import Grader, ModelRole, StageContext, limited
@@ -107,11 +106,7 @@ class Chain:
         return self._seconds.taken
 
     def walk(self, prompts: Batch | None = None) -> None:
-        """Go through the chain once, but for the weights that it begins with.
-
-        Args:
-            prompts: Prompts of the iteration, where they have been loaded before; see `load`.
-        """
+        """Go through the chain once, but for the weights that it begins with, and prompts that were loaded before."""
         self.events.clear()
         actions = [action for action in self._entries if action not in self._arrivals]
         if prompts is not None:
@@ -135,17 +130,15 @@ class Chain:
         Yields:
             Further facts for the trace.
         """
-        self._parts.begin(step, str(action), action)
-        with self._timed(action, step) as facts, self._placed(str(action), step):
+        doing = self._parts.clock.doing(state_of(action, self._parts.plan, self._rank))
+        with self._placed(action, step), doing, self._tracer.span(str(action), step) as facts:
             yield facts
 
     def take_weights(self) -> Note:
         """Take the weights that the next training iteration leaves, and what its loop has noted."""
         with ExitStack() as stack:
             for action in self._arrivals:
-                self._parts.begin(self._progress.step, str(action), action)
-                stack.enter_context(self._placed(str(action), self._progress.step))
-                stack.enter_context(self._timed(action, self._progress.step))
+                stack.enter_context(self.entry(action, self._progress.step))
             return self.channels.take_weights()
 
     def report(self) -> None:
@@ -161,7 +154,7 @@ class Chain:
                 metrics = self.metrics.of(action.layout.ranks)
                 for name, value in self.loaders[action].numbers().items():
                     metrics.mean(name, value, 1)
-        self._seconds.add_to(self.metrics.of_loop)
+        self._seconds.add_to(self.metrics.of(self._parts.plan.loop_of(self._rank).ranks))
 
     def _walk(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -198,23 +191,22 @@ class Chain:
     def _walk_windows(self, windowed: Windowed) -> None:
         """Go through entries window by window, while earlier windows are on their way to other ranks."""
         self.buffer.open_windows(windowed)
+        step, doing = self._progress.step, self._parts.clock.doing
         for action, window in windowed.turns():
-            label = f"{action} {window + 1}/{windowed.num_windows}"
-            self._parts.begin(self._progress.step, label, action)
-            with self._placed(label, self._progress.step):
+            with self._placed(action, step, f"{action} {window + 1}/{windowed.num_windows}"):
                 match action:
                     case RunNode(name):
-                        with self._span(WAITING), self._parts.clock.doing("wait_rows"):
+                        with self._tracer.span(WAITING, step), doing("wait_rows"):
                             self.buffer.wait(name, window)
-                        with self._timed(action, self._progress.step):
+                        state = state_of(action, self._parts.plan, self._rank)
+                        with doing(state), self._tracer.span(str(action), step):
                             made = self.stages[name](self.buffer.get(name, window), self._context(name))
                             self.buffer.put(name, made, window)
                     case Reshard():
-                        timed = self._tracer.span(str(action), self._progress.step, lane=1)
+                        timed = self._tracer.span(str(action), step, lane=1)
                         self.buffer.reshard_window(action, window, timed)
             self.buffer.release(action, window)
-        place = self._placed(str(windowed), self._progress.step)
-        with self._span(WAITING), self._parts.clock.doing("wait_rows"), place:
+        with self._tracer.span(WAITING, step), doing("wait_rows"), self._placed(None, step, str(windowed)):
             self.buffer.close_windows()
 
     def _repeat(self, repeat: Repeat) -> None:
@@ -237,7 +229,7 @@ class Chain:
         """Number of groups that the last node has chosen so far, surplus of an earlier step included."""
         is_first = self._rank in repeat.layout and repeat.layout.represents(self._rank)
         own = torch.tensor([self.buffer.surplus.num_groups if is_first else 0])
-        with self._span("repeat"), self._parts.clock.doing("wait_ranks"):
+        with self._tracer.span("repeat", self._progress.step), self._parts.clock.doing("wait_ranks"):
             process_group = self._parts.transport.process_group(repeat.ranks)
             return int(process_group.sum(own, f"the groups of '{repeat.last}'"))
 
@@ -254,7 +246,6 @@ class Chain:
         )
 
     def _context(self, name: str) -> StageContext:
-        """The context of a node in this step."""
         if name not in self._contexts:
             self._contexts[name] = self._make_context(name)
         context, metrics = self._contexts[name], self.metrics.of_node(self._contexts[name].node)
@@ -275,10 +266,11 @@ class Chain:
     def _make_context(self, name: str) -> StageContext:
         """The part of a node's context that is the same in all steps."""
         parts, node = self._parts, self._parts.plan[name]
-        models = {
-            parameter: _limited(parts.roles.of(role, node.layout), node.spec.roles[parameter], f"'{role}' of {name}")
-            for parameter, role in node.node.roles
-        }
+        models: dict[str, ModelRole | ValueEngine] = {}
+        for parameter, role in node.node.roles:
+            model, use, what = parts.roles.of(role, node.layout), node.spec.roles[parameter], f"'{role}' of {name}"
+            limit = model.limited_to if isinstance(model, ModelRole) else partial(limited, model)
+            models[parameter] = limit(use, what)
         main = next((parameter for parameter, use in node.spec.roles.items() if use == node.spec.role_use), None)
         return StageContext(
             recipe=node.settings_of(parts.recipe),
@@ -288,7 +280,7 @@ class Chain:
             metrics=Metrics(),
             run_directory=parts.directory,
             episodes=parts.episodes,
-            tokenizer=parts.tokenizer,
+            tokenizer=parts.roles.tokenizer,
             model=models.get(main) if main else None,
             models=models,
             grade=partial(self._grade, parts.judging.grader(node)),
@@ -303,26 +295,19 @@ class Chain:
             return (grade if ahead is None else ahead.grade)(inputs, sources)
 
     @contextmanager
-    def _timed(self, action: Action, step: int) -> Iterator[dict[str, object]]:
-        state = state_of(action, self._parts.plan, self._rank)
-        with self._parts.clock.doing(state), self._tracer.span(str(action), step) as facts:
-            yield facts
+    def _placed(self, action: Action | None, step: int, label: str = "") -> Iterator[None]:
+        """Show the entry, or the part of it, that is executed now; errors name its place in the run.
 
-    def _span(self, name: str) -> AbstractContextManager[dict[str, object]]:
-        return self._tracer.span(name, self._progress.step)
-
-    @contextmanager
-    def _placed(self, action: str, step: int) -> Iterator[None]:
-        """Add the place in the run to errors."""
+        The end of several entries has a label alone, and is not shown.
+        """
+        label = label or str(action)
+        if action is not None:
+            self._parts.begin(step, label, action)
         try:
             yield
         except Exception as error:
-            error.add_note(f"at step {step}, in {action}, on rank {self._rank}")
+            error.add_note(f"at step {step}, in {label}, on rank {self._rank}")
             raise
-
-
-def _limited(model: ModelRole | ValueEngine, use: AnyUse, what: str) -> ModelRole | ValueEngine:
-    return model.limited_to(use, what) if isinstance(model, ModelRole) else limited(model, use, what)
 
 
 def _load_stages(plan: Plan, recipe: Recipe, rank: int) -> Mapping[str, StageFunction]:
@@ -345,29 +330,19 @@ def _with_failures(stage: StageFunction, batch: Batch, context: StageContext) ->
     return made
 
 
-AXIS = "response_tokens"
-
-
 def sizes_of(*batches: Batch, are_lengths_shown: bool) -> Mapping[str, int | list[int]]:
     """Rows, sampled tokens and the most of a row, of the first batch that has tokens; else rows alone.
 
-    Args:
-        batches: Output and input of a node, in this order.
-        are_lengths_shown: Whether to add the tokens of each row.
+    The batches are output and input of a node. The tokens of each row are added where lengths are shown.
     """
     for batch in batches:
-        found = _sampled_tokens(batch)
+        columns = batch.columns.values()
+        found = next((x.lengths for x in columns if isinstance(x, Jagged) and x.axis == "response_tokens"), None)
+        if "response_mask" in batch:
+            found = response_lengths(batch.jagged("response_mask"))
         if found is not None:
             lengths: list[int] = found.tolist()
             sizes: dict[str, int | list[int]] = {"rows": len(lengths), "tokens": sum(lengths)}
             sizes["longest"] = max(lengths, default=0)
             return {**sizes, "lengths": lengths} if are_lengths_shown else sizes
     return {"rows": max(len(batch) for batch in batches)}
-
-
-def _sampled_tokens(batch: Batch) -> Tensor | None:
-    """[n] sampled tokens of each row, if the batch has a column that shows them."""
-    if "response_mask" in batch:
-        return response_lengths(batch.jagged("response_mask"))
-    columns = batch.columns.values()
-    return next((x.lengths for x in columns if isinstance(x, Jagged) and x.axis == AXIS), None)

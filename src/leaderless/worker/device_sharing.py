@@ -13,9 +13,9 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -29,8 +29,7 @@ FOLDER = Path("/dev/shm")  # noqa: S108 - the file has a name that no other run 
 """Folder of the files, in the memory of this machine, if there is such a one."""
 
 
-@dataclass(frozen=True)
-class Files:
+class Files(NamedTuple):
     """The files of a device: locked by who wants it next, and by who has it."""
 
     wanted: int
@@ -48,60 +47,46 @@ class DeviceSharing:
     def __init__(
         self, files: Files | None, device: torch.device, activity: Activity, clock: Clock, *, trains: bool
     ) -> None:
-        """Take no turn yet.
+        """Take no turn yet; without `files`, no other rank uses the device.
 
-        Args:
-            files: Files of the device; None if no other rank uses it.
-            device: The device.
-            activity: Record of when this rank waits.
-            clock: Clock of the rank.
-            trains: Whether this rank trains, and not the other one.
+        The rank records its waits in `activity` and `clock`, and `trains`, or the other one does.
         """
         self.device, self.clock = device, clock
         self._files, self._activity, self._trains = files, activity, trains
 
-    def of(self, node: PlannedNode) -> AbstractContextManager[None]:
+    @contextmanager
+    def of(self, node: PlannedNode) -> Iterator[None]:
         """A turn for a node, on the rank that trains; the other one takes a turn for each step of its engine."""
-        uses_device = self._trains and bool(node.spec.roles)
-        return self._training(self._files) if self._files and uses_device else nullcontext()
+        if self._files is None or not self._trains or not node.spec.roles:
+            yield
+            return
+        with self._locked(self._files.wanted), self._locked(self._files.device):
+            yield
+            self._finish()
 
-    def for_step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def for_step(self) -> Iterator[None]:
         """A turn for a step of the engine."""
-        return self._generating(self._files) if self._files and not self._trains else nullcontext()
-
-    @contextmanager
-    def _training(self, files: Files) -> Iterator[None]:
-        with self._locked(files.wanted), self._locked(files.device):
+        if self._files is None or self._trains:
+            yield
+            return
+        with ExitStack() as stack:
+            with self._locked(self._files.wanted):
+                stack.enter_context(self._locked(self._files.device))
             yield
             self._finish()
-
-    @contextmanager
-    def _generating(self, files: Files) -> Iterator[None]:
-        self._lock(files.wanted)
-        try:
-            self._lock(files.device)
-        finally:
-            fcntl.flock(files.wanted, fcntl.LOCK_UN)
-        try:
-            yield
-            self._finish()
-        finally:
-            fcntl.flock(files.device, fcntl.LOCK_UN)
 
     @contextmanager
     def _locked(self, file: int) -> Iterator[None]:
-        self._lock(file)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
-
-    def _lock(self, file: int) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             with self.clock.doing("wait_device"), self._activity.waiting("the device, which another rank uses"):
                 fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
 
     def _finish(self) -> None:
         """Wait until the device has done what it was given."""
@@ -111,13 +96,7 @@ class DeviceSharing:
 
 @contextmanager
 def open_turns(plan: Plan, run: Path, device: torch.device, world: ProcessGroup) -> Iterator[DeviceSharing]:
-    """The turns of a rank; all ranks call it together, and the files are removed at the end.
-
-    Args:
-        plan: Plan of the run.
-        run: Directory of the run.
-        device: Device of this rank.
-        world: All ranks.
+    """The turns of a rank on its device; all ranks call it together, and the files are removed at the end.
 
     Raises:
         RuntimeError: Two ranks that share a device do not see the same files.
@@ -181,11 +160,6 @@ def device_trace(path: Path, device: torch.device, may_fail: MayFail) -> Iterato
 
     The device is waited for at the end, so that everything that was started is in the trace. Nothing is written if an
     exception leaves the context.
-
-    Args:
-        path: File to write.
-        device: Device of the rank.
-        may_fail: Context in which the file is written.
     """
     is_cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as found:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -18,13 +18,14 @@ from leaderless.observability.clock import Tracer
 from leaderless.observability.console import FAILED
 from leaderless.observability.line_file import StepLog
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.planner import Loop, Plan, PlannedNode, RoleInstance, answering
+from leaderless.planner import Loop, Plan, answering
 from leaderless.worker.agreement import StepEnd, agree, to_first_rank
-from leaderless.worker.asynchronous.async_loop import ContinuousLoop, Duties
+from leaderless.worker.asynchronous.async_loop import ContinuousLoop
 from leaderless.worker.build.parts import Parts, Progress
 from leaderless.worker.chain import Chain
 from leaderless.worker.checkpoint.checkpointer import Checkpointer
 from leaderless.worker.device_sharing import device_trace
+from leaderless.worker.evaluate.evaluator import EvaluationStep
 from leaderless.worker.replan.active_plan import PastLayouts, note_layout, plan_in_force, write_description
 from leaderless.worker.replan.adopt import adopt
 from leaderless.worker.replan.replanner import Replanner
@@ -40,6 +41,8 @@ class Worker:
         parts: Models, data and the other parts of the worker.
         progress: Position of its loop.
         chain: Entries of the plan that this rank executes.
+        checkpointer: Writer and reader of the checkpoints of the run.
+        guards: Judge of the reports of the run's guards.
         tracer: Timer of all that the rank does.
     """
 
@@ -55,21 +58,16 @@ class Worker:
             self._past = PastLayouts(RunDirectory(directory.path.parent / recipe.run.follow).journal, recipe)
         may_choose = recipe.schedule.replan_every_steps and self._past is None
         self._replanner = Replanner(parts) if may_choose else None
-        self._guards = Guards(recipe.guards, directory, parts.display, is_first=self._rank == self._loop.ranks[0])
-        self._log, self._is_log_open = self._make_log(), False
-
-    def _make_log(self) -> LoopLog | None:
-        """The log of this rank's loop, if this is the loop's first rank."""
-        if self._rank != self._loop.ranks[0]:
-            return None
-        return LoopLog(self.parts.directory, self.parts.plan, self._loop)
+        self.guards = Guards(recipe.guards, directory, parts.display, is_first=self._rank == self._loop.ranks[0])
+        self._is_log_open = False
 
     def _follow(self, parts: Parts, chain: Chain) -> None:
         """Take the steps that come with these parts, and this chain of their plan."""
         self.parts, self.chain = parts, chain
-        self._keeper = Checkpointer(parts, self.progress, chain, self.tracer)
-        self._loop = parts.plan.loop_of(self._rank)
-        self._ranks = parts.transport.process_group(self._loop.ranks)
+        self.checkpointer = Checkpointer(parts, self.progress, chain, self.tracer)
+        self._loop = loop = parts.plan.loop_of(self._rank)
+        self._ranks = parts.transport.process_group(loop.ranks)
+        self._log = LoopLog(parts.directory, parts.plan, loop) if self._rank == loop.ranks[0] else None
 
     def adopt(self, plan: Plan) -> float:
         """Continue under another plan, between two steps; returns the seconds. All ranks call it together.
@@ -77,11 +75,11 @@ class Worker:
         Raises:
             RecipeError: The plan of this run, or the new one, cannot be changed while the run goes on.
         """
-        self._keeper.finish()
+        self.checkpointer.finish()
         self.parts.begin(self.progress.step, "adopt")
         with self.tracer.span("adopt", self.progress.step):
             self._follow(*adopt(plan, self.parts, self.progress, self.chain, self.tracer))
-            self._guards.is_first, self._log = self._rank == self._loop.ranks[0], self._make_log()
+            self.guards.is_first = self._log is not None
             if self._log is not None and self._is_log_open:
                 self._log.open_files(self.progress)
             if self._rank == 0:
@@ -91,8 +89,7 @@ class Worker:
     def run(self, *, is_guest: bool = False) -> int | None:
         """Train to the last step, or until a signal asks to stop; the last state is written as a checkpoint.
 
-        Args:
-            is_guest: Whether the process belongs to a program that continues after the run, so that nothing may end it.
+        Nothing may end a guest in a program that continues after the run.
 
         Returns:
             The signal that stopped the run before the last step, if one did; SIGTERM where another rank received it.
@@ -108,34 +105,32 @@ class Worker:
         self.parts.display.start(self.parts.recipe.steps, self.progress.trained)
         is_stopping = False
         while not is_stopping:
-            is_stopping = self._run_loop() or self.progress.trained == self.parts.recipe.steps
+            run = self._generate if self._loop.is_continuous else self._run_ahead if self._loop.lag else self._train
+            is_stopping = run() or self.progress.trained == self.parts.recipe.steps
         self.chain.channels.finish()
         self.parts.display.stop()
         self.tracer.close()
-
-    def _run_loop(self) -> bool:
-        """Go through iterations while this rank is in the same loop; returns whether the run stops."""
-        if self._loop.is_continuous:
-            return self._generate()
-        return self._run_ahead() if self._loop.lag else self._train()
 
     def _train(self) -> bool:
         """Take the steps of the run, until they stop or another plan is in force; returns whether they stop."""
         loop, num_steps, is_stopping = self._loop, self.parts.recipe.steps, False
         if self.progress.step == 0:
-            self._write(0, self._evaluate())
+            self.write(0, self.evaluate())
         while self.progress.step < num_steps and not is_stopping and self._loop is loop:
             numbers = self.run_step()
             if self._replanner is not None:
                 numbers |= self._replanner.numbers()
                 self._replanner.measure(self.chain.spent, numbers["time/step"])
-            numbers |= self._evaluate()
-            self._write(self.progress.step, numbers)
+            numbers |= self.evaluate()
+            self.write(self.progress.step, numbers)
             end = self._agree()
             self.chain.channels.end_iteration(end)
             is_stopping = end.is_stopping
-            if self._guards.must_roll_back(self.progress.step, end, self._keeper.newest):
-                self._roll_back()
+            if self.guards.must_roll_back(self.progress.step, end, self.checkpointer.newest):
+                # From the newest checkpoint, but with the next data and the clock of the run.
+                now = self.progress.seconds
+                self._resume()
+                self.progress.seconds_before += now - self.progress.seconds
                 continue
             self._end_step(numbers, end)
         return is_stopping
@@ -147,15 +142,15 @@ class Worker:
         """
         numbers, is_continuous = numbers if self._log is not None else {}, self.parts.plan.is_continuous
         if is_continuous:
-            self._keeper.save(numbers, end)
-        if not end.is_stopping and self._may_switch():
+            self.checkpointer.save(numbers, end)
+        if not end.is_stopping and self.may_switch():
             plan = self.find_better()
             if plan is not None:
                 self._switch(plan)
         if not is_continuous:
-            self._keeper.save(numbers, end)
+            self.checkpointer.save(numbers, end)
 
-    def _may_switch(self) -> bool:
+    def may_switch(self) -> bool:
         """Whether another plan may be in force after this step of training, the same on all ranks."""
         if self._past is not None:
             return self._past.is_due(self.progress.trained)
@@ -170,46 +165,25 @@ class Worker:
 
     def _switch(self, plan: Plan) -> None:
         seconds = self.adopt(plan)
-        made = self._note_layout()
-        if self.parts.plan.is_continuous:
-            self._forget_episodes(made)
+        if plan.is_continuous:
+            self._forget_episodes()
         if self._replanner is not None:
             self._replanner.switched(self.progress.trained, seconds)
 
-    def _note_layout(self) -> int:
-        """Write down which layout is in force, where that matters; returns the iterations that are made."""
-        plan, made = self.parts.plan, self.progress.step
-        if not plan.is_continuous:
-            return made
-        made = int(self.parts.transport.world.max(torch.tensor([made]), "the iterations that are made"))
-        if self._rank == 0:
-            note_layout(self.parts.directory, plan, self.progress.trained, made)
-        return made
-
     def _generate(self) -> bool:
         """Generate continuously; returns whether the run stops or has ended, else another plan is in force."""
-
-        def evaluate() -> dict[str, float]:
-            numbers = self._evaluate()
-            self._write_evaluation(numbers)
-            return numbers
-
-        def measure(spent: Mapping[str, float], seconds: float) -> None:
-            if self._replanner is not None:
-                self._replanner.measure(spent, seconds)
-
         if self.progress.step == 0:
-            evaluate()
-        last = self.parts.recipe.steps
-        if self._past is not None:
-            last = self._past.made_before_next(self.progress.trained)
-        duties = Duties(last, evaluate, self._write, measure, self._may_switch, self.find_better)
-        plan = ContinuousLoop(
-            self.parts, self.progress, self.chain, self._keeper, self._guards, duties, self.tracer
-        ).run()
+            self.evaluate()
+        last = self.parts.recipe.steps if self._past is None else self._past.made_before_next(self.progress.trained)
+        plan = ContinuousLoop(self, last).run()
         if plan is not None:
             self._switch(plan)
         return plan is None
+
+    def measure(self, spent: Mapping[str, float], seconds: float) -> None:
+        """Take in the seconds of each entry in an iteration, and of the whole."""
+        if self._replanner is not None:
+            self._replanner.measure(spent, seconds)
 
     def _run_ahead(self) -> bool:
         """Take the iterations of a loop that is ahead of training, each with the weights of `lag + 1` steps before.
@@ -220,20 +194,18 @@ class Worker:
         """
         loop, num_steps, is_stopping = self._loop, self.parts.recipe.steps, False
         if self.progress.step == 0:
-            self._write_evaluation(self._evaluate())
+            self.evaluate()
         while self.progress.trained < num_steps and not is_stopping and self._loop is loop:
             self.chain.channels.weights.begin(self.progress.trained + 1)
             if self.progress.step < min(num_steps, self.progress.trained + self._loop.lag + 1):
                 numbers = self.run_step()
-                if self._replanner is not None:
-                    self._replanner.measure(self.chain.spent, numbers["time/step"])
-                self._write(self.progress.step, numbers)
-                self._guards.must_roll_back(self.progress.step, self._agree(), self._keeper.newest)
+                self.measure(self.chain.spent, numbers["time/step"])
+                self.write(self.progress.step, numbers)
+                self.guards.must_roll_back(self.progress.step, self._agree(), self.checkpointer.newest)
                 continue
             note = self.chain.take_weights()
             mine = StepEnd(note.is_stopping, note.is_checkpoint_due, self.progress.data_position)
-            numbers, end = self._evaluate(), agree(mine, self._ranks)
-            self._write_evaluation(numbers)
+            numbers, end = self.evaluate(), agree(mine, self._ranks)
             is_stopping = end.is_stopping
             self._end_step(numbers, end)
         return is_stopping
@@ -242,83 +214,73 @@ class Worker:
         """Walk the chain once; returns the numbers of the iteration on the loop's first rank."""
         self.progress.step += 1
         seed_generators(self.parts.recipe.seed, self.progress.step, self._rank)
-        begin = time.perf_counter()
-        with self._profiled():
-            self.chain.channels.make_room()
+        begin, traces = time.perf_counter(), self.parts.directory.traces
+        is_profiled = self.progress.step == self.parts.recipe.run.profiled_step
+        trace = traces / f"device-rank-{self._rank}.json", self.parts.turns.device, self.parts.directory.may_fail
+        with device_trace(*trace) if is_profiled else nullcontext():
             self.chain.walk()
         seconds = time.perf_counter() - begin
         with self.parts.clock.doing("log"):
             self.chain.report()
         with self.parts.clock.doing("wait_ranks"):
-            numbers = self.chain.metrics.reduce(self._judge)
+            judge = partial(self.guards.judge_rewards, self.progress.step)
+            numbers, events = self.chain.metrics.take().reduce(judge, self.parts.transport.process_group)
+            self.chain.events += events
         if "throughput/tokens" in numbers:
             numbers["throughput/tokens_per_s"] = numbers.pop("throughput/tokens") / seconds
         # The first rank may have no part in loading, but it has received what others report.
         self.progress.data_position = int(numbers.pop("data/position", 0))
         if not self._loop.lag:
             self.progress.trained = self.progress.step
-        if self._guards.num_roll_backs:
-            numbers["guard/roll_backs"] = self._guards.num_roll_backs
+        if self.guards.num_roll_backs:
+            numbers["guard/roll_backs"] = self.guards.num_roll_backs
         return {**numbers, "time/step": seconds}
-
-    def _profiled(self) -> AbstractContextManager[None]:
-        """The context of a step: the one that is to be profiled has a trace of the device."""
-        directory, step = self.parts.directory, self.parts.recipe.run.profiled_step
-        if self.progress.step != step:
-            return nullcontext()
-        path = directory.traces / f"device-rank-{self._rank}.json"
-        return device_trace(path, self.parts.turns.device, directory.may_fail)
 
     def close(self) -> None:
         """End the threads that read data ahead, send what is in flight, and write checkpoints."""
         for loader in self.chain.loaders.values():
             loader.close()
         self.chain.channels.close()
-        self._keeper.close()
-
-    @property
-    def _evaluated(self) -> RoleInstance:
-        """The model that answers held-out prompts."""
-        return answering(self.parts.plan.instances, self.parts.recipe.evaluation.role)
-
-    def _judge(self, numbers: Mapping[str, float], nodes: Sequence[PlannedNode]) -> None:
-        self.chain.events += self._guards.judge_rewards(self.progress.step, numbers, nodes)
+        self.checkpointer.close()
 
     def _agree(self) -> StepEnd:
         """How the iteration has ended, the same on all ranks of the loop."""
         is_stopping, events = self.chain.channels.is_stop_wanted, tuple(self.chain.events)
-        mine = StepEnd(is_stopping, self._keeper.is_due(), self.progress.data_position, events)
+        mine = StepEnd(is_stopping, self.checkpointer.is_due(), self.progress.data_position, events)
         with self.parts.clock.doing("wait_ranks"):
             return agree(mine, self._ranks)
 
-    def _evaluate(self) -> dict[str, float]:
-        """Held-out accuracy of the weights of a step, where this asks for it and the model is in this loop."""
+    def evaluate(self) -> dict[str, float]:
+        """Held-out accuracy of the weights of a step, where this asks for it and the model is in this loop.
+
+        A loop that is ahead of training logs it here, as its iterations are other ones.
+        """
         recipe, step = self.parts.recipe, self.progress.trained
-        every, ranks = recipe.evaluation.every_steps, self._evaluated.layout.ranks
+        every = recipe.evaluation.every_steps
+        ranks = answering(self.parts.plan.instances, recipe.evaluation.role).layout.ranks
         if not every or (step % every and step != recipe.steps) or ranks[0] not in self._loop.ranks:
             return {}
         numbers: dict[str, float] = {}
         self.parts.begin(step, "evaluate")
         if self.parts.evaluator is not None:
+            record = partial(self.parts.directory.write_samples, step, self._rank, kind="evaluation")
+            journal = partial(self.parts.episodes.write, "evaluation", step)
+            at = EvaluationStep(partial(self.parts.progress, "evaluate"), step, record, journal)
             with self.tracer.span("evaluate", step), self.parts.clock.doing("evaluate"):
-                record = partial(self.parts.directory.write_samples, step, self._rank, kind="evaluation")
-                journal = partial(self.parts.episodes.write, "evaluation", step)
-                numbers = self.parts.evaluator.run(partial(self.parts.progress, "evaluate"), record, journal, step)
+                numbers = self.parts.evaluator.run(at)
             numbers["time/evaluate"] = self.tracer.take("evaluate")
         with self.parts.clock.doing("wait_ranks"):
-            return to_first_rank(ranks, numbers, self._ranks)
+            numbers = to_first_rank(ranks, numbers, self._ranks)
+        if self._log is not None and self._loop.lag and numbers:
+            self._log.evaluations.write(step, {"time_s": self.progress.seconds, **numbers})
+        return numbers
 
-    def _write_evaluation(self, numbers: dict[str, float]) -> None:
-        """Log what was measured after a step of training, in a loop that is ahead of it."""
-        if self._log is not None and numbers:
-            self._log.write_evaluation(self.progress.trained, {"time_s": self.progress.seconds, **numbers})
-
-    def _write(self, step: int, numbers: dict[str, float]) -> None:
+    def write(self, step: int, numbers: dict[str, float]) -> None:
         """Log the numbers of an iteration."""
         if self._log is not None and numbers:
             with self.parts.clock.doing("log"):
                 numbers = {"time_s": self.progress.seconds, **numbers}
-                self._log.write(step, numbers)
+                self._log.iterations.write(step, numbers)
                 error = self.parts.directory.first_reward_error() if numbers.get(FAILED) else ""
                 self.parts.display.step(step, self.parts.recipe.steps, numbers, error)
         if step >= self.parts.recipe.run.trace_steps:
@@ -326,7 +288,7 @@ class Worker:
 
     def _resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
-        checkpoint = self._keeper.newest()
+        checkpoint = self.checkpointer.newest()
         if checkpoint is not None and self._past is not None:
             raise RecipeError.at(
                 "run.follow",
@@ -341,25 +303,23 @@ class Worker:
             if self._replanner is not None:
                 self._replanner.follow(plan)
         if checkpoint is not None:
-            self._keeper.resume(checkpoint, self._guards.resumed)
+            self.checkpointer.resume(checkpoint, self.guards.resumed)
         else:
             self.chain.channels.open_journals()
-        self.chain.num_roll_backs = self._guards.num_roll_backs
-        self._forget_episodes(self._note_layout())
+        self.chain.num_roll_backs = self.guards.num_roll_backs
+        self._forget_episodes()
         if self._log is not None:
-            self._log.open(self.progress, self._guards.num_roll_backs)
+            self._log.open(self.progress, self.guards.num_roll_backs)
         self._is_log_open = True
 
-    def _forget_episodes(self, made: int) -> None:
-        """Forget episodes that are played again, those after some iterations."""
-        trained, world_size = self.progress.trained, self.parts.plan.world_size
-        self.parts.episodes.forget(made or -1, trained or -1, lambda rank: rank % world_size == self._rank)
-
-    def _roll_back(self) -> None:
-        """Continue from the newest checkpoint, but with the next data and the clock of the run."""
-        now = self.progress.seconds
-        self._resume()
-        self.progress.seconds_before += now - self.progress.seconds
+    def _forget_episodes(self) -> None:
+        """Forget episodes that are played again, and write down which layout is in force, where that matters."""
+        plan, made, trained = self.parts.plan, self.progress.step, self.progress.trained
+        if plan.is_continuous:
+            made = int(self.parts.transport.world.max(torch.tensor([made]), "the iterations that are made"))
+            if self._rank == 0:
+                note_layout(self.parts.directory, plan, trained, made)
+        self.parts.episodes.forget(made or -1, trained or -1, lambda rank: rank % plan.world_size == self._rank)
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:
@@ -374,7 +334,7 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 
 
 class LoopLog:
-    """Writes the numbers of a loop's iterations, and of evaluations on its ranks.
+    """Log of the numbers of a loop's iterations, and of evaluations on its ranks; its first rank writes it.
 
     The loop that trains has one line for a step with all its numbers. A loop that is ahead evaluates the weights of an
     earlier step than the iteration that it is at, so that it has a file for either.
@@ -382,10 +342,8 @@ class LoopLog:
 
     def __init__(self, directory: RunDirectory, plan: Plan, loop: Loop) -> None:
         self._directory, self._plan, self._loop = directory, plan, loop
-        self._iterations = StepLog(directory, loop.name if loop.lag else "")
-        self._evaluations = self._iterations
-        if loop.lag:
-            self._evaluations = StepLog(directory, "evaluation")
+        self.iterations = StepLog(directory, loop.name if loop.lag else "")
+        self.evaluations = StepLog(directory, "evaluation") if loop.lag else self.iterations
 
     def open(self, progress: Progress, num_roll_backs: int) -> None:
         """Continue after the last iteration. What was written before the first one is written again."""
@@ -393,23 +351,15 @@ class LoopLog:
         if not self._loop.lag:
             lags = {node: loop.lag for loop in self._plan.loops for node in loop.nodes}
             self._directory.forget_events(lambda node: (progress.step or -1) + lags.get(node, 0), num_roll_backs)
-        self._directory.forget_samples(progress.step or -1, progress.trained or -1, self._is_own)
+
+        def is_own(rank: int) -> bool:  # the loop that trains also takes ranks that there are no more
+            loop = next((loop for loop in self._plan.loops if rank in loop.ranks), self._plan.leading)
+            return loop.name == self._loop.name
+
+        self._directory.forget_samples(progress.step or -1, progress.trained or -1, is_own)
 
     def open_files(self, progress: Progress) -> None:
         """Continue the files of the log after the last iteration."""
-        self._iterations.open(progress.step + 1 if progress.step else 0)
+        self.iterations.open(progress.step + 1 if progress.step else 0)
         if self._loop.lag:
-            self._evaluations.open(progress.trained + 1 if progress.trained else 0)
-
-    def _is_own(self, rank: int) -> bool:
-        """Whether a rank is in this loop; the one that trains also takes those that there are no more."""
-        loop = next((loop for loop in self._plan.loops if rank in loop.ranks), self._plan.leading)
-        return loop.name == self._loop.name
-
-    def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
-        """Log the numbers of an iteration."""
-        self._iterations.write(iteration, numbers)
-
-    def write_evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log what was measured after a step of training."""
-        self._evaluations.write(step, numbers)
+            self.evaluations.open(progress.trained + 1 if progress.trained else 0)

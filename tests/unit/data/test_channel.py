@@ -196,7 +196,8 @@ def test_no_weights_wait_for_the_end_of_the_iteration_that_has_left_them() -> No
     weights = [Channel(f"{sync.role}=>rollout", "weights", "train", "rollout", 1, 1, sync=sync) for sync in syncs]
     transport = SimpleNamespace(rank=0, activity=Activity(), lane=lambda *_: SimpleNamespace(max=note))
     roles = SimpleNamespace(fetch=lambda sync, _: log.append(sync.role))
-    plan, recipe = SimpleNamespace(channels=weights), SimpleNamespace(run=SimpleNamespace(timeout_s=10.0))
+    plan = SimpleNamespace(channels=weights, continuous_loops=[])
+    recipe = SimpleNamespace(run=SimpleNamespace(timeout_s=10.0))
     parts = SimpleNamespace(plan=plan, transport=transport, roles=roles, recipe=recipe)
     channels = Channels(cast("Parts", parts), Progress({}), cast("Databuffer", None), Tracer(None, 0))
     channels.weights.begin(1)

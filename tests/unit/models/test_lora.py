@@ -39,8 +39,8 @@ from leaderless.rollout.engine import Request, SamplingParams, generate, make_pr
 from leaderless.rollout.weight_sources import probe_of
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
-from leaderless.worker.checkpoint.manifest import DamagedCheckpointError
 from leaderless.worker.checkpoint.reader import ROLE_FILE, STATE_FILE, RoleState, RunState, fingerprint, load_checkpoint
+from leaderless.worker.checkpoint.shards import DamagedCheckpointError
 
 TOKENS = [torch.tensor(one) for one in ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9, 7, 9, 3])]
 SETTINGS = [{"rank": 3, "alpha": 7.0}, {"rank": 4, "rslora": True, "targets": ["q_proj", "mlp.down_proj"]}]

@@ -177,7 +177,7 @@ def test_a_rank_that_is_killed_loses_no_group_and_its_journal_can_be_followed(
 ) -> None:
     """After some shares, the rank is killed, and begins anew from a checkpoint of an iteration before."""
     journal: list[JournalLine] = []
-    made, remaining = 0, all_prompts(PROMPTS, PROMPTS, case.last, 0)
+    made, remaining = 0, all_prompts(PROMPTS, case.last)
     for start, num_shares in enumerate([*lives, case.last]):
         rank, training = case.rank(remaining, made)
         for _ in range(min(num_shares, case.last - made)):
@@ -199,7 +199,7 @@ def test_a_rank_that_is_killed_loses_no_group_and_its_journal_can_be_followed(
         journal = journal[:made]
     assert {len(line["groups"]) for line in journal} == {PROMPTS}
     assert sorted(group for line in journal for group in line["groups"]) == list(range(PROMPTS * case.last))
-    rank, training = case.rank(all_prompts(PROMPTS, PROMPTS, case.last, 0), 0, iter(journal))
+    rank, training = case.rank(all_prompts(PROMPTS, case.last), 0, iter(journal))
     for line in journal:
         hand_over(rank, training)
         assert rank.line == line

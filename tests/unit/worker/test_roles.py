@@ -24,6 +24,7 @@ from leaderless.rollout.external import engine as external
 from leaderless.stages.context import ModelRole
 from leaderless.training.engine import EngineSetup, Trainable
 from leaderless.worker.build import roles
+from leaderless.worker.build.memory_bounds import MemoryBounds
 from leaderless.worker.build.roles import Roles
 from leaderless.worker.device_sharing import DeviceSharing
 
@@ -52,8 +53,9 @@ def test_ranks_keep_whole_what_the_recipe_says_or_has_room(
     nothing = SimpleNamespace(rank=0, process_group=lambda _: None, axis_groups=lambda _: {})
     transport, turns = cast("Transport", nothing), cast("DeviceSharing", SimpleNamespace(device=torch.device("cpu")))
     recipe, plan = make_recipe(seed=7, **sections), plan_of("grpo", seed=7, **sections)
+    memory = MemoryBounds(0, is_cpu=True, pass_tokens=0, room=Room("weights", 99))
     with pytest.raises(MadeError) as made:
-        Roles(recipe, plan, transport, turns, cast("Tokenizer", None), Path(), print, Room("weights", 99))
+        Roles(recipe, plan, transport, turns, cast("Tokenizer", None), Path(), print, memory)
     assert made.value.args == (expected, 7, recipe.as_seen_by("policy").training.compile, 99)
 
 

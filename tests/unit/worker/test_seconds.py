@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from tests.tiny import tiny_recipe
 from tests.unit.observability.test_metrics import Alone
 
+from leaderless.distributed.transport import ProcessGroup, Transport
 from leaderless.observability.clock import Clock, by_pool, in_short, total_seconds
 from leaderless.observability.metrics import Metrics
 from leaderless.planner import Cluster, Plan, make_plan
 from leaderless.planner.workflow import resolve_workflow
-from leaderless.worker.agreement import SecondsReport, pools_of, state_of, without_idle
+from leaderless.worker.agreement import SecondsReport, StepMetrics, pools_of, state_of
 
 
 def plan_in_pools(folder: Path) -> Plan:
@@ -47,8 +50,19 @@ def test_a_rank_reports_its_seconds_in_its_own_pool_only(tmp_path: Path) -> None
     with clock.doing("train"):
         pass
     report.add_to(metrics)
-    numbers = without_idle({**metrics.reduce(Alone()), "reward/failed": 0.0})
-    assert numbers == {"seconds/1-2/train": 3.0, "seconds/1-2/other": 6.0, "reward/failed": 0.0}
+    numbers = {name: value for name, value in metrics.reduce(Alone()).items() if value}
+    assert numbers == {"seconds/1-2/train": 3.0, "seconds/1-2/other": 6.0}
+
+
+def test_states_that_no_rank_was_in_are_left_out_and_other_zeros_stay(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, "x").recipe
+    plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(1))
+    metrics = StepMetrics(plan, cast("Transport", SimpleNamespace(rank=0)))
+    for name, value in (("seconds/0/train", 0.0), ("seconds/0/other", 6.0), ("reward/failed", 0.0)):
+        metrics.of((0,)).mean(name, value, 1)
+    numbers, events = metrics.take().reduce(lambda *_: [], lambda _: ProcessGroup((0,), 0))
+    assert (numbers, events) == ({"seconds/0/other": 6.0, "reward/failed": 0.0}, [])
+    assert metrics.take().reduce(lambda *_: [], lambda _: ProcessGroup((0,), 0))[0] == {}, "the next step begins anew"
 
 
 def test_the_seconds_of_a_run_are_added_up_by_pool_and_state() -> None:

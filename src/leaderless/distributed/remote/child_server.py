@@ -164,7 +164,6 @@ class ChildServer:
         return _content(answer)
 
     def _exchange(self, path: str, text: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """Send a call over the connection that is kept, and read the whole answer: its status and its body."""
         self._kept = self._kept or self._connect()
         self._kept.request("POST", path, text, headers)
         response = self._kept.getresponse()

@@ -143,14 +143,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class LocalWeight:
-    """Part of a weight that a rank holds.
-
-    Attributes:
-        name: Name of the weight in `transformers`.
-        shape: Shape of the whole weight.
-        block: Part of the whole that this rank holds.
-        local: Tensor with the elements of the block.
-    """
+    """Part of a weight that a rank holds: a block of the whole, its elements in `local`, named as in `transformers`."""
 
     name: str
     shape: Shape

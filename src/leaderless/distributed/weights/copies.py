@@ -11,19 +11,15 @@ from torch import Tensor
 from leaderless.base.devices import can_pin
 from leaderless.distributed.in_flight import mark
 from leaderless.distributed.weights.blocks import HeldWeights
+from leaderless.distributed.weights.buckets import ALIGNMENT
 from leaderless.planner.memory.limits import PINNED_BYTES
-
-ALIGNMENT = 16
-"""Divisor of the offset at which each weight begins, in bytes."""
 
 
 @dataclass(frozen=True)
 class PendingCopy:
     """Copies that an accelerator may still be making: it changes no weight before, as it works in order.
 
-    Attributes:
-        held: The copies.
-        done: Place in the work of the accelerator after them; None on a CPU.
+    `done` is the place in its work after them; None on a CPU.
     """
 
     held: HeldWeights
@@ -68,15 +64,11 @@ def host_memory(sizes: Iterable[int], device_type: str) -> Iterator[Tensor]:
     Torch rounds blocks up to powers of two and keeps them: few large ones waste little, and are there the next time.
     """
     sizes = [*sizes]
-    room, begin, num_left = torch.empty(0, dtype=torch.uint8), 0, sum(map(_aligned, sizes))
-    for size in sizes:
-        taken = _aligned(size)
+    aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    room, begin, num_left = torch.empty(0, dtype=torch.uint8), 0, sum(aligned)
+    for size, taken in zip(sizes, aligned, strict=True):
         if begin + taken > len(room):
             begin, num_bytes = 0, max(taken, min(PINNED_BYTES, num_left))
             room = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=can_pin(device_type))
         yield room[begin : begin + size]
         begin, num_left = begin + taken, num_left - taken
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -40,14 +40,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file.
-
-    Attributes:
-        file: The file.
-        begin: Byte of the file with which it begins.
-        dtype: Type of its elements.
-        shape: Its shape.
-    """
+    """A tensor in a file, with the byte of the file at which it begins."""
 
     file: Path
     begin: int
@@ -87,15 +80,9 @@ def read_header(file: Path) -> Header:
 
 
 def read_block(stored: StoredTensor, offsets: Sequence[int], target: Tensor) -> int:
-    """Read a block of a tensor.
+    """Read a block of a tensor, from an offset in each dimension; returns the bytes that were read.
 
-    Args:
-        stored: The tensor.
-        offsets: Index of the first element of the block, in each dimension.
-        target: Tensor with the shape of the block, of any type and on any device; it is overwritten.
-
-    Returns:
-        Bytes that were read.
+    `target` has the shape of the block, any type, and is on any device.
 
     Raises:
         OSError: The file cannot be read, or ends too early.

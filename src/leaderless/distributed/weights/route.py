@@ -37,11 +37,7 @@ def bucket_bytes(device: torch.device) -> int:
 class RouteTurn:
     """Rows of each rank's block of a weight that are sent in one bucket: weights larger than it have several turns.
 
-    Attributes:
-        name: Name of the weight.
-        first: First row, counted from the first one of each block.
-        last: Row after the last one.
-        is_last: Whether the weight is complete after this turn.
+    Rows are counted from the first one of each block, and `last` is the one behind them.
     """
 
     name: str
@@ -60,13 +56,7 @@ class WeightPiece:
 
 @dataclass(frozen=True)
 class RouteLeg:
-    """Parts of a bucket that a rank sends, receives and already has.
-
-    Attributes:
-        sent: Pieces for each receiver.
-        received: Pieces from each sender.
-        own: Pieces that the rank both holds and wants.
-    """
+    """Parts of a bucket: pieces for each receiver, from each sender, and those that the rank both holds and wants."""
 
     sent: Mapping[int, Sequence[WeightPiece]]
     received: Mapping[int, Sequence[WeightPiece]]
@@ -122,21 +112,15 @@ class WeightRoute:
         if not self.is_gathered or not set(takers.ranks) <= set(holders.ranks):
             return frozenset()
         # If the first and the last of them hold a whole weight, those between them do, too.
-        ends = {takers.ranks[0], takers.ranks[-1]}
+        ends, block = {takers.ranks[0], takers.ranks[-1]}, self.holders.block
         return frozenset(
-            name for name, shape in self.shapes.items() if all(self._held(name, end).sizes == shape for end in ends)
+            name for name, shape in self.shapes.items() if all(block(name, shape, end).sizes == shape for end in ends)
         )
-
-    def _held(self, name: str, rank: int) -> WeightBlock:
-        return self.holders.block(name, self.shapes[name], rank)
 
     def buckets(self, most_bytes: int) -> Sequence[Sequence[RouteTurn]]:
         """All weights in their order, as many at a time as fill a bucket, which has one turn of each at most."""
-        if most_bytes not in self._buckets:
-            self._buckets[most_bytes] = self._make_buckets(most_bytes)
-        return self._buckets[most_bytes]
-
-    def _make_buckets(self, most_bytes: int) -> Sequence[Sequence[RouteTurn]]:
+        if most_bytes in self._buckets:
+            return self._buckets[most_bytes]
         buckets: list[list[RouteTurn]] = [[]]
         room = most_bytes
         for name in self.shapes:
@@ -152,7 +136,8 @@ class WeightRoute:
                 first, last = rows * index // count, rows * (index + 1) // count
                 buckets[-1].append(RouteTurn(name, first, last, is_last=index == count - 1))
                 room -= num_bytes // count
-        return [bucket for bucket in buckets if bucket]
+        self._buckets[most_bytes] = [bucket for bucket in buckets if bucket]
+        return self._buckets[most_bytes]
 
     def _bytes_at_once(self, name: str) -> int:
         """Bytes of a weight on the rank that needs most memory for it."""
@@ -166,13 +151,10 @@ class WeightRoute:
 
     def legs(self, most_bytes: int) -> Sequence[RouteLeg]:
         """Parts of each bucket that this rank sends and receives."""
-        if most_bytes not in self._legs:
-            self._legs[most_bytes] = self._make_legs(self.buckets(most_bytes))
-        return self._legs[most_bytes]
-
-    def _make_legs(self, buckets: Sequence[Sequence[RouteTurn]]) -> Sequence[RouteLeg]:
-        legs: list[RouteLeg] = []
-        for bucket in buckets:
+        if most_bytes in self._legs:
+            return self._legs[most_bytes]
+        self._legs[most_bytes] = legs = list[RouteLeg]()
+        for bucket in self.buckets(most_bytes):
             sent, received = dict[int, list[WeightPiece]](), dict[int, list[WeightPiece]]()
             for turn in bucket:
                 # Between two ranks goes one piece of a turn at most. So both list the pieces of a message in the same

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leaderless.distributed.in_flight import PendingGather
+from leaderless.distributed.in_flight import PendingMessage
 from leaderless.distributed.transport import ProcessGroup, Round
 from leaderless.distributed.weights.blocks import HeldWeights, WeightBlock, whole_block
 from leaderless.distributed.weights.buckets import checksums
@@ -94,13 +94,7 @@ def send_weights(route: WeightRoute, held: HeldWeights, process_group: ProcessGr
 def fill_weights(
     route: WeightRoute, target: HeldWeights, process_group: ProcessGroup, held: HeldWeights | None = None
 ) -> int:
-    """Write weights into the blocks that a rank wants; see `send_weights`.
-
-    Args:
-        route: Way of the weights, to ranks that each want their own blocks.
-        target: Blocks to fill.
-        process_group: All ranks of the route.
-        held: Weights that this rank sends, if it holds any.
+    """Write weights into the blocks that a rank wants, `target`; see `send_weights`.
 
     Returns:
         Policy version of the weights; `NO_VERSION` for a rank that wants no element of any.
@@ -118,16 +112,9 @@ def fill_weights(
 def receive_weights(
     route: WeightRoute, process_group: ProcessGroup, takers: ProcessGroup, held: HeldWeights | None = None
 ) -> WeightStream:
-    """Receive whole weights on all ranks of a layout, on the device that moves payload; see `send_weights`.
+    """Receive whole weights on all `takers`, on the device that moves payload; see `send_weights`.
 
-    Args:
-        route: Way of the weights, to ranks that all want everything.
-        process_group: All ranks of the route.
-        takers: Ranks that want the weights.
-        held: Weights that this rank sends, if it holds any.
-
-    Returns:
-        The weights. If something was damaged or mixed, no more of them come, and the end is a RuntimeError.
+    If something was damaged or mixed, no more weights come, and the end of the stream is a RuntimeError.
     """
     if process_group.size == 1:  # what this rank wants is what it holds
         assert held is not None
@@ -204,7 +191,6 @@ class _Delivery:
             yield turns
 
     def _copy_own(self, pieces: Sequence[WeightPiece], rooms: Rooms) -> None:
-        """Copy what this rank both holds and wants."""
         for piece in pieces:
             assert self.held is not None
             self.versions.add(self.held.policy_version)
@@ -217,7 +203,6 @@ class _Delivery:
         return torch.empty(round_up(num_bytes) + TRAILER, dtype=torch.uint8, device=self.device)
 
     def _parts(self, message: Tensor, pieces: Sequence[WeightPiece]) -> Iterator[tuple[WeightPiece, Tensor]]:
-        """The pieces in a message."""
         begin, dtype = 0, self.route.dtype
         for piece in pieces:
             end = begin + piece.block.numel * dtype.itemsize
@@ -234,7 +219,6 @@ class _Delivery:
         return message
 
     def _take(self, arrived: Sequence[tuple[int, Sequence[WeightPiece], Tensor]], rooms: Rooms) -> None:
-        """Write pieces where they belong."""
         # All messages are checked before any is used: on a CPU nothing damaged is written. An accelerator is asked at
         # the end, and until then no check holds up the copies.
         for sender, pieces, message in arrived:
@@ -317,7 +301,7 @@ class _Gathering:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights, while the next buckets are on their way."""
-        under_way: deque[tuple[Sequence[RouteTurn], PendingGather | None]] = deque()
+        under_way: deque[tuple[Sequence[RouteTurn], PendingMessage | None]] = deque()
         for turns in self._delivery.deliver(self._open_rooms):
             under_way.append((turns, self._gather()))
             # What needs no gathering is complete, and would only take memory.
@@ -362,7 +346,7 @@ class _Gathering:
             yield turn, parts[:, begin:end].view(dtype).view(len(parts), *shape)
             begin = end
 
-    def _gather(self) -> PendingGather | None:
+    def _gather(self) -> PendingMessage | None:
         """Begin to gather the bucket that has arrived."""
         if not self._parts:
             return None
@@ -374,7 +358,7 @@ class _Gathering:
         seal(part, delivery.state)
         return self._takers.gather_equal(part, delivery.what)
 
-    def _finish(self, turns: Sequence[RouteTurn], pending: PendingGather | None) -> Iterator[tuple[str, Tensor]]:
+    def _finish(self, turns: Sequence[RouteTurn], pending: PendingMessage | None) -> Iterator[tuple[str, Tensor]]:
         """Put rows where they belong, and yield the weights that are complete."""
         delivery, local = self._delivery, self._route.local
         if pending is not None:

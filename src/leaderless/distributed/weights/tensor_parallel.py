@@ -76,7 +76,6 @@ class _PartDivision(WeightDivision):
 
     @property
     def _part(self) -> Shape:
-        """Shape of a part."""
         return tuple(size // self.parts if dim == self.dim else size for dim, size in enumerate(self.shape))
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from typing_extensions import override
 
-from leaderless.distributed.in_flight import Passing
+from leaderless.distributed.in_flight import PendingMessage
 from leaderless.models.attention.packed import (
     Attention,
     LengthBuckets,
@@ -252,7 +252,7 @@ class _Ring(torch.autograd.Function):
         ]
         first = [plan.diagonal.join([result[kind] for result in results]) for kind in range(3)]
         grad_query, grad_pair = first[0].to(normalizers.dtype), torch.stack(first[1:]).to(normalizers.dtype)
-        passing: Passing | None = None
+        passing: PendingMessage | None = None
         for place, pair in plan.around(torch.stack([key, value])):
             if passing is not None:
                 grad_pair = passing.wait()

@@ -42,10 +42,8 @@ class BackgroundGrader:
     ) -> None:
         """Grade nothing yet.
 
-        Args:
-            grade: Function that grades responses, called in a thread, and here for what is not graded ahead.
-            asked_of: Function that says what to grade, from a batch of one prompt and the responses to it.
-            clock: Clock of the rank.
+        `grade` is called in a thread, and here for what is not graded ahead. `asked_of` says what to grade, from a
+        batch of one prompt and the responses to it.
         """
         self._grade, self._asked_of, self._clock = grade, asked_of, clock
         self._open: dict[int, _Work] = {}
@@ -134,24 +132,19 @@ class BackgroundGrader:
         self._thread.join(END_S)
 
     def _run(self) -> None:
-        """Grade all that is wanted, as much at a time as there is."""
-        while (works := self._all_wanted())[-1] is not None:
+        """Grade all that is wanted, as much at a time as there is; None comes last."""
+        while True:
+            works = [self._wanted.get()]
+            while works[-1] is not None and not self._wanted.empty():
+                works.append(self._wanted.get())
+            if works[-1] is None:
+                return
+            asked = [one for work in works if work is not None for one in work.asked]
             try:
-                self._grade_all([work for work in works if work is not None])
+                graded = iter(self._grade([sample for sample, _ in asked], [source for _, source in asked]))
+                for work in filter(None, works):
+                    work.graded = [next(graded) for _ in work.asked]
+                    self._come.put(work)
             except Exception as error:  # noqa: BLE001 - the rank's own thread raises it
                 self._come.put(error)
             self._has_come.set()
-
-    def _all_wanted(self) -> list[_Work | None]:
-        """Wait for something to grade; None comes last."""
-        wanted = [self._wanted.get()]
-        while wanted[-1] is not None and not self._wanted.empty():
-            wanted.append(self._wanted.get())
-        return wanted
-
-    def _grade_all(self, works: Sequence[_Work]) -> None:
-        asked = [one for work in works for one in work.asked]
-        graded = iter(self._grade([sample for sample, _ in asked], [source for _, source in asked]))
-        for work in works:
-            work.graded = [next(graded) for _ in work.asked]
-            self._come.put(work)

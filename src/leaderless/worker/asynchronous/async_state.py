@@ -43,7 +43,7 @@ class RolloutQuota:
     def __init__(
         self, size: int, last: int, *, depth: int, bound: int, stragglers: Stragglers = "wait", num_made: int = 0
     ) -> None:
-        """Begin after some shares.
+        """Begin after `num_made` shares.
 
         Args:
             size: Number of groups of a share.
@@ -176,10 +176,7 @@ class AsyncState:
     def owed(self, made: int, loaded: int, prompts_per_step: int) -> list[int]:
         """Groups of this rank's shard that are to be begun again, if all ranks continue at the same place.
 
-        Args:
-            made: Shares that all ranks have handed over.
-            loaded: Iterations whose prompts some rank has loaded.
-            prompts_per_step: Prompts of an iteration, over all ranks.
+        All have handed over the shares of `made` iterations, and some rank has loaded the prompts of `loaded`.
         """
         lost = [group for iteration, groups in self.shares.items() if int(iteration) > made for group in groups]
         places = places_of_shard(self.shard, self.portions, prompts_per_step)
@@ -197,7 +194,6 @@ class RemainingPrompts:
         groups: Those up to that iteration, of this rank's shard.
         num_left: Number of groups that the rank begins until the end of the run.
         start: Number of earlier starts of the run.
-        prompts_per_step: Prompts of an iteration, over all ranks.
     """
 
     first: int
@@ -205,7 +201,6 @@ class RemainingPrompts:
     groups: frozenset[int]
     num_left: int
     start: int
-    prompts_per_step: int
 
     def wants(self, iteration: int, groups: Tensor) -> Tensor:
         """Which of the prompts of an iteration are to be begun, [n] bool; `groups` are their ids [n] int64."""
@@ -213,34 +208,19 @@ class RemainingPrompts:
             return torch.ones(len(groups), dtype=torch.bool)
         return torch.tensor([group in self.groups for group in groups.tolist()], dtype=torch.bool)
 
-    def left_from(self, iteration: int) -> list[int]:
-        """Those that come with an iteration or a later one, up to `until`."""
-        begin = (iteration - 1) * self.prompts_per_step
-        return [group for group in self.groups if group >= begin]
 
-
-def all_prompts(size: int, prompts_per_step: int, steps: int, start: int) -> RemainingPrompts:
-    """Quota of a rank at the beginning of a run that gives it `size` prompts of each iteration."""
-    return RemainingPrompts(1, 0, frozenset(), size * steps, start, prompts_per_step)
+def all_prompts(size: int, steps: int) -> RemainingPrompts:
+    """Prompts of a rank at the beginning of a run that gives it `size` of each iteration."""
+    return RemainingPrompts(1, 0, frozenset(), size * steps, 0)
 
 
 @dataclass(frozen=True)
 class GroupDivision:
-    """How the ranks of a loop divide the prompts of the iterations of a run.
-
-    Attributes:
-        portions: Their parts, in proportion.
-        prompts_per_step: Prompts of an iteration.
-        steps: Iterations of the whole run.
-    """
+    """How the ranks of a loop divide the prompts of the iterations of a run, in proportion."""
 
     portions: Sequence[int]
     prompts_per_step: int
     steps: int
-
-    def places(self, shard: int | None) -> range:
-        """The places of a shard among the prompts of an iteration; none without a shard."""
-        return range(0) if shard is None else places_of_shard(shard, self.portions, self.prompts_per_step)
 
 
 def read_async_state(
@@ -248,18 +228,8 @@ def read_async_state(
 ) -> tuple[int, RemainingPrompts]:
     """Find what a rank owes after a checkpoint. All ranks of the loop call it together.
 
-    Groups belong to shards by their places in an iteration, so that the ranks may be more or fewer than before.
-
-    Args:
-        checkpoint: Folder of the checkpoint.
-        loop: Name of the loop.
-        ranks: Its ranks.
-        division: Division of the prompts among them.
-        start: Number of earlier starts of the run.
-        logged: Last iteration that this rank has logged, if it does; what is behind it is made again.
-
-    Returns:
-        Number of iterations that all ranks had handed over, and what this rank owes.
+    Groups belong to shards by their places in an iteration, so that the ranks may be more or fewer than before. For the
+    arguments and the result see `remaining_after`.
 
     Raises:
         RecipeError: The checkpoint does not say so, or the ranks cannot divide what is owed.
@@ -306,12 +276,12 @@ def remaining_after(
     made = -made
     own = torch.tensor([group for one in known for group in one.owed(made, loaded, prompts)])
     owed = torch.cat(ranks.gather(own.to(torch.int64), what)).tolist()
-    places = division.places(shard)
+    places = range(0) if shard is None else places_of_shard(shard, division.portions, prompts)
     mine = [group for group in owed if group % prompts in places]
     needed, there = len(places) * (steps - made), len(mine) + len(places) * max(0, steps - loaded)
     differs = bool(ranks.max(torch.tensor([abs(needed - there)]), what))
     oldest = min(owed, default=loaded * prompts) // prompts
-    return made, RemainingPrompts(oldest + 1, loaded, frozenset(mine), needed, start, prompts), differs
+    return made, RemainingPrompts(oldest + 1, loaded, frozenset(mine), needed, start), differs
 
 
 def _read(checkpoint: Path, loop: str, shard: int) -> AsyncState:

@@ -94,12 +94,16 @@ class Channels:
     def __init__(self, parts: Parts, progress: Progress, buffer: Databuffer, tracer: Tracer) -> None:
         self._parts, self._progress, self._buffer, self._tracer = parts, progress, buffer, tracer
         rank, timeout_s = parts.transport.rank, parts.recipe.run.timeout_s
+        continuous = {loop.name for loop in parts.plan.continuous_loops}
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
         self._is_other_asked_to_stop = False
         ends = [channel for channel in between_loops(parts.plan) if rank in ranks_of(channel)]
         self._lanes = {channel.name: LANE + place for place, channel in enumerate(ends)}
         self._from_here = [channel for channel in ends if rank in channel.source_ranks]
         self._to_here = [channel for channel in ends if rank in channel.target_ranks]
+        # Ranks that generate continuously go through iterations on their own, and meet where they send and receive.
+        self._unpaced_sources = {channel.name for channel in ends if channel.source in continuous}
+        self._unpaced_targets = {channel.name for channel in ends if channel.target in continuous}
         self._outboxes = {
             channel.name: Outbox(
                 channel.name, channel.capacity, patience(channel) * timeout_s, parts.transport.activity
@@ -150,16 +154,21 @@ class Channels:
             self._post_rows(channel, iteration, self._buffer.outgoing(channel))
             return
         # A copy is begun now, as training changes the weights while the lane waits to send them.
-        send = partial(self._send_weights, channel, iteration, self._parts.roles.copy_weights(channel.sync))
-        self._outboxes[channel.name].post(iteration, send)
+        sync, send = channel.sync, self._parts.roles.copy_weights(channel.sync)
+
+        def send_weights() -> None:
+            with self._tracer.span(f"send({channel.name})", iteration, self._lanes[channel.name]):
+                send(self._parts.transport.lane(channel.name, sync.ranks))
+
+        self._outboxes[channel.name].post(iteration, send_weights)
 
     def pull_rows(self, channel: Channel) -> None:
         """Take the rows that the iteration works on out of a channel."""
         iteration = self._progress.step
         with self._waiting("wait_rows", channel, iteration):
             # The same order as in `_send_rows`: first the note, which says whether rows follow.
-            is_abandoned = self._exchange(channel, Note(iteration)).is_abandoned
-        if not is_abandoned:
+            note = self._exchange(channel, Note(iteration))
+        if not note.is_abandoned:
             self._buffer.incoming(channel)
 
     def take_weights(self) -> Note:
@@ -203,7 +212,7 @@ class Channels:
             self._note(channel, iteration, {"policy_version": version})
             note = Note(iteration, is_stopping=end.is_stopping, is_checkpoint_due=end.is_checkpoint_due)
             # Behind the weights, which the same outbox sends in order.
-            self._outboxes[channel.name].post(iteration, partial(self._send_note, channel, note))
+            self._outboxes[channel.name].post(iteration, partial(self._exchange, channel, note))
 
     def meet(self) -> None:
         """Wait until both loops are behind the last training iteration. The ranks of both call it together.
@@ -215,12 +224,12 @@ class Channels:
         place = Note(self._progress.trained)
         channels = [channel for channel in self._from_here if channel.sync is not None]
         for channel in channels:
-            if not self._is_continuous(channel.target):
-                self._outboxes[channel.name].post(place.iteration, partial(self._send_note, channel, place))
+            if channel.name not in self._unpaced_targets:
+                self._outboxes[channel.name].post(place.iteration, partial(self._exchange, channel, place))
         for channel in channels:
             self._outboxes[channel.name].finish()
         for channel in self._to_here:
-            if channel.sync is not None and not self._is_continuous(channel.target):
+            if channel.sync is not None and channel.name not in self._unpaced_targets:
                 self._exchange(channel, place)
         ranks = _meeting_ranks(self._parts.plan)
         if self._parts.transport.rank in ranks:
@@ -232,15 +241,14 @@ class Channels:
         for channel in self._to_here:
             if channel.kind == "rows":
                 for iteration in self._left(channel):
-                    self._take_rows(channel, iteration)
+                    if not self._exchange(channel, Note(iteration)).is_abandoned:
+                        self._buffer.incoming(channel)
                     self._buffer.clear()
         for channel in self._from_here:
-            if channel.kind == "rows" and self._is_continuous(channel.source):
-                # Ranks that generate continuously may stop in different iterations: those that have not made one say
-                # so, or others would wait for their notes.
-                for iteration in self._left(channel):
-                    if iteration > self._progress.step:
-                        self._outboxes[channel.name].post(iteration, partial(self._abandon, channel, iteration))
+            if channel.kind == "rows" and channel.name in self._unpaced_sources:
+                # Ranks may stop in different iterations: those that have not made one say so, or others would wait for
+                # their notes.
+                self._abandon_later(channel, self._left(channel))
         for outbox in self._outboxes.values():
             outbox.finish()
 
@@ -252,12 +260,10 @@ class Channels:
         for channel in self._to_here:
             if channel.kind == "rows":
                 for iteration in iterations:
-                    self._abandon(channel, iteration)
+                    self._exchange(channel, Note(iteration, is_abandoned=True))
         for channel in self._from_here:
             if channel.kind == "rows":
-                for iteration in iterations:
-                    if iteration > self._progress.step:
-                        self._outboxes[channel.name].post(iteration, partial(self._abandon, channel, iteration))
+                self._abandon_later(channel, iterations)
         for outbox in self._outboxes.values():
             outbox.finish()
 
@@ -270,19 +276,19 @@ class Channels:
         for (name, iteration), held in sorted(flight.items(), key=lambda one: one[0]):
             self._post_rows(self._parts.plan.channel(name), iteration, held)
 
-    def _is_continuous(self, loop: str) -> bool:
-        return any(one.name == loop for one in self._parts.plan.continuous_loops)
+    def _abandon_later(self, channel: Channel, iterations: range) -> None:
+        """Let a lane say, behind what it has to send, that this rank has not made some iterations."""
+        for iteration in iterations:
+            if iteration > self._progress.step:
+                note = Note(iteration, is_abandoned=True)
+                self._outboxes[channel.name].post(iteration, partial(self._exchange, channel, note))
 
     def _left(self, channel: Channel) -> range:
         """Iterations whose rows may be in flight when the run stops."""
         first = self._progress.trained + 1
         # A rank that generates continuously may complete one more share before it has to wait for weights.
-        num_ahead = channel.capacity + self._is_continuous(channel.source)
+        num_ahead = channel.capacity + (channel.name in self._unpaced_sources)
         return range(first, min(first + num_ahead, self._parts.recipe.steps + 1))
-
-    def _abandon(self, channel: Channel, iteration: int) -> None:
-        """Let the other ranks know that this one has not made an iteration; the lane does it."""
-        self._exchange(channel, Note(iteration, is_abandoned=True))
 
     def close(self) -> None:
         """End the lanes."""
@@ -338,28 +344,14 @@ class Channels:
             if self._exchange(channel, Note(iteration)).is_abandoned:
                 return
             self._note_rows(channel, iteration, held)
-            # Ranks that generate continuously only meet here, and could not compare when they made the rows.
-            if self._is_continuous(channel.source):
+            # Ranks that only meet here could not compare when they made the rows.
+            if channel.name in self._unpaced_sources:
                 for action, batch in held.items():
                     self._buffer.compare(
                         action.source, batch, self._parts.transport.lane(channel.name, channel.source_ranks)
                     )
             for action, batch in held.items():
                 reshard(action, self._parts.transport.lane(channel.name, action.ranks), batch, None)
-
-    def _send_weights(self, channel: Channel, iteration: int, send: Callable[[ProcessGroup], None]) -> None:
-        """Send the weights of an iteration; the lane does it."""
-        assert channel.sync is not None, "only a channel that carries weights sends some"
-        with self._tracer.span(f"send({channel.name})", iteration, self._lanes[channel.name]):
-            send(self._parts.transport.lane(channel.name, channel.sync.ranks))
-
-    def _send_note(self, channel: Channel, note: Note) -> None:
-        """Send what is noted with the weights of an iteration; the lane does it."""
-        self._exchange(channel, note)
-
-    def _take_rows(self, channel: Channel, iteration: int) -> None:
-        if not self._exchange(channel, Note(iteration)).is_abandoned:
-            self._buffer.incoming(channel)
 
     @contextmanager
     def _waiting(self, state: State, channel: Channel, iteration: int) -> Iterator[None]:
@@ -451,7 +443,6 @@ def _meeting_ranks(plan: Plan) -> tuple[int, ...]:
 
 
 def _journaling_rank(plan: Plan, channel: Channel) -> int:
-    """The first rank that puts something into a channel."""
     if channel.transfers:
         return channel.source_ranks[0]
     assert plan.repeat is not None, "what stays on its ranks is the surplus of repeated nodes"

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import override
 
@@ -34,7 +34,7 @@ from leaderless.environments.engine_scheduler import BEAT_S, EngineScheduler
 from leaderless.environments.episode import Episode, EpisodePosition
 from leaderless.environments.player import EpisodePlayer
 from leaderless.environments.registry import environment_class, world_maker
-from leaderless.environments.tools.sources import ToolSources, own_tool_use
+from leaderless.environments.tools.sources import own_tool_use
 from leaderless.environments.user_functions import GRACE_S, end_tasks
 from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import Completion, Request, SamplingParams
@@ -49,6 +49,9 @@ from leaderless.worker.asynchronous.in_flight import (
     PendingRequest,
     Tally,
 )
+
+if TYPE_CHECKING:
+    from leaderless.worker.asynchronous.journal import JournaledEpisodes
 
 
 @dataclass(eq=False)
@@ -72,14 +75,7 @@ class EpisodeGroup:
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """An episode that has ended.
-
-    Attributes:
-        group: Its group.
-        responses: Number of responses sampled in it.
-        tokens: Their tokens.
-        error: Error of the program, if there was one.
-    """
+    """An episode that has ended: its group, the responses sampled in it, their tokens, and an error of the program."""
 
     group: EpisodeGroup
     responses: int
@@ -101,39 +97,6 @@ class Happening(NamedTuple):
     what: PendingRequest | EpisodeEnd | None = None
 
 
-class EpisodeSource(Protocol):
-    """Source of episodes, and of all that they want meanwhile.
-
-    Attributes:
-        tokenizer: Tokenizer of the policy, for use with this source alone.
-        tools: Tools that the policy may call.
-    """
-
-    tokenizer: Tokenizer
-    tools: ToolSources | None
-
-    def begin(self, group: EpisodeGroup) -> None:
-        """Begin the episodes of a group."""
-
-    def happened(self) -> Iterator[Happening]:
-        """Events since the last call, in order; each is dealt with before the next is asked for."""
-
-    def wait(self) -> None:
-        """Wait a while for something to happen, as the engine has nothing to do."""
-
-    def cancel(self, group: EpisodeGroup) -> None:
-        """Cancel the episodes of a group that have not ended."""
-
-    def take(self, groups: Sequence[EpisodeGroup]) -> list[Episode]:
-        """Hand over the episodes of groups that make up a share, or an evaluation."""
-
-    def reset(self) -> None:
-        """Forget all episodes."""
-
-    def close(self) -> None:
-        """Release everything; episodes in flight are lost."""
-
-
 class EpisodesInFlight:
     """Episodes of tasks of several iterations; see `ResponsesInFlight`.
 
@@ -144,7 +107,7 @@ class EpisodesInFlight:
     def __init__(
         self,
         requests: EngineRequests,
-        source: EpisodeSource,
+        source: LiveEpisodes | JournaledEpisodes,
         recipe: Recipe,
         play: Play,
         role: str | None,
@@ -203,7 +166,6 @@ class EpisodesInFlight:
         return advances
 
     def _do(self, happening: Happening) -> Sequence[Advance]:
-        """Do what an episode wants."""
         kind, about, what = happening
         if isinstance(what, EpisodeEnd):
             return self._end(about, what)
@@ -249,10 +211,7 @@ class EpisodesInFlight:
     def played(self, tasks: Batch, data: Sequence[DatasetConfig], tokenizer: Tokenizer) -> Played:
         """Hand over the episodes of tasks, which are finished, with the work of the engine since this was last called.
 
-        Args:
-            tasks: The tasks.
-            data: Dataset of each.
-            tokenizer: Tokenizer of the policy, for the thread that calls this.
+        `data` are the datasets of the tasks; the tokenizer is for the thread that calls this.
         """
         episodes = self._source.take([self._groups.pop(group) for group in tasks.ids.tolist()])
         work, self._requests.work = self._requests.work, EngineWork()
@@ -274,17 +233,14 @@ class LiveEpisodes:
     """Episodes that are played in the event loop of a thread.
 
     What they ask of the engine waits for the rank's own thread, which steps it.
+
+    Attributes:
+        tokenizer: Tokenizer of the policy, for use with this source alone.
+        tools: Tools that the policy may call.
     """
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, clock: Clock, data: DatasetConfig | None = None) -> None:
-        """Start the thread.
-
-        Args:
-            recipe: The recipe, as seen by the role that samples.
-            tokenizer: Tokenizer of the policy.
-            clock: Clock of the rank.
-            data: Dataset of all tasks; None for the training dataset.
-        """
+        """Start the thread; `data` is the dataset of all tasks, None for the training dataset."""
         config = recipe.environment
         assert config is not None, "episodes are played in an environment"
         self._clock, self._queue = clock, RequestQueue()
@@ -308,7 +264,6 @@ class LiveEpisodes:
         self._playing[group] = [asyncio.run_coroutine_threadsafe(one, self._loop) for one in played]
 
     async def _one(self, group: EpisodeGroup, place: EpisodePosition) -> None:
-        """Play an episode; the thread does it."""
         async with self._free:
             try:
                 # Stored before its end is in the queue: the rank's own thread may take it as soon as it sees that.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,50 +30,12 @@ from leaderless.observability.metrics import Metrics
 from leaderless.stages.context import StageContext
 from leaderless.worker.asynchronous.async_grading import BackgroundGrader
 from leaderless.worker.asynchronous.async_state import AsyncState, RemainingPrompts, RolloutQuota
+from leaderless.worker.asynchronous.episodes import EpisodesInFlight
 from leaderless.worker.asynchronous.in_flight import Advance, Events, ResponsesInFlight, Tally
 from leaderless.worker.asynchronous.journal import JournalLine
 
-
-class InFlight(Protocol):
-    """Groups in flight in an engine; see `ResponsesInFlight` and `EpisodesInFlight`."""
-
-    tally: Tally
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a step may do something."""
-
-    def begin(self, prompts: Batch) -> None:
-        """Begin the groups of some prompts."""
-
-    def step(self) -> list[Advance]:
-        """Let the engine take a step."""
-
-    def collect(self) -> list[Advance]:
-        """Take what an evaluation's steps have brought."""
-
-    def samples(self, prompts: Batch, context: StageContext, seconds: float) -> Batch:
-        """Hand over the groups of some prompts, which are finished, as samples that took some seconds."""
-
-    def cancel(self, number: int) -> None:
-        """Abort what is left of a group, and forget all of it."""
-
-    def reset(self) -> None:
-        """Forget all groups."""
-
-    def close(self) -> None:
-        """Release what works on groups."""
-
-
-class Arrivals(Protocol):
-    """The weights that training sends to this rank, which its loop takes."""
-
-    @property
-    def trained(self) -> int:
-        """The iteration whose weights the engine has."""
-
-    def is_there(self) -> bool:
-        """Whether the next weights have arrived."""
+if TYPE_CHECKING:
+    from leaderless.worker.asynchronous.async_loop import ContinuousLoop
 
 
 def rollout(batch: Batch, context: StageContext) -> Batch:
@@ -91,6 +53,7 @@ class Generation:
         seconds: Time between the last two shares.
         grading: Grader of finished groups; None if later nodes grade them.
         script: Lines of the journal that is followed; without one, time decides when weights are taken.
+        start: Number of earlier starts of the run, or changes of its plan.
     """
 
     line: JournalLine
@@ -100,9 +63,9 @@ class Generation:
         self,
         loader: Dataloader,
         load: Callable[[], Batch],
-        in_flight: InFlight,
+        in_flight: ResponsesInFlight | EpisodesInFlight,
         quota: RolloutQuota,
-        arrivals: Arrivals,
+        arrivals: ContinuousLoop,
         remaining: RemainingPrompts,
         events: Events,
         beat: Callable[[], None],
@@ -114,7 +77,7 @@ class Generation:
             load: Function that lets it load the prompts of one more iteration.
             in_flight: Groups in flight in the engine.
             quota: Rule that decides which groups are begun and handed over.
-            arrivals: Weights that arrive.
+            arrivals: Loop of this rank, which takes the weights that training sends.
             remaining: Prompts that this rank has yet to begin.
             events: Record of events between the steps of the engine, shared with `in_flight`.
             beat: Function that is called as a sign of life.
@@ -133,7 +96,7 @@ class Generation:
         self._num_loaded = remaining.first - 1
         loader.position = self._num_loaded * loader.recipe.batch.prompts_per_step
         self._num_left = remaining.num_left
-        self._start, self._trained_before = remaining.start, arrivals.trained
+        self.start, self._trained_before = remaining.start, arrivals.trained
         self._expected: JournalLine | None = None
         self._has_line = False  # of the share of the next iteration
         self._begin_s, self.seconds = time.perf_counter(), 0.0
@@ -192,19 +155,17 @@ class Generation:
         """Work to be done again if the run continues from now."""
         trained = self._arrivals.trained
         waiting = [int(prompt.ids) for prompt in (*self._pending, *self._again)]
+        # Those up to `until` that come with iterations that are not loaded.
+        unread = self._num_loaded * self._loader.recipe.batch.prompts_per_step
+        waiting += [group for group in self._remaining.groups if group >= unread]
         return AsyncState(
             iteration=self._quota.num_made,
             loaded=self._num_loaded,
             shard=self._loader.shard,
             portions=self._loader.portions,
-            open=sorted({*self._quota.open, *waiting, *self._remaining.left_from(self._num_loaded + 1)}),
+            open=sorted({*self._quota.open, *waiting}),
             shares={str(made): groups for made, groups in self._handed.items() if made > trained},
         )
-
-    @property
-    def start(self) -> int:
-        """How often the run had been started, or its plan replaced, before."""
-        return self._start
 
     def leave(self) -> None:
         """Let the engine forget all that is in flight, as it is used otherwise from now on."""
@@ -222,7 +183,6 @@ class Generation:
                 self._quota.finish(advance.group)
 
     def _begin(self) -> None:
-        """Begin as many groups as may be."""
         room = min(self._quota.room(self._arrivals.trained), self._num_left)
         # Prompts of canceled groups are loaded already.
         while len(self._pending) < min(room, self._num_left - len(self._again)):
@@ -299,7 +259,7 @@ class Generation:
         self.seconds, self._begin_s = now - self._begin_s, now
         self.line = JournalLine(
             iteration=iteration,
-            start=self._start,
+            start=self.start,
             trained=self._trained_before,
             steps=self._events.steps,
             events=self._events.happened,
@@ -320,7 +280,6 @@ class Generation:
     # Following a journal
 
     def _open_line(self) -> None:
-        """Begin the line of the next share, and read the one that is followed."""
         self._has_line = True
         if self.script is not None:
             self._expected = next(self.script, None)
@@ -328,14 +287,14 @@ class Generation:
                 iteration = self._quota.num_made + 1
                 raise RuntimeError(f"the journal that is followed ends before iteration {iteration}: set `steps` lower")
             self._events.expected = self._expected["events"]
-            if self._expected["start"] != self._start:
+            if self._expected["start"] != self.start:
                 self._start_anew(self._expected)
                 return
         self._trained_before = self._arrivals.trained
 
     def _start_anew(self, line: JournalLine) -> None:
         """Do what the run that is followed did when it was started again: everything that was in flight is lost."""
-        self._start = line["start"]
+        self.start = line["start"]
         self._in_flight.reset()
         if self.grading is not None:
             self.grading.reset()

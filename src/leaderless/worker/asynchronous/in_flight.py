@@ -45,10 +45,7 @@ def at_once(max_tokens: int) -> int:
 class Advance(NamedTuple):
     """Change of a group by a step of the engine.
 
-    Attributes:
-        group: Its id.
-        has_begun: Whether the step has sampled the first token of one of its responses.
-        is_finished: Whether all its responses have ended.
+    It has sampled the first token of one of its responses, or all of these have ended.
     """
 
     group: int
@@ -99,13 +96,7 @@ class Events:
 
 @dataclass
 class Tally:
-    """Numbers of what has been generated since they were last reported.
-
-    Attributes:
-        responses: Responses that have ended, with those that were canceled.
-        tokens: Their tokens.
-        voided: Tokens of responses that were canceled.
-    """
+    """Numbers of what has been generated since they were last reported; responses that were canceled count, too."""
 
     responses: int = 0
     tokens: int = 0
@@ -131,13 +122,9 @@ class ResponsesInFlight:
     def __init__(
         self, engine: SharedEngine, recipe: Recipe, distributions: Sequence[SamplingConfig], events: Events
     ) -> None:
-        """Start with nothing in flight.
+        """Start with nothing in flight in a view of an engine that is awake and has weights.
 
-        Args:
-            engine: View of an engine that is awake and has weights.
-            recipe: The recipe, as seen by the role that samples.
-            distributions: Distribution of each response to a prompt.
-            events: Record of events between the steps of the engine, which it counts.
+        Each response to a prompt has its distribution. `events` counts the steps of the engine.
         """
         self._engine, self._recipe, self._distributions, self._events = engine, recipe, distributions, events
         self._groups: dict[int, _Group] = {}
@@ -275,13 +262,6 @@ class EngineRequests:
     """
 
     def __init__(self, engine: SharedEngine, events: Events, distributions: Sequence[SamplingConfig]) -> None:
-        """Start with nothing in flight.
-
-        Args:
-            engine: View of an engine that is awake and has weights.
-            events: Record of events between the steps of the engine, which it counts.
-            distributions: Distributions from which the policy samples.
-        """
         self._engine, self.events, self._distributions = engine, events, distributions
         self._pending: dict[int, PendingRequest] = {}  # by the number of the request
         self._contexts: dict[int, list[int]] = {}  # of each conversation, what it was last
@@ -298,7 +278,9 @@ class EngineRequests:
         # Each turn repeats the conversation: with all of it the journal would grow with the square of its length.
         request, params = pending.request, pending.params
         before, seen = self._before(request.conversation)
-        kept = num_alike(seen, request.images, _num_same(before, request.prompt))
+        pairs = enumerate(zip(before, request.prompt, strict=False))
+        num_same = next((place for place, (a, b) in pairs if a != b), min(len(before), len(request.prompt)))
+        kept = num_alike(seen, request.images, num_same)
         facts: dict[str, Json] = {
             "conversation": request.conversation,
             "kept": kept,
@@ -391,14 +373,6 @@ class EngineRequests:
             self._seen[pending.request.conversation] = pending.request.images
 
     def _before(self, conversation: int | None) -> tuple[list[int], Sequence[PromptImage]]:
-        """Newest tokens of a conversation, and the images in it."""
         if conversation is None:
             return [], ()
         return self._contexts.get(conversation, []), self._seen.get(conversation, ())
-
-
-def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens with which both begin."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )

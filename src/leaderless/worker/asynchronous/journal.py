@@ -87,7 +87,6 @@ def read_journal(folder: Path, loop: str, shard: int, num_shards: int, first: in
 
 
 def _has_line(journal: Path, iteration: int) -> bool:
-    """Whether a rank has handed over the share of an iteration."""
     lines = read_lines(journal, "iteration") if journal.exists() else ()
     return any(line["iteration"] == iteration for line in lines)
 
@@ -147,14 +146,6 @@ class JournaledEpisodes:
     tools: ToolSources | None = None
 
     def __init__(self, requests: EngineRequests, past: PastEpisodes, tokenizer: Tokenizer, seed: int) -> None:
-        """Play nothing again yet.
-
-        Args:
-            requests: Requests to the engine, with the events that must follow.
-            past: Episodes of the run that is followed.
-            tokenizer: Tokenizer of the policy.
-            seed: Seed of all noise.
-        """
         self._requests, self._past, self.tokenizer, self._seed = requests, past, tokenizer, seed
         self._groups: dict[int, EpisodeGroup] = {}
         self._said: Counter[int] = Counter()  # what the engine has said, and is in no share yet
@@ -178,7 +169,6 @@ class JournaledEpisodes:
                 yield Happening(kind, about, self._ended(facts) if kind == "end" else self._request(about, facts))
 
     def _facts(self, kind: EventKind, about: int) -> Asked:
-        """Further facts about the next event."""
         facts = next(self._asked, None)
         if facts is None or facts.get(kind) != about:
             found = "nothing" if facts is None else next(iter(facts.items()))
@@ -256,7 +246,6 @@ class JournaledEpisodes:
 
 
 def _mark_of_node(node: TraceNode) -> int:
-    """The mark of an answer of an episode, made by `_mark`."""
     assert node.said is not None, "only what the policy has said is asked about"
     said = Completion([*node.tokens], [*node.said.log_probs], None, [*node.said.policy_versions])
     return _mark([] if node.parent is None else node.parent.context(), said)

@@ -76,10 +76,6 @@ def check_readers(recipe: Recipe, plan: Plan) -> None:
 
     Prompts are written once, for the model that answers; all other models but judges read the same tokens.
 
-    Args:
-        recipe: The recipe.
-        plan: Its plan.
-
     Raises:
         RecipeError: A reward model reads text alone, or a model gives some image another number of tokens, or another
             token.

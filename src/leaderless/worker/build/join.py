@@ -44,7 +44,11 @@ def join_workers(
     else:
         meet(place, setup, timeout)
     transport = Transport(setup.device, timeout_s, activity=activity, sharing=plan.helpers)
-    _compare_plans(plan, transport)
+    if others := transport.world.unlike_first(plan.hash(), "the plans of all workers"):
+        raise RuntimeError(
+            f"rank {place.rank}: ranks {format_ranks(others)} have made another plan than rank 0: "
+            "start all workers with the same recipe, overrides, code and number of workers"
+        )
     add_process_groups(plan, transport)
     try:
         yield transport, setup.device
@@ -107,7 +111,13 @@ def check_shared(folder: Path, world: ProcessGroup) -> None:
         RuntimeError: Rank 0 cannot write to the folder, or some rank has another folder of that name.
     """
     what = "whether all workers see the run's folder"
-    name, problem = _mark(folder) if world.rank == 0 else ("", "")
+    name, problem = f".met-{uuid4().hex}", ""
+    if world.rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        except OSError as error:
+            problem = str(error)
     problem = world.broadcast_text(problem, 0, what)
     if problem:
         raise RuntimeError(
@@ -115,7 +125,9 @@ def check_shared(folder: Path, world: ProcessGroup) -> None:
             "give run.directory as a folder that this user may write to"
         )
     token = folder / world.broadcast_text(name, 0, what)
-    is_seen = _appears(token)
+    end = time.monotonic() + SHARED_FOLDER_S
+    while not (is_seen := token.exists()) and time.monotonic() <= end:
+        time.sleep(0.1)
     blind = torch.cat(world.gather(torch.tensor([int(not is_seen)]), what)).nonzero().squeeze(1).tolist()
     if world.rank == 0:
         token.unlink(missing_ok=True)
@@ -123,35 +135,4 @@ def check_shared(folder: Path, world: ProcessGroup) -> None:
         raise RuntimeError(
             f"ranks {format_ranks(tuple(blind))} do not see the folder {folder} of rank 0: "
             "give run.directory as an absolute path on storage that all machines share"
-        )
-
-
-def _mark(folder: Path) -> tuple[str, str]:
-    """Make a folder with a new file in it; returns the name of the file and the error, one of which is empty."""
-    name = f".met-{uuid4().hex}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-    except OSError as error:
-        return "", str(error)
-    return name, ""
-
-
-def _appears(path: Path) -> bool:
-    """Whether a file is there or appears soon, as shared storage may be a little late."""
-    end = time.monotonic() + SHARED_FOLDER_S
-    while not path.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def _compare_plans(plan: Plan, transport: Transport) -> None:
-    world = transport.world
-    others = world.unlike_first(plan.hash(), "the plans of all workers")
-    if others:
-        raise RuntimeError(
-            f"rank {world.rank}: ranks {format_ranks(others)} have made another plan than rank 0: "
-            "start all workers with the same recipe, overrides, code and number of workers"
         )

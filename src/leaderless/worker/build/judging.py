@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,21 +29,12 @@ from leaderless.worker.build.roles import Roles
 
 
 class Judging:
-    """Grades responses, and has those judges asked that are models of the plan.
-
-    Attributes:
-        transport: Connection to the other ranks.
-        roles: Models of this rank.
-    """
+    """Grades responses, and has those judges asked that are models of the plan."""
 
     def __init__(self, recipe: Recipe, plan: Plan, transport: Transport, roles: Roles, pool: RewardPool) -> None:
         self._recipe, self._plan, self._pool = recipe, plan, pool
         self.transport, self.roles = transport, roles
         self._askers: dict[tuple[str, Layout], EngineAsker] = {}
-
-    def under(self, plan: Plan) -> Judging:
-        """The same under another plan, which `roles` have adopted."""
-        return Judging(self._recipe, plan, self.transport, self.roles, self._pool)
 
     def grader(self, node: PlannedNode) -> Grader:
         """Grader of the rows of a node; all of its ranks call it together if they have judges."""
@@ -54,15 +46,13 @@ class Judging:
         askers = {name: self._asker_for(answers, name, role) for name, role in self._recipe.reward.roles().items()}
         return partial(self._pool.grade, askers=askers)
 
-    def helper(self, answers: RoleInstance) -> JudgeHelper | None:
-        """The part in evaluations of a rank without the model that answers; None if it judges nothing there."""
-        roles = self._recipe.reward.roles()
-        mine = [
+    def askers_of_judge(self, answers: RoleInstance) -> list[Asker]:
+        """What a rank without the model that answers has to ask in evaluations: its judges of what others answer."""
+        return [
             self._asker_for(answers, name, role)
-            for name, role in roles.items()
+            for name, role in self._recipe.reward.roles().items()
             if (judge := judge_of(self._plan.instances, role)) and self.transport.rank in judge.layout
         ]
-        return JudgeHelper(mine) if mine else None
 
     def _asker(self, name: str, role: str, layout: Layout) -> EngineAsker:
         if (name, layout) not in self._askers:
@@ -103,42 +93,39 @@ class AskerOfOthers:
 
     Which rank is sent a question follows from the question, so that equal ones meet there and are asked once, whoever
     has them. It sends the answer straight back. No rank knows the questions of all.
+
+    Args:
+        ranks: Ranks that ask or judge.
+        judging: Ranks of the judge, as numbered in the whole run.
+        judge: Asker of the judge's engine, on its ranks; None elsewhere.
+        read: Function that finds the verdict in what the judge says.
     """
 
     def __init__(
-        self,
-        ranks: ProcessGroup,
-        judging: Sequence[int],
-        judge: EngineAsker | None,
-        read: Callable[[str], object],
+        self, ranks: ProcessGroup, judging: Sequence[int], judge: EngineAsker | None, read: Callable[[str], object]
     ) -> None:
-        """Ask nothing yet.
-
-        Args:
-            ranks: Ranks that ask or judge.
-            judging: Ranks of the judge, as numbered in the whole run.
-            judge: Asker of the judge's engine, on its ranks; None elsewhere.
-            read: Function that finds the verdict in what the judge says.
-        """
         self._ranks, self._judging, self._judge, self._read = ranks, judging, judge, read
 
     def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
         """Send each question once to the rank of the judge that owns it."""
         keys = [key_of_question(question.messages) for question in questions]
-        mine = {key: question.messages for key, question in zip(keys, questions, strict=True)}
         sent: dict[int, dict[str, Json]] = {}
-        for key, messages in mine.items():
-            sent.setdefault(self._home(key), {})[key] = [dict(message) for message in messages]
+        for key, question in zip(keys, questions, strict=True):
+            home = self._judging[int(key, 16) % len(self._judging)]
+            sent.setdefault(home, {})[key] = [dict(message) for message in question.messages]
         parcels = {rank: _packed(some) for rank, some in sent.items()}
         arrived = exchange_unannounced(parcels, self._ranks, "questions to a judge")
         asked = {rank: _unpacked(parcel) for rank, parcel in arrived.items()}
         answered = self._answered([*asked.values()], on_news)
         replies = {rank: _packed({key: answered[key] for key in some}) for rank, some in asked.items()}
-        return self._returned(replies, [*sent], keys)
-
-    def _home(self, key: str) -> int:
-        """The rank that is sent a question."""
-        return self._judging[int(key, 16) % len(self._judging)]
+        own, group = self._ranks.rank, replace(self._ranks, payload_device=torch.device("cpu"))
+        here = {own: replies.pop(own)} if own in replies else {}
+        returned = group.exchange(replies, sorted({*sent} - {own}), "answers of a judge")
+        known = {
+            key: reply for parcel in (*returned.values(), *here.values()) for key, reply in _unpacked(parcel).items()
+        }
+        # Verdicts were read where the questions were answered, and are not read again.
+        return [JudgeReply(**cast("dict[str, Any]", known[key])) for key in keys]
 
     def _answered(self, parts: Sequence[Mapping[str, Json]], on_news: Callable[[], None]) -> dict[str, Json]:
         """The replies to what this rank was sent, and to what others were that make one engine with it."""
@@ -148,18 +135,9 @@ class AskerOfOthers:
         parcels = self._judge.shard.gather(_packed(here), "questions to an engine of a judge")
         asked = {key: messages for parcel in parcels for key, messages in _unpacked(parcel).items()}
         order = sorted(asked)  # ranks of one engine ask it the same
-        replies = self._judge.ask([JudgeQuestion(_messages(asked[key]), self._read) for key in order], on_news)
+        questions = [JudgeQuestion(tuple(cast("list[Message]", asked[key])), self._read) for key in order]
+        replies = self._judge.ask(questions, on_news)
         return {key: asdict(reply) for key, reply in zip(order, replies, strict=True)}
-
-    def _returned(self, replies: dict[int, Tensor], homes: Sequence[int], keys: Sequence[str]) -> list[JudgeReply]:
-        """Send replies to those that have asked; returns those to this rank's questions."""
-        own, group = self._ranks.rank, replace(self._ranks, payload_device=torch.device("cpu"))
-        here = {own: replies.pop(own)} if own in replies else {}
-        arrived = group.exchange(replies, sorted({*homes} - {own}), "answers of a judge")
-        known: dict[str, Json] = {}
-        for parcel in {**arrived, **here}.values():
-            known |= _unpacked(parcel)
-        return [_received(known[key]) for key in keys]
 
 
 def _packed(values: Mapping[str, Json]) -> Tensor:
@@ -167,37 +145,5 @@ def _packed(values: Mapping[str, Json]) -> Tensor:
 
 
 def _unpacked(parcel: Tensor) -> dict[str, Json]:
-    values = json.loads(bytes(parcel.numpy()))
-    assert isinstance(values, dict), "as it was sent"
+    values: dict[str, Json] = json.loads(bytes(parcel.numpy()))
     return values
-
-
-def _messages(value: Json) -> tuple[Message, ...]:
-    assert isinstance(value, Sequence), "as they were sent"
-    return tuple({name: str(text) for name, text in one.items()} for one in value if isinstance(one, Mapping))
-
-
-def _received(value: Json) -> JudgeReply:
-    """A reply as it was sent. Its verdict was read where the question was answered, and is not read again."""
-    assert isinstance(value, dict), "as it was sent"
-    return JudgeReply(**value)
-
-
-@dataclass(frozen=True)
-class JudgeHelper:
-    """The part in evaluations of ranks that do not answer, but judge what others have answered."""
-
-    askers: Sequence[Asker]
-
-    def run(self, progress: Callable[[float], None], *_: object) -> dict[str, float]:
-        """Judge. All ranks that answer or judge call it together; see `Evaluator.run`.
-
-        Args:
-            progress: Function that receives the finished fraction, here as a sign of life.
-
-        Returns:
-            Nothing: those that answer have the scores.
-        """
-        for asker in self.askers:
-            asker.ask([], partial(progress, 0.0))
-        return {}

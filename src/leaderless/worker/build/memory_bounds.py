@@ -56,13 +56,15 @@ class MemoryBounds:
         if self.is_cpu:
             return self
         kinds, is_first = get_args(Whole), world.rank == 0
-        earlier = read_room(directory, world.size) if is_first else None
-        known = [kinds.index(earlier.keeps), earlier.max_logits] if earlier else [-1, -1]
+        size, known = str(world.size), [-1, -1]
+        if is_first and (keeps := _read(directory, _WHOLE).get(size)):
+            known = [kinds.index(keeps), int(_read(directory, _LOGITS).get(size, MAX_LOGITS))]
         kind, max_logits = world.max(torch.tensor(known), "what memory is used for").tolist()
         if kind >= 0:
             return replace(self, room=replace(self.room, keeps=kinds[kind], max_logits=max_logits))
         if is_first:
-            write_room(directory, world.size, self.room)
+            for name, value in ((_LOGITS, self.room.max_logits), (_WHOLE, self.room.keeps)):
+                _write(directory, name, {**_read(directory, name), size: value})
         return self
 
 
@@ -70,9 +72,6 @@ def check_memory(
     recipe: Recipe, plan: Plan, place: RankInfo, device: torch.device, world: ProcessGroup, say: Callable[[str], None]
 ) -> MemoryBounds:
     """Refuse a run that cannot fit, and warn of one that may not. All ranks call it; the least memory decides.
-
-    Returns:
-        The memory that there is, and the passes that fit into it.
 
     Raises:
         RecipeError: Not even passes of one sample would fit, and `run.memory_check` does not allow to try.
@@ -158,20 +157,8 @@ def lower_limit(directory: RunDirectory, role: str, num_tokens: int) -> None:
     _write(directory, _PASSES, limits)
 
 
-def read_room(directory: RunDirectory, num_ranks: int) -> Room | None:
-    """Uses of memory when the run began on as many ranks; None if it did not."""
-    keeps = _read(directory, _WHOLE).get(str(num_ranks))
-    max_logits = _read(directory, _LOGITS).get(str(num_ranks), MAX_LOGITS)
-    return None if keeps is None else Room(cast("Whole", keeps), int(max_logits))
-
-
-def write_room(directory: RunDirectory, num_ranks: int, room: Room) -> None:
-    """Write what memory is used for on a number of ranks."""
-    for name, value in ((_LOGITS, room.max_logits), (_WHOLE, room.keeps)):
-        _write(directory, name, {**_read(directory, name), str(num_ranks): value})
-
-
 def _read_all(directory: RunDirectory) -> dict[str, Mapping[str, int | str]]:
+    """Decisions of earlier starts, by name: for a role or a number of ranks."""
     if not directory.limits.exists():
         return {}
     return cast("dict[str, Mapping[str, int | str]]", json.loads(directory.limits.read_text(encoding="utf-8")))

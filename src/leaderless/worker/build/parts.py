@@ -9,20 +9,19 @@ from functools import cached_property
 
 from leaderless.config import Recipe
 from leaderless.data.dataset import Dataset, TrainingSet
-from leaderless.data.prompts.encode import Tokenizer
 from leaderless.distributed.transport import Transport
 from leaderless.observability.clock import Clock
 from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Action, Plan, flat
+from leaderless.rewards.pool import RewardPool
 from leaderless.stages.context import Clients
 from leaderless.worker.asynchronous.async_state import RemainingPrompts
-from leaderless.worker.build.judging import JudgeHelper, Judging
-from leaderless.worker.build.memory_bounds import MemoryBounds
+from leaderless.worker.build.judging import Judging
 from leaderless.worker.build.roles import Roles
 from leaderless.worker.device_sharing import DeviceSharing
-from leaderless.worker.evaluate.evaluator import Evaluator
+from leaderless.worker.evaluate.evaluator import Evaluator, JudgeHelper, make_evaluator
 from leaderless.worker.evaluate.preferences import PreferenceEvaluator
 from leaderless.worker.supervision.failure import note_place
 
@@ -31,26 +30,47 @@ from leaderless.worker.supervision.failure import note_place
 class Parts:
     """Everything that one rank needs to train.
 
-    Only ranks with the model that answers held-out prompts evaluate, and those whose judges they ask.
+    Attributes:
+        recipe: Settings of the user.
+        plan: Plan in force.
+        transport: Connection to the other ranks.
+        roles: Models of this rank.
+        rewards: Rewards that grade responses.
+        sets: Datasets to train on.
+        held_out: Held-out rows, if the run evaluates.
+        directory: Folder of the run.
+        episodes: Journal of the episodes of this rank.
+        display: Console of the run.
+        turns: Device of this rank.
+        desk: Clients of the policy, if the run has some.
     """
 
     recipe: Recipe
     plan: Plan
     transport: Transport
     roles: Roles
+    rewards: RewardPool
     sets: Sequence[TrainingSet]
-    evaluator: Evaluator | PreferenceEvaluator | JudgeHelper | None
     held_out: Dataset | None
-    tokenizer: Tokenizer
-    judging: Judging
     directory: RunDirectory
     episodes: EpisodeJournal
     display: Display
-    memory: MemoryBounds
     turns: DeviceSharing
     desk: Clients | None = None
 
-    @property
+    @cached_property
+    def judging(self) -> Judging:
+        """Graders of responses, and judges that are models of the plan."""
+        return Judging(self.recipe, self.plan, self.transport, self.roles, self.rewards)
+
+    @cached_property
+    def evaluator(self) -> Evaluator | PreferenceEvaluator | JudgeHelper | None:
+        """The evaluator of a rank with the model that answers held-out prompts, or with judges that it asks."""
+        if self.held_out is None:
+            return None
+        return make_evaluator(self.recipe, self.plan, self.held_out, self.judging)
+
+    @cached_property
     def clock(self) -> Clock:
         """The clock of this rank."""
         return self.turns.clock

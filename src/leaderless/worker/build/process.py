@@ -16,6 +16,7 @@ from rich.markup import escape
 from leaderless.base.named_functions import load_own
 from leaderless.base.versions import REMEDY, unfit_versions
 from leaderless.config import Recipe, RecipeError
+from leaderless.config.environment import ONLINE
 from leaderless.config.models import ModelConfig
 from leaderless.data.dataloader import open_training_set
 from leaderless.data.dataset import Dataset, TrainingSet, open_dataset
@@ -34,7 +35,6 @@ from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.planner import Plan, RoleInstance, answering
-from leaderless.planner.memory.rank import Room
 from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.rewards.judges.judge import AnswerFile
 from leaderless.rewards.pool import RewardPool
@@ -43,14 +43,14 @@ from leaderless.stages.episode_rollout import writer_of
 from leaderless.worker.build.accelerator import check_accelerator, choose_attention
 from leaderless.worker.build.instances import check_readers
 from leaderless.worker.build.join import add_process_groups, check_shared, join_workers
-from leaderless.worker.build.judging import JudgeHelper, Judging
-from leaderless.worker.build.memory_bounds import check_memory
+from leaderless.worker.build.judging import Judging
+from leaderless.worker.build.memory_bounds import MemoryBounds, check_memory
 from leaderless.worker.build.parts import Parts
 from leaderless.worker.build.roles import Roles
 from leaderless.worker.checkpoint.reader import find_damage, load_checkpoint
 from leaderless.worker.device_sharing import DeviceSharing, open_turns
-from leaderless.worker.evaluate.evaluator import Evaluator, make_evaluator
-from leaderless.worker.evaluate.preferences import PreferenceEvaluator, all_datasets, make_scorer
+from leaderless.worker.evaluate.evaluator import EvaluationStep, make_evaluator
+from leaderless.worker.evaluate.preferences import all_datasets, make_scorer
 from leaderless.worker.rank_info import RankInfo
 from leaderless.worker.replan.active_plan import plan_in_force, write_description
 from leaderless.worker.worker import Worker
@@ -62,10 +62,26 @@ def train(recipe: Recipe, plan: Plan, place: RankInfo, display: Display) -> int 
         return worker.run(is_guest=place.is_guest)
 
 
+class Entrance(Protocol):
+    """An address that is reserved, or the knowledge of other ranks' addresses."""
+
+    def open(self, recipe: Recipe, tokenizer: Tokenizer) -> Clients | None:
+        """Let clients in; None on ranks that they do not ask."""
+
+    def say(self, directory: RunDirectory, say: Callable[[str], None]) -> None:
+        """Say where clients ask, and write it into the folder of the run."""
+
+
+MakeEntrance = Callable[[Recipe, Plan, int], Entrance]
+"""Function that reserves the address of a rank at which clients ask; it raises a RecipeError if it cannot be had."""
+
+
 @contextmanager
 def open_worker(recipe: Recipe, plan: Plan, place: RankInfo, display: Display) -> Iterator[Worker]:
     """Join the others and build this worker's part of a run; yields the worker, ready for its first step."""
-    directory, entrance = RunDirectory.of(recipe), entrance_of(recipe, plan, place.rank)
+    # An address at which clients ask is reserved before ranks wait for each other.
+    directory, clients = RunDirectory.of(recipe), PRODUCTS[recipe.product].clients
+    entrance = cast("MakeEntrance", load_own(clients))(recipe, plan, place.rank) if clients else None
     with ExitStack() as stack:
         rewards, transport, turns = _join(recipe, plan, place, display, stack)
         check_shared(directory.path, transport.world)
@@ -78,10 +94,10 @@ def open_worker(recipe: Recipe, plan: Plan, place: RankInfo, display: Display) -
         memory = memory.as_begun(directory, transport.world)
         builder = _Builder(recipe, plan, transport, turns, display, directory.logs)
         scored = builder.scored_sets(directory.data)  # before the models are loaded that are trained
-        builder.load_roles(memory.room)
+        builder.load_roles(memory)
         stack.callback(builder.roles.close)
         if plan.batch.adapts_to_memory:
-            builder.roles.adapt_to_memory(directory, memory.pass_tokens)
+            builder.roles.adapt_to_memory(directory)
         builder.roles.sync_all()
         desk = None if entrance is None else entrance.open(recipe, builder.tokenizer)
         if desk is not None:
@@ -90,23 +106,8 @@ def open_worker(recipe: Recipe, plan: Plan, place: RankInfo, display: Display) -
         episodes = EpisodeJournal(directory, place.rank, recipe.run.kept_episodes)
         stack.callback(episodes.close)
         sets, held_out = scored or builder.open_sets(directory.data)
-        judging = Judging(recipe, plan, transport, builder.roles, rewards)
         parts = Parts(
-            recipe=recipe,
-            plan=plan,
-            transport=transport,
-            roles=builder.roles,
-            sets=sets,
-            evaluator=builder.evaluator(held_out, judging) if held_out is not None else None,
-            held_out=held_out,
-            tokenizer=builder.tokenizer,
-            judging=judging,
-            directory=directory,
-            episodes=episodes,
-            display=display,
-            memory=memory,
-            turns=turns,
-            desk=desk,
+            recipe, plan, transport, builder.roles, rewards, sets, held_out, directory, episodes, display, turns, desk
         )
         worker = Worker(parts)
         stack.callback(worker.close)
@@ -136,11 +137,11 @@ def evaluate(
             role, ranks = builder.instance.role, builder.instance.layout.ranks
             load_checkpoint(checkpoint, {role: builder.roles.engines[role, ranks]})
         judging = Judging(recipe, plan, transport, builder.roles, rewards)
-        evaluator = builder.evaluator(builder.held_out(), judging)
+        evaluator = make_evaluator(recipe, plan, builder.held_out(), judging)
         assert evaluator is not None, "every rank answers"
         display.start(1, 0)
         try:
-            return evaluator.run(lambda fraction: display.activity("evaluate", fraction))
+            return evaluator.run(EvaluationStep(partial(display.activity, "evaluate")))
         finally:
             display.stop()
 
@@ -150,14 +151,14 @@ def _join(
 ) -> tuple[RewardPool, Transport, DeviceSharing]:
     """Start the processes that compute rewards for this worker, then meet the other workers."""
     activity, run = Activity(), RunDirectory.of(recipe)
-    run.say = partial(_print_own, display)
+    run.say = say = partial(_print_own, display)
     if place.local_rank == 0 and (wrong := "; ".join(unfit_versions())):
         run.say(f"this run may fail: {wrong}: {REMEDY}")
     answers = AnswerFile(run.answers / f"rank-{place.rank}.jsonl", run.may_fail)
     rewards = stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat, answers))
     transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
-    check_accelerator(recipe, plan, place, device, partial(_print_own, display))
-    choose_attention(plan, device, transport.world, partial(_print_own, display))
+    check_accelerator(recipe, plan, place, device, say)
+    choose_attention(plan, device, transport.world, say)
     return rewards, transport, stack.enter_context(open_turns(plan, run.path, device, transport.world))
 
 
@@ -186,15 +187,28 @@ class _Builder:
             display.say(f"[yellow]{escape(warning)}[/]")
         self._turns, self._logs = turns, logs
 
-    def load_roles(self, room: Room | None = None) -> None:
-        """Load the models of this rank, as `roles`; `room` is what memory that is left is used for."""
+    def load_roles(self, memory: MemoryBounds | None = None) -> None:
+        """Load the models of this rank, as `roles`."""
         check_readers(self.recipe, self.plan)
         parts = self.recipe, self.plan, self.transport, self._turns, self.tokenizer, self._logs
-        self.roles = Roles(*parts, partial(_print_own, self.display), room)
+        self.roles = Roles(*parts, partial(_print_own, self.display), memory)
 
     def open_sets(self, folder: Path) -> tuple[list[TrainingSet], Dataset | None]:
-        """The datasets to train on, and the held-out rows if the run evaluates. All ranks call it together."""
-        return self.training_sets(folder), self.held_out() if self.recipe.evaluation.every_steps else None
+        """The datasets to train on, and the held-out rows if the run evaluates. All ranks call it together.
+
+        `folder` keeps what is found out about them.
+        """
+        cache = DataCache(self.transport.world, folder)
+        # They are read in a thread, and a tokenizer may not be used by two at once.
+        tokenizer, reader = copy.deepcopy(self.tokenizer), self._reader()
+        sets: list[TrainingSet] = []
+        for key, config in self.recipe.data.train_sets().items():
+            if config.path != ONLINE:
+                self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
+            with self.display.reading(config.path) as progress:
+                sets.append(open_training_set(config, key, tokenizer, self.recipe, cache, progress, reader))
+            self._say(key, sets[-1], config.path)
+        return sets, self.held_out() if self.recipe.evaluation.every_steps else None
 
     def scored_sets(self, folder: Path) -> tuple[list[TrainingSet], Dataset | None] | None:
         """The same with the scores of the reference; None if the plan needs none."""
@@ -211,20 +225,6 @@ class _Builder:
                 held_out = scorer.scored(held_out, progress)
         scorer.close()
         return scored, held_out
-
-    def training_sets(self, folder: Path) -> list[TrainingSet]:
-        """The datasets to train on; `folder` keeps what is found out about them. All ranks call it together."""
-        cache = DataCache(self.transport.world, folder)
-        # They are read in a thread, and a tokenizer may not be used by two at once.
-        tokenizer, reader = copy.deepcopy(self.tokenizer), self._reader()
-        sets: list[TrainingSet] = []
-        for key, config in self.recipe.data.train_sets().items():
-            if self.recipe.online is None:
-                self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
-            with self.display.reading(config.path) as progress:
-                sets.append(open_training_set(config, key, tokenizer, self.recipe, cache, progress, reader))
-            self._say(key, sets[-1], config.path)
-        return sets
 
     def held_out(self) -> Dataset:
         """The held-out prompts. All ranks call it together."""
@@ -245,10 +245,6 @@ class _Builder:
         config = self.recipe.model_of(role)
         assert config is not None
         return partial(open_reader, config, role, self.tokenizer)
-
-    def evaluator(self, held_out: Dataset, judging: Judging) -> Evaluator | PreferenceEvaluator | JudgeHelper | None:
-        """The evaluator of this rank, if it takes part in evaluations."""
-        return make_evaluator(self.recipe, self.plan, held_out, self.tokenizer, judging)
 
     def _say_source(self, verb: str, path: str, *, on_hub: bool) -> None:
         self.display.say(f"{verb} [bold]{escape(path)}[/]{' from the hub' if on_hub else ''}")
@@ -274,24 +270,3 @@ def _print_own(display: Display, text: str) -> None:
         display.say(escape(text))
     else:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
-
-
-class Entrance(Protocol):
-    """An address that is reserved, or the knowledge of other ranks' addresses."""
-
-    def open(self, recipe: Recipe, tokenizer: Tokenizer) -> Clients | None:
-        """Let clients in; None on ranks that they do not ask."""
-
-    def say(self, directory: RunDirectory, say: Callable[[str], None]) -> None:
-        """Say where clients ask, and write it into the folder of the run."""
-
-
-def entrance_of(recipe: Recipe, plan: Plan, rank: int) -> Entrance | None:
-    """The entrance of a rank; None if the run has no clients.
-
-    Raises:
-        RecipeError: The address cannot be had.
-    """
-    if not (name := PRODUCTS[recipe.product].clients):
-        return None
-    return cast("Callable[[Recipe, Plan, int], Entrance]", load_own(name))(recipe, plan, rank)

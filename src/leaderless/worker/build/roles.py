@@ -33,7 +33,6 @@ from leaderless.planner.engines import engine_for, engine_of
 from leaderless.planner.graph.adapters import base_of, companions_of, donor_of, optimizer_of
 from leaderless.planner.graph.judges import as_judged
 from leaderless.planner.memory.estimate import plan_pool
-from leaderless.planner.memory.rank import Room
 from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.external.engine import ExternalEngine
@@ -63,7 +62,7 @@ from leaderless.worker.build.instances import (
     trains_like,
     type_of_engines,
 )
-from leaderless.worker.build.memory_bounds import lower_limit, read_limits
+from leaderless.worker.build.memory_bounds import MemoryBounds, lower_limit, read_limits
 from leaderless.worker.device_sharing import DeviceSharing
 
 InstanceKey = tuple[str, tuple[int, ...]]
@@ -76,7 +75,9 @@ class Roles:
     Attributes:
         engines: Instances, by role and ranks.
         seconds: Seconds in which they were made at the start.
+        tokenizer: Tokenizer of the policy.
         tokenizers: Tokenizers of judges, by role.
+        memory: Bounds of memory that all ranks have agreed on.
     """
 
     def __init__(
@@ -88,22 +89,27 @@ class Roles:
         tokenizer: Tokenizer,
         logs: Path,
         report: Callable[[str], None],
-        room: Room | None = None,
+        memory: MemoryBounds | None = None,
     ) -> None:
-        """Load and shard models on this rank's device, which uses `room`; engines print into `logs`."""
+        """Load and shard models on this rank's device, within bounds of memory; engines print into `logs`."""
         self._device, self._turns, self._logs, self._report = turns.device, turns, logs, report
-        self._recipe, self._plan, self._transport, self._tokenizer = recipe, plan, transport, tokenizer
+        self._recipe, self._plan, self._transport, self.tokenizer = recipe, plan, transport, tokenizer
+        self._product = PRODUCTS[recipe.product]
         self.engines: dict[InstanceKey, Trainable] = {}
         self._models: dict[InstanceKey, ModelRole | ValueEngine] = {}
         self._routes, self._hosts = dict[SyncWeights, WeightRoute](), Hosts()
         self.tokenizers: dict[str, Tokenizer] = {}
         self._native = WeakValueDictionary[InstanceKey, CausalLM]()  # models of engines, as long as these exist
-        self._bounded_by: tuple[RunDirectory, int] | None = None
+        self._limits: RunDirectory | None = None
         self._check_players()
-        begin, self._room = time.monotonic(), room or Room()
+        self.memory = memory or MemoryBounds(0, is_cpu=True, pass_tokens=0)
+        begin, self._room = time.monotonic(), self.memory.room
         own = [instance for instance in plan.instances if transport.rank in instance.layout]
         with ExitStack() as stack:
-            self._started = {one: self._start(one, stack) for one in own if self._is_started_first(one)}
+            # Engines with memory of their own that generate next to models that train or score.
+            generating = [] if self._product.rollout_engine else self._generating
+            beside = (one for one in own if one in generating and not (one.is_engine_only or one.is_critic))
+            self._started = {one: self._start(one, stack) for one in beside if engine_of(one.engine).keeps_weights}
             for instance in sorted(own, key=lambda one: not one.is_trained):  # others may share their models
                 self._add(instance)
             stack.pop_all()  # engines belong to models now
@@ -119,30 +125,23 @@ class Roles:
         """Find what is wrong with the tools and the models that play before any model is loaded."""
         here = {one.role for one in self._generating if self._transport.rank in one.layout}
         if here:
-            tools_of(self._recipe, self._tokenizer)
+            tools_of(self._recipe, self.tokenizer)
         for role in players_of(self._recipe, self._plan.nodes, self._plan.instances):
             if role in here:
-                check_policy(self._recipe, self._tokenizer, role)
+                check_policy(self._recipe, self.tokenizer, role)
 
-    def adapt_to_memory(self, directory: RunDirectory, pass_tokens: int) -> None:
+    def adapt_to_memory(self, directory: RunDirectory) -> None:
         """Lower the bound of a pass where memory runs out, and keep it in the folder of the run for later starts.
 
-        The first start begins with `pass_tokens`; later ones keep that bound, whatever memory there is then.
+        Later starts keep the bound with which the first one begins, whatever memory there is then.
         """
-        self._bounded_by = directory, pass_tokens
+        self._limits = directory
         limits = read_limits(directory)
         for (role, _), engine in self.engines.items():
-            engine.micro_batch_tokens = min(engine.micro_batch_tokens, limits.get(role, pass_tokens))
+            engine.micro_batch_tokens = min(engine.micro_batch_tokens, limits.get(role, self.memory.pass_tokens))
             if role not in limits and self._transport.rank == engine.process_group.ranks[0]:
                 lower_limit(directory, role, engine.micro_batch_tokens)
             engine.adapt_to_memory(partial(lower_limit, directory, role))
-
-    def _is_started_first(self, instance: RoleInstance) -> bool:
-        """Whether an engine with memory of its own generates next to models that train or score."""
-        is_next = instance in self._generating and not (instance.is_engine_only or instance.is_critic)
-        return (
-            is_next and not PRODUCTS[self._recipe.product].rollout_engine and engine_of(instance.engine).keeps_weights
-        )
 
     def _start(self, instance: RoleInstance, stack: ExitStack) -> RolloutEngine:
         """Make an engine, and start it if it is one in another process or library, before models take memory.
@@ -181,6 +180,8 @@ class Roles:
             shared = cast("AdaptedEngine", self.engines[base.role, base.layout.ranks]).base()
             self._models[role, ranks] = ModelRole(shared, None)
             return
+        donor = donor_of(self._recipe, self._plan.instances, instance)  # its weights lie under the adapters of this one
+        body, algorithm = recipe.body, recipe.algorithm
         setup = EngineSetup(
             role=role,
             model=config,
@@ -192,9 +193,9 @@ class Roles:
             optimizer=optimizer_of(recipe, config) if instance.is_trained else None,
             num_updates=instance.num_updates,
             micro_batch_tokens=self._plan.batch.micro_batch_tokens,
-            donor=self._donor(instance),
+            donor=None if donor is None else self.engines.get((donor.role, donor.layout.ranks)),
             apart=apart_setup(recipe, self._logs),
-            body=self._body(recipe),
+            body=None if body is None else BodySetup(body, algorithm.sac, algorithm.advantage.values_steps),
             is_reward_model=trains_reward_model(self._plan, role),
             seed=recipe.seed,
             keeps=self._room.keeps if recipe.training.keep_whole == "auto" else recipe.training.keep_whole,
@@ -204,12 +205,12 @@ class Roles:
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
             self._say_speed(role, critic)
-            check_vocabulary(critic.vocab_size, self._tokenizer, role)
+            check_vocabulary(critic.vocab_size, self.tokenizer, role)
             self.engines[role, ranks] = self._models[role, ranks] = critic
             return
         engine = cast("TrainEngine | None", trainer) or make_train_engine(recipe.training.backend, setup)
         self._say_speed(role, engine)
-        check_vocabulary(engine.vocab_size, self.tokenizers.get(role, self._tokenizer), role)
+        check_vocabulary(engine.vocab_size, self.tokenizers.get(role, self.tokenizer), role)
         serving = self._colocated(instance, recipe, engine) if instance in self._generating else None
         self.engines[role, ranks], self._models[role, ranks] = engine, ModelRole(engine, serving)
 
@@ -218,16 +219,6 @@ class Roles:
         reason = getattr(engine, "why_not_compiled", "")
         if reason and self._transport.rank == engine.process_group.ranks[0]:
             self._report(f"layers of role '{role}' are not compiled, and so slower, since {reason}")
-
-    def _body(self, recipe: Recipe) -> BodySetup | None:
-        """The body that models are for; None for language models."""
-        config, algorithm = recipe.body, recipe.algorithm
-        return None if config is None else BodySetup(config, algorithm.sac, algorithm.advantage.values_steps)
-
-    def _donor(self, instance: RoleInstance) -> Trainable | None:
-        """The engine whose weights an instance's engine uses under its own adapters, if it is here already."""
-        donor = donor_of(self._recipe, self._plan.instances, instance)
-        return None if donor is None else self.engines.get((donor.role, donor.layout.ranks))
 
     def _engine(self, instance: RoleInstance, setup: RolloutSetup) -> RolloutEngine:
         """An engine that generates; a native one may use the weights of another."""
@@ -249,7 +240,7 @@ class Roles:
             rollout=recipe.rollout,
             model=config,
             max_tokens=recipe.longest_text(),
-            tokenizer=self.tokenizers.get(instance.role, self._tokenizer),
+            tokenizer=self.tokenizers.get(instance.role, self.tokenizer),
             layout=layout,
             shard=transport.process_group(ranks) if len(ranks) > 1 else alone,
             world_size=transport.world.size,
@@ -263,15 +254,16 @@ class Roles:
     def _colocated(self, instance: RoleInstance, recipe: Recipe, trainer: TrainEngine) -> Serving:
         """An engine on ranks that also train or score the model."""
         setup, spec = self._setup(instance, recipe), engine_for(recipe.rollout, instance.engine)
-        if (engine := self._own_engine(setup, recipe)) is not None:
-            pool = Pool(instance.layout, placement_of(recipe, trainer.weight_shapes()))
-            return Colocated(engine, trainer, pool, getattr(torch, setup.model.compute_dtype))
-        is_started = instance in self._started
+        pool = Pool(instance.layout, placement_of(recipe, trainer.weight_shapes()))
+        own, dtype = self._own_engine(setup, recipe), getattr(torch, setup.model.compute_dtype)
+        if own is not None:
+            return Colocated(own, trainer, pool, dtype)
+        started = self._started.pop(instance, None)
         return Colocated(
-            self._started.pop(instance) if is_started else self._engine(instance, setup),
+            started or self._engine(instance, setup),
             trainer,
-            Pool(instance.layout, placement_of(recipe, trainer.weight_shapes())),
-            getattr(torch, setup.model.compute_dtype),
+            pool,
+            dtype,
             shard=setup.shard,
             probe=setup.probe if self._is_probed(instance.role) else (),
             may_restart=spec.restarts_on(setup.layout),
@@ -294,8 +286,7 @@ class Roles:
 
     def _own_engine(self, setup: RolloutSetup, recipe: Recipe) -> RolloutEngine | None:
         """The engine of a kind of run that does not generate text; None for those that do."""
-        name = PRODUCTS[recipe.product].rollout_engine
-        if not name:
+        if not (name := self._product.rollout_engine):
             return None
         return cast("Callable[[RolloutSetup, Recipe], RolloutEngine]", load_own(name))(setup, recipe)
 
@@ -304,7 +295,7 @@ class Roles:
         role, config = instance.role, recipe.model_of(instance.role)
         assert config is not None, "checked by the planner"
         trained = trained_instance(self._plan, role)
-        if name := PRODUCTS[recipe.product].weight_shapes:
+        if name := self._product.weight_shapes:
             shapes = cast("Callable[[str, Recipe], Mapping[str, Shape]]", load_own(name))(role, recipe)
         else:
             shapes = shapes_of(empty_causal_lm(config, role), is_merged=is_merged(instance, recipe))
@@ -323,8 +314,8 @@ class Roles:
         instances = sorted((*before.instances, *plan.instances), key=lambda one: not one.is_trained)
         for role in dict.fromkeys(one.role for one in instances):
             self._adopt_role(role, before)
-        if self._bounded_by is not None:
-            self.adapt_to_memory(*self._bounded_by)
+        if self._limits is not None:
+            self.adapt_to_memory(self._limits)
 
     def _adopt_role(self, role: str, before: Plan) -> None:
         old, new = (instances_of(role, plan, self._recipe) for plan in (before, self._plan))
@@ -386,27 +377,21 @@ class Roles:
 
         Without a process group of these ranks, the main thread's is used.
         """
-        source = self.engines.get((action.role, action.source_layout.ranks))
-        process_group = process_group or self._transport.process_group(action.ranks)
-        held = self._held(action, source) if source else None
-        self._exchange(action, held, self._log_probs(action, source), process_group)
+        self._exchange(action, *self._offer(action), process_group or self._transport.process_group(action.ranks))
 
     def copy_weights(self, action: SyncWeights) -> Callable[[ProcessGroup], None]:
         """Begin to copy the weights of now to host memory; the function that is returned sends them, in any thread."""
-        assert self._is_engine_only(action), "through a channel, weights go to ranks that only generate"
-        source = self.engines[action.role, action.source_layout.ranks]
-        dtype = type_of_engines(action.role, self._recipe.as_seen_by(action.role))
-        copy, log_probs = begin_copy(self._held(action, source), dtype), self._log_probs(action, source)
+        assert self._taker(action) is not None, "through a channel, weights go to ranks that only generate"
+        held, log_probs = self._offer(action)
+        assert held is not None, "only ranks that hold weights send them"
+        copy = begin_copy(held, type_of_engines(action.role, self._recipe.as_seen_by(action.role)))
         return lambda process_group: self._exchange(action, copy.wait(), log_probs, process_group)
 
     def fetch(self, action: SyncWeights, lane: Callable[[tuple[int, ...]], ProcessGroup]) -> Callable[[], None]:
         """Receive new weights for an engine in any thread; the function that is returned gives them to the engine.
 
-        The ranks that train send them together with this.
-
-        Args:
-            action: Entry of the plan.
-            lane: Function that finds the process group of some ranks, for this thread.
+        The ranks that train send them together with this. `lane` finds the process group of some ranks, for this
+        thread.
         """
         model = self._models[action.role, action.target_layout.ranks]
         assert isinstance(model, ModelRole), "only language models generate"
@@ -422,7 +407,7 @@ class Roles:
         role, target = action.role, self._models.get((action.role, action.target_layout.ranks))
         recipe = self._recipe.as_seen_by(role)
         source_layout, target_layout = action.source_layout, action.target_layout
-        if not self._is_engine_only(action):
+        if self._taker(action) is None:
             copy = self.engines.get((role, target_layout.ranks))
             wanted = held_by(copy) if copy else None
             some = held or wanted
@@ -454,37 +439,36 @@ class Roles:
         name, dtype = f"weights of role '{role}'", type_of_engines(role, recipe)
         return WeightRoute(name, shapes, *pools, dtype, self._transport.rank, is_gathered=True)
 
-    def _held(self, action: SyncWeights, source: Trainable) -> HeldWeights:
-        """Weights that this rank sends."""
-        recipe = self._recipe.as_seen_by(action.role)
-        fed = (one for one in self._plan.instances if (one.role, one.layout) == (action.role, action.target_layout))
-        return held_by(source, is_merged=any(one.is_engine_only and is_merged(one, recipe) for one in fed))
+    def _offer(self, action: SyncWeights) -> tuple[HeldWeights | None, Tensor | None]:
+        """What this rank sends: weights, and log-probabilities of a probe where an engine is asked for its own."""
+        source = self.engines.get((action.role, action.source_layout.ranks))
+        if source is None:
+            return None, None
+        role, taker = action.role, self._taker(action)
+        recipe = self._recipe.as_seen_by(role)
+        held = held_by(source, is_merged=taker is not None and is_merged(taker, recipe))
+        if taker is None or not self._is_probed(role):
+            return held, None
+        return held, probe_of(cast("TrainEngine", source), self._probe_text(recipe, role)).log_probs
 
-    def _is_engine_only(self, action: SyncWeights) -> bool:
-        """Whether the ranks that get weights only generate."""
+    def _taker(self, action: SyncWeights) -> RoleInstance | None:
+        """The instance that gets weights, if its ranks only generate."""
         key = action.role, action.target_layout
-        return any(one.is_engine_only and (one.role, one.layout) == key for one in self._plan.instances)
+        return next((one for one in self._plan.instances if one.is_engine_only and (one.role, one.layout) == key), None)
 
     def _is_probed(self, role: str) -> bool:
         """Whether the engines of a role compare the trainer's log-probabilities of a text with their own."""
-        if PRODUCTS[self._recipe.product].rollout_engine:  # it moves bodies, and scores no text
-            return False
         recipe = self._recipe.as_seen_by(role)
+        if self._product.rollout_engine:  # it moves bodies, and scores no text
+            return False
         name = next(one.engine for one in self._plan.instances if one.role == role)
         spec, model = engine_for(recipe.rollout, name), recipe.model_of(role)
         return spec.compares(has_adapters=model is not None and model.lora is not None)
 
-    def _log_probs(self, action: SyncWeights, source: Trainable | None) -> Tensor | None:
-        """The trainer's log-probabilities of a probe, where an engine is to be asked for its own."""
-        if source is None or not self._is_probed(action.role) or not self._is_engine_only(action):
-            return None
-        text = self._probe_text(self._recipe.as_seen_by(action.role), action.role)
-        return probe_of(cast("TrainEngine", source), text).log_probs
-
     def _probe_text(self, recipe: Recipe, role: str) -> list[int]:
         config = recipe.model_of(role)
         assert config is not None, "checked by the planner"
-        return probe_text(self._tokenizer, recipe.longest_text(), reserved_tokens(config, role))
+        return probe_text(self.tokenizer, recipe.longest_text(), reserved_tokens(config, role))
 
     def _probe(
         self, action: SyncWeights, recipe: Recipe, log_probs: Tensor | None, process_group: ProcessGroup

@@ -50,7 +50,7 @@ class Checkpointer:
             directory.checkpoints,
             parts.roles.trained(),
             parts.transport.world,
-            parts.tokenizer,
+            parts.roles.tokenizer,
             recipe.checkpoint,
             # A loop that is ahead reaches the place of the checkpoint `lag` iterations later.
             recipe.run.timeout_s * (1 + max(loop.lag for loop in parts.plan.loops)),
@@ -94,9 +94,7 @@ class Checkpointer:
     def resume(self, checkpoint: Path, rolled_back: Callable[[int], RollBack | None]) -> None:
         """Continue from an undamaged checkpoint, which was made under this plan. All ranks call it together.
 
-        Args:
-            checkpoint: Folder of the checkpoint.
-            rolled_back: Function that finds the roll-back to the checkpoint of a step; then the data do not return.
+        The data do not return where `rolled_back` finds a roll-back to the checkpoint of the step.
         """
         parts, progress, rank = self._parts, self._progress, self._parts.transport.rank
         state = load_checkpoint(checkpoint, parts.roles.trained())
@@ -132,26 +130,21 @@ class Checkpointer:
         start = max((int(str(line["start"])) for line in lines), default=-1) + 1
         portions = next(iter(self._chain.loaders.values())).portions
         division = GroupDivision(portions, parts.recipe.batch.prompts_per_step, parts.recipe.steps)
-        logged = self._last_logged(loop) if ranks.rank == loop.ranks[0] else parts.recipe.steps
+        logged = parts.recipe.steps
+        if ranks.rank == loop.ranks[0]:
+            # A thread writes the log, and a kill may have come before. What has been trained is not made again.
+            log = parts.directory.metrics_of(loop.name)
+            steps = [int(str(line["step"])) for line in read_lines(log, "step")] if log.exists() else []
+            logged = max([self._progress.trained, *steps])
         made, remaining = read_async_state(checkpoint, loop.name, ranks, division, start=start, logged=logged)
         cut_journals(parts.directory, loop.name, loop.ranks.index(ranks.rank), ranks.size, made)
         return made, remaining
 
-    def _last_logged(self, loop: Loop) -> int:
-        """The last iteration in a loop's log, which a thread writes: a kill may have come before; else the last step.
-
-        Those that have been trained are not made again.
-        """
-        log = self._parts.directory.metrics_of(loop.name)
-        steps = [int(str(line["step"])) for line in read_lines(log, "step")] if log.exists() else []
-        return max(self._progress.trained, max(steps, default=0))
-
     def save(self, numbers: dict[str, float], end: StepEnd) -> None:
         """Write a checkpoint where one is due, and always at the end. All ranks call it together.
 
-        Args:
-            numbers: Metrics of the step from the first rank of each loop, to be listed in the checkpoint.
-            end: Outcome of the step, the same on all ranks of the loop.
+        The metrics of the step from the first rank of each loop are listed in it; `end` is the same on all ranks of a
+        loop.
         """
         is_last = self._progress.trained == self._parts.recipe.steps
         must_succeed = end.is_stopping or is_last

@@ -29,9 +29,8 @@ from leaderless.models.decoder import class_for
 from leaderless.models.lora.linear import merge_adapters, write_adapters
 from leaderless.models.value_model import load_value_model
 from leaderless.planner.graph.adapters import CONFIG_FILE, described
-from leaderless.worker.checkpoint.manifest import DamagedCheckpointError, Manifest
 from leaderless.worker.checkpoint.reader import read_role_state, read_state
-from leaderless.worker.checkpoint.shards import read_tensors
+from leaderless.worker.checkpoint.shards import DamagedCheckpointError, Manifest, read_tensors
 
 Writer = Callable[[Path, Path], None]
 """Function that writes the model of a checkpoint's folder into another one."""

@@ -25,8 +25,7 @@ from leaderless.distributed.transport import ProcessGroup
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner.graph.adapters import CONFIG_FILE
 from leaderless.training.engine import Trainable
-from leaderless.worker.checkpoint.manifest import DamagedCheckpointError, Manifest
-from leaderless.worker.checkpoint.shards import read_tensors
+from leaderless.worker.checkpoint.shards import DamagedCheckpointError, Manifest, read_tensors
 
 STATE_FILE, ROLE_FILE, NODE_FILE, LOOP_FILE = "state.json", "role.json", "node-{}.json", "loop-{}.json"
 """Names of the files with the state of the run, of a role (in its folder), of a node and of a loop that is ahead."""
@@ -76,12 +75,8 @@ def newest_good(
 ) -> Path | None:
     """Find the newest checkpoint that a run can continue from, and rename damaged ones. All ranks call it together.
 
-    Args:
-        folder: Folder of the checkpoints.
-        world: All ranks.
-        say: Function that shows a line.
-        why_not: Function that explains why this run cannot continue from an undamaged checkpoint, if so; only the first
-            rank calls it.
+    Only the first rank calls `why_not`, which explains why this run cannot continue from an undamaged checkpoint, if
+    so.
 
     Returns:
         The checkpoint, None when the folder holds none.

@@ -1,6 +1,8 @@
-"""Writes the parts of tensors that a rank holds to safetensors files, and reads them, block by block.
+"""The files of a checkpoint: parts of tensors that ranks hold, and a list of all files with their checksums.
 
-The files are as of `HuggingFaceStorageWriter` in `torch.distributed.checkpoint`: ordinary safetensors, with the
+The parts are written and read block by block. Checksums reveal a half-written or damaged checkpoint.
+
+Files of parts are as of `HuggingFaceStorageWriter` in `torch.distributed.checkpoint`: ordinary safetensors, with the
 offsets of each part in its tensor as metadata, so that any number of ranks can read them. That writer lays out a whole
 file in memory, and its reader maps one; here at most `BLOCK_BYTES` are in memory in addition to the tensors. Each rank
 writes its own parts, without knowing other ranks' parts.
@@ -12,8 +14,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Self
 
 import torch
 from safetensors import SafetensorError
@@ -22,8 +25,105 @@ from torch.distributed.tensor import DTensor
 
 from leaderless.distributed.weights.copies import host_memory
 from leaderless.distributed.weights.files import DTYPES, StoredTensor, bytes_of, read_block, read_header
+from leaderless.observability.run_directory import MANIFEST, write_atomically
 from leaderless.planner.memory.limits import READ_BYTES as BLOCK_BYTES
-from leaderless.worker.checkpoint.manifest import DamagedCheckpointError, FileEntry
+
+
+class DamagedCheckpointError(RuntimeError):
+    """Files of a checkpoint differ from those written."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size of a file, and the checksum of its content as `sha256sum` prints it."""
+
+    num_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, file: Path) -> Self:
+        """Read a file and return its size and checksum."""
+        with file.open("rb") as content:
+            return cls(os.fstat(content.fileno()).st_size, hashlib.file_digest(content, "sha256").hexdigest())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All files of a checkpoint except the manifest.
+
+    Attributes:
+        step: Step after which the checkpoint was written.
+        world_size: Number of ranks that wrote it.
+        metrics: Finite metrics of that step.
+        files: Entries by path within the checkpoint, with `/` between parts.
+    """
+
+    step: int
+    world_size: int
+    metrics: Mapping[str, float]
+    files: Mapping[str, FileEntry]
+
+    def write(self, folder: Path) -> None:
+        """Write it to the folder of the checkpoint, synchronized to disk."""
+        body = json.dumps(asdict(self), indent=1)
+        checksum = hashlib.sha256(body.encode()).hexdigest()
+        write_atomically(folder / MANIFEST, json.dumps({"sha256": checksum, "manifest": body}))
+        sync_to_disk(folder / MANIFEST)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the manifest in the folder of a checkpoint.
+
+        Raises:
+            DamagedCheckpointError: The manifest cannot be read, or is damaged.
+        """
+        try:
+            envelope = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            body = str(envelope["manifest"])
+            if hashlib.sha256(body.encode()).hexdigest() != envelope["sha256"]:
+                raise DamagedCheckpointError(f"{folder / MANIFEST} is not what was written")
+            fields = json.loads(body)
+            files = {_inside(name): FileEntry(**entry) for name, entry in fields["files"].items()}
+            metrics = {name: float(value) for name, value in fields["metrics"].items()}
+            return cls(int(fields["step"]), int(fields["world_size"]), metrics, files)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise DamagedCheckpointError(f"{folder / MANIFEST} cannot be read: {error}") from error
+
+    def check(self, folder: Path, names: Iterable[str]) -> None:
+        """Compare some files in the folder of the checkpoint with their checksums.
+
+        Raises:
+            DamagedCheckpointError: A file is missing or damaged.
+        """
+        for name in names:
+            try:
+                found = FileEntry.of(folder / name)
+            except OSError as error:
+                raise DamagedCheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
+            wanted = self.files[name]
+            if found.num_bytes != wanted.num_bytes:
+                sizes = f"{found.num_bytes:,} bytes, where {wanted.num_bytes:,} were written"
+                raise DamagedCheckpointError(f"{folder / name} has {sizes}")
+            if found != wanted:
+                raise DamagedCheckpointError(f"{folder / name} is not what was written: its checksum differs")
+
+
+def _inside(name: str) -> str:
+    """The path of a file; a ValueError if it is outside the checkpoint."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name!r} is no file of a checkpoint")
+    return name
+
+
+def sync_to_disk(path: Path) -> None:
+    """Make the system write a file, or a folder's names, to disk now."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
 
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys of the offsets of each part in the metadata of a file."""
@@ -121,18 +221,14 @@ def read_tensors(folder: Path, state: Mapping[str, Tensor], part: int | None = N
         own = folder / shard_file(part) if part is not None else None
         stored = _find_parts([own]) if own is not None and own.exists() else {}
         wanted = {name: shard for name, shard in shards.items() if shard.local.numel()}
-        if not all(any(_holds(one, shard) for one in stored.get(name, ())) for name, shard in wanted.items()):
+        here = {(name, one.offsets, one.stored.shape) for name, parts in stored.items() for one in parts}
+        if not all((name, shard.offsets, tuple(shard.local.shape)) in here for name, shard in wanted.items()):
             stored = _find_parts(sorted(folder.glob("*.safetensors")))
         for name, shard in shards.items():
             if sum(_read_part(one, shard) for one in stored.get(name, ())) != shard.local.numel():
                 raise DamagedCheckpointError(f"{folder} does not hold all of {name}")
     except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpointError(f"{folder} cannot be read: {error}") from error
-
-
-def _holds(part: _StoredPart, shard: Shard) -> bool:
-    """Whether a part is exactly a shard."""
-    return (part.offsets, part.stored.shape) == (shard.offsets, tuple(shard.local.shape))
 
 
 def _find_parts(files: Iterable[Path]) -> dict[str, list[_StoredPart]]:

@@ -30,9 +30,17 @@ from leaderless.data.prompts.encode import Tokenizer
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.observability.run_directory import list_checkpoints, step_of, write_atomically
 from leaderless.training.engine import Trainable
-from leaderless.worker.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest, sync_to_disk
 from leaderless.worker.checkpoint.reader import NODE_FILE, ROLE_FILE, STATE_FILE, RoleState, RunState, fingerprint
-from leaderless.worker.checkpoint.shards import Shard, copy_to_host, shard_file, write_shards
+from leaderless.worker.checkpoint.shards import (
+    DamagedCheckpointError,
+    FileEntry,
+    Manifest,
+    Shard,
+    copy_to_host,
+    shard_file,
+    sync_to_disk,
+    write_shards,
+)
 
 LEAVE_S = 10.0
 """Longest wait for an unfinished checkpoint when a run ends with an error."""
@@ -93,7 +101,8 @@ class CheckpointWriter:
         self._buffers: dict[str, dict[str, Tensor]] = {role: {} for role in engines}
         first_here = {role: engine for role, engine in engines.items() if _place(engine.process_group) == 0}
         self._models = {role: _describe(engine, tokenizer) for role, engine in first_here.items()}
-        self._job: _Job | None = None
+        self._job: threading.Thread | None = None
+        self._error: BaseException | None = None  # of the last checkpoint
         self._num_begun = 0
         self._last_s = time.monotonic()
 
@@ -106,10 +115,8 @@ class CheckpointWriter:
     def begin(self, content: Content, *, from_copy: bool = True) -> None:
         """Begin to write the state, after waiting for an earlier checkpoint. Take its error first, or it is lost.
 
-        Args:
-            content: Everything except the tensors.
-            from_copy: Whether to copy the tensors, so that training can continue. Without a copy, which takes memory,
-                they must not change until `finish` returns.
+        With `from_copy`, which takes memory, training can continue; else tensors must not change until `finish`
+        returns.
         """
         self.wait()
         self._last_s = time.monotonic()
@@ -121,7 +128,7 @@ class CheckpointWriter:
             roles[role] = state, copy_to_host(shards, self._buffers[role]) if from_copy else shards
         self._num_begun += 1
         partial = self._folder / f".step-{content.state.step:06d}.{self._token}.{self._num_begun}"
-        self._job = _Job(lambda: self._write(partial, content, roles))
+        self._job = threading.Thread(target=self._write, args=(partial, content, roles), name="checkpoint", daemon=True)
         self._job.start()
 
     def finish(self) -> None:
@@ -144,7 +151,7 @@ class CheckpointWriter:
         """The error of the last checkpoint, if new since the last call."""
         if self._job is None or self._job.is_alive():
             return None
-        error, self._job.error = self._job.error, None
+        error, self._error = self._error, None
         return error
 
     def wait(self) -> None:
@@ -158,7 +165,7 @@ class CheckpointWriter:
             self._job.join(LEAVE_S)
 
     def _write(self, partial: Path, content: Content, roles: Mapping[str, _Role]) -> None:
-        """Write this rank's part, in the thread."""
+        """Write this rank's part, in the thread; the main thread reports an error."""
         own = partial / f"rank-{self._world.rank:05d}"
         try:
             # Not its parents: if a mount has vanished, nothing may be written to the folder beneath it.
@@ -174,7 +181,7 @@ class CheckpointWriter:
             write_atomically(own.with_suffix(".json"), listed)
             if self._is_first:
                 self._commit(partial, content)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001
             error.add_note(f"while writing checkpoint {self._folder / f'step-{content.state.step:06d}'}")
             shutil.rmtree(own.with_suffix(".parts"), ignore_errors=True)
             with suppress(OSError):  # a full disk may have no room for a reason, but a name mostly fits
@@ -183,7 +190,7 @@ class CheckpointWriter:
                 with suppress(OSError, CheckpointError):
                     self._await_lists(partial)  # after this no rank writes there
                 shutil.rmtree(partial, ignore_errors=True)
-            raise
+            self._error = error
 
     def _write_files(
         self, folder: Path, scratch: Path, content: Content, roles: Mapping[str, _Role]
@@ -267,21 +274,6 @@ class CheckpointWriter:
 _Role = tuple[RoleState, Mapping[str, Shard]]
 
 
-class _Job(threading.Thread):
-    """A checkpoint that is being written."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(name="checkpoint", daemon=True)
-        self._work = work
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:  # noqa: BLE001 - the main thread reports it
-            self.error = error
-
-
 def superseded(checkpoints: list[Path], config: CheckpointConfig) -> list[Path]:
     """The checkpoints of a run that need not be kept; the input has all, oldest first."""
     kept = {*checkpoints[-config.keep :], _best(checkpoints, config)}
@@ -306,7 +298,6 @@ def _best(checkpoints: list[Path], config: CheckpointConfig) -> Path | None:
 
 
 def _place(process_group: ProcessGroup) -> int:
-    """Index of this rank in a process group."""
     return process_group.ranks.index(process_group.rank)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -14,6 +15,7 @@ from leaderless.algorithms import majority_is_correct, pass_at_k
 from leaderless.base.named_functions import load_own
 from leaderless.base.values import Json
 from leaderless.config import Recipe
+from leaderless.config.data import DatasetConfig
 from leaderless.data.batch import Batch, make_sample_ids
 from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.prompts.encode import Tokenizer
@@ -28,6 +30,7 @@ from leaderless.planner import Layout, Plan, answering
 from leaderless.planner.workflow.metrics import pass_at_sizes
 from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.planner.workflow.reward_stages import ENVIRONMENT, SUCCESS
+from leaderless.rewards.judges.asking import Asker
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, generate, prompts_of
@@ -49,7 +52,7 @@ from leaderless.stages.rollout import TOO_MUCH
 from leaderless.worker.asynchronous.episodes import EpisodesInFlight, LiveEpisodes
 from leaderless.worker.asynchronous.in_flight import EngineRequests, Events
 from leaderless.worker.asynchronous.journal import JournaledEpisodes, PastEpisodes
-from leaderless.worker.build.judging import JudgeHelper, Judging
+from leaderless.worker.build.judging import Judging
 from leaderless.worker.evaluate.preferences import PreferenceEvaluator
 
 Journal = Callable[[What, Callable[[], Iterable[str]]], None]
@@ -58,6 +61,23 @@ OwnEvaluation = Callable[[Recipe, ModelRole, Batch, int, Callable[[float], None]
 """Function that evaluates runs of a kind; see `ProductFunctions.evaluation`."""
 EVALUATION_SEED_OFFSET = 1 << 31
 """Recipes' seeds are smaller, so evaluation never samples with the noise of training."""
+
+
+@dataclass(frozen=True)
+class EvaluationStep:
+    """An evaluation after a step of training.
+
+    Attributes:
+        progress: Function that receives the finished fraction, between 0 and 1.
+        step: Step whose weights the model has.
+        record: Function that receives, on the first rank, the samples to keep for people.
+        journal: Function that receives this rank's episodes in an environment.
+    """
+
+    progress: Callable[[float], None]
+    step: int = 0
+    record: Record | None = None
+    journal: Journal | None = None
 
 
 @dataclass(frozen=True)
@@ -72,68 +92,44 @@ class Evaluator:
     tokenizer: Tokenizer
     grade: Grader
 
-    def run(
-        self,
-        progress: Callable[[float], None],
-        record: Record | None = None,
-        journal: Journal | None = None,
-        step: int = 0,
-    ) -> dict[str, float]:
+    def run(self, at: EvaluationStep) -> dict[str, float]:
         """Evaluate. All ranks of the layout call it together.
-
-        Args:
-            progress: Function that receives the finished fraction, between 0 and 1.
-            record: Function that receives, on the first rank, the samples to keep for people.
-            journal: Function that receives this rank's episodes in an environment.
-            step: Step of training whose weights the model has.
 
         Returns:
             `evaluation/mean@k`, and for several responses to a prompt `evaluation/pass@k` and `evaluation/maj@k`;
             `evaluation/failed` counts the responses that could not be graded, which are left out; see `ResponseScores`.
         """
-        config, process_group = self.recipe.evaluation, self.process_group
-        rows = self.dataset.rows[: config.max_prompts].tolist()
-        shard = self.layout.shard_of(process_group.rank)
-        mine = rows[len(rows) * shard // self.layout.dp : len(rows) * (shard + 1) // self.layout.dp]
-        is_first = process_group.rank == self.layout.ranks[0]
-        graded = self._answer(mine, progress, record if is_first else None, journal, step)
-        k = config.responses_per_prompt
-        scores = ResponseScores(self.recipe)
-        for index in range(len(mine) if self.layout.represents(process_group.rank) else 0):
+        config, rank, layout = self.recipe.evaluation, self.process_group.rank, self.layout
+        rows, shard = self.dataset.rows[: config.max_prompts].tolist(), layout.shard_of(rank)
+        mine = rows[len(rows) * shard // layout.dp : len(rows) * (shard + 1) // layout.dp]
+        graded = self._answer(mine, at if rank == layout.ranks[0] else replace(at, record=None))
+        k, scores = config.responses_per_prompt, ResponseScores(self.recipe)
+        for index in range(len(mine) if layout.represents(rank) else 0):
             scores.add(graded[index * k : (index + 1) * k])
-        return scores.numbers(scores.metrics.reduce(process_group))
+        return scores.numbers(scores.metrics.reduce(self.process_group))
 
-    def _answer(
-        self,
-        rows: Sequence[int],
-        progress: Callable[[float], None],
-        record: Record | None,
-        journal: Journal | None,
-        step: int,
-    ) -> list[Graded]:
+    def _answer(self, rows: Sequence[int], at: EvaluationStep) -> list[Graded]:
         """The graded responses to some rows, those to one row next to each other."""
         has_images = self.dataset.encoder.images is not None
         batch = make_batch(rows, self.dataset.read(rows), has_responses=False, has_images=has_images)
         if own := PRODUCTS[self.recipe.product].evaluation:
             evaluate = cast("OwnEvaluation", load_own(own))
-            return evaluate(self.recipe, self.model, batch, self._seed, progress, record)
+            return evaluate(self.recipe, self.model, batch, self._seed, at.progress, at.record)
         with memory_explained(TOO_MUCH), self.model.generating() as engine:
-            answers = self._answers(engine, batch, progress, journal, step)
-        k = self.recipe.evaluation.responses_per_prompt
-        data = self.recipe.data.evaluation
-        assert data is not None
+            answers = self._answers(engine, batch, at)
+        k, data = self.recipe.evaluation.responses_per_prompt, self._data
         values = [row for row in batch.objects("rows") if isinstance(row, Mapping) for _ in range(k)]
         texts = transcripts(self.tokenizer, [a.tokens for a in answers], self.recipe, [a.is_sampled for a in answers])
         groups = [group_of(number) for number in batch.ids.tolist() for _ in range(k)]
         inputs = reward_inputs([data] * len(values), values, texts, [a.is_truncated for a in answers], groups)
-        graded = self._grade(inputs, answers, [str(row[data.source]) if data.source else None for row in values])
-        self._write_grades(answers, graded, journal)
-        if record is not None:
+        sources = [str(row[data.source]) if data.source else None for row in values]
+        graded = self._grade(inputs, answers, sources, at)
+        if at.record is not None:
             recorder, pictures = TokenRecorder(self.tokenizer), thumbnails(batch)
             kept = zip(inputs, graded, answers, strict=True)
-            record(
+            at.record(
                 [
-                    {"sample_id": answer.sample_id, "group_id": int(batch.ids[index // k]), **self._facts(answer)}
+                    {"sample_id": answer.sample_id, "group_id": int(batch.ids[index // k]), **answer.facts}
                     | ({"images": shown} if (shown := pictures.pop(int(batch.ids[index // k]), None)) else {})
                     | describe_sample(
                         sample, one, recorder.describe(answer.tokens, {"rollout": answer.log_probs}, answer.is_sampled)
@@ -144,31 +140,24 @@ class Evaluator:
         return graded
 
     def _grade(
-        self, inputs: Sequence[RewardInput], answers: Sequence[_Answer], sources: Sequence[str | None]
+        self,
+        inputs: Sequence[RewardInput],
+        answers: Sequence[_Answer],
+        sources: Sequence[str | None],
+        at: EvaluationStep,  # noqa: ARG002 - of episodes
     ) -> list[Graded]:
-        """The grades of all answers."""
         assert len(inputs) == len(answers)
         return self.grade(inputs, sources)
 
-    def _write_grades(self, answers: Sequence[_Answer], graded: Sequence[Graded], journal: Journal | None) -> None:
-        """Write the grades of episodes into the journal."""
-
-    def _facts(self, answer: _Answer) -> dict[str, Json]:  # noqa: ARG002
-        """Further facts about an answer that is kept for people."""
-        return {}
-
-    def _answers(
-        self,
-        engine: RolloutEngine,
-        batch: Batch,
-        progress: Callable[[float], None],
-        journal: Journal | None,  # noqa: ARG002 - of episodes
-        step: int,  # noqa: ARG002
-    ) -> list[_Answer]:
+    def _answers(self, engine: RolloutEngine, batch: Batch, at: EvaluationStep) -> list[_Answer]:
         """Continuations of each prompt, `evaluation.responses_per_prompt` of them."""
-        config, rollout, done = self.recipe.evaluation, self.recipe.rollout, 0
-        k = config.responses_per_prompt
-        ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()
+        config, rollout, done, k = (
+            self.recipe.evaluation,
+            self.recipe.rollout,
+            0,
+            self.recipe.evaluation.responses_per_prompt,
+        )
+        ids = self._ids(batch)
         requests = [
             Request(prompt, ids[i * k : (i + 1) * k], images=images)
             for i, (prompt, images) in enumerate(prompts_of(batch))
@@ -178,7 +167,7 @@ class Evaluator:
         def report(count: int) -> None:
             nonlocal done
             done += count
-            progress(done / len(ids))
+            at.progress(done / len(ids))
 
         groups = generate(engine, requests, params, report)
         completions = zip(ids, (completion for group in groups for completion in group), strict=True)
@@ -186,6 +175,16 @@ class Evaluator:
             _Answer(number, c.tokens, [True] * len(c.tokens), c.log_probs, is_truncated=c.is_truncated)
             for number, c in completions
         ]
+
+    def _ids(self, batch: Batch) -> list[int]:
+        k = self.recipe.evaluation.responses_per_prompt
+        ids: list[int] = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()
+        return ids
+
+    @property
+    def _data(self) -> DatasetConfig:
+        assert self.recipe.data.evaluation is not None, "checked when the recipe was read"
+        return self.recipe.data.evaluation
 
     @property
     def _seed(self) -> int:
@@ -195,92 +194,66 @@ class Evaluator:
 class EpisodeEvaluator(Evaluator):
     """Plays held-out tasks in an environment; of several conversations of an episode, the last to end counts."""
 
-    def _answers(
-        self,
-        engine: RolloutEngine,
-        batch: Batch,
-        progress: Callable[[float], None],
-        journal: Journal | None,
-        step: int,
-    ) -> list[_Answer]:
-        """The episodes of each task."""
-        config, data = self.recipe.evaluation, self.recipe.data.evaluation
-        assert data is not None
-        k = config.responses_per_prompt
-        play = Play([config] * k, 0, k, self._seed)
-        sets = [data] * len(batch)
+    def _answers(self, engine: RolloutEngine, batch: Batch, at: EvaluationStep) -> list[_Answer]:
+        k = self.recipe.evaluation.responses_per_prompt
+        play = Play([self.recipe.evaluation] * k, 0, k, self._seed)
         if isinstance(engine, SharedEngine):  # it works on what is generated continuously, too
-            played = self._play_meanwhile(engine, play, batch, progress, journal, step)
+            played = self._play_meanwhile(engine, play, batch, at)
         else:
-            played = play_tasks(engine, play, batch, sets, self.recipe, self.tokenizer, progress)
-        if journal is not None:
-            journal("played", played.journal)
-        ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()
-        return [_answer_of(number, episode) for number, episode in zip(ids, played.episodes, strict=True)]
+            sets = [self._data] * len(batch)
+            played = play_tasks(engine, play, batch, sets, self.recipe, self.tokenizer, at.progress)
+        if at.journal is not None:
+            at.journal("played", played.journal)
+        return [_answer_of(number, one) for number, one in zip(self._ids(batch), played.episodes, strict=True)]
 
-    def _play_meanwhile(
-        self,
-        engine: SharedEngine,
-        play: Play,
-        tasks: Batch,
-        progress: Callable[[float], None],
-        journal: Journal | None,
-        step: int,
-    ) -> Played:
+    def _play_meanwhile(self, engine: SharedEngine, play: Play, tasks: Batch, at: EvaluationStep) -> Played:
         """The episodes of an engine that works on training episodes, too.
 
         The steps that it takes count for both, so what they ask is noted as well, and asked again where a run is
         followed.
         """
-        requests = EngineRequests(engine.view(), Events(), play.distributions)
+        requests, follow = EngineRequests(engine.view(), Events(), play.distributions), self.recipe.run.follow
         source: LiveEpisodes | JournaledEpisodes
-        if journal is None or self.recipe.run.follow is None:
-            source = LiveEpisodes(self.recipe, self.tokenizer, Clock(), self.recipe.data.evaluation)
+        if at.journal is None or follow is None:
+            source = LiveEpisodes(self.recipe, self.tokenizer, Clock(), self._data)
         else:
-            folder = Path(self.recipe.run.directory) / self.recipe.run.follow / "episodes"
-            past = PastEpisodes(folder, self.process_group.rank, "evaluation", step)
-            (events,) = (line["events"] for line in past.asked(step) if "events" in line)
+            folder = Path(self.recipe.run.directory) / follow / "episodes"
+            past = PastEpisodes(folder, self.process_group.rank, "evaluation", at.step)
+            (events,) = (line["events"] for line in past.asked(at.step) if "events" in line)
             requests.events.expected = cast("Sequence[Sequence[int | str]]", events)
             source = JournaledEpisodes(requests, past, self.tokenizer, play.seed)
-        in_flight = EpisodesInFlight(requests, source, self.recipe, play, None, self.recipe.data.evaluation)
-        num_done = 0
+        in_flight, num_done = EpisodesInFlight(requests, source, self.recipe, play, None, self._data), 0
         try:
             in_flight.begin(tasks)
             while in_flight.is_busy:
                 num_done += sum(advance.is_finished for advance in in_flight.step())
-                progress(num_done / len(tasks))
+                at.progress(num_done / len(tasks))
         finally:
             in_flight.close()
-        if journal is not None:
+        if at.journal is not None:
             noted = [*requests.events.facts, {"events": cast("Json", requests.events.happened)}]
-            journal("asked", lambda: map(text_of, noted))
-        data = self.recipe.data.evaluation
-        assert data is not None
-        return in_flight.played(tasks, [data] * len(tasks), self.tokenizer)
+            at.journal("asked", lambda: map(text_of, noted))
+        return in_flight.played(tasks, [self._data] * len(tasks), self.tokenizer)
 
     def _grade(
-        self, inputs: Sequence[RewardInput], answers: Sequence[_Answer], sources: Sequence[str | None]
+        self,
+        inputs: Sequence[RewardInput],
+        answers: Sequence[_Answer],
+        sources: Sequence[str | None],
+        at: EvaluationStep,
     ) -> list[Graded]:
         """The grades of all answers: of the environment, with rewards of the recipe for the last message."""
-        inputs = [replace(one, response=response_in(one.transcript, is_last=True)) for one in inputs]
         whole = [place for place, answer in enumerate(answers) if answer.failure is None]
         found: dict[int, Graded] = {}
         if self.recipe.reward.options():
-            graded = self.grade([inputs[place] for place in whole], [sources[place] for place in whole])
+            said = [replace(one, response=response_in(one.transcript, is_last=True)) for one in inputs]
+            graded = self.grade([said[place] for place in whole], [sources[place] for place in whole])
             found = dict(zip(whole, graded, strict=True))
-        return [
-            with_environment(found.get(place), answer.reward, answer.failure) for place, answer in enumerate(answers)
-        ]
-
-    def _write_grades(self, answers: Sequence[_Answer], graded: Sequence[Graded], journal: Journal | None) -> None:
-        """Write the grades of episodes into the journal."""
-        if journal is not None:
-            lines = [text_of(grade_of(a.sample_id, a.actor, one)) for a, one in zip(answers, graded, strict=True)]
-            journal("graded", lambda: lines)
-
-    def _facts(self, answer: _Answer) -> dict[str, Json]:
-        """Further facts about an answer that is kept for people."""
-        return {"joint_id": answer.sample_id}
+        grades = [with_environment(found.get(place), one.reward, one.failure) for place, one in enumerate(answers)]
+        if at.journal is not None:
+            lines = [text_of(grade_of(a.sample_id, a.actor, one)) for a, one in zip(answers, grades, strict=True)]
+            at.journal("graded", lambda: lines)
+        return grades
 
 
 @dataclass(frozen=True)
@@ -288,14 +261,12 @@ class _Answer:
     """Continuation of a prompt: a response, or a conversation.
 
     Attributes:
-        sample_id: Unique number.
-        tokens: Tokens.
-        is_sampled: Mask over the tokens: those that the model sampled.
-        log_probs: Log-probabilities of these.
+        is_sampled: Mask over the tokens: those that the model sampled, which have `log_probs`.
         is_truncated: Whether it was cut at a limit.
         reward: Reward of the environment.
         failure: Reason why the episode has failed; None if it has not.
         actor: Place of the agent that ended it among the environment's agents.
+        facts: Further facts for people.
     """
 
     sample_id: int
@@ -306,48 +277,58 @@ class _Answer:
     reward: float = 0.0
     failure: Json = None
     actor: int = 0
+    facts: Mapping[str, Json] = field(default_factory=dict)
 
 
 def _answer_of(sample_id: int, episode: Episode) -> _Answer:
-    samples = [] if episode.cause else episode.trace.samples()
+    facts, samples = {"joint_id": sample_id}, [] if episode.cause else episode.trace.samples()
     if not samples:
-        return _Answer(
-            sample_id, [], [], [], is_truncated=False, failure={"cause": episode.cause, "error": episode.error}
-        )
-    last = samples[-1]
+        failure = {"cause": episode.cause, "error": episode.error}
+        return _Answer(sample_id, [], [], [], is_truncated=False, failure=failure, facts=facts)
+    last, head = samples[-1], samples[-1].head_length
     rewards = (node.said.reward for node in episode.trace.said() if node.said and node.said.agent == last.agent)
-    head = last.head_length
-    is_cut = episode.is_cut or last.is_truncated
-    tokens, is_sampled = last.tokens[head:], last.is_trained[head:]
-    actor = episode.agents.index(last.agent)
-    return _Answer(sample_id, tokens, is_sampled, last.log_probs, is_truncated=is_cut, reward=sum(rewards), actor=actor)
+    return _Answer(
+        sample_id,
+        last.tokens[head:],
+        last.is_trained[head:],
+        last.log_probs,
+        is_truncated=episode.is_cut or last.is_truncated,
+        reward=sum(rewards),
+        actor=episode.agents.index(last.agent),
+        facts=facts,
+    )
 
 
 def make_evaluator(
-    recipe: Recipe, plan: Plan, held_out: Dataset, tokenizer: Tokenizer, judging: Judging
+    recipe: Recipe, plan: Plan, held_out: Dataset, judging: Judging
 ) -> Evaluator | PreferenceEvaluator | JudgeHelper | None:
-    """Make the evaluator of this rank; None if it takes no part in evaluations under the plan.
-
-    Args:
-        recipe: The recipe.
-        plan: The plan.
-        held_out: Held-out rows.
-        tokenizer: Tokenizer of the policy.
-        judging: Models of this rank, and what grades responses.
-    """
+    """Make the evaluator of this rank; None if it takes no part in evaluations under the plan."""
     instance, transport, roles = answering(plan.instances, recipe.evaluation.role), judging.transport, judging.roles
     is_compared = held_out.encoder.config.preferences is not None
     if transport.rank not in instance.layout:
-        return None if is_compared else judging.helper(instance)
-    model, layout = roles.of(instance.role, instance.layout), instance.serving_layout
-    process_group = transport.process_group(layout.ranks)
+        askers = [] if is_compared else judging.askers_of_judge(instance)
+        return JudgeHelper(askers) if askers else None
+    own, model = recipe.as_seen_by(instance.role), roles.of(instance.role, instance.layout)
     if is_compared:
-        own, ranks = recipe.as_seen_by(instance.role), instance.layout.ranks
-        return PreferenceEvaluator(own, held_out, model, instance.layout, transport.process_group(ranks))
+        ranks = transport.process_group(instance.layout.ranks)
+        return PreferenceEvaluator(own, held_out, model, instance.layout, ranks)
     assert isinstance(model, ModelRole), "checked by the planner"
-    grade = judging.grader_of_evaluation(instance)
     kind = EpisodeEvaluator if recipe.product == "episodes" else Evaluator
-    return kind(recipe.as_seen_by(instance.role), held_out, model, layout, process_group, tokenizer, grade)
+    layout, grade = instance.serving_layout, judging.grader_of_evaluation(instance)
+    return kind(own, held_out, model, layout, transport.process_group(layout.ranks), roles.tokenizer, grade)
+
+
+@dataclass(frozen=True)
+class JudgeHelper:
+    """The part in evaluations of ranks that do not answer, but judge what others have answered."""
+
+    askers: Sequence[Asker]
+
+    def run(self, at: EvaluationStep) -> dict[str, float]:
+        """Judge; those that answer have the scores. All ranks that answer or judge call it together."""
+        for asker in self.askers:
+            asker.ask([], partial(at.progress, 0.0))
+        return {}
 
 
 class ResponseScores:

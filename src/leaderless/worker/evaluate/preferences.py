@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,16 +19,36 @@ from leaderless.base.versions import VERSION
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch
-from leaderless.data.dataset import Dataset, Float, Progress, make_batch
+from leaderless.data.dataset import Dataset, Progress, make_batch
 from leaderless.data.prompts.encode import tokenizer_fingerprint
 from leaderless.data.sources.disk_cache import Arrays, DataCache
 from leaderless.distributed.transport import ProcessGroup, Transport
-from leaderless.observability.metrics import Metrics, Share
+from leaderless.observability.metrics import Metrics
 from leaderless.planner import Layout, Plan, trained_instance
 from leaderless.planner.workflow.reward_stages import REFERENCE_SCORES, scored_before
 from leaderless.stages.context import ModelRole
 from leaderless.stages.preferences import evaluate_preferences, evaluate_reward_model, score_pairs, score_sides
 from leaderless.training.engine import EngineSetup, TrainEngine, ValueEngine, make_train_engine
+
+if TYPE_CHECKING:
+    from leaderless.worker.evaluate.evaluator import EvaluationStep
+
+ROWS_PER_PASS = 256
+"""Rows that a rank reads and scores together."""
+
+
+def passes(num_rows: int, layout: Layout, rank: int) -> Iterator[range]:
+    """The places of a rank's rows among all, in as many passes on every rank, the last ones without any."""
+    shard, dp = layout.shard_of(rank), layout.dp
+    mine = range(num_rows * shard // dp, num_rows * (shard + 1) // dp)
+    for first in range(0, -(-num_rows // dp), ROWS_PER_PASS):
+        yield mine[first : first + ROWS_PER_PASS]
+
+
+def batch_of(dataset: Dataset, rows: Sequence[int]) -> Batch:
+    """Rows of a dataset with both responses."""
+    has_images = dataset.encoder.images is not None
+    return make_batch(rows, dataset.read(rows), has_responses=False, has_images=has_images, has_preferences=True)
 
 
 @dataclass(frozen=True)
@@ -40,56 +61,29 @@ class PreferenceEvaluator:
     layout: Layout
     process_group: ProcessGroup
 
-    def run(
-        self,
-        progress: Callable[[float], None],
-        record: object = None,  # noqa: ARG002
-        journal: object = None,  # noqa: ARG002
-        step: int = 0,  # noqa: ARG002
-    ) -> dict[str, float]:
+    def run(self, at: EvaluationStep) -> dict[str, float]:
         """Evaluate. All ranks of the layout call it together.
-
-        Args:
-            progress: Function that receives the finished fraction, between 0 and 1.
-            record: Receiver of samples, of which there are none.
-            journal: Receiver of episodes, of which there are none.
-            step: Step of training whose weights the model has.
 
         Returns:
             `evaluation/loss`, `evaluation/margin` and, of pairs, `evaluation/accuracy`.
         """
-        rank, layout = self.process_group.rank, self.layout
-        rows = self.dataset.rows[: self.recipe.evaluation.max_prompts].tolist()
-        shard, dp = layout.shard_of(rank), layout.dp
-        mine = rows[len(rows) * shard // dp : len(rows) * (shard + 1) // dp]
-        parts, scores = [], [torch.zeros(0, 2)]
-        for first in range(0, -(-len(rows) // dp), ROWS_PER_PASS):  # as many passes on every rank
-            some = mine[first : first + ROWS_PER_PASS]
-            parts.append(self._batch(some))
-            scores.append(self._score(parts[-1]))
-            progress(min(1.0, (first + ROWS_PER_PASS) * dp / len(rows)))
-        metrics = Metrics()  # of means alone: that some ranks have the same rows changes nothing
-        metrics.add(self._shares(Batch.concat(parts), torch.cat(scores)))
+        rows, model, metrics = self.dataset.rows[: self.recipe.evaluation.max_prompts].tolist(), self.model, Metrics()
+        parts, scores, num_done = [], [torch.zeros(0, 2)], 0  # scores [n, 2] of each response
+        for places in passes(len(rows), self.layout, self.process_group.rank):
+            part = batch_of(self.dataset, [rows[place] for place in places])
+            parts.append(part)
+            scores.append(
+                score_sides(model.train_engine, part) if isinstance(model, ModelRole) else score_pairs(model, part)
+            )
+            num_done += ROWS_PER_PASS * self.layout.dp
+            at.progress(min(1.0, num_done / len(rows)))
+        batch, scored, algorithm = Batch.concat(parts), torch.cat(scores), self.recipe.algorithm
+        if isinstance(model, ModelRole):
+            shares = evaluate_preferences(algorithm.preference_loss, batch, scored, self.process_group)
+        else:
+            shares = evaluate_reward_model(batch, scored, algorithm.reward_model.centering)
+        metrics.add(shares)  # of means alone: that some ranks have the same rows changes nothing
         return {f"evaluation/{name}": value for name, value in metrics.reduce(self.process_group).items()}
-
-    def _batch(self, rows: list[int]) -> Batch:
-        prompts, has_images = self.dataset.read(rows), self.dataset.encoder.images is not None
-        return make_batch(rows, prompts, has_responses=False, has_images=has_images, has_preferences=True)
-
-    def _score(self, batch: Batch) -> Tensor:
-        """[n, 2] score of each response."""
-        if not isinstance(self.model, ModelRole):
-            return score_pairs(self.model, batch)
-        return score_sides(self.model.train_engine, batch)
-
-    def _shares(self, rows: Batch, scores: Tensor) -> Mapping[str, Share]:
-        if not isinstance(self.model, ModelRole):
-            return evaluate_reward_model(rows, scores, self.recipe.algorithm.reward_model.centering)
-        return evaluate_preferences(self.recipe.algorithm.preference_loss, rows, scores, self.process_group)
-
-
-ROWS_PER_PASS = 256
-"""Rows that a rank reads and scores together."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +119,10 @@ class Scorer:
             return []
         config, encoder = self._model, dataset.encoder
         data: list[Json] = [dataset.source.version(), encoder.config.model_dump(mode="json"), dataset.rows.tolist()]
-        model: list[Json] = [config.model_dump(mode="json"), _files_of(Path(config.path))]
+        folder = Path(config.path)  # not of a model on the hub, which has a revision
+        stats = [(file.name, file.stat()) for file in sorted(folder.iterdir())] if folder.is_dir() else []
+        files: list[Json] = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        model: list[Json] = [config.model_dump(mode="json"), files]
         return [VERSION, *data, tokenizer_fingerprint(encoder.tokenizer), *model]
 
     @cached_property
@@ -158,37 +155,28 @@ class Scorer:
         found = torch.cat(world.gather(mine, f"the reference's scores of {dataset.encoder.key}"))
         scores = np.zeros((count, 2))
         scores[found[:, 0].long().numpy()] = found[:, 1:].numpy()
-        self._check_finite(dataset, scores)
-        return {"scores": scores}
-
-    def _check_finite(self, dataset: Dataset, scores: Float) -> None:
-        """Refuse scores that are no numbers, before they are kept; all ranks have the same."""
         wrong = np.flatnonzero(~np.isfinite(scores).all(axis=1))
-        if len(wrong):
+        if len(wrong):  # before they are kept; all ranks have the same
             place = dataset.source.describe(int(dataset.rows[wrong[0]]))
             raise RecipeError.at(
                 f"models.{self.role}",
-                f"{self._model.name} gives responses of {len(wrong)} of {len(scores)} rows of {dataset.encoder.key} no "
+                f"{self._model.name} gives responses of {len(wrong)} of {count} rows of {dataset.encoder.key} no "
                 f"finite log-probability, such as that of {place}: look at its weights, or set compute_dtype=float32",
             )
+        return {"scores": scores}
 
     def _score(self, dataset: Dataset, progress: Progress) -> Tensor:
         """[m, 3] float64: the places of this rank's rows among the usable ones, and the scores of both responses."""
-        count, layout, rank = len(dataset.rows), self.layout, self.transport.rank
-        shard, dp = layout.shard_of(rank), layout.dp
-        mine = range(count * shard // dp, count * (shard + 1) // dp)
-        most, parts = -(-count // dp), [torch.zeros(0, 3, dtype=torch.float64)]
-        for first in range(0, most, ROWS_PER_PASS):  # as many passes on every rank, the last ones without rows
-            places = mine[first : first + ROWS_PER_PASS]
-            rows = dataset.rows[list(places)].tolist()
-            has_images = dataset.encoder.images is not None
-            prompts = replace(dataset, reference=None).read(rows)
-            batch = make_batch(rows, prompts, has_responses=False, has_images=has_images, has_preferences=True)
+        rank, parts = self.transport.rank, [torch.zeros(0, 3, dtype=torch.float64)]
+        shard, dp, count = self.layout.shard_of(rank), self.layout.dp, len(dataset.rows)
+        num_mine, unscored = count * (shard + 1) // dp - count * shard // dp, replace(dataset, reference=None)
+        for number, places in enumerate(passes(count, self.layout, rank)):
+            batch = batch_of(unscored, dataset.rows[list(places)].tolist())
             scores = score_sides(self._engine, batch).double()
             parts.append(torch.cat([torch.tensor(list(places)).double()[:, None], scores], 1))
-            progress(min(first + ROWS_PER_PASS, len(mine)), len(mine))
+            progress(min((number + 1) * ROWS_PER_PASS, num_mine), num_mine)
         whole = torch.cat(parts)
-        return whole if layout.represents(rank) else whole[:0]
+        return whole if self.layout.represents(rank) else whole[:0]
 
 
 def make_scorer(
@@ -206,13 +194,6 @@ def make_scorer(
     cache = DataCache(transport.world, folder)
     bound = plan.batch.micro_batch_tokens
     return Scorer(recipe, role, trained.layout, transport, device, cache, bound, say)
-
-
-def _files_of(folder: Path) -> list[Json]:
-    """Names, sizes and times of the files of a model; empty for one on the hub, which has a revision."""
-    if not folder.is_dir():
-        return []
-    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(folder.iterdir())]
 
 
 def all_datasets(sets: Sequence[object]) -> list[Dataset]:

@@ -39,18 +39,16 @@ def replacement_of(plan: Plan, recipe: Recipe) -> str:
 def plan_in_force(checkpoint: Path | None, recipe: Recipe, known: Plan, world: ProcessGroup) -> Plan:
     """The plan to continue a checkpoint with: the one that it was made under. All ranks call it together.
 
-    Where the recipe's `layout` or the number of ranks is another one than then, the recipe's own plan is in force.
-
-    Args:
-        checkpoint: Folder of the checkpoint, which only the first rank reads; None without one.
-        recipe: Settings of the user.
-        known: A plan of this recipe for these ranks.
-        world: All ranks.
+    Where the recipe's `layout` or the number of ranks is another one than then, the recipe's own plan is in force. Only
+    the first rank reads the checkpoint; `known` is a plan of the recipe for these ranks.
     """
     is_reader = world.rank == world.ranks[0]
     file = checkpoint / LAYOUT_FILE if checkpoint is not None and is_reader else None
     text = file.read_text(encoding="utf-8") if file is not None and file.exists() else ""
-    layout = _layout_in_force(world.broadcast_text(text, world.ranks[0], "the layout that is in force"), recipe, known)
+    text = world.broadcast_text(text, world.ranks[0], "the layout that is in force")
+    layout, facts = recipe.layout, json.loads(text) if text else {}
+    if facts.get("world_size") == known.world_size and _layout_from(facts["recipe"]) == recipe.layout:
+        layout = _layout_from(facts["in_force"])
     if layout == known.layout:
         return known
     try:
@@ -59,17 +57,8 @@ def plan_in_force(checkpoint: Path | None, recipe: Recipe, known: Plan, world: P
         return with_layout(recipe, recipe.layout, known)
 
 
-def _layout_in_force(text: str, recipe: Recipe, known: Plan) -> Mapping[str, LayoutConfig]:
-    if not text:
-        return recipe.layout
-    facts = json.loads(text)
-    if facts["world_size"] != known.world_size:
-        return recipe.layout
-    then, in_force = (
-        {node: LayoutConfig.model_validate(values) for node, values in facts[name].items()}
-        for name in ("recipe", "in_force")
-    )
-    return in_force if then == recipe.layout else recipe.layout
+def _layout_from(known: Mapping[str, Mapping[str, Json]]) -> dict[str, LayoutConfig]:
+    return {node: LayoutConfig.model_validate(values) for node, values in known.items()}
 
 
 def write_description(directory: RunDirectory, recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> None:
@@ -89,13 +78,9 @@ LAYOUTS_FILE = "layouts.jsonl"
 
 
 def note_layout(directory: RunDirectory, plan: Plan, trained: int, made: int) -> None:
-    """Write down that a plan is in force from now on, where another layout was before. One rank calls it.
+    """Write down that a plan is in force after a step of training, where another layout was before. One rank calls it.
 
-    Args:
-        directory: Folder of the run.
-        plan: The plan.
-        trained: Step of training after which it is in force.
-        made: Iterations that all ranks that generate have handed over.
+    All ranks that generate have handed over `made` iterations then.
     """
     file = directory.journal / LAYOUTS_FILE
     journal = LineFile(file, "iteration", directory.may_fail)
@@ -150,8 +135,7 @@ class PastLayouts:
                 f"from step {trained} on the run in {self._journal.parent} had {line['world_size']} workers, but here "
                 f"{like.world_size} follow it: start as many",
             )
-        known = cast("Mapping[str, Mapping[str, Json]]", line["layout"])
-        layout = {node: LayoutConfig.model_validate(values) for node, values in known.items()}
+        layout = _layout_from(cast("Mapping[str, Mapping[str, Json]]", line["layout"]))
         return None if layout == like.layout else with_layout(self._recipe, layout, like)
 
 

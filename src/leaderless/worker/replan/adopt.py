@@ -24,7 +24,6 @@ from leaderless.worker.build.join import add_process_groups
 from leaderless.worker.build.parts import Parts, Progress
 from leaderless.worker.chain import Chain
 from leaderless.worker.checkpoint.channel_rows import rows_from_bytes, rows_to_bytes, share_of
-from leaderless.worker.evaluate.evaluator import make_evaluator
 
 
 def adopt(plan: Plan, parts: Parts, progress: Progress, chain: Chain, tracer: Tracer) -> tuple[Parts, Chain]:
@@ -33,15 +32,8 @@ def adopt(plan: Plan, parts: Parts, progress: Progress, chain: Chain, tracer: Tr
     Everything that a checkpoint would hold goes straight to the ranks that hold it under the new plan, so the run
     continues as if it had been stopped here and resumed with that plan.
 
-    Args:
-        plan: Plan to continue with, for the same recipe and ranks.
-        parts: Parts of this worker so far; its models are moved.
-        progress: Position of the run, whose node states are moved.
-        chain: Chain of this rank so far, which is closed.
-        tracer: Timer of all that the rank does.
-
     Returns:
-        The parts and the chain to continue with.
+        The parts and the chain to continue with; those so far are moved and closed.
 
     Raises:
         RecipeError: One of the plans cannot be changed while the run goes on.
@@ -54,7 +46,10 @@ def adopt(plan: Plan, parts: Parts, progress: Progress, chain: Chain, tracer: Tr
     in_flight = range(progress.trained + 1, max(place.made for place in places) + 1)
     progress.remaining = _give_up(plan, parts, progress, chain)
     states = _node_states(old, progress, world)
-    surplus = _move_surplus(old, plan, chain.buffer.surplus, world)
+    surplus = None
+    if old.repeat is not None and plan.repeat is not None:
+        groups = chain.buffer.surplus.batch
+        surplus = move_rows(old.repeat.layout, plan.repeat.layout, groups, world, "the surplus groups")
     flight = _move_flight(old, plan, chain.channels.flight(), in_flight, world)
     for loader in chain.loaders.values():
         loader.close()
@@ -62,10 +57,7 @@ def adopt(plan: Plan, parts: Parts, progress: Progress, chain: Chain, tracer: Tr
     parts.roles.adopt(plan)
     trim_host_memory()
     parts.roles.sync_all()
-    evaluator, judging = None, parts.judging.under(plan)
-    if parts.held_out is not None:
-        evaluator = make_evaluator(parts.recipe, plan, parts.held_out, parts.tokenizer, judging)
-    parts = replace(parts, plan=plan, evaluator=evaluator, judging=judging)
+    parts = replace(parts, plan=plan)
     is_asked_to_stop, num_roll_backs = chain.channels.is_asked_to_stop, chain.num_roll_backs
     chain = Chain(parts, progress, tracer)
     chain.num_roll_backs, chain.channels.is_asked_to_stop = num_roll_backs, is_asked_to_stop
@@ -101,7 +93,6 @@ class _Place(NamedTuple):
 
 
 def _places(plan: Plan, progress: Progress, world: ProcessGroup) -> list[_Place]:
-    """The places of all loops, on all ranks."""
     here = [-progress.step, progress.step, progress.data_position]
     mine = [here if world.rank in loop.ranks else [-MANY, 0, 0] for loop in plan.loops]
     known = world.max(torch.tensor(mine), "the places of loops").tolist()
@@ -129,13 +120,6 @@ def _give_up(plan: Plan, parts: Parts, progress: Progress, chain: Chain) -> Rema
     return remaining
 
 
-def _move_surplus(old: Plan, new: Plan, surplus: Surplus, world: ProcessGroup) -> Batch | None:
-    """The surplus groups that this rank keeps under a new plan: those that it would read from a checkpoint."""
-    if old.repeat is None or new.repeat is None:
-        return None
-    return move_rows(old.repeat.layout, new.repeat.layout, surplus.batch, world, "the surplus groups")
-
-
 def _move_flight(old: Plan, new: Plan, held: Flight, iterations: range, world: ProcessGroup) -> Flight:
     """The rows between loops that this rank is to send under a new plan, as if it read them from a checkpoint."""
     moved: Flight = {}
@@ -153,15 +137,10 @@ def _move_flight(old: Plan, new: Plan, held: Flight, iterations: range, world: P
 def move_rows(source: Layout, target: Layout, held: Batch | None, world: ProcessGroup, what: str) -> Batch | None:
     """Send rows to the ranks that would read them from a checkpoint. All ranks of the world call it together.
 
-    Args:
-        source: Layout that has the rows.
-        target: Layout that is to have them.
-        held: Rows of this rank's shard, if it has some.
-        world: All ranks.
-        what: Name of the rows in errors.
+    `held` are the rows of this rank's shard of the layout `source`, if it has some; `what` names them in errors.
 
     Returns:
-        The rows of this rank's new shard; None if it has none, or nobody has had rows.
+        The rows of this rank's shard of the layout `target`; None if it has none, or nobody has had rows.
     """
     mine = held if world.rank in source and source.represents(world.rank) else None
     own = torch.zeros(0, dtype=torch.int64) if mine is None else torch.unique(mine.group_ids)
@@ -179,7 +158,7 @@ def move_rows(source: Layout, target: Layout, held: Batch | None, world: Process
             continue
         part = mine if source.dp == target.dp else mine.select(torch.isin(mine.group_ids, groups))
         message = rows_to_bytes(part)
-        for rank in _ranks_of(target, shard):
+        for rank in target.ranks[shard * target.ranks_per_shard : (shard + 1) * target.ranks_per_shard]:
             if rank == world.rank:
                 kept[place] = part
             else:
@@ -209,8 +188,3 @@ def _shares(known: list[Tensor], num_shards: int) -> list[tuple[list[int], Tenso
         # Without any group a shard still has to know the columns.
         shares.append((sorted(senders or {shard * len(known) // num_shards}), mine))
     return shares
-
-
-def _ranks_of(layout: Layout, shard: int) -> tuple[int, ...]:
-    """The ranks that hold the rows of a shard."""
-    return layout.ranks[shard * layout.ranks_per_shard : (shard + 1) * layout.ranks_per_shard]

@@ -85,7 +85,7 @@ class Replanner:
     def __init__(self, parts: Parts) -> None:
         """Plan all layouts that are named; nothing has been measured yet."""
         self._recipe, self._world, self._display = parts.recipe, parts.transport.world, parts.display
-        self._directory, self._fits = parts.directory, partial(parts.memory.fits, parts.recipe)
+        self._directory, self._fits = parts.directory, partial(parts.roles.memory.fits, parts.recipe)
         self.plans = alternatives(parts.recipe, parts.plan)
         self._current = self._name_of(parts.plan)
         self._nodes = {node.name: NodeSeconds() for node in parts.plan.nodes}
@@ -115,9 +115,8 @@ class Replanner:
     def measure(self, spent: Mapping[str, float], seconds: float) -> None:
         """Take in the seconds of an iteration of this rank's loop.
 
-        Args:
-            spent: Seconds of this rank in each of its nodes, and in its waits for other loops.
-            seconds: Seconds of the whole iteration.
+        `spent` are those in each of its nodes, and in its waits for other loops; `seconds` those of the whole
+        iteration.
         """
         self.choice = None
         if self._is_warm:  # the first iteration with a layout is slow, as caches and memory are new

@@ -23,22 +23,14 @@ FAILED_BODIES = "body/failed"
 
 @dataclass(frozen=True)
 class RollBack:
-    """A return to a checkpoint. The data position does not return, so that the same prompts do not cause it again.
+    """A return to a checkpoint from a step that went wrong.
 
-    Attributes:
-        from_step: Step that went wrong.
-        to_step: Step of the checkpoint.
-        data_position: Number of prompts taken from the data; training continues after them.
+    The data position does not return, so that the same prompts do not cause it again: training continues after them.
     """
 
     from_step: int
     to_step: int
     data_position: int
-
-
-def plays(node: PlannedNode) -> bool:
-    """Whether a node plays episodes of bodies, or writes responses."""
-    return node.node.run == "rollout"
 
 
 class Guards:
@@ -68,7 +60,9 @@ class Guards:
         limit, action = self._config.reward_failures_limit, self._config.reward_failures_action
         events: list[GuardEvent] = []
         graders = [node for node in nodes if "reward_valid" in node.writes]
-        named = [(node, FAILED) for node in graders] or [(node, FAILED_BODIES) for node in nodes if plays(node)]
+        named = [(node, FAILED) for node in graders] or [
+            (node, FAILED_BODIES) for node in nodes if node.node.run == "rollout"
+        ]
         for node, name in named:
             share = numbers.get(tagged(name, node.node))
             if share is not None and limit is not None and share > limit:

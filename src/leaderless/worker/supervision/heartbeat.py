@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Self
 
 from leaderless.distributed.activity import Activity
@@ -107,7 +106,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        """Begin to watch."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Opened now, as the backstop below writes it without the help of the interpreter.
         self._file = self._path.open("a", encoding="utf-8")
@@ -117,7 +115,6 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop watching."""
         self._ended.set()
         self._thread.join(self._tick_s + ANSWER_S)
         faulthandler.cancel_dump_traceback_later()
@@ -138,7 +135,13 @@ class Watchdog:
             waiting_for = "a collective of its model"
         is_debugged = any(module.partition(".")[0] in _DEBUGGERS for module in modules)
         idle_s = 0.0 if is_debugged else time.monotonic() - seen.moved_at
-        function = next(filter(None, map(_users_name, frames)), "")
+        own = (*_LIBRARIES, _PACKAGE, "<")
+        named = (
+            f"{frame.f_globals.get('__name__', '')}:{frame.f_code.co_qualname}"
+            for frame in frames
+            if not frame.f_code.co_filename.startswith(own) and frame.f_code.co_name != "<module>"
+        )
+        function = next(named, "")
         return Status(self._transport.rank, seen.step, seen.place, seen.doing, idle_s, waiting_for, function)
 
     def _watch(self) -> None:
@@ -203,10 +206,3 @@ def end_stalled(stall: Stall, is_reporter: bool, *, directory: RunDirectory, ran
         print(f"error {message}", file=sys.stderr, flush=True)  # noqa: T201 - nothing else reports it
     time.sleep(LAST_WORDS_S)
     os._exit(1)
-
-
-def _users_name(frame: FrameType) -> str:
-    """The function of a frame, if it is the user's code."""
-    code = frame.f_code
-    is_own = code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<"))
-    return "" if is_own or code.co_name == "<module>" else f"{frame.f_globals.get('__name__', '')}:{code.co_qualname}"

@@ -81,7 +81,6 @@ class StopRequest:
         self._timers: list[threading.Timer] = []
 
     def __enter__(self) -> Self:
-        """Take over the signals of the process."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and not self._is_guest:
             receiver, sender = socket.socketpair()

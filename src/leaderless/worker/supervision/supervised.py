@@ -28,55 +28,34 @@ from leaderless.worker.supervision.stop import StopRequest
 def supervised(parts: Parts, progress: Progress, *, is_guest: bool) -> Iterator[StopRequest]:
     """Watch over the steps of a rank; yields the request to stop, which signals and the run's folder can make.
 
-    Args:
-        parts: Parts of the worker; another plan may take the place of theirs meanwhile.
-        progress: Position of its loop.
-        is_guest: Whether the process belongs to a program that continues after the run, so that nothing may end it.
+    Another plan may take the place of that of `parts` meanwhile. Nothing may end a guest in another program.
     """
-    messages = _Messages(parts, progress)
-    stop = StopRequest(parts.recipe.run.grace_s, messages.stopping, messages.abandoned, is_guest=is_guest)
-    with _watchdog(parts, messages, is_guest=is_guest), _presence(parts, stop), stop:
-        yield stop
+    run, directory, transport, say = parts.recipe.run, parts.directory, parts.transport, parts.display.say
 
+    def stalled(stall: Stall, is_reporter: bool) -> None:
+        if is_reporter:
+            where = escape(str(directory.errors))
+            say(f"[bold red]no progress[/]: {escape(stall.cause)}; the stacks are in {where}")
 
-def _watchdog(parts: Parts, messages: _Messages, *, is_guest: bool) -> Watchdog:
-    run, directory, transport = parts.recipe.run, parts.directory, parts.transport
+    def stopping() -> None:
+        say("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once without one")
+
+    def abandoned() -> None:
+        done = directory.last_step()
+        resume = f"; the same command continues from step {done}" if done else ""
+        say(f"step {progress.step} is abandoned after run.grace_s={run.grace_s:g} s{resume}")
+        if parts.desk is not None:
+            parts.desk.close()  # so that those who wait for an answer get an error
+
+    stop = StopRequest(run.grace_s, stopping, abandoned, is_guest=is_guest)
     # A wait for a peer must not time out before the peer's stall is seen.
     timeout_s = min(run.stall_timeout_s, run.timeout_s / 2)
-    end = partial(end_stalled, directory=directory, rank=transport.rank)
     stacks = directory.errors / f"stacks-rank-{transport.rank}.txt"
-    return Watchdog(transport.activity, transport, timeout_s, stacks, messages.stalled if is_guest else end)
-
-
-def _presence(parts: Parts, stop: StopRequest) -> Presence:
-    transport, every_s = parts.transport, parts.recipe.run.status_every_s
+    end = stalled if is_guest else partial(end_stalled, directory=directory, rank=transport.rank)
+    watchdog = Watchdog(transport.activity, transport, timeout_s, stacks, end)
     place, use = (transport.rank, transport.world.size), partial(device_use, parts.turns.device)
-    return Presence(parts.directory, place, transport.activity, every_s, use, stop.ask)
-
-
-class _Messages:
-    """Messages for the console when a run stalls or stops."""
-
-    def __init__(self, parts: Parts, progress: Progress) -> None:
-        self._parts, self._progress = parts, progress
-
-    def stalled(self, stall: Stall, is_reporter: bool) -> None:
-        if is_reporter:
-            where = escape(str(self._parts.directory.errors))
-            self._parts.display.say(f"[bold red]no progress[/]: {escape(stall.cause)}; the stacks are in {where}")
-
-    def stopping(self) -> None:
-        self._parts.display.say(
-            "stopping after this step, with a checkpoint; press Ctrl-C again to stop at once without one"
-        )
-
-    def abandoned(self) -> None:
-        done = self._parts.directory.last_step()
-        resume = f"; the same command continues from step {done}" if done else ""
-        grace = f"run.grace_s={self._parts.recipe.run.grace_s:g} s"
-        self._parts.display.say(f"step {self._progress.step} is abandoned after {grace}{resume}")
-        if self._parts.desk is not None:
-            self._parts.desk.close()  # so that those who wait for an answer get an error
+    with watchdog, Presence(directory, place, transport.activity, run.status_every_s, use, stop.ask), stop:
+        yield stop
 
 
 RANKS_PER_S = 64
@@ -98,15 +77,10 @@ class Presence:
         device_use: Callable[[], DeviceUse | None],
         on_stop: Callable[[], None],
     ) -> None:
-        """Prepare to write.
+        """Prepare to write, as the rank and the number of ranks in `place`.
 
-        Args:
-            directory: Folder of the run.
-            place: Rank and number of ranks.
-            activity: Activity of the main thread.
-            every_s: Seconds between two writes; 0 for none. With many ranks the interval is longer.
-            device_use: Function that measures the use of the accelerator; None without one.
-            on_stop: Function to call, once, when the file `stop` exists.
+        Two writes are `every_s` seconds apart, with many ranks more, and there are none with 0. `on_stop` is called,
+        once, when the file `stop` exists.
         """
         self._directory, (self._rank, self._world_size) = directory, place
         self._activity, self._device_use, self._on_stop = activity, device_use, on_stop
@@ -116,7 +90,6 @@ class Presence:
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
 
     def __enter__(self) -> Self:
-        """Begin."""
         if self._every_s:
             self._process.cpu_percent()  # counts from here
             self._thread.start()
