@@ -42,7 +42,9 @@ MODULES = (
     "leaderless.cli.main",
     "leaderless.observability.report.page",
     "leaderless.planner.show.picture",
+    "pytest",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.tensor.debug",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
 )

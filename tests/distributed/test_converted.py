@@ -77,7 +77,7 @@ def train(path: str, keeps: Whole, settings: dict[str, object], kind: str, folde
 @pytest.mark.parametrize(
     ("path", "settings", "kind"),
     [
-        (tiny_model, {}, "plain"),
+        pytest.param(tiny_model, {}, "plain", marks=pytest.mark.thorough),  # the others are plain, and more
         pytest.param(tiny_model, {}, "compiled", marks=pytest.mark.thorough),
         (tiny_model, {}, "critic"),
         (partial(vision_model, "qwen2_5_vl"), {}, "images"),

@@ -93,7 +93,7 @@ def walk_in_small_pieces(case: Case) -> None:
         transfer.PIECE_BYTES = before
 
 
-@settings(max_examples=15, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=8, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(case=cases())
 @example(case=SPLIT_GROUPS)
 def test_long_parcels_travel_in_pieces(ranks: RankPool, case: Case) -> None:

@@ -34,12 +34,12 @@ def counts_of(*names: str) -> dict[str, Any]:
         (
             "train",
             {
-                "gradients": 26,
+                "gradients": 14,
                 **{f"reads in torch.{kind}": 0 for kind in ("float32", "bfloat16")},
                 **{f"copies to the device in torch.{kind}": 1.0 for kind in ("float32", "bfloat16")},
             },
         ),
-        ("values", {"gradients": 28}),
+        ("values", {"gradients": 16}),
         # Of each pass one for its inputs and one for its loss.
         ("losses", {"passes": 2, "copies": 4, "waits": 0}),
         ("formulas", {"losses": 10, "waits": 0}),

@@ -90,9 +90,9 @@ def train(path: str, sizes: dict[str, int], changes: Mapping[str, object], num_u
         ({"dp": 1, "cp": 2}, {}),
         pytest.param({"dp": 1, "tp": 2}, {}, marks=pytest.mark.thorough),  # also in stages, and with dropout
         pytest.param({"dp": 2, "tp": 2}, {"gradient_checkpointing": True}, marks=pytest.mark.thorough),
-        ({"dp": 2, "pp": 2}, {}),
+        pytest.param({"dp": 2, "pp": 2}, {}, marks=pytest.mark.thorough),  # also with tp, and with cp
         ({"dp": 1, "pp": 2, "tp": 2}, {"gradient_checkpointing": True}),
-        ({"dp": 4}, DROPPING),
+        pytest.param({"dp": 4}, DROPPING, marks=pytest.mark.thorough),  # also with tp
         ({"dp": 2, "tp": 2}, DROPPING | {"gradient_checkpointing": True}),
         ({"dp": 1, "cp": 2, "pp": 2}, DROPPING | {"gradient_checkpointing": True}),
     ],
@@ -187,8 +187,11 @@ def test_ranks_along_tp_learn_an_adapter_of_a_layer_that_they_do_not_divide(rank
     ("family", "sizes", "changes"),
     [
         pytest.param("qwen3_moe", {"dp": 2}, {}, marks=pytest.mark.thorough),
-        ("qwen3_moe", {"dp": 2, "ep": 2}, {"gradient_checkpointing": True}),
-        ("mixtral", {"dp": 4, "ep": 2}, {}),  # two ranks have one expert each of two
+        # Also in stages.
+        pytest.param("qwen3_moe", {"dp": 2, "ep": 2}, {"gradient_checkpointing": True}, marks=pytest.mark.thorough),
+        pytest.param(
+            "mixtral", {"dp": 4, "ep": 2}, {}, marks=pytest.mark.thorough
+        ),  # two ranks have one of two experts
         ("qwen3_moe", {"dp": 4, "ep": 2}, {}),  # two ranks have a half of three experts each, and of their matrices
         pytest.param("qwen3_moe", {"dp": 1, "tp": 2, "ep": 2}, {}, marks=pytest.mark.thorough),  # also with cp
         ("qwen2_moe", {"dp": 1, "tp": 4, "ep": 2}, {}),

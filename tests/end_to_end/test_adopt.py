@@ -256,7 +256,8 @@ def test_a_switch_takes_rows_in_flight_along(
     steps = switch + lag + 1
     named = {name: {node: {"ranks": at} for node, at in after.items()}} if name == "named" else "auto"
     schedule = {"replan_every_steps": switch, "layouts": named}
-    changes = {**SETTINGS, "channels": {"rollout": {"capacity": lag}}, "checkpoint.every_steps": 0}
+    channels = {"rollout": {"capacity": lag}}
+    changes = {**SETTINGS, "channels": channels, "checkpoint.every_steps": 0, "evaluation.every_steps": 0}
     resuming = Runs(ranks, tmp_path, changes | {"steps": steps})
     resuming("resumed", before, switch + lag, size=3)
     resumed = resuming("resumed", after, steps, size=3)
@@ -280,7 +281,8 @@ def test_a_switch_takes_rows_in_flight_along(
 
 
 def test_a_checkpoint_is_resumed_under_the_plan_that_it_was_made_under(ranks: RankPool, tmp_path: Path) -> None:
-    runs = Runs(ranks, tmp_path, {**SETTINGS, "checkpoint.every_steps": 1, "checkpoint.keep": 5})
+    changes = {"checkpoint.every_steps": 1, "checkpoint.keep": 5, "evaluation.every_steps": 0}
+    runs = Runs(ranks, tmp_path, {**SETTINGS, **changes})
     switch = NUM_STEPS - 2
     whole = runs("whole", TOGETHER, switches={switch: APART})
     runs("parts", TOGETHER, switch + 1, switches={switch: APART})

@@ -142,7 +142,7 @@ def train_team(recipe: str, name: str, shares: bool) -> tuple[dict[str, Tensor],
     return states, places
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_agents_on_one_model_have_it_once_and_learn_as_on_two(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     prepare(tmp_path)
     path = str(tmp_path / "planner")

@@ -186,7 +186,9 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 IN_LONG_FORM = (
     "2 ranks",  # four ranks divide more; tests/end_to_end/test_algorithms_run.py trains on two
     "rollout on 0-1, update on 2-3",  # these pools also run in windows
+    "update on 0, rollout and reward on 1-3",  # every node elsewhere
     "2 ranks, adapters",  # also merged
+    "rollout on 0-1, update on 2-3, in windows, adapters",  # also with images
     "rollout on 0-1, update on 2-3, in windows, adapters, merged",
     "every node elsewhere, adapters",
     "2 ranks, images",

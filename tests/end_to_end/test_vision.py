@@ -181,7 +181,8 @@ def test_a_prompt_read_in_both_directions_is_answered_and_learned(ranks: RankPoo
     assert all(line["mismatch/abs_max"] < 1e-5 for line in lines[1:])
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
+# tests/end_to_end/test_preferences.py trains on images with tp.
+@pytest.mark.parametrize("axis", [pytest.param("tp", marks=pytest.mark.thorough), "pp"])
 def test_geometry3k_is_read_as_published(ranks: RankPool, tmp_path: Path, axis: str) -> None:
     figures = [[{"bytes": picture(40, 24, seed), "path": None}] for seed in range(8)]
     table = pa.table({"images": figures, "problem": [f"<image>Find x{i}." for i in range(8)], "answer": ["3"] * 8})

@@ -326,20 +326,21 @@ def test_of_a_rank():
 """
 
 
-@pytest.fixture
-def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What pytest writes of some tests, in two processes, one file of which cannot be imported."""
-    folder = tmp_path / "tests/gpu"
+    root = tmp_path_factory.mktemp("outcomes")
+    folder = root / "tests/gpu"
     folder.mkdir(parents=True)
     (folder / "conftest.py").write_text(Path(conftest.__file__).read_text())
     (folder / "test_a.py").write_text(CRASHES)
     (folder / "test_broken.py").write_text("import no_such_package\n")
     (folder / "test_compiled.py").write_text("def test_slow(): pass\n")
-    path = tmp_path / "outcomes.jsonl"
+    path = root / "outcomes.jsonl"
     options = ["-n", "2", "--dist", "load", "--maxschedchunk", "1", "--tb=short", "--continue-on-collection-errors"]
     subprocess.run(
         [sys.executable, "-m", "pytest", "tests/gpu", "-p", "no:cacheprovider", "-q", *options],
-        cwd=tmp_path,
+        cwd=root,
         env={**os.environ, conftest.VARIABLE: str(path)},
         stdout=subprocess.DEVNULL,
         check=False,

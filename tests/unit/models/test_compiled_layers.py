@@ -116,7 +116,7 @@ def test_compiled_layers_compute_the_same_from_the_same_few_graphs(settings: dic
 def test_layers_that_recompute_do_so_with_the_same_graphs(backend: Backend) -> None:
     calls = []
     for recomputes in (False, True):
-        model = opened(tiny_model(), gradient_checkpointing=recomputes)
+        model = opened(tiny_model(num_layers=1), gradient_checkpointing=recomputes)
         compile_layers(model)
         numbers(model, LENGTHS[1], has_gradient=True)
         before, graphs = backend.num_calls, backend.num_graphs

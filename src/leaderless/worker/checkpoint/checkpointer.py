@@ -46,6 +46,10 @@ class Checkpointer:
         self._parts, self._progress, self._chain, self._tracer = parts, progress, chain, tracer
         recipe, directory = parts.recipe, parts.directory
         self._lag = max(loop.fixed_lag for loop in parts.plan.loops)
+        first_rank, descriptions = parts.plan.leading.ranks[0], dict[str, str]()
+        if parts.transport.rank == first_rank:  # which writes them
+            descriptions["recipe.yaml"] = dump_recipe(recipe)
+            descriptions["plan.json"] = json.dumps(parts.plan.to_json(), indent=1)
         self._writer = CheckpointWriter(
             directory.checkpoints,
             parts.roles.trained(),
@@ -54,8 +58,8 @@ class Checkpointer:
             recipe.checkpoint,
             # A loop that is ahead reaches the place of the checkpoint `lag` iterations later.
             recipe.run.timeout_s * (1 + max(loop.lag for loop in parts.plan.loops)),
-            {"recipe.yaml": dump_recipe(recipe), "plan.json": json.dumps(parts.plan.to_json(), indent=1)},
-            parts.plan.leading.ranks[0],
+            descriptions,
+            first_rank,
         )
 
     def is_due(self) -> bool:
