@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from leaderless.algorithms.registry import CUSTOM
+from leaderless.algorithms.algorithm import CUSTOM
 from leaderless.base.section import ShorthandSection
 from leaderless.config import Recipe
 from leaderless.config.judges import RewardOptions

@@ -9,13 +9,13 @@ from pydantic import Field, model_validator
 from leaderless.algorithms.advantage import Advantage
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.advantages.grpo import GrpoAdvantage
+from leaderless.algorithms.algorithm import union_of
 from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.algorithms.losses.ppo import PpoLoss
 from leaderless.algorithms.policy_loss import PolicyLoss
 from leaderless.algorithms.preference_loss import PreferenceLoss
 from leaderless.algorithms.preferences import PREFERENCE_LOSSES
 from leaderless.algorithms.preferences.sigmoid import SigmoidLoss
-from leaderless.algorithms.registry import union_of
 from leaderless.base.section import Section
 
 if TYPE_CHECKING:

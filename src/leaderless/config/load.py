@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
-from leaderless.algorithms.registry import CUSTOM
+from leaderless.algorithms.algorithm import CUSTOM
 from leaderless.base.errors import Problem, RecipeError, closest, nearest
 from leaderless.base.named_functions import is_function_name, load_class
 from leaderless.base.section import Section

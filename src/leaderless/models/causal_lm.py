@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.images import PromptImage
 from leaderless.models.attention.packed import Attention
+from leaderless.models.attention.shared_prompts import Repeats
 from leaderless.models.decoder import Decoder, check_freezing, empty_decoder, load_decoder
 from leaderless.models.fused_scores import FusedScores
 from leaderless.models.loading.support import sees_images
 from leaderless.models.parallel.reductions import copied
-from leaderless.models.repeats import Repeats
 from leaderless.models.scoring import Entropy, Scoring, linear_in_float32, score_tokens
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
@@ -19,13 +20,14 @@ from transformers import (
     modeling_utils,
 )
 from transformers.utils import logging as transformers_logging
+from typing_extensions import override
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.images import PromptImage
 from leaderless.data.sources.hub import unreachable_hub
 from leaderless.models.attention.packed import ATTENTION_NAME, Attention, check_window
-from leaderless.models.attention.shared_prompts import Family, PrefixAttention, attention_over
+from leaderless.models.attention.shared_prompts import Family, PrefixAttention, Repeats, attention_over
 from leaderless.models.gradient_checkpointing import recompute_layers
 from leaderless.models.loading.support import (
     attention_names,
@@ -38,7 +40,6 @@ from leaderless.models.loading.support import (
 )
 from leaderless.models.lora.linear import add_adapters, give_adapters_values, trained_weights
 from leaderless.models.parallel.reductions import VocabularyPart
-from leaderless.models.repeats import Repeats
 
 if TYPE_CHECKING:
     from leaderless.models.parallel.expert import ExpertParallel
@@ -58,17 +59,15 @@ Completion = Callable[[Callable[[str, Tensor], Tensor], torch.device], None]
 of the whole one."""
 
 
-class Decoder(nn.Module):
-    """A model of `transformers` whose layers and head are called separately."""
+class Shardable(nn.Module):
+    """A model around a module whose weights it names, to be sharded and trained by `ShardedModel`."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Wrap a model that was loaded with this package's attention; weights keep their names."""
+    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+        """Wrap a module; weights keep their names."""
         super().__init__()
         self.model = model
-        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.vocab_size = vocab_size
         """Number of tokens with an embedding, whatever part of them is here."""
-        self.vocabulary_part: VocabularyPart | None = None
-        """Words of which this rank has the embeddings for logits; all without it."""
         self.tensor_parallel: TensorParallel | None = None
         """How ranks divide the layers, if they do."""
         self.pipeline: PipelineParallel | None = None
@@ -79,6 +78,47 @@ class Decoder(nn.Module):
         """Routers of all layers, if they were looked for before ranks divided these."""
         self.complete: Completion = lambda whole, device: None  # noqa: ARG005
         """Function that gives weights their values once ranks have divided them."""
+
+    def train(self, mode: bool = True) -> Self:  # noqa: ARG002
+        """Stay in evaluation mode: a policy that is trained must be the one that sampled.
+
+        In the training mode of `transformers`, dropout, noise on routers and skipped layers would make every pass
+        another model.
+        """
+        return super().train(False)
+
+    @property
+    def shared_words(self) -> nn.Parameter | None:
+        """The embeddings that both this stage of a pipeline and another one train, if the head is the embedding."""
+        return None
+
+    def float32_modules(self) -> list[nn.Module]:
+        """List modules that always compute in float32."""
+        return []
+
+    def is_frozen(self, name: str) -> bool:  # noqa: ARG002
+        """Whether training leaves one of `trained_weights` as it is."""
+        return False
+
+    @abstractmethod
+    def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The weights that training changes, by name."""
+
+    @abstractmethod
+    def write_description(self, folder: Path) -> None:
+        """Write the files that describe the model next to its weights."""
+
+
+class Decoder(Shardable):
+    """A model of `transformers` whose layers and head are called separately."""
+
+    model: PreTrainedModel
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Wrap a model that was loaded with this package's attention; weights keep their names."""
+        super().__init__(model, model.get_input_embeddings().weight.shape[0])
+        self.vocabulary_part: VocabularyPart | None = None
+        """Words of which this rank has the embeddings for logits; all without it."""
         # Not every family passes its window on to its attention. Where layers have types, all have full attention.
         described = model.config.get_text_config()
         has_types = getattr(described, "layer_types", None) is not None
@@ -99,11 +139,15 @@ class Decoder(nn.Module):
         pipeline takes hidden states [T, hidden_size] in the place of tokens, and one that is not the last computes
         hidden states of all tokens.
         """
-        check_window(self._sliding_window, attention)
         kind = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
-        output = self.model.base_model(
-            **{kind: tokens.unsqueeze(0)}, position_ids=positions.unsqueeze(0), use_cache=False, attention=attention
-        )
+        return self.pass_layers({kind: tokens.unsqueeze(0)}, positions, attention, select)
+
+    def pass_layers(
+        self, inputs: Mapping[str, object], positions: Tensor, attention: Attention, select: Tensor | Repeats
+    ) -> Tensor:
+        """Pass inputs through the layers; see `hidden_states`."""
+        check_window(self._sliding_window, attention)
+        output = self.text_model(**inputs, position_ids=positions.unsqueeze(-2), use_cache=False, attention=attention)
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         if self.has_head:
             return select.take(hidden) if isinstance(select, Repeats) else hidden.index_select(0, select)
@@ -115,14 +159,8 @@ class Decoder(nn.Module):
         return self.pipeline is None or self.pipeline.is_last
 
     @property
-    def has_tied_words(self) -> bool:
-        """Whether the head is the embedding, so that two stages of a pipeline would have it."""
-        head = self.model.get_output_embeddings()
-        return head is not None and head.weight is self.model.get_input_embeddings().weight
-
-    @property
+    @override
     def shared_words(self) -> nn.Parameter | None:
-        """The embeddings that both this stage of a pipeline and another one train, if the head is the embedding."""
         if self.pipeline is None or not self.pipeline.is_tied or not (self.pipeline.is_first or self.pipeline.is_last):
             return None
         is_first = self.pipeline.is_first
@@ -176,28 +214,13 @@ class Decoder(nn.Module):
             return PrefixAttention(families, device)
         return attention_over(families, device, compute_dtype)
 
-    def train(self, mode: bool = True) -> Self:  # noqa: ARG002
-        """Stay in evaluation mode: a policy that is trained must be the one that sampled.
-
-        In the training mode of `transformers`, dropout, noise on routers and skipped layers would make every pass
-        another model.
-        """
-        return super().train(False)
-
-    def float32_modules(self) -> list[nn.Module]:
-        """List modules that always compute in float32."""
-        return []
-
-    def is_frozen(self, name: str) -> bool:  # noqa: ARG002
-        """Whether training leaves one of `trained_weights` as it is."""
-        return False
-
+    @override
     def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The weights that training changes, by their names in `transformers`; see `lora.trained_weights`."""
         yield from trained_weights(self.model)
 
+    @override
     def write_description(self, folder: Path) -> None:
-        """Write the files that `transformers` reads next to the weights."""
         self.model.config.save_pretrained(folder)
         if getattr(self.model, "generation_config", None) is not None:  # classifiers do not generate
             self.model.generation_config.save_pretrained(folder)

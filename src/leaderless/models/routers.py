@@ -141,7 +141,8 @@ class _Router:
             probabilities = logits.softmax(dim=-1, dtype=torch.float32)
             if now.pull is not None:
                 assert now.weights is not None
-                probabilities = _pulled(probabilities, now.weights.unsqueeze(1) * now.pull[self._layer])
+                pull = now.weights.unsqueeze(1) * now.pull[self._layer]
+                probabilities = cast("Tensor", _Pulled.apply(probabilities, pull))  # type: ignore[no-untyped-call]
             if now.replayed is not None:
                 recorded = now.replayed[:, self._layer].long()
                 chosen = torch.where(recorded == UNKNOWN, chosen, recorded)
@@ -151,11 +152,6 @@ class _Router:
         if now.weights is not None:
             now.probabilities[self._layer] = now.weights @ logits.detach().softmax(dim=-1, dtype=torch.float32)
         return logits, scores, chosen
-
-
-def _pulled(values: Tensor, gradient: Tensor) -> Tensor:
-    pulled: Tensor = _Pulled.apply(values, gradient)  # type: ignore[no-untyped-call]
-    return pulled
 
 
 class _Context(FunctionCtx):

@@ -114,16 +114,7 @@ def read_back(*tensors: Tensor) -> list[Tensor]:
     """Tensors of one device on the host, in one copy, for which it waits; on the host they are the same ones."""
     if all(one.device.type == "cpu" for one in tensors):
         return [*tensors]
-    return _parted(_together(tensors).cpu(), tensors)
-
-
-def _together(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of tensors, one after the other."""
-    return torch.cat([one.contiguous().flatten().view(torch.uint8) for one in tensors])
-
-
-def _parted(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of the same types and shapes as others, from their bytes."""
-    parts = torch.split(whole, [one.nbytes for one in like])
+    together = torch.cat([one.contiguous().flatten().view(torch.uint8) for one in tensors]).cpu()
+    parts = torch.split(together, [one.nbytes for one in tensors])
     # Copies, since a part may begin at an odd place for its type.
-    return [part.clone().view(one.dtype).view(one.shape) for part, one in zip(parts, like, strict=True)]
+    return [part.clone().view(one.dtype).view(one.shape) for part, one in zip(parts, tensors, strict=True)]

@@ -13,9 +13,9 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.prompts.images import PromptImage
 from leaderless.models.attention.packed import Attention
+from leaderless.models.attention.shared_prompts import Repeats
 from leaderless.models.decoder import SCALAR_HEAD, Decoder, check_freezing, load_decoder
 from leaderless.models.loading.support import register_classifiers, sees_images
-from leaderless.models.repeats import Repeats
 
 if TYPE_CHECKING:
     from leaderless.models.vision.image_readers import Pixels

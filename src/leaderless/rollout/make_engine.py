@@ -24,10 +24,10 @@ from leaderless.distributed.remote.messages import Settings
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm
 from leaderless.models.decoder import load_model_config, reserved_tokens
-from leaderless.models.loading.saved_form import saved_form
 from leaderless.models.loading.sharded_loading import open_model
 from leaderless.models.loading.support import reads_both_ways
 from leaderless.models.loading.tokenizer import end_tokens
+from leaderless.models.loading.weight_sources import saved_form
 from leaderless.models.lora.linear import share_weights
 from leaderless.models.routers import Routers
 from leaderless.models.vision.vision_models import VisionLM

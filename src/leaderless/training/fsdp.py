@@ -13,6 +13,7 @@ from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.attention.packed import Attention
 from leaderless.models.attention.ring import RingParallel
+from leaderless.models.attention.shared_prompts import Repeats
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
 from leaderless.models.compiled_layers import compile_layers, compiler_failure, why_not_compiled
 from leaderless.models.decoder import Decoder
@@ -24,7 +25,6 @@ from leaderless.models.parallel.context import ContextParallel
 from leaderless.models.parallel.expert import ExpertParallel, num_experts
 from leaderless.models.parallel.pipeline import PipelineParallel, check_stages, cut_into_stages
 from leaderless.models.parallel.tensor import TensorParallel
-from leaderless.models.repeats import Repeats
 from leaderless.models.routers import FAMILIES, Routers
 from leaderless.models.scoring import Entropy
 from leaderless.models.uploads import one_copy, placed
@@ -269,7 +269,9 @@ def _divide(model: Decoder, setup: EngineSetup, key: str) -> None:
     if layout.pp > 1:
         hidden_size = model.model.config.get_text_config().hidden_size
         model.routers = Routers.of(model)  # of all stages, each of which knows its own by their number
-        lines, is_tied = (groups["pp"], groups[BACK]), model.has_tied_words and setup.model.lora is None
+        lines, head = (groups["pp"], groups[BACK]), model.model.get_output_embeddings()
+        has_tied_words = head is not None and head.weight is model.model.get_input_embeddings().weight
+        is_tied = has_tied_words and setup.model.lora is None
         stages = PipelineParallel(layout, *lines, shapes, base_shapes, hidden_size, is_tied=is_tied)
         cut_into_stages(model, stages)
 

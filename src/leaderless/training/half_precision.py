@@ -85,16 +85,16 @@ class ConvertedWeights:
                     yield _Slot(parameters, name, weight, copies[weight])
 
     def _end_forward(self, output: Tensor | tuple[Tensor, ...]) -> None:
+        def begin_backward(_: Tensor) -> None:
+            """Let layers that keep no activations compute them again with the copies."""
+            if not self._are_in_place:
+                self._place()
+                torch.autograd.Variable._execution_engine.queue_callback(self._remove)  # noqa: SLF001
+
         self._remove()
         for one in (output,) if isinstance(output, Tensor) else output:
             if one.requires_grad:
-                one.register_hook(lambda _: self._begin_backward())  # type: ignore[no-untyped-call]
-
-    def _begin_backward(self) -> None:
-        """Let layers that keep no activations compute them again with the copies."""
-        if not self._are_in_place:
-            self._place()
-            torch.autograd.Variable._execution_engine.queue_callback(self._remove)  # noqa: SLF001
+                one.register_hook(begin_backward)  # type: ignore[no-untyped-call]
 
 
 def convert_inputs(module: nn.Module, dtype: torch.dtype) -> None:

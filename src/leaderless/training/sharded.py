@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from leaderless.distributed.weights.blocks import HeldWeights, LocalWeight, Plac
 from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import receive_weights
 from leaderless.distributed.weights.tensor_parallel import tensor_rows
+from leaderless.models.decoder import Shardable
 from leaderless.models.lora.expert_lora import LoraExperts, adapted_experts
 from leaderless.models.lora.linear import adapted_layers, describe_adapters, is_adapter, merged
 from leaderless.models.parallel.context import ContextParallel
@@ -47,7 +48,6 @@ from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer, may_be_fused
 from leaderless.training.pipeline import StageQueue
 from leaderless.training.routed_experts import RoutedPasses
-from leaderless.training.shardable import Shardable
 
 Model_co = TypeVar("Model_co", bound=Shardable, covariant=True)
 
@@ -120,12 +120,12 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self.why_not_compiled = ""
         self.seed, self.dropout = 0, 0.0 if lora is None else lora.dropout
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
-        self.model, self._module = model, cast("nn.Module", model)  # the same: a protocol cannot be a module as well
-        self._module.eval()
+        self.model = model
+        model.eval()
         self.policy_version = 0
         self._optimizer_config, self._num_updates = optimizer, num_updates
         # Parameters that are none of `trained_weights`, such as those below adapters, stay frozen.
-        self._module.requires_grad_(False)
+        model.requires_grad_(False)
         for name, parameter in model.trained_weights():
             parameter.requires_grad_(optimizer is not None and not model.is_frozen(name))
         self.units: list[FSDPModule] = []
@@ -153,15 +153,15 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             self.is_replica = tensor is None and any(mesh.get_local_rank(axis) for axis in others)
         self.can_start_again = process_group.size == 1 and not self.units
         model.complete(self._whole, device)
-        self._module.to(device)
+        model.to(device)
         num_alike = 1 if tensor is None else tensor.peers.size
-        routers = model.routers or Routers.of(self._module)
+        routers = model.routers or Routers.of(self.model)
         self.routed = None if routers is None else RoutedPasses(routers, process_group, device, num_alike)
         self._optimizer = None
         if optimizer:
             # Only now: `fully_shard` and `complete` put other parameters in place of those that the model had.
             is_fused = may_be_fused(device, process_group)
-            self._optimizer = make_optimizer(self._module.parameters(), optimizer, is_fused=is_fused)
+            self._optimizer = make_optimizer(self.model.parameters(), optimizer, is_fused=is_fused)
 
     def divide_passes(self, peers: ContextParallel) -> None:
         """Let peers divide the tokens of each pass, so that together they take as many times more."""
@@ -199,7 +199,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             weight.data = weight.data if weight.is_meta else weight.data.to(device)
         # Inner units first: a unit takes all parameters within it that no other unit has taken.
         if (experts := self._experts) is not None and experts.gathered:
-            copies, present = experts.mesh[COPIES], {*self._module.modules()}  # without those of other stages
+            copies, present = experts.mesh[COPIES], {*self.model.modules()}  # without those of other stages
             for module in [m for m in experts.gathered if m in present]:
                 self._add_unit(module, copies, exact, shard_placement_fn=experts.placement)
         for module in self._layers():
@@ -207,7 +207,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         for module in self.model.float32_modules():
             self._add_unit(module, mesh, replace(policy, param_dtype=torch.float32))
         # The root takes what is left.
-        self._add_unit(self._module, mesh, exact, ignored_params=kept)
+        self._add_unit(self.model, mesh, exact, ignored_params=kept)
         if self._keeps != "nothing":
             self.units[-1].set_reshard_after_forward(False)  # the root's, and that of all units within
 
@@ -225,12 +225,12 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         for module in self._layers():
             convert_inputs(module, self.compute_dtype)
         kept = set[nn.Parameter]() if self._experts is None else self._experts.kept
-        return ConvertedWeights(self._module, self.compute_dtype, self.model.float32_modules(), kept)
+        return ConvertedWeights(self.model, self.compute_dtype, self.model.float32_modules(), kept)
 
     def _layers(self) -> list[nn.Module]:
         """The decoder layers, and the layers of the vision tower."""
         names = set(getattr(self.model.model, "_no_split_modules", None) or ())
-        return [module for module in self._module.modules() if type(module).__name__ in names]
+        return [module for module in self.model.modules() if type(module).__name__ in names]
 
     @override
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
@@ -260,7 +260,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     def discard_gradient(self) -> None:
         """Discard the gradient, and the memory that it has taken."""
         assert self._optimizer is not None
-        has_gradient = any(parameter.grad is not None for parameter in self._module.parameters())
+        has_gradient = any(parameter.grad is not None for parameter in self.model.parameters())
         self._optimizer.zero_grad()
         self._release_converted()
         if self.routed is not None:
@@ -300,12 +300,12 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     def _clip(self, max_norm: float) -> float:
         """Scale the gradient down to a norm if it is longer; returns its norm before."""
         if self._tensor is None and self._experts is None and self.line is None:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in self._module.parameters() if p.grad is not None])
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
             whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         else:
             whole = self._norm_of_parts()
         # Also of the words of the last stage, which have no name of their own.
-        gradients = [_local(weight.grad) for weight in self._module.parameters() if weight.grad is not None]
+        gradients = [_local(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, (max_norm / (whole + 1e-6)).clamp(max=1.0))
         return float(whole)
@@ -373,8 +373,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
     def merged_weights(self) -> Iterator[LocalWeight]:
         """This rank's part of every weight, with its adapter merged into it."""
-        layers = {id(layer.weight): layer for _, layer in adapted_layers(self._module)}
-        modules = [module for _, module in adapted_experts(self._module)]
+        layers = {id(layer.weight): layer for _, layer in adapted_layers(self.model)}
+        modules = [module for _, module in adapted_experts(self.model)]
         experts = {id(module.weight(name)): (module, name) for module in modules for name in EXPERT_WEIGHTS}
         here = {name: one for name, one in self.model.model.named_parameters() if not is_adapter(name)}
         elsewhere = {} if self.line is None else self.line.stages.base_shapes

@@ -24,7 +24,7 @@ from leaderless.distributed.weights.blocks import Pool, even_rows, everything
 from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import Probe, WeightStream, send_weights
 from leaderless.models.causal_lm import empty_causal_lm
-from leaderless.models.loading.saved_form import saved_form
+from leaderless.models.loading.weight_sources import saved_form
 from leaderless.models.routers import UNKNOWN
 from leaderless.planner import Layout
 from leaderless.rollout.engine import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from leaderless.embodied.training.decision_units import grained
 from leaderless.embodied.training.sac_learner import SacEngine, make_sac_engine
 from leaderless.models.attention.shared_prompts import Family
 from leaderless.models.causal_lm import TokenOutputs
-from leaderless.models.decoder import Completion
+from leaderless.models.decoder import Shardable
 from leaderless.models.scoring import Entropy
 from leaderless.models.uploads import one_copy, placed
 from leaderless.training.engine import EngineSetup
@@ -56,7 +56,7 @@ class BodyMicroBatch(MicroBatch):
     num_pieces: int = 1
 
 
-class HeldBody(nn.Module):
+class HeldBody(Shardable):
     """A policy or a critic as an engine holds it; see `Shardable`.
 
     Attributes:
@@ -64,14 +64,11 @@ class HeldBody(nn.Module):
             several pieces.
     """
 
+    model: BodyPolicy | BodyValue
+
     def __init__(self, model: BodyPolicy | BodyValue, description: Callable[[Path], None]) -> None:
         """Wrap a model; weights keep their names."""
-        super().__init__()
-        self.model = model
-        self.vocab_size = NO_WORDS
-        self.tensor_parallel = self.pipeline = None
-        self.expert_parallel = self.routers = self.shared_words = None
-        self.complete: Completion = lambda whole, device: None  # noqa: ARG005
+        super().__init__(model, NO_WORDS)
         self.piece = 1
         self._describe = description
         self._frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -110,14 +107,6 @@ class HeldBody(nn.Module):
             assert choices is not None
             return self.model.score(observed, choices, temperature)
         return self.model.values(observed)
-
-    def train(self, mode: bool = True) -> Self:  # noqa: ARG002
-        """Stay in evaluation mode: a policy that is trained must be the one that decided."""
-        return super().train(False)
-
-    def float32_modules(self) -> list[nn.Module]:
-        """No modules."""
-        return []
 
     def is_frozen(self, name: str) -> bool:
         """Whether the weight was named as frozen."""

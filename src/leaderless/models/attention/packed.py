@@ -6,7 +6,7 @@ Models are loaded with this package's attention function, which passes the queri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -120,7 +120,11 @@ class LengthBucket:
 
 
 class LengthBuckets:
-    """The sequences of a pass, sorted into buckets."""
+    """The sequences of a pass, sorted into buckets.
+
+    Attributes:
+        all: The buckets, the longest sequences first.
+    """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         """Plan calls for consecutive sequences, with lengths of at least 1."""
@@ -132,7 +136,7 @@ class LengthBuckets:
                 grouped[-1].append(sequence)
             else:
                 grouped.append([sequence])
-        self._buckets: list[LengthBucket] = []
+        self.all: list[LengthBucket] = []
         place = torch.empty(sum(lengths), dtype=torch.int64)
         offset = 0
         for members in grouped:
@@ -144,13 +148,9 @@ class LengthBuckets:
             place[tokens[is_real]] = offset + is_real.nonzero().squeeze(1)
             padding = (~is_real).nonzero().squeeze(1)
             own = placed(tokens, device), placed(padding, device)
-            self._buckets.append(LengthBucket(len(members), len(members[0]), *own))
+            self.all.append(LengthBucket(len(members), len(members[0]), *own))
             offset += len(tokens)
         self._place = placed(place, device)
-
-    def __iter__(self) -> Iterator[LengthBucket]:
-        """Iterate over buckets, the longest sequences first."""
-        return iter(self._buckets)
 
     def join(self, outputs: Sequence[Tensor]) -> Tensor:
         """Put results of all buckets, [count, heads, longest, ...], into the order of the tokens: [T, heads, ...]."""
@@ -171,7 +171,7 @@ class PackedAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
         """Attend within each sequence, one padded call for each bucket of lengths."""
-        parts = ([bucket.take(values) for values in (query, key, value)] for bucket in self._buckets)
+        parts = ([bucket.take(values) for values in (query, key, value)] for bucket in self._buckets.all)
         return self._buckets.join([attend_padded(q, k, v, None, scale) for q, k, v in parts])
 
 
@@ -238,7 +238,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         results = [
             flash_on_cpu(*(bucket.take(values) for values in (query, key, value)), 0.0, True, scale=scale)
-            for bucket in buckets
+            for bucket in buckets.all
         ]
         output, normalizer = (buckets.join([result[kind] for result in results]) for kind in range(2))
         for prompt, rest in crossings:
@@ -263,7 +263,7 @@ class _Attention(torch.autograd.Function):
                 True,
                 scale=ctx.scale,
             )
-            for bucket in ctx.buckets
+            for bucket in ctx.buckets.all
         ]
         grads = tuple(ctx.buckets.join([result[kind] for result in results]) for kind in range(3))
         for prompt, rest in ctx.crossings:

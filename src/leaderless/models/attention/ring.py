@@ -222,7 +222,7 @@ class _Ring(torch.autograd.Function):
         diagonal = plan.diagonal
         results = [
             attend_some(Form(scale, is_causal=True), *(bucket.take(values) for values in (query, key, value)))
-            for bucket in diagonal
+            for bucket in diagonal.all
         ]
         output, normalizers = (diagonal.join([result[kind] for result in results]) for kind in range(2))
         output = output.to(normalizers.dtype)
@@ -248,7 +248,7 @@ class _Ring(torch.autograd.Function):
                 bucket.take(grad_output, padding=0.0),
                 *(bucket.take(values) for values in (query, key, value, output, normalizers)),
             )
-            for bucket in plan.diagonal
+            for bucket in plan.diagonal.all
         ]
         first = [plan.diagonal.join([result[kind] for result in results]) for kind in range(3)]
         grad_query, grad_pair = first[0].to(normalizers.dtype), torch.stack(first[1:]).to(normalizers.dtype)

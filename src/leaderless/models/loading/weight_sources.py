@@ -5,13 +5,16 @@ this for whole tensors; here the same descriptions are read as places, so that a
 
     weight [experts, 2 * inner, hidden]        expert 0: gate_proj, up_proj
                                                expert 1: gate_proj, up_proj
+
+Other software wants weights apart again, in the form in which they are saved.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +33,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
@@ -37,6 +41,8 @@ from transformers.utils.hub import cached_file
 from leaderless.config.models import ModelConfig
 from leaderless.distributed.weights.blocks import Shape, WeightBlock
 from leaderless.distributed.weights.files import StoredTensor, read_block, read_header
+from leaderless.models.causal_lm import empty_causal_lm
+from leaderless.models.parallel.expert import num_experts
 
 
 @dataclass
@@ -167,10 +173,7 @@ def find_sources(model: PreTrainedModel, files: WeightFiles) -> Sources:
         UnknownFormError: They can only be read whole.
         WrongSizeError: They have other sizes.
     """
-    mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings, converters, by_pattern = _conversions(model, has_legacy=True)
     wanted: dict[str, Tensor] = model.state_dict()
     found: dict[str, Sequence[WeightSource]] = {}
     parts: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
@@ -191,6 +194,16 @@ def find_sources(model: PreTrainedModel, files: WeightFiles) -> Sources:
         tensors = [by_source.get(pattern, []) for pattern in converter.source_patterns]
         found |= _converted(converter.operations, targets, tensors, wanted, files)
     return found
+
+
+def _conversions(
+    model: PreTrainedModel, *, has_legacy: bool
+) -> tuple[list[WeightRenaming], list[WeightConverter], dict[str, WeightConverter]]:
+    """How `transformers` renames and converts what files have: the latter also by the pattern of a name."""
+    mapping = get_model_conversion_mapping(model, add_legacy=has_legacy)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    return renamings, converters, {pattern: one for one in converters for pattern in one.source_patterns}
 
 
 def _whole(weight: str, name: str, wanted: Tensor, files: WeightFiles) -> WeightSource:
@@ -304,3 +317,60 @@ def _turned(operation: ConversionOps, weight: str, name: str, shape: Shape, file
 def _check_size(weight: str, own: Shape, wanted: Shape) -> None:
     if own != wanted:
         raise WrongSizeError(f"its {weight} is {own}, but its config.json asks for {wanted}")
+
+
+SavedForm = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+"""From the name of a weight and the weight to the weights of which it is made in a folder."""
+
+
+def unchanged(name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """A weight as it is."""
+    return [(name, weight)]
+
+
+def saved_form(config: ModelConfig, role: str) -> SavedForm:
+    """How weights of a model are saved, one by one; a model without experts keeps them as they are."""
+    return form_of(empty_causal_lm(config.model_copy(update={"lora": None}), role).model)
+
+
+def form_of(model: PreTrainedModel) -> SavedForm:
+    """How weights of a model are saved; see `saved_form`. The model itself may be without values."""
+    if not num_experts(model):
+        return unchanged
+    known = {name for name, _ in model.named_parameters()}
+
+    def convert(name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
+        return revert_weight_conversion(model, {name: weight}).items() if name in known else unchanged(name, weight)
+
+    return convert
+
+
+def joined(weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Weights under the names of a model, from those under the names that they have in its folder.
+
+    A weight is joined as soon as all of its parts are there; they may come in any order, and are copied, as each may be
+    overwritten by the next. The model may be without values.
+    """
+    if not num_experts(model):
+        yield from weights
+        return
+    form, (renamings, converters, by_pattern) = form_of(model), _conversions(model, has_legacy=False)
+    made_of = {name: [part for part, _ in form(name, weight)] for name, weight in model.named_parameters()}
+    whole_of = {part: name for name, parts in made_of.items() for part in parts}
+    there: dict[str, dict[str, Tensor]] = {}
+    for part, weight in weights:
+        name, pattern = whole_of.get(part, part), rename_source_key(part, renamings, converters)[1]
+        if pattern is None:
+            yield name, weight
+            continue
+        parts = there.setdefault(name, {})
+        parts[part] = weight.clone()
+        if len(parts) < len(made_of[name]):
+            continue
+        converter = deepcopy(by_pattern[pattern])
+        for one in made_of[name]:  # experts in their order
+            own = rename_source_key(one, renamings, converters)[1]
+            assert own is not None
+            converter.add_tensor(name, one, own, parts.pop(one))
+        del there[name]
+        yield from converter.convert(name, model=model, config=model.config).items()

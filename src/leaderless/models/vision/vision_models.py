@@ -19,12 +19,11 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from leaderless.data.prompts.images import PromptImage
-from leaderless.models.attention.packed import Attention, check_window
-from leaderless.models.attention.shared_prompts import Family
+from leaderless.models.attention.packed import Attention
+from leaderless.models.attention.shared_prompts import Family, Repeats
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.decoder import Decoder
 from leaderless.models.loading.support import reads_both_ways
-from leaderless.models.repeats import Repeats
 from leaderless.models.uploads import one_copy
 from leaderless.models.value_model import ValueModel
 from leaderless.models.vision.image_readers import FamilyImageReader, Pixels, patches_of
@@ -113,34 +112,23 @@ class VisionDecoder(Decoder):
         select: Tensor | Repeats,
         images: Pixels | ImagePositions | None = None,
     ) -> Tensor:
-        check_window(self._sliding_window, attention)
-        text = self.text_model
         # A later stage of a pipeline takes hidden states, to which what is seen has been added.
         is_later = tokens.is_floating_point()
         assert not (is_later and images is not None)
-        embeddings = tokens if is_later else cast("nn.Module", text.embed_tokens)(tokens)
+        embeddings = tokens if is_later else cast("nn.Module", self.text_model.embed_tokens)(tokens)
         seen = self.see(images) if isinstance(images, Pixels) else images
-        options: dict[str, object] = {}
+        inputs: dict[str, object] = {}
         if seen is not None and len(seen.places):
             embeddings = seen.embed(embeddings)
             if seen.added:
-                options = {"visual_pos_masks": seen.places, "deepstack_visual_embeds": list(seen.added)}
+                inputs = {"visual_pos_masks": seen.places, "deepstack_visual_embeds": list(seen.added)}
         elif seen is not None:
             # What is not seen takes part without an effect, so that its weights have a gradient on every rank.
             embeddings = embeddings + 0.0 * sum(one.sum() for one in (seen.embeddings, *seen.added))
         if positions.ndim == 1 and self.has_grid:
             positions = torch.stack([positions] * 3)
-        output = text(
-            inputs_embeds=embeddings.unsqueeze(0),
-            position_ids=positions.unsqueeze(-2),
-            use_cache=False,
-            attention=attention,
-            **options,
-        )
-        hidden: Tensor = output.last_hidden_state.squeeze(0)
-        if not self.has_head:
-            return hidden.clone()
-        return select.take(hidden) if isinstance(select, Repeats) else hidden.index_select(0, select)
+        inputs["inputs_embeds"] = embeddings.unsqueeze(0)
+        return self.pass_layers(inputs, positions, attention, select)
 
     @override
     def is_frozen(self, name: str) -> bool:

@@ -17,7 +17,7 @@ from leaderless.data.prompts.images import PromptImage, collapsed
 from leaderless.distributed.remote.child_server import EngineError
 from leaderless.distributed.remote.messages import Ask, Gain
 from leaderless.distributed.weights.stream import WeightStream
-from leaderless.models.loading.saved_form import SavedForm, unchanged
+from leaderless.models.loading.weight_sources import SavedForm, unchanged
 from leaderless.models.routers import UNKNOWN
 from leaderless.rollout.engine import (
     Completion,

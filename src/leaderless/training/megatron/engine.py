@@ -25,13 +25,13 @@ from leaderless.distributed.weights.buckets import BUCKET_BYTES, HostStaging, Pa
 from leaderless.distributed.weights.route import WeightRoute
 from leaderless.distributed.weights.stream import receive_weights
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, empty_causal_lm
-from leaderless.models.loading.saved_form import form_of, joined
+from leaderless.models.loading.weight_sources import form_of, joined
 from leaderless.models.scoring import Entropy
 from leaderless.models.uploads import one_copy, placed, read_back
 from leaderless.models.vision.vision_models import VisionLM
 from leaderless.training.engine import EngineSetup, UpdateInfo
 from leaderless.training.forward_passes import BoundedPasses
-from leaderless.training.megatron.messages import KINDS, MegatronPass, MegatronSettings, Slope
+from leaderless.training.megatron.model import KINDS, MegatronPass, MegatronSettings, Slope
 from leaderless.training.megatron.processes import choose_meeting, megatron_rank, written
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at

@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from leaderless.distributed.remote.messages import Handler, SharedMemory, bind
 from leaderless.distributed.weights.buckets import PackedWeight, checksum
-from leaderless.training.megatron.messages import MegatronPass, MegatronSettings, Slope
-from leaderless.training.megatron.model import MegatronModel, check_versions
+from leaderless.training.megatron.model import MegatronModel, MegatronPass, MegatronSettings, Slope, check_versions
 
 ALIGNMENT = 16
 """Divisor of the offset at which each weight begins, in bytes."""
