@@ -20,7 +20,7 @@ from leaderless.config.models import ModelConfig, Whole
 from leaderless.distributed.transport import Transport
 from leaderless.models import compiled_layers
 from leaderless.planner import Layout
-from leaderless.training.engine import EngineSetup, make_train_engine, make_value_engine
+from leaderless.training.engine import EngineSetup, ShardingSetup, make_train_engine, make_value_engine
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.worker.checkpoint.shards import Shard, shard_file, write_shards
 
@@ -28,11 +28,15 @@ Engine = FsdpEngine | FsdpValueEngine
 PASS_TOKENS = 31
 
 
-def setup(path: str, keeps: Whole, settings: dict[str, object], **changes: object) -> EngineSetup:
+def setup(path: str, keeps: Whole, settings: dict[str, object], *, compiles: bool, **changes: object) -> EngineSetup:
     transport = Transport(torch.device("cpu"), timeout_s=60)
     found = setup_of(transport, Layout(transport.world.ranks, 1), path)
     config = ModelConfig(path=path, **{"compute_dtype": "bfloat16"} | settings)
-    own = {"model": config, "micro_batch_tokens": PASS_TOKENS, "keeps": keeps}
+    own = {
+        "model": config,
+        "micro_batch_tokens": PASS_TOKENS,
+        "sharding": ShardingSetup(keeps=keeps, compiles=compiles),
+    }
     return EngineSetup(**vars(found) | own | changes)
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leaderless.config.models import ModelConfig, Whole
 from leaderless.distributed.transport import Transport
 from leaderless.planner import Layout
-from leaderless.training.engine import make_train_engine
+from leaderless.training.engine import ShardingSetup, make_train_engine
 from leaderless.training.fsdp import FsdpEngine
 
 NUM_UNITS = 3
@@ -48,7 +48,8 @@ def train(
     setup = setup_of(transport, layout, path)
     config = ModelConfig(path=path, **settings)
     engine = make_train_engine(
-        "fsdp", replace(setup, model=config, micro_batch_tokens=31, keeps=keeps, compiles=compiles)
+        "fsdp",
+        replace(setup, model=config, micro_batch_tokens=31, sharding=ShardingSetup(keeps=keeps, compiles=compiles)),
     )
     assert isinstance(engine, FsdpEngine)
     place = layout.coordinates(transport.rank)["dp"]

@@ -33,6 +33,7 @@ from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
 from leaderless.planner.memory.layers import check_adapted_stages
 from leaderless.rollout.weight_sources import held_by
+from leaderless.training.engine import ShardingSetup
 from leaderless.training.fsdp import FsdpEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.worker.checkpoint.export import export_model
@@ -259,7 +260,7 @@ def train_two(path: str, sizes: dict[str, int], changes: Mapping[str, object]) -
         for lora in (LoraConfig(rank=3), LoraConfig(rank=2, targets=["q_proj", "down_proj"]))
     )
     donor = make_engine(first)
-    engines = [donor, make_engine(replace(second, donor=donor)), make_engine(second)]
+    engines = [donor, make_engine(replace(second, sharding=ShardingSetup(donor=donor))), make_engine(second)]
     begin = sum(SHARES[layout.dp][:shard])
     batch = random_samples(LENGTHS, siblings=3).select(torch.arange(begin, begin + SHARES[layout.dp][shard]))
     found: list[Numbers] = [Numbers() for _ in engines]

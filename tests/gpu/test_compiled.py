@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from leaderless.config.models import ModelConfig
 from leaderless.models.compiled_layers import compiler_failure
 from leaderless.planner import Layout
-from leaderless.training.engine import make_train_engine
+from leaderless.training.engine import ShardingSetup, make_train_engine
 from leaderless.training.fsdp import FsdpEngine
 
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
@@ -29,7 +29,9 @@ def train(compute_dtype: str, *, recomputes: bool, compiles: bool) -> tuple[dict
     transport, device = join()
     config = ModelConfig(path=tiny_model(), compute_dtype=compute_dtype, gradient_checkpointing=recomputes)  # type: ignore[arg-type]
     setup = setup_of(transport, Layout(transport.world.ranks, dp=1), tiny_model())
-    engine = make_train_engine("fsdp", replace(setup, model=config, device=device, compiles=compiles))
+    engine = make_train_engine(
+        "fsdp", replace(setup, model=config, device=device, sharding=ShardingSetup(compiles=compiles))
+    )
     assert isinstance(engine, FsdpEngine)
     (one, *_) = engine.micro_batches(random_samples(LENGTHS, siblings=3))
     engine.forward(one, "none").log_probs.sum().backward()

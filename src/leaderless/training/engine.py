@@ -78,6 +78,24 @@ class BodySetup:
 
 
 @dataclass(frozen=True)
+class ShardingSetup:
+    """Settings of a back end that shards weights and computes with `torch`; others need not read them.
+
+    Attributes:
+        donor: Engine of another role, with adapters on the same model, whose other weights this one may use; they stay
+            as they are.
+        keeps: Parts of a divided model that each rank keeps whole; see `TrainingConfig.keep_whole`.
+        compiles: Whether decoder layers are compiled; see `TrainingConfig.compile`.
+        max_logits: Most logits that are computed at a time on an accelerator; see `CausalLM`.
+    """
+
+    donor: Trainable | None = None
+    keeps: Whole = "nothing"
+    compiles: Literal["auto"] | bool = False
+    max_logits: int | None = None
+
+
+@dataclass(frozen=True)
 class EngineSetup:
     """Settings for a back end that makes an engine on one of the ranks of a layout. All of them make it together.
 
@@ -95,15 +113,11 @@ class EngineSetup:
         optimizer: Settings of the optimizer; None for a model that is only scored.
         num_updates: Optimizer steps of the whole run, for the schedule of the learning rate.
         micro_batch_tokens: Most tokens of one pass.
-        donor: Engine of another role, with adapters on the same model, whose other weights this one may use; they stay
-            as they are.
         apart: Settings for starting separate processes; None if the recipe names no interpreter for them.
         body: The body that the model is for; None for language models.
         is_reward_model: Whether it is a value model that is trained to score whole responses.
         seed: Seed of the run.
-        keeps: Parts of a divided model that each rank keeps whole; see `TrainingConfig.keep_whole`.
-        compiles: Whether decoder layers are compiled; see `TrainingConfig.compile`.
-        max_logits: Most logits that are computed at a time on an accelerator; see `CausalLM`.
+        sharding: Settings of a back end that shards weights itself.
     """
 
     role: str
@@ -116,14 +130,11 @@ class EngineSetup:
     optimizer: OptimizerConfig | None
     num_updates: int
     micro_batch_tokens: int
-    donor: Trainable | None = None
     apart: ApartSetup | None = None
     body: BodySetup | None = None
     is_reward_model: bool = False
     seed: int = 0
-    keeps: Whole = "nothing"
-    compiles: Literal["auto"] | bool = False
-    max_logits: int | None = None
+    sharding: ShardingSetup = ShardingSetup()
 
     def mesh(self) -> DeviceMesh:
         """The ranks of the layout as a mesh with the axes of the layout, `dp` the outermost."""

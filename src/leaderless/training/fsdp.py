@@ -241,11 +241,11 @@ def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
         setup.micro_batch_tokens,
         optimizer=setup.optimizer,
         num_updates=setup.num_updates,
-        division=WeightSharding(mesh, setup.keeps),
+        division=WeightSharding(mesh, setup.sharding.keeps),
     )
     engine.seed, engine.why_not_compiled = setup.seed, why_not_compiled
     if isinstance(model, CausalLM):
-        model.max_logits = setup.max_logits
+        model.max_logits = setup.sharding.max_logits
     if setup.is_reward_model and isinstance(model, ValueModel):
         model.clear_offset()
     if layout.cp > 1:
@@ -278,7 +278,7 @@ def _divide(model: Decoder, setup: EngineSetup, key: str) -> None:
 
 def _compile(model: Decoder, setup: EngineSetup, key: str) -> str:
     """Compile what a model computes if its ranks are to, and all of them can; returns why layers cannot be compiled."""
-    if not (setup.compiles is True or (setup.compiles == "auto" and setup.device.type == "cuda")):
+    if not (setup.sharding.compiles is True or (setup.sharding.compiles == "auto" and setup.device.type == "cuda")):
         return ""
     lora, dtype = lora_of(setup.model, key), getattr(torch, setup.model.compute_dtype)
     unfit = why_not_compiled(model, has_dropout=lora is not None and lora.dropout > 0)
@@ -291,7 +291,7 @@ def _compile(model: Decoder, setup: EngineSetup, key: str) -> str:
         cast("CausalLM", model).fused_scores = compile_scores()
     if not problems.any():
         compile_layers(model)
-    elif setup.compiles is True:
+    elif setup.sharding.compiles is True:
         reason = unfit or failure or "another rank cannot compile its layers"
         raise RecipeError.at("training.compile", f"role '{setup.role}' cannot have it, since {reason}: leave it out")
     elif failure:
@@ -301,10 +301,11 @@ def _compile(model: Decoder, setup: EngineSetup, key: str) -> str:
 
 def _open(setup: EngineSetup) -> ShardedModelFiles:
     """The model, without values: ranks read their parts, or share a donor's values, once it is divided."""
-    if setup.is_critic or not isinstance(setup.donor, FsdpEngine) or isinstance(setup.donor.model, VisionLM):
+    donor = setup.sharding.donor
+    if setup.is_critic or not isinstance(donor, FsdpEngine) or isinstance(donor.model, VisionLM):
         return open_model(setup.model, setup.role, is_critic=setup.is_critic, num_ranks=len(setup.layout.ranks))
-    model, donor = empty_causal_lm(setup.model, setup.role, has_adapters=True), setup.donor.model.model
-    model.complete = lambda whole, device: share_weights(model.model, donor)  # noqa: ARG005
+    model, given = empty_causal_lm(setup.model, setup.role, has_adapters=True), donor.model.model
+    model.complete = lambda whole, device: share_weights(model.model, given)  # noqa: ARG005
     return ShardedModelFiles(model, None, None)
 
 

@@ -23,7 +23,7 @@ from leaderless.models.compiled_layers import compile_layers, compiled, compiler
 from leaderless.models.fused_scores import PLAIN
 from leaderless.models.loading.sharded_loading import open_model
 from leaderless.training import fsdp
-from leaderless.training.engine import EngineSetup
+from leaderless.training.engine import EngineSetup, ShardingSetup
 from leaderless.training.micro_batches import MicroBatch, make_micro_batches
 
 CPU = torch.device("cpu")
@@ -176,7 +176,7 @@ def test_layers_are_left_as_they_are_unless_all_ranks_can_compile_them(
         model=ModelConfig(path=tiny_model()),
         device=SimpleNamespace(type=kind),
         process_group=ALONE,
-        compiles=compiles,
+        sharding=ShardingSetup(compiles=compiles),
     )
     monkeypatch.setattr(fsdp, "compile_layers", said.append)
     monkeypatch.setattr(fsdp, "scores_failure", lambda *_: "")
@@ -209,7 +209,7 @@ def test_scores_are_compiled_where_layers_cannot_be(
         model=ModelConfig(path=path, compute_dtype="float32", lora=lora),
         device=device,
         process_group=ALONE,
-        compiles="auto",
+        sharding=ShardingSetup(compiles="auto"),
     )
     tried = []
     monkeypatch.setattr(fsdp, "compiler_failure", lambda *_: "")

@@ -46,7 +46,7 @@ def test_ranks_keep_whole_what_the_recipe_says_or_has_room(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, object], expected: Whole
 ) -> None:
     def make(_: str, setup: EngineSetup) -> None:
-        raise MadeError(setup.keeps, setup.seed, setup.compiles, setup.max_logits)
+        raise MadeError(setup.sharding.keeps, setup.seed, setup.sharding.compiles, setup.sharding.max_logits)
 
     monkeypatch.setattr(roles, "make_train_engine", make)
     monkeypatch.setattr(roles, "check_policy", lambda *_: None)

@@ -47,6 +47,7 @@ from leaderless.training.engine import (
     AdaptedEngine,
     BodySetup,
     EngineSetup,
+    ShardingSetup,
     Trainable,
     TrainEngine,
     ValueEngine,
@@ -193,14 +194,16 @@ class Roles:
             optimizer=optimizer_of(recipe, config) if instance.is_trained else None,
             num_updates=instance.num_updates,
             micro_batch_tokens=self._plan.batch.micro_batch_tokens,
-            donor=None if donor is None else self.engines.get((donor.role, donor.layout.ranks)),
             apart=apart_setup(recipe, self._logs),
             body=None if body is None else BodySetup(body, algorithm.sac, algorithm.advantage.values_steps),
             is_reward_model=trains_reward_model(self._plan, role),
             seed=recipe.seed,
-            keeps=self._room.keeps if recipe.training.keep_whole == "auto" else recipe.training.keep_whole,
-            compiles=recipe.training.compile,
-            max_logits=self._room.max_logits,
+            sharding=ShardingSetup(
+                None if donor is None else self.engines.get((donor.role, donor.layout.ranks)),
+                self._room.keeps if recipe.training.keep_whole == "auto" else recipe.training.keep_whole,
+                recipe.training.compile,
+                self._room.max_logits,
+            ),
         )
         if instance.is_critic:
             critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
