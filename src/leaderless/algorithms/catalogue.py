@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -44,8 +44,7 @@ CLASSES: Mapping[str, Mapping[str, type[Algorithm]]] = {
 """Algorithms that a setting's `type` selects, by kind."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One algorithm.
 
     Attributes:
@@ -81,7 +80,7 @@ def show(console: Console) -> None:
     if not console.is_terminal:
         for entry in entries():
             # Straight to the file, because a console turns tabs into spaces.
-            console.file.write("\t".join((entry.kind, entry.name, entry.formula, entry.source)) + "\n")
+            console.file.write("\t".join(entry) + "\n")
         return
     table = Table("kind", "name", "formula", "source", show_lines=True)
     for entry in entries():

@@ -119,6 +119,8 @@ class Decoder(Shardable):
         super().__init__(model, model.get_input_embeddings().weight.shape[0])
         self.vocabulary_part: VocabularyPart | None = None
         """Words of which this rank has the embeddings for logits; all without it."""
+        self.ignores_images = False
+        """Whether a pass may have images that a model of text does not see."""
         # Not every family passes its window on to its attention. Where layers have types, all have full attention.
         described = model.config.get_text_config()
         has_types = getattr(described, "layer_types", None) is not None
@@ -199,7 +201,7 @@ class Decoder(Shardable):
             RuntimeError: There are images, but the model reads text alone; or the tokens that stand for images do not
                 match the images.
         """
-        if images:
+        if images and not self.ignores_images:
             raise RuntimeError(f"a pass has {len(images)} images, but the model reads text alone")
         return None
 
@@ -241,7 +243,7 @@ def load_decoder(
     unreachable = unreachable_hub(config.path)
     try:
         with quiet_loading():
-            described = _described(config)
+            described = load_model_config(config, role)
             check_settings(described, key)
             model, info = class_for(described, auto_class, key).from_pretrained(
                 config.path,
@@ -303,23 +305,18 @@ def load_model_config(config: ModelConfig, role: str) -> PreTrainedConfig:
     """
     unreachable = unreachable_hub(config.path)
     try:
-        return _described(config)
+        described: PreTrainedConfig = AutoConfig.from_pretrained(
+            config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
     except Exception as error:
         # `transformers` raises errors of every kind for damaged folders.
         raise RecipeError.at(f"models.{role}", f"'{config.path}' cannot be loaded: {error}{unreachable}") from error
+    return described
 
 
 def reserved_tokens(config: ModelConfig, role: str) -> frozenset[int]:
     """Tokens that stand for images, which no response has; none for a model of text."""
     return image_tokens(load_model_config(config, role))
-
-
-def _described(config: ModelConfig) -> PreTrainedConfig:
-    """Description of a model by its own files; errors come from `transformers`."""
-    described: PreTrainedConfig = AutoConfig.from_pretrained(
-        config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    return described
 
 
 def empty_decoder(

@@ -114,6 +114,11 @@ def read_back(*tensors: Tensor) -> list[Tensor]:
     """Tensors of one device on the host, in one copy, for which it waits; on the host they are the same ones."""
     if all(one.device.type == "cpu" for one in tensors):
         return [*tensors]
+    return _read_together(tensors)
+
+
+def _read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors on the host, by way of their bytes one after the other."""
     together = torch.cat([one.contiguous().flatten().view(torch.uint8) for one in tensors]).cpu()
     parts = torch.split(together, [one.nbytes for one in tensors])
     # Copies, since a part may begin at an odd place for its type.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
@@ -11,7 +10,6 @@ from typing_extensions import override
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.data.prompts.images import PromptImage
 from leaderless.models.attention.packed import Attention
 from leaderless.models.attention.shared_prompts import Repeats
 from leaderless.models.decoder import SCALAR_HEAD, Decoder, check_freezing, load_decoder
@@ -31,6 +29,7 @@ class ValueModel(Decoder):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self._is_reward_model = False
+        self.ignores_images = True  # a critic of text foresees what it can from the text
 
     def become_reward_model(self, key: str) -> None:
         """Be trained and described as a model that scores whole sequences; `key` is the model's, for errors.
@@ -38,8 +37,17 @@ class ValueModel(Decoder):
         Raises:
             RecipeError: `transformers` has no sequence classifier of the family.
         """
-        self._is_reward_model = True
-        self.model.config.architectures = [_sequence_classifier(self.model, key)]
+        self._is_reward_model, self.ignores_images, config = True, False, self.model.config
+        if sees_images(config):
+            register_classifiers(config)
+        found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+        if found is None:
+            raise RecipeError.at(
+                key,
+                f"`transformers` has no sequence classifier of type {config.model_type}, as which a reward model is "
+                "exported: choose a model of another family",
+            )
+        config.architectures = [found.__name__]
 
     def clear_offset(self) -> None:
         """Set the bias of the head to 0, which sequence classifiers lack."""
@@ -74,16 +82,6 @@ class ValueModel(Decoder):
         return cast("nn.Module", self.model.score)
 
     @override
-    def pixels(
-        self,
-        images: Sequence[PromptImage],
-        tokens: Tensor,
-        origin_of: Callable[[int], tuple[str, range]] | None = None,
-    ) -> Pixels | None:
-        # A critic of text foresees what it can from the text.
-        return super().pixels(images if self._is_reward_model else (), tokens, origin_of)
-
-    @override
     def float32_modules(self) -> list[nn.Module]:
         """The head: in bfloat16, 1 and 1.003 are the same value."""
         return [self._head] if self.has_head else []
@@ -112,21 +110,3 @@ def value_model(model: PreTrainedModel, config: ModelConfig, role: str) -> Value
         return VisionValueModel(model, open_reader(config, role), freezes_vision=config.freeze_vision)
     check_freezing(model, config, role)
     return ValueModel(model)
-
-
-def _sequence_classifier(model: PreTrainedModel, key: str) -> str:
-    """Name of the class of `transformers` that scores a whole sequence with the same weights.
-
-    Raises:
-        RecipeError: The family has none.
-    """
-    if sees_images(model.config):
-        register_classifiers(model.config)
-    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(model.config), None)
-    if found is None:
-        raise RecipeError.at(
-            key,
-            f"`transformers` has no sequence classifier of type {model.config.model_type}, as which a reward model is "
-            "exported: choose a model of another family",
-        )
-    return str(found.__name__)

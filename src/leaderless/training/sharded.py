@@ -319,17 +319,18 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             shared += self._line.exchange(shared)  # the sum is the same on both stages, bit for bit
         if self._tensor is not None:
             self._tensor.sum_gradients(gradients)
+
+        def counts(name: str) -> bool:
+            """Whether this rank counts the gradient of a weight; of ranks with the same one, only one does."""
+            is_expert = self._experts is not None and name in self._experts.shapes
+            return self._tensor is None or is_expert or self._tensor.counts(name)
+
         own = torch.zeros((), device=self.device)
         for is_counted in (True, False):
-            squares = [gradient.square().sum() for name, gradient in gradients if self._counts(name) == is_counted]
+            squares = [gradient.square().sum() for name, gradient in gradients if counts(name) == is_counted]
             if squares:  # another rank counts the same gradient, but it may be NaN on this one alone
                 own = own + is_counted * torch.stack(squares).sum()
         return self._process_group.sum(own, "the norm of the gradient").sqrt()
-
-    def _counts(self, name: str) -> bool:
-        """Whether this rank counts the gradient of a weight in the norm; of ranks with the same one, only one does."""
-        is_expert = self._experts is not None and name in self._experts.shapes
-        return self._tensor is None or is_expert or self._tensor.counts(name)
 
     def _release_converted(self) -> None:
         """Release converted weights, after which the weights may change."""

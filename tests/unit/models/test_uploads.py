@@ -13,8 +13,7 @@ from leaderless.models import uploads
 from leaderless.models.uploads import (
     ALIGNMENT_BYTES,
     PAGE_BYTES,
-    _parted,
-    _together,
+    _read_together,
     _Upload,
     one_copy,
     placed,
@@ -56,7 +55,7 @@ def test_tensors_arrive_as_they_were(monkeypatch: pytest.MonkeyPatch, page_bytes
 
 
 def test_tensors_come_back_as_they_were() -> None:
-    for back, expected in zip(_parted(_together(TENSORS), TENSORS), TENSORS, strict=True):
+    for back, expected in zip(_read_together(TENSORS), TENSORS, strict=True):
         assert (back.dtype, back.shape) == (expected.dtype, expected.shape)
         assert torch.equal(back, expected)
     assert all(back is one for back, one in zip(read_back(*TENSORS), TENSORS, strict=True)), "they are on the host"

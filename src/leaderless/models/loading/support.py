@@ -70,7 +70,7 @@ def image_tokens(described: PreTrainedConfig) -> frozenset[int]:
 
 
 def check_family(described: PreTrainedConfig, key: str) -> None:
-    """Refuse a model of images and text, by its description, unless its family is supported or has a language model."""
+    """Refuse a model of images and text, unless its parts are supported or it has a language model."""
     kind = type(described)
     is_of_text = kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or kind in MODEL_FOR_CAUSAL_LM_MAPPING
     if not (is_of_text or sees_images(described)):
@@ -79,11 +79,7 @@ def check_family(described: PreTrainedConfig, key: str) -> None:
             f"models of type {described.model_type} read images and text, which is supported for {', '.join(SEEING)}: "
             "give one of these, or a model of text alone",
         )
-    check_text(described, key)
-
-
-def check_text(described: PreTrainedConfig, key: str) -> None:
-    """Refuse a model of images and text with layers for text that were not compared."""
+    # Layers for text of other types were not compared.
     text, family = described.get_text_config().model_type, described.model_type
     known = {"llava": LLAVA_TEXT, "paligemma": PALIGEMMA_TEXT}.get(family, (text,))
     if text not in known:
