@@ -97,18 +97,10 @@ def chained_gae(
     token_discount: float = 1.0,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, [total] each, in the order of the rows' tokens.
+    """Advantages and returns, [total] each, in the order of the rows' tokens; settings are those of the class.
 
-    At the level of actions all tokens of a turn get the advantage and the return of the turn.
-
-    Args:
-        token_rewards: [total], reward of each token.
-        values: [total], the critic's value before each token.
-        plays: Causal order of the tokens.
-        level: Unit that is one step of the chain: a token or an action.
-        turn_discount: Discount from turn to turn.
-        token_discount: Discount from token to token within a turn; only at the level of tokens.
-        decay: Lambda.
+    `token_rewards`, [total], belong to each token, and so do `values`, [total], the critic's before it. At the level of
+    actions all tokens of a turn get the advantage and the return of the turn.
     """
     rewards, values = (plays.ordered(widen(column)) for column in (token_rewards, values))
     sizes, lengths = plays.turn_lengths, plays.lengths

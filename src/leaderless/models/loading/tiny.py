@@ -22,6 +22,8 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 END_TOKEN, UNKNOWN_TOKEN = "<|endoftext|>", "<|unknown|>"
+PATCH_SIZE = 4
+"""Pixels of a side of a patch of an image; four patches make a token."""
 
 
 def write_tiny_model(  # noqa: PLR0913
@@ -151,7 +153,7 @@ def _write_model(
     return folder
 
 
-def write_vision_model(  # noqa: PLR0913 - each has a default
+def write_vision_model(
     folder: Path,
     words: Iterable[str],
     *,
@@ -160,9 +162,7 @@ def write_vision_model(  # noqa: PLR0913 - each has a default
     num_layers: int = 2,
     vision_size: int = 32,
     num_vision_layers: int = 2,
-    patch_size: int = 4,
     largest_side: int = 64,
-    seed: int = 0,
 ) -> Path:
     """Write a randomly initialized model that sees images, with a tokenizer of whole words, as a Hugging Face folder.
 
@@ -174,9 +174,7 @@ def write_vision_model(  # noqa: PLR0913 - each has a default
         num_layers: Number of these.
         vision_size: Width of the layers for images; a multiple of 8.
         num_vision_layers: Number of these.
-        patch_size: Pixels of a side of a patch; four patches make a token.
         largest_side: Pixels of a side of the largest square that is not shrunk.
-        seed: Seed of the weights.
 
     Returns:
         The folder.
@@ -198,15 +196,15 @@ def write_vision_model(  # noqa: PLR0913 - each has a default
         "hidden_size": vision_size,
         "intermediate_size": 3 * vision_size,
         "out_hidden_size": hidden_size,
-        "patch_size": patch_size,
+        "patch_size": PATCH_SIZE,
         "initializer_range": vision_size**-0.5,
     }
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
     if family in {"qwen3_vl", "qwen3_vl_moe"}:
         text["head_dim"], rope["mrope_interleaved"] = hidden_size // 4, True
-        vision |= {"num_position_embeddings": (largest_side // patch_size) ** 2, "deepstack_visual_indexes": [0]}
+        vision |= {"num_position_embeddings": (largest_side // PATCH_SIZE) ** 2, "deepstack_visual_indexes": [0]}
     else:
-        vision |= {"window_size": 8 * patch_size, "fullatt_block_indexes": [num_vision_layers - 1]}
+        vision |= {"window_size": 8 * PATCH_SIZE, "fullatt_block_indexes": [num_vision_layers - 1]}
     if family == "qwen3_vl_moe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
     if family == "qwen2_vl":
@@ -221,6 +219,6 @@ def write_vision_model(  # noqa: PLR0913 - each has a default
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-    sides = {"min_pixels": (2 * patch_size) ** 2, "max_pixels": largest_side**2}
-    Qwen2VLImageProcessorPil(patch_size=patch_size, merge_size=2, **sides).save_pretrained(folder)
-    return _write_model(folder, tokenizer, config, seed, AutoModelForImageTextToText)
+    sides = {"min_pixels": (2 * PATCH_SIZE) ** 2, "max_pixels": largest_side**2}
+    Qwen2VLImageProcessorPil(patch_size=PATCH_SIZE, merge_size=2, **sides).save_pretrained(folder)
+    return _write_model(folder, tokenizer, config, 0, AutoModelForImageTextToText)
