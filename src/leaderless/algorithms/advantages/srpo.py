@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 MIN_POINTS = 2
 """Successful episodes that make a cluster."""
+NOISE = -1
+"""Label of points of no cluster."""
+EXACT = "donot_use_mm_for_euclid_dist"
+"""Way to compute distances by which equal points have distance 0."""
 
 
 class SrpoAdvantage(Advantage):
@@ -146,10 +150,6 @@ def _in_order(gather: Callable[[Tensor], Tensor], ids: Tensor, values: Tensor, t
     return gather(values)[order], gather(tasks)[order]
 
 
-EXACT = "donot_use_mm_for_euclid_dist"
-"""Way to compute distances by which equal points have distance 0."""
-
-
 def centers_of(points: Tensor, radius: float) -> Tensor:
     """Means of the clusters of points, [k, size]; all points, [n, size], if they form no cluster.
 
@@ -162,10 +162,6 @@ def centers_of(points: Tensor, radius: float) -> Tensor:
     labels = dbscan(distances, radius * mean * (1 + 1e-9), MIN_POINTS)
     clusters = [points[labels == label].mean(0) for label in range(int(labels.max()) + 1)]
     return torch.stack(clusters) if clusters else points
-
-
-NOISE = -1
-"""Label of points of no cluster."""
 
 
 def dbscan(distances: Tensor, radius: float, min_points: int) -> Tensor:

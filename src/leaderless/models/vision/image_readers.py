@@ -36,6 +36,8 @@ from leaderless.models.uploads import placed
 
 ENDS = "cu_"
 """Beginning of the names of what the host reads: where the patches end that attend to one another."""
+KEPT_BYTES = 256 << 20
+"""Pixels that a model keeps of the images that it has read last: the images of a step are needed by several passes."""
 
 
 def patches_of(tower: nn.Module, grids: Tensor) -> dict[str, Tensor]:
@@ -64,10 +66,6 @@ def patches_of(tower: nn.Module, grids: Tensor) -> dict[str, Tensor]:
 def placed_patches(patches: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """The same on a device, but for what the host reads; see `placed`."""
     return {name: one if name.startswith(ENDS) else placed(one, device) for name, one in patches.items()}
-
-
-KEPT_BYTES = 256 << 20
-"""Pixels that a model keeps of the images that it has read last: the images of a step are needed by several passes."""
 
 
 @dataclass(frozen=True)
