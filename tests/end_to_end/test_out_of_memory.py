@@ -17,10 +17,10 @@ from leaderless.observability.console import Display
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.workflow import load_recipe, resolve_workflow
-from leaderless.worker.build.memory_bounds import read_limits
 from leaderless.worker.build.process import open_worker
 from leaderless.worker.rank_info import RankInfo
 from leaderless.worker.supervision.failure import WorkerFailure
+from leaderless.worker.supervision.settled_memory import read_limits
 
 AUTO = "batch.micro_batch_tokens=auto"
 REWARD = {"format": {"pattern": r".*\d.*"}}

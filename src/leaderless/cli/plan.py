@@ -72,7 +72,7 @@ def plan(
 
     lowered: dict[str, int] = {}
     if planned.batch.adapts_to_memory:
-        from leaderless.worker.build.memory_bounds import read_limits  # it imports torch
+        from leaderless.worker.supervision.settled_memory import read_limits
 
         lowered = read_limits(run.directory)
     print_plan(planned, console, lowered, door_lines(whole.recipe, planned), judge_lines(whole.recipe, planned))

@@ -20,8 +20,9 @@ from leaderless.planner.memory.fit import MARGIN
 from leaderless.planner.memory.limits import MAX_LOGITS
 from leaderless.planner.memory.rank import LARGE_MAX_LOGITS, Room
 from leaderless.worker.build import memory_bounds
-from leaderless.worker.build.memory_bounds import MemoryBounds, available_memory, check_memory, lower_limit, read_limits
+from leaderless.worker.build.memory_bounds import MemoryBounds, available_memory, check_memory
 from leaderless.worker.rank_info import RankInfo
+from leaderless.worker.supervision.settled_memory import lower_limit, read_limits
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

@@ -18,8 +18,8 @@ from leaderless.models.causal_lm import load_causal_lm
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner.show.text import print_plan
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.worker.build.memory_bounds import lower_limit, read_limits
 from leaderless.worker.supervision.failure import WorkerFailure
+from leaderless.worker.supervision.settled_memory import lower_limit, read_limits
 
 ALLOCATOR = RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried")
 LENGTHS = [(3, 9), (7, 1), (5, 14), (1, 30), (12, 2), (4, 4), (9, 21), (2, 5), (6, 1), (3, 17), (8, 8)]

@@ -14,8 +14,8 @@ from leaderless.rollout.engine import RolloutEngine, SamplingParams
 from leaderless.serving.online.feedback_ledger import OnlineReply, ReplyChoice, percentile_95
 from leaderless.serving.online.server import OnlineService
 from leaderless.stages.context import StageContext
-from leaderless.stages.episode_rollout import EpisodeIndex, play_of, samples_of, writer_of
-from leaderless.stages.episode_samples import Play, Played
+from leaderless.stages.episode_rollout import play_of, samples_of, writer_of
+from leaderless.stages.episode_samples import EpisodeIndex, Play, Played
 from leaderless.stages.rollout import TOO_MUCH
 
 SWEEP_EVERY_S = 1.0

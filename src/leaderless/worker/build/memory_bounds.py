@@ -1,15 +1,11 @@
-"""The memory of this rank, compared with what the plan needs before anything is loaded.
-
-What is decided about memory is kept in the folder of the run for its next start.
-"""
+"""The memory of this rank, compared with what the plan needs before anything is loaded."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast, get_args
+from typing import get_args
 
 import psutil
 import torch
@@ -18,13 +14,13 @@ from rich.markup import escape
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import Whole
 from leaderless.distributed.transport import ProcessGroup
-from leaderless.observability.run_directory import RunDirectory, write_atomically
+from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Plan, format_bytes
 from leaderless.planner.memory.estimate import estimate_memory
 from leaderless.planner.memory.fit import fit_plan
-from leaderless.planner.memory.limits import MAX_LOGITS
 from leaderless.planner.memory.rank import Room
 from leaderless.worker.rank_info import RankInfo
+from leaderless.worker.supervision.settled_memory import read_room, write_room
 
 
 @dataclass(frozen=True)
@@ -56,15 +52,13 @@ class MemoryBounds:
         if self.is_cpu:
             return self
         kinds, is_first = get_args(Whole), world.rank == 0
-        size, known = str(world.size), [-1, -1]
-        if is_first and (keeps := _read(directory, _WHOLE).get(size)):
-            known = [kinds.index(keeps), int(_read(directory, _LOGITS).get(size, MAX_LOGITS))]
+        begun = read_room(directory, world.size) if is_first else None
+        known = [-1, -1] if begun is None else [kinds.index(begun.keeps), begun.max_logits]
         kind, max_logits = world.max(torch.tensor(known), "what memory is used for").tolist()
         if kind >= 0:
             return replace(self, room=replace(self.room, keeps=kinds[kind], max_logits=max_logits))
         if is_first:
-            for name, value in ((_LOGITS, self.room.max_logits), (_WHOLE, self.room.keeps)):
-                _write(directory, name, {**_read(directory, name), size: value})
+            write_room(directory, world.size, self.room)
         return self
 
 
@@ -140,33 +134,3 @@ def _left_in(path: Path) -> int | None:
         stat = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
         return max(0, int(most) - int((path / used).read_text()) + int(stat.get(cache, 0)))
     return None
-
-
-_PASSES, _WHOLE, _LOGITS = "micro_batch_tokens", "keep_whole", "max_logits"
-
-
-def read_limits(directory: RunDirectory) -> dict[str, int]:
-    """Most tokens of one pass, for each role whose passes did not fit into memory."""
-    return {role: int(num_tokens) for role, num_tokens in _read(directory, _PASSES).items()}
-
-
-def lower_limit(directory: RunDirectory, role: str, num_tokens: int) -> None:
-    """Write a lower bound for the passes of a role, unless an even lower one is known."""
-    limits = read_limits(directory)
-    limits[role] = min(num_tokens, limits.get(role, num_tokens))
-    _write(directory, _PASSES, limits)
-
-
-def _read_all(directory: RunDirectory) -> dict[str, Mapping[str, int | str]]:
-    """Decisions of earlier starts, by name: for a role or a number of ranks."""
-    if not directory.limits.exists():
-        return {}
-    return cast("dict[str, Mapping[str, int | str]]", json.loads(directory.limits.read_text(encoding="utf-8")))
-
-
-def _read(directory: RunDirectory, name: str) -> Mapping[str, int | str]:
-    return _read_all(directory).get(name, {})
-
-
-def _write(directory: RunDirectory, name: str, values: Mapping[str, int | str]) -> None:
-    write_atomically(directory.limits, json.dumps({**_read_all(directory), name: values}, indent=2))

@@ -63,8 +63,9 @@ from leaderless.worker.build.instances import (
     trains_like,
     type_of_engines,
 )
-from leaderless.worker.build.memory_bounds import MemoryBounds, lower_limit, read_limits
+from leaderless.worker.build.memory_bounds import MemoryBounds
 from leaderless.worker.device_sharing import DeviceSharing
+from leaderless.worker.supervision.settled_memory import lower_limit, read_limits
 
 InstanceKey = tuple[str, tuple[int, ...]]
 """Role and ranks."""
