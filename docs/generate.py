@@ -58,6 +58,7 @@ from leaderless.planner.workflow import (
     resolve_workflow,
 )
 from leaderless.planner.workflow.metrics import METRICS
+from leaderless.planner.workflow.stage_spec import names_for
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -276,7 +277,7 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
         more = [column for column in spec.reads_of(_recipe_with(settings), node) if column not in reads]
         if more:
             yield f"reads, if {condition}", _names(more)
-    if optional := spec.reads_if_made_of(node):
+    if optional := names_for(recipe, node, spec.reads_if_made):
         yield "reads, if an earlier node writes it", _names(optional)
     yield "writes", BY_ROLE.get(name) or _names(writes) or "nothing"
     for settings, condition in CONDITIONS.items():
