@@ -250,13 +250,13 @@ def _refuse_unusable(kind: AcceleratorKind | None) -> None:
     rocm, cuda = torch.version.hip, torch.version.cuda
     if kind is None or (kind == "cuda" and rocm is None and cuda is None):
         return
+    hidden = VISIBLE_DEVICES[kind]
     name, build, remedy = "an NPU", "", "run CANN's set_env.sh and install a torch_npu for this torch and driver"
     if kind == "cuda":
         name, build, remedy = "a CUDA device", f" (CUDA {cuda})", "install a build of torch for this driver"
     if kind == "cuda" and rocm is not None:
-        name, build = "an AMD GPU", f" (ROCm {rocm})"
+        hidden, name, build = VISIBLE_IN_ROCM, "an AMD GPU", f" (ROCm {rocm})"
         remedy = "add this user to the groups render and video, install a build of torch for this driver and GPU"
-    hidden = VISIBLE_IN_ROCM if rocm is not None else VISIBLE_DEVICES[kind]
     why = "it is not available"
     try:
         if kind == "npu":
