@@ -19,6 +19,9 @@ _Key = tuple[tuple[str, ...], int, bool]
 """Path and line of a key, and whether it is the first one of that name in its section."""
 _LOADER: type[yaml.SafeLoader | yaml.CSafeLoader] = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 """Reader of YAML: libyaml's takes a tenth of the time."""
+_READ_OTHERWISE = re.compile(r"[\t!?\ufeff]|[|>][-+\d]*#")
+"""Parts of texts in which libyaml accepts, or understands differently, what is refused without it: tabs between tokens,
+bare tags, question marks in flow style, byte order marks, and comments right after `|` or `>`."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class _CircleError(ValueError):
 def _parse(text: str) -> tuple[list[_Key], Setting]:
     """The keys of a YAML text, and its plain values; a YAMLError or ValueError if it is none."""
     try:
-        loader = _LOADER(text)
+        loader = (yaml.SafeLoader if _READ_OTHERWISE.search(text) else _LOADER)(text)
         tree = loader.get_single_node()
     except yaml.YAMLError:  # libyaml says less of the reason
         loader = yaml.SafeLoader(text)

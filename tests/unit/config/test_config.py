@@ -338,6 +338,7 @@ def test_a_section_may_take_over_another_and_set_some_keys_itself(tmp_path):
     [
         ("a: [1\n", 2, "is not valid YAML"),
         ("a: 1\n\tb: 2\n", 2, "is not valid YAML"),
+        ("a: 1\nb:\t2\n", 2, "found character '\\t' that cannot start any token"),
         ("a: !!python/object/apply:os.getcwd []\n", 1, "could not determine a constructor"),
         ("? [a]\n: 1\n", 1, "unhashable key"),
         ("a: 2024-13-45\n", None, "month must be in 1..12"),
