@@ -1,4 +1,4 @@
-"""How processes have ended, and an end of what rewards or environments started and left behind. Imports no torch."""
+"""Tells how processes ended, and ends those that a reward or an environment left behind. Imports no torch."""
 
 from __future__ import annotations
 

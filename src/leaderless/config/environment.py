@@ -110,7 +110,11 @@ class EnvironmentConfig(ShorthandSection):
 
 
 def custom_reader(name: str, key: str = FORMAT_KEY) -> Callable[..., object] | None:
-    """The function that reads calls in a user's format; None for a built-in format, or for `auto`."""
+    """The function that reads calls in a user's format; None for a built-in format, or for `auto`.
+
+    Raises:
+        RecipeError: There is no such format; the error is at the key.
+    """
     if name in {"auto", *TOOL_FORMATS}:
         return None
     if not is_function_name(name):

@@ -133,7 +133,7 @@ class PlacementConfig(Section):
 
 
 def expand_auto(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """The settings of a recipe in which `layout: auto` has become a section `placement`."""
+    """Turn `layout: auto` into a section `placement`; a ValueError if the recipe has that and layouts of its own."""
     if settings.get("layout") == AUTO:
         return {**settings, "layout": {}, "placement": settings.get("placement") or {}}
     if settings.get("placement") is not None and settings.get("layout"):

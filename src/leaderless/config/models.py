@@ -132,7 +132,7 @@ class LoraConfig(Section):
         return self.alpha / (sqrt(rank) if self.rslora else rank)
 
     def rank_of_expert(self, num_chosen: int) -> int | None:
-        """Rank of the adapters of each expert, of which a token goes through some number; None if experts have none."""
+        """Rank of the adapters of each expert, where a token goes through `num_chosen`; None if experts have none."""
         return max(1, self.rank // num_chosen) if self.expert_rank == "auto" else self.expert_rank
 
 

@@ -24,7 +24,7 @@ def recipes_folder() -> Path:
 
 
 def find_packaged(path: Path) -> Path:
-    """The file that a path means: itself, or if there is none, the packaged one of that name."""
+    """The file that a path means: itself, or else the packaged one of that name; a RecipeError if there is neither."""
     if path.exists():
         return path
     if path.parts[:1] == FOLDER.parts and ".." not in path.parts:

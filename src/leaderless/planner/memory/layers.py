@@ -89,7 +89,10 @@ def decoder_layers(config: Mapping[str, int], sizes: tuple[int, int, int], mixed
 
 
 def num_adapter_weights(rank: int, layers: Iterable[Linear]) -> tuple[int, int]:
-    """Number of weights of adapters of a rank, and how many of them ranks along `tp` do not divide."""
+    """Number of weights of adapters of a `rank`, and how many of them ranks along `tp` do not divide.
+
+    Layers of a vision tower are not divided.
+    """
     total = whole = 0
     for name, inputs, outputs in layers:
         total += rank * (inputs + outputs)

@@ -71,7 +71,7 @@ class VisionSize:
         return self.patches_per_token * (3 * self.hidden_size + inner)
 
     def pixel_bytes(self, width: int) -> int:
-        """Bytes of the pixels of each token: in float32, as they come from the host, and in numbers of some bytes."""
+        """Bytes of the pixels of each token: in float32, as they come from the host, and in `width` bytes each."""
         return self.patches_per_token * self.patch_values * (4 + (width if width != 4 else 0))
 
     def kept_values(self, *, gradient_checkpointing: bool) -> int:

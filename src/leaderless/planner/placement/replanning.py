@@ -88,7 +88,7 @@ OWN = "layout"
 
 
 def with_layout(recipe: Recipe, layout: Mapping[str, LayoutConfig], like: Plan) -> Plan:
-    """Plan a recipe with another section `layout`, for the cluster of another plan of it."""
+    """Plan a recipe with another section `layout`, for the cluster of a plan; a RecipeError if it does not fit."""
     cluster = Cluster(like.world_size, like.engine)
     return make_plan(recipe.model_copy(update={"layout": layout}), like.graph, cluster)
 
@@ -155,7 +155,11 @@ def _check_order(old: Plan, new: Plan) -> None:
 
 
 def alternatives(recipe: Recipe, like: Plan) -> dict[str, Plan]:
-    """The plans that `schedule.layouts` names, and the recipe's own; all can replace that one during the run."""
+    """The plans that `schedule.layouts` names, and the recipe's own.
+
+    Raises:
+        RecipeError: A layout does not fit, or cannot replace the recipe's during the run.
+    """
     plans: dict[str, Plan] = {}
     for name, layout in {OWN: recipe.layout, **recipe.schedule.layouts}.items():
         try:
@@ -231,7 +235,7 @@ def step_seconds(
 ) -> float:
     """Seconds of a step, from the seconds of its nodes: the duration of the slowest loop, which the others wait for.
 
-    Besides its nodes, an iteration of each loop takes some seconds, by the loop's name.
+    `besides` has the seconds of an iteration outside of its nodes, by the loop's name.
     """
     return max(loop_seconds(plan, loop, nodes, links) + (besides or {}).get(loop.name, 0.0) for loop in plan.loops)
 

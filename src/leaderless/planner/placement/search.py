@@ -116,7 +116,11 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
 
 
 def predict_step(recipe: Recipe, plan: Plan, profile: Profile) -> Predicted:
-    """The seconds of a step of a plan, whoever has chosen its layouts."""
+    """The seconds of a step of a plan, whoever has chosen its layouts.
+
+    Raises:
+        RecipeError: The profile is one of other settings, lacks a node, or the plan repeats nodes.
+    """
     check_profile(profile, recipe)
     _check_known(plan, profile)
     return predict(plan, profile, StepSeconds(profile, recipe))
@@ -186,7 +190,11 @@ def _plan(
 
 
 def allowed_by(recipe: Recipe, base: Plan) -> Allowed:
-    """Choices that a recipe leaves to the planner, which keeps the channels and windows that it sets itself."""
+    """Choices that a recipe leaves to the planner, which keeps the channels and windows that it sets itself.
+
+    Raises:
+        RecipeError: Generation may be continuous, but not ahead; or there are helpers next to the recipe's channels.
+    """
     placement = recipe.placement
     if placement is None:
         return Allowed()

@@ -114,7 +114,7 @@ def settings_of(recipe: Recipe) -> dict[str, str]:
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in a file."""
+    """The profile in a file; a RecipeError if there is none, or it is no profile."""
     remedy = "run `leaderless profile RECIPE --output FILE` on these machines, or write `layout` out"
     try:
         return Profile.model_validate_json(path.read_text(encoding="utf-8"))

@@ -149,7 +149,7 @@ def place_lanes(
     label_width: float,
     title_widths: Sequence[float],
 ) -> Lanes:
-    """Place the boxes of each lane under its title, and lanes from left to right, with room for labels of wires."""
+    """Place the boxes of each lane under its title, and lanes from left to right, with room for labels; in pixels."""
     centers, routes, frames = dict[str, Point](), list[LinkRoute](), list[LaneFrame]()
     left, bottom = 0.0, 0.0
     for boxes, own, title_width in zip(lanes, links, title_widths, strict=True):

@@ -306,7 +306,7 @@ def metrics_of(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> lis
 
 
 def check_best_metric(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> None:
-    """Refuse a `checkpoint.best_metric` that no step reports, or some that write no checkpoint: it could be lost."""
+    """Refuse a `checkpoint.best_metric` that no step reports, or also steps that write no checkpoint."""
     name = recipe.checkpoint.best_metric
     if name is None:
         return

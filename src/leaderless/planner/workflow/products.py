@@ -60,12 +60,20 @@ FACTS = "leaderless.environments.registry"
 
 
 def agents_of(config: EnvironmentConfig) -> tuple[str, ...]:
-    """Names of the agents of an environment; none of a program, which has one without a name."""
+    """Names of the agents of an environment; none of a program, which has one without a name.
+
+    Raises:
+        RecipeError: There is no such environment, or its constructor does not take the options.
+    """
     return _ask("named_agents", config)
 
 
 def tools_of(config: EnvironmentConfig) -> tuple[str, ...]:
-    """Names of the tools of an environment, and of tools that the recipe adds, without tools of servers."""
+    """Names of the tools of an environment, and of tools that the recipe adds, without tools of servers.
+
+    Raises:
+        RecipeError: As of `agents_of`; or a tool cannot be described, or two have the same name.
+    """
     return _ask("named_tools", config)
 
 
