@@ -41,6 +41,6 @@ class DistillationAdvantage(Advantage):
             )
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
-        student, teacher = (inputs.column(name).detach().double() for name in self.reads)
+        student, teacher = (inputs.column(name).detach().double() for name in ("old_log_probs", "ref_log_probs"))
         gains = (teacher - student).float()
         return AdvantageOutput(gains, metrics={"distillation/divergence": -gains})
