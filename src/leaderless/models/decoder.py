@@ -1,4 +1,4 @@
-"""Decoders of `transformers` for packed sequences, with any head."""
+"""Decoders of `transformers` for packed sequences, with any head, and the base class of all models that are sharded."""
 
 from __future__ import annotations
 

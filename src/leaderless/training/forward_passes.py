@@ -81,7 +81,7 @@ class Passes:
 
 
 class BoundedPasses:
-    """The part of `Trainable` that cuts batches, and cuts them smaller where memory runs out.
+    """The part of `Trainable` that cuts batches, smaller ones where memory runs out, and asks the guard of an update.
 
     Attributes:
         device: Device that computes.
@@ -142,7 +142,11 @@ class BoundedPasses:
         """Clean up after the passes of a batch, or after one that failed; nothing to do for most back ends."""
 
     def is_allowed(self, grad_norm: float, update: int, allow: Callable[[float], bool] | None) -> bool:
-        """Whether an update is made with a gradient; raise if it is not finite, and no guard refuses it."""
+        """Whether an update is made with a gradient of a norm, which a guard may refuse.
+
+        Raises:
+            RuntimeError: The norm is not finite, and no guard refuses it.
+        """
         # The guard is asked first, as it may skip an update whose norm is not finite.
         if allow is not None and not allow(grad_norm):
             return False

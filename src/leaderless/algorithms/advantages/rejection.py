@@ -12,7 +12,7 @@ class RejectionAdvantage(Advantage):
     """1 for correct responses, 0 for all others, scaled so that a mean over all is a mean over the correct ones.
 
     With the plain policy gradient, the aggregation `token_mean` and a share of tokens, this is fine-tuning on the
-    model's own correct responses.
+    model's own correct responses. The share is of the tokens of all responses that count, on all ranks.
 
     Formula: A = [correct] / correct_share.
 

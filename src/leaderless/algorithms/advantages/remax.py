@@ -11,6 +11,8 @@ from leaderless.algorithms.lazy_torch import torch
 class RemaxAdvantage(Advantage):
     """Rewards minus the reward of the greedy response to the same prompt.
 
+    The advantage is 0 where either reward failed.
+
     Formula: r - r_greedy.
 
     Source: ReMax, arXiv 2310.10505. No group is needed: one sampled response per prompt is enough.

@@ -1,4 +1,4 @@
-"""What is supported: models that would be computed incorrectly are refused, and lacking classifiers are made."""
+"""Supported models: those that would be computed incorrectly are refused, and classifiers that are lacking are made."""
 
 from __future__ import annotations
 
@@ -172,6 +172,9 @@ _KINDS = {
 
 def register_classifiers(described: PreTrainedConfig) -> None:
     """Let the classes `AutoModelFor...Classification` of `transformers` make and load models of a family.
+
+    `transformers` has no classifiers of families that see images. They are made like those of families of text: the
+    layers without a head, and a linear one behind them.
 
     Args:
         described: Description of a model that sees images. Nothing happens if its family has classifiers already.
