@@ -13,8 +13,7 @@ from pathlib import Path
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.data import DATASET_COLUMN, DatasetConfig
 from leaderless.data.sources.files import find_files
-from leaderless.data.sources.jsonl import read_lines
-from leaderless.data.sources.row_sources import Row, plain_row
+from leaderless.data.sources.row_sources import Row, plain_row, read_lines
 from leaderless.observability.hidden_values import without_secrets
 from leaderless.rewards.judges.judge import Judge
 from leaderless.rewards.protocol import Reward, RewardInput, compute, describe, timed_out

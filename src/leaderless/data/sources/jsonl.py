@@ -1,12 +1,9 @@
-"""Rows of JSON-lines files, read in any order or one after the other."""
+"""Rows of JSON-lines files, read in any order."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import mmap
-import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from leaderless.config import RecipeError
 from leaderless.data.sources.disk_cache import Arrays, DataCache
-from leaderless.data.sources.row_sources import FileSource, Row
+from leaderless.data.sources.row_sources import FileSource, Row, parse_line
 
 SCAN_BYTES = 1 << 26
 """Bytes of a file that are searched together for line breaks."""
@@ -90,40 +86,3 @@ def _find_lines(data: mmap.mmap | bytes, share: range) -> tuple[NDArray[np.int64
         starts.append(found[is_here])
         first_bytes.append(piece[found[is_here] - begin])
     return np.concatenate(starts), np.concatenate(first_bytes)
-
-
-def parse_line(text: bytes, place: str, columns: Collection[str] | None) -> Row:
-    """The row in a line of JSON at some place, with some columns or all; anything else is refused."""
-    try:
-        row = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError.at("data", f"{place} is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise RecipeError.at("data", f"{place} must be an object with the columns as its keys")
-    if b"\\ud" in text.lower() and _is_unwritable(row):
-        raise RecipeError.at("data", f"{place} holds half of a surrogate pair, which is not text")
-    return row if columns is None else {column: value for column, value in row.items() if column in columns}
-
-
-def read_lines(path: Path, columns: Collection[str] | None) -> Iterator[tuple[str, Row]]:
-    """Rows of a JSON-lines file, perhaps compressed, one after the other, each with its place."""
-    line = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for text in file:
-                line += 1
-                if text.strip():
-                    place = f"{path}:{line}"
-                    yield place, parse_line(text, place, columns)
-    except (EOFError, OSError, zlib.error) as error:
-        raise RecipeError.at(
-            "data", f"{path} cannot be read beyond line {line}: {error}: it is damaged, copy it again"
-        ) from error
-
-
-def _is_unwritable(row: Row) -> bool:
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    return False

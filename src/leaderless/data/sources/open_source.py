@@ -13,9 +13,16 @@ from leaderless.config.data import COMPRESSED, DatasetConfig
 from leaderless.data.sources.disk_cache import DataCache
 from leaderless.data.sources.files import find_files
 from leaderless.data.sources.hub import HubSource, HubStream
-from leaderless.data.sources.jsonl import JsonlSource, read_lines
+from leaderless.data.sources.jsonl import JsonlSource
 from leaderless.data.sources.parquet import ParquetSource
-from leaderless.data.sources.row_sources import ConcatenatedSource, Row, RowSource, RowStream, file_fingerprint
+from leaderless.data.sources.row_sources import (
+    ConcatenatedSource,
+    Row,
+    RowSource,
+    RowStream,
+    file_fingerprint,
+    read_lines,
+)
 from leaderless.planner import format_ranks
 
 

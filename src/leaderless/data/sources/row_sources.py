@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
+import zlib
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date, time
@@ -182,3 +184,40 @@ def _as_text(value: object) -> str:
             return str(value)
         case _:
             raise TypeError(type(value).__name__)
+
+
+def parse_line(text: bytes, place: str, columns: Collection[str] | None) -> Row:
+    """The row in a line of JSON at some place, with some columns or all; anything else is refused."""
+    try:
+        row = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError.at("data", f"{place} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise RecipeError.at("data", f"{place} must be an object with the columns as its keys")
+    if b"\\ud" in text.lower() and _is_unwritable(row):
+        raise RecipeError.at("data", f"{place} holds half of a surrogate pair, which is not text")
+    return row if columns is None else {column: value for column, value in row.items() if column in columns}
+
+
+def read_lines(path: Path, columns: Collection[str] | None) -> Iterator[tuple[str, Row]]:
+    """Rows of a JSON-lines file, perhaps compressed, one after the other, each with its place."""
+    line = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for text in file:
+                line += 1
+                if text.strip():
+                    place = f"{path}:{line}"
+                    yield place, parse_line(text, place, columns)
+    except (EOFError, OSError, zlib.error) as error:
+        raise RecipeError.at(
+            "data", f"{path} cannot be read beyond line {line}: {error}: it is damaged, copy it again"
+        ) from error
+
+
+def _is_unwritable(row: Row) -> bool:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False

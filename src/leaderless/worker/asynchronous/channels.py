@@ -154,13 +154,8 @@ class Channels:
             self._post_rows(channel, iteration, self._buffer.outgoing(channel))
             return
         # A copy is begun now, as training changes the weights while the lane waits to send them.
-        sync, send = channel.sync, self._parts.roles.copy_weights(channel.sync)
-
-        def send_weights() -> None:
-            with self._tracer.span(f"send({channel.name})", iteration, self._lanes[channel.name]):
-                send(self._parts.transport.lane(channel.name, sync.ranks))
-
-        self._outboxes[channel.name].post(iteration, send_weights)
+        send = partial(self._send_weights, channel, iteration, self._parts.roles.copy_weights(channel.sync))
+        self._outboxes[channel.name].post(iteration, send)
 
     def pull_rows(self, channel: Channel) -> None:
         """Take the rows that the iteration works on out of a channel."""
@@ -331,6 +326,12 @@ class Channels:
 
     def _in_flight(self) -> range:
         return range(self._progress.trained + 1, self._progress.step + 1)
+
+    def _send_weights(self, channel: Channel, iteration: int, send: Callable[[ProcessGroup], None]) -> None:
+        """Send the weights of an iteration; the lane does it."""
+        assert channel.sync is not None, "only a channel that carries weights sends some"
+        with self._tracer.span(f"send({channel.name})", iteration, self._lanes[channel.name]):
+            send(self._parts.transport.lane(channel.name, channel.sync.ranks))
 
     def _post_rows(self, channel: Channel, iteration: int, held: Held) -> None:
         # Batches are never changed, so that the lane can send them later without a copy.
