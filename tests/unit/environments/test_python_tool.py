@@ -43,6 +43,7 @@ def test_an_episode_keeps_its_variables_and_ends_its_interpreter(isolation: str,
     ("options", "words"),
     [
         ({"sandbox": "docker"}, "sandbox='docker' must be auto, builtin or bubblewrap"),
+        ({"sandbox": ["builtin"]}, "unhashable type: 'list'"),
         ({"patience": 3}, r"PythonTool\(.* does not take them"),
     ],
 )

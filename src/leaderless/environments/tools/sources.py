@@ -123,7 +123,7 @@ def _tools_of_entry(entry: ToolConfig, key: str) -> list[FunctionTool]:
         tools = tools_of(ToolOwner(found, entry.options))
     except RecipeError:
         raise
-    except (ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise RecipeError.at(key, str(error)) from error
     if not tools:
         raise RecipeError.at(key, f"class '{entry.type}' has no tools: mark methods with @tool")
