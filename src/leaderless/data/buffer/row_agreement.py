@@ -1,7 +1,8 @@
 """Agreements of ranks about rows that each has a part of.
 
 The groups at given positions among the groups of all ranks, in the order of their ids: few ranks gather the ids of all
-groups; with many ranks, each gets the ids of a range, and the number of ids in other ranges. Surplus is divided so.
+groups; with many ranks, each gets the ids of a range, and the number of ids in other ranges. A step takes its groups
+out of the surplus in this way.
 
 Before ranks send rows, they compare them: each shard has one set of rows, and columns have one type on all ranks.
 """
