@@ -194,13 +194,15 @@ def checked(turn: object, what: str, agents: tuple[str, ...]) -> Turn:
     problem, known = "", ", ".join(agents)
     if not isinstance(info, Mapping):
         problem = f"returned the info {info!r:.80}: it must be a dict of facts by name"
-    elif turn.agent is not None and turn.agent not in agents:
-        problem = f"lets the agent '{turn.agent}' act, which is none of {known}"
-    for agent, reward in turn.rewards_for(agents[0]).items():
+    for agent, reward in () if problem else turn.rewards_for(agents[0]).items():
         if not is_finite_number(reward):
             problem = f"returned the reward {reward!r}: it must be a finite number"
         elif agent not in agents:
             problem = f"rewards the agent '{agent}', which is none of {known}"
+        if problem:
+            break
+    if not problem and turn.agent is not None and turn.agent not in agents:
+        problem = f"lets the agent '{turn.agent}' act, which is none of {known}"
     if problem:
         raise EnvironmentFailure(ENVIRONMENT, f"{what} {problem}")
     return turn
