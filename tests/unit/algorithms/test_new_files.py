@@ -39,7 +39,7 @@ found = {
     "metrics": [name for node in workflow.nodes for name in names_for(recipe, node, spec_of(node).metrics)],
     "meanings": [METRICS["harmonic/baseline"], METRICS["<role>/root"]],
     "schema": [schema["HarmonicAdvantage"]["properties"]["power"], schema["RootLoss"]["properties"]["root"]],
-    "entries": [list(vars(entry).values()) for entry in entries() if entry.name in {"harmonic", "root"}],
+    "entries": [list(entry) for entry in entries() if entry.name in {"harmonic", "root"}],
     "bound": refusal("algorithm.policy_loss.root=0.5"),
     "nearest": refusal("algorithm.advantage.powr=1"),
     "combination": refusal("algorithm.aggregation=token_mean"),
