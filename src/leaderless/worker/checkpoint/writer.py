@@ -119,7 +119,7 @@ class CheckpointWriter:
         returns.
         """
         self.wait()
-        self._last_s = time.monotonic()
+        self._error, self._last_s = None, time.monotonic()
         trim_host_memory()  # gradients of the last update must not lie next to the copy
         roles = {}
         for role, engine in self._engines.items():
@@ -182,6 +182,7 @@ class CheckpointWriter:
             if self._is_first:
                 self._commit(partial, content)
         except BaseException as error:  # noqa: BLE001
+            self._error = error  # before what may fail itself
             error.add_note(f"while writing checkpoint {self._folder / f'step-{content.state.step:06d}'}")
             shutil.rmtree(own.with_suffix(".parts"), ignore_errors=True)
             with suppress(OSError):  # a full disk may have no room for a reason, but a name mostly fits
@@ -190,7 +191,6 @@ class CheckpointWriter:
                 with suppress(OSError, CheckpointError):
                     self._await_lists(partial)  # after this no rank writes there
                 shutil.rmtree(partial, ignore_errors=True)
-            self._error = error
 
     def _write_files(
         self, folder: Path, scratch: Path, content: Content, roles: Mapping[str, _Role]
