@@ -42,7 +42,7 @@ class Judging:
         return partial(self._pool.grade, askers=askers)
 
     def grader_of_evaluation(self, answers: RoleInstance) -> Grader:
-        """Grader of responses of a model to held-out prompts; ranks without it help with `helper`."""
+        """Grader of responses of a model to held-out prompts; ranks without it have `askers_of_judge`."""
         askers = {name: self._asker_for(answers, name, role) for name, role in self._recipe.reward.roles().items()}
         return partial(self._pool.grade, askers=askers)
 

@@ -151,13 +151,8 @@ class Evaluator:
 
     def _answers(self, engine: RolloutEngine, batch: Batch, at: EvaluationStep) -> list[_Answer]:
         """Continuations of each prompt, `evaluation.responses_per_prompt` of them."""
-        config, rollout, done, k = (
-            self.recipe.evaluation,
-            self.recipe.rollout,
-            0,
-            self.recipe.evaluation.responses_per_prompt,
-        )
-        ids = self._ids(batch)
+        config, rollout, ids, done = self.recipe.evaluation, self.recipe.rollout, self._ids(batch), 0
+        k = config.responses_per_prompt
         requests = [
             Request(prompt, ids[i * k : (i + 1) * k], images=images)
             for i, (prompt, images) in enumerate(prompts_of(batch))
