@@ -45,6 +45,7 @@ def test_an_episode_keeps_its_variables_and_ends_its_interpreter(isolation: str,
         ({"sandbox": "docker"}, "sandbox='docker' must be auto, builtin or bubblewrap"),
         ({"sandbox": ["builtin"]}, "unhashable type: 'list'"),
         ({"patience": 3}, r"PythonTool\(.* does not take them"),
+        ({"sandbox": ["bwrap"]}, r"PythonTool\(.* does not take them: unhashable type"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_the_run(options: dict[str, object], words: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from leaderless.base.named_functions import check_options, is_function_name, load_callable
+from leaderless.base.named_functions import is_function_name, load_callable
 from leaderless.config import RecipeError, nearest
 from leaderless.config.environment import EnvironmentConfig, ToolConfig
 from leaderless.environments.guarded_environment import GuardedEnvironment
@@ -117,10 +118,13 @@ def _tools_of_entry(entry: ToolConfig, key: str) -> list[FunctionTool]:
             if entry.options:
                 raise RecipeError.at(f"{key}.options", f"'{entry.type}' is a function: only a class takes options")
             return [FunctionTool.of(found)]
-        check_options(found, entry.options, f"{key}.options")
+        inspect.signature(found).bind(**entry.options)
         if entry.type in BUILT_IN:
             found(**entry.options)  # it starts nothing yet, and says whether it can work on this machine
         tools = tools_of(ToolOwner(found, entry.options))
+    except TypeError as error:  # its constructor may refuse them, too
+        taken = f"{found.__name__}{inspect.signature(found)}"
+        raise RecipeError.at(f"{key}.options", f"{taken} does not take them: {error}") from error
     except RecipeError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
