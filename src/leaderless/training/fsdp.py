@@ -170,10 +170,14 @@ class _Part:
         attention = self._dropping(attention)
         line = self._engine.line
         entering = placed(tokens, device) if line is None or line.stages.is_first else line.enter(len(tokens))
-        select = _at_least_one(select)  # the last token of a prompt once for each continuation
-        is_plain = device.type == "cpu" or not torch.is_grad_enabled()
-        rows = placed(select, device) if is_plain else Repeats(select, len(tokens), device)
-        return entering, placed(positions, device), attention, rows
+        return entering, placed(positions, device), attention, self._selected(_at_least_one(select), len(tokens))
+
+    def _selected(self, select: Tensor, num_tokens: int) -> Tensor | Repeats:
+        """Selected tokens: the last one of a prompt once for each continuation."""
+        device = self._engine.device
+        if device.type == "cpu" or not torch.is_grad_enabled():
+            return placed(select, device)
+        return Repeats(select, num_tokens, device)
 
     def _images(self) -> tuple[Pixels, ...]:
         """The images of the part, for a rank that sees them; none for models of text."""
