@@ -74,7 +74,10 @@ class RunEpisodes:
             )
         loaded = load_recipe(folder / "config.yaml", list(overrides))
         problem = {
-            "online": ("online", "means that clients led the episodes, which nobody can play again: read their lines"),
+            "online": (
+                "online",
+                "means that clients led the episodes, which nobody can play again: read their lines in the files",
+            ),
             "episodes": None,
         }.get(loaded.recipe.product, ("environment", "is missing: the episodes are from another recipe"))
         if problem is not None:

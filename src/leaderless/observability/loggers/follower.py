@@ -103,7 +103,10 @@ IDENTITY, NUMBERS, TABLE = "identity", "numbers", "table"
 
 
 class SentJournal:
-    """The journal of a logger, in the folder of the run. Steps come with a checksum of their line."""
+    """The journal of a logger, which keeps a run that continues from sending anything twice.
+
+    It is in the folder of the run. Steps come with a checksum of their line.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read what earlier starts have written."""
