@@ -131,7 +131,7 @@ def test_a_failure_is_the_programs_own_exception_and_it_can_train_again(
 ) -> None:
     recipe = write_recipe(tmp_path, tiny_model(num_layers=1), SETTINGS)
     with monkeypatch.context() as context:
-        context.setattr("leaderless.stages.reward.reward_inputs", lambda *_: {}["no such thing"])
+        context.setattr("leaderless.stages.reward.reward_inputs", lambda *_, **__: {}["no such thing"])
         with pytest.raises(KeyError, match="no such thing") as caught:
             Run(recipe).train()
     assert caught.value.__notes__ == ["at step 1, in reward, on rank 0"]
