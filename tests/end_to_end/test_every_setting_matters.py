@@ -174,6 +174,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("TeamConfig", name) for name in TeamConfig.model_fields} | {("EnvironmentConfig", "agents")}
     # Read where a body learns by SAC; see test_sac.py.
     elsewhere |= {("SacConfig", name) for name in SacConfig.model_fields}
+    elsewhere |= {("Recipe", "workflow")}  # read before the recipe is one, as the workflow brings defaults
     elsewhere |= {("RunConfig", "max_restarts")}  # read by the launcher of several workers; see test_restarts.py
     wanted = {
         (section.__name__, name)

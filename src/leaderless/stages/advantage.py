@@ -17,9 +17,14 @@ from leaderless.stages.mini_batches import adapt_kl_coefficient, counted_samples
 from leaderless.stages.reward import is_sampled
 
 
+def advantage(batch: Batch, context: StageContext) -> Batch:
+    """Compute the recipe's advantage of every sampled token, and what else it writes, such as returns for a critic."""
+    return _reported(_with_advantages(batch, context), context)
+
+
 def remax(batch: Batch, context: StageContext) -> Batch:
     """Compute an advantage over the greedy response to the same prompt, then drop the greedy response."""
-    return advantage(batch, context, is_kept=~batch.dense("is_greedy"))
+    return _reported(_with_advantages(batch, context).select(~batch.dense("is_greedy")), context)
 
 
 def dynamic_sampling(batch: Batch, context: StageContext) -> Batch:
@@ -68,11 +73,8 @@ def _shaped_rewards(batch: Batch, context: StageContext) -> tuple[Tensor, Tensor
     return rewards, coefficient * divergence
 
 
-def advantage(batch: Batch, context: StageContext, is_kept: Tensor | None = None) -> Batch:
-    """Compute the recipe's advantage of every sampled token, and what else it writes, such as returns for a critic.
-
-    Where a formula speaks of a response, it gets an episode. Some samples, [n] bool, are kept afterwards, or all.
-    """
+def _with_advantages(batch: Batch, context: StageContext) -> Batch:
+    """The samples with the advantages of their episodes: where a formula speaks of a response, it gets an episode."""
     recipe = context.recipe
     config, episodes = recipe.algorithm.advantage, Episodes.of(batch)
     rows = episodes.rows
@@ -107,10 +109,12 @@ def advantage(batch: Batch, context: StageContext, is_kept: Tensor | None = None
         context.metrics.mean(name, values[is_counted].sum(), is_counted.sum())
     advantages = output.advantages if config.is_per_token else repeat_per_token(output.advantages, lengths)
     columns = {**output.columns, "advantages": advantages}
-    batch = batch.with_columns(
+    return batch.with_columns(
         {name: episodes.of_samples(Jagged(values, lengths, "response_tokens")) for name, values in columns.items()}
     )
-    batch = batch if is_kept is None else batch.select(is_kept)
+
+
+def _reported(batch: Batch, context: StageContext) -> Batch:
     size = algorithms.segment_sum(batch.jagged("advantages").values.abs(), batch.dense("response_lengths"))
     silent, groups = algorithms.count_groups_without_signal(size, batch.group_ids)
     context.metrics.mean("group/no_signal", silent, groups)
