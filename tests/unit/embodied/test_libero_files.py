@@ -50,8 +50,11 @@ def test_what_is_no_array_of_states_is_refused_and_not_executed(tmp_path, value,
 def test_damaged_files_are_refused(tmp_path):
     file = written(tmp_path / "task.init", np.zeros((2, 3)))
     content = file.read_bytes()
-    for size in (0, 10, len(content) - 30):
-        file.write_bytes(content[:size])
+    flipped = content.replace(np.zeros(6).tobytes(), np.ones(6).tobytes())
+    flipped = flipped if flipped != content else content.replace(b"_reconstruct", b"_reconstracu")
+    texts = b"version https://git-lfs.github.com/spec/v1\n", b"<!DOCTYPE html>"
+    for damaged in (b"", content[:10], content[: len(content) - 30], flipped, *texts):
+        file.write_bytes(damaged)
         with pytest.raises(ValueError, match="does not hold start states"):
             read_states(file)
 

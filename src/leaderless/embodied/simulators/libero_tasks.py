@@ -6,6 +6,7 @@ import codecs
 import os
 import sys
 import tempfile
+import zipfile
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -208,7 +209,7 @@ def read_states(path: Path) -> NDArray[np.float64]:
         states = np.array(found, np.float64)
         if not isinstance(found, np.ndarray) or states.ndim != 2 or not np.isfinite(states).all():
             raise ValueError(f"a {type(found).__name__} {states.shape} in place of finite rows")
-    except (UnpicklingError, RuntimeError, ValueError, TypeError, EOFError) as error:
+    except (UnpicklingError, zipfile.BadZipFile, RuntimeError, ValueError, TypeError, EOFError) as error:
         raise ValueError(f"'{path}' does not hold start states of LIBERO ({error}): get the file again") from error
     return states
 
@@ -217,11 +218,19 @@ def _unpickled(path: Path) -> object:
     """Contents of a file that torch has saved, which may be an array of numbers and nothing else."""
     import torch  # LIBERO itself needs it
 
+    with zipfile.ZipFile(path) as archive:  # torch compares no checksums, and reads files of other forms, too
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"'{damaged}' is damaged")
     make = np.empty(0).__reduce__()[0]  # NumPy's function that begins an array, of which versions have two names
     makers: list[Any] = [(make, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
     kinds: list[Any] = [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in ("f4", "f8", "i4", "i8"))]
     with torch.serialization.safe_globals([*kinds, (codecs.encode, "_codecs.encode"), *makers]):
-        return torch.load(path, weights_only=True)
+        try:
+            return torch.load(path, weights_only=True)
+        except Exception as error:  # what is no pickle fails in many ways
+            # Without the rest of torch's text, which advises to read the file with less care.
+            first = str(error.__context__ or error).strip().partition("\n")[0].partition(". ")[0]
+            raise UnpicklingError(f"{type(error).__name__}: {first}") from error
 
 
 def starts_of(folder: Path, suite: str, task: str) -> NDArray[np.float64]:
