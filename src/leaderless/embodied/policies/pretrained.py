@@ -49,7 +49,7 @@ class Pretrained(BodyModel):
         Raises:
             ValueError: There are none, or they belong to another robot.
         """
-        if not about.keys() >= {*names}:
+        if any(about.get(name) is None for name in names):  # a file may have null
             raise ValueError(
                 f"path='{self._folder}': {file} has no {' and '.join(names)}: add those of the dataset of this robot"
             )
