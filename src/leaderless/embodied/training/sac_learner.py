@@ -328,7 +328,7 @@ class SacEngine:
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         """A function that refuses what other stages ask of an engine that trains."""
         if name not in {"micro_batches", "passes", "log_probs", "forward", "optimizer_step"}:
-            raise AttributeError(name)
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
 
         def refuse(*_: object, **__: object) -> NoReturn:
             raise RuntimeError(
