@@ -1,7 +1,8 @@
 """Keeps system calls out of a process's reach, and asks the supervisor about those that it counts.
 
 See https://docs.kernel.org/userspace-api/seccomp_filter.html. Only arguments in registers are checked, so a program
-cannot change them afterwards; calls that pass them in memory (`clone3`, `openat2`) do not exist for it.
+cannot change them afterwards; calls that pass them in memory (`clone3`, `openat2`) do not exist for it. Calls without
+an entry in the tables are refused, so what a newer kernel adds is refused too.
 """
 
 from __future__ import annotations
