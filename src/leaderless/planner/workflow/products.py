@@ -26,7 +26,7 @@ class ProductFunctions:
         check: Function of a recipe that tries what it names before anything starts.
         memory: Function that estimates the memory of a rank; see `estimate_memory`.
         rollout_engine: Function that makes what generates; see
-        `leaderless.embodied.rollout.policy_rollout.make_engine`.
+            `leaderless.embodied.rollout.policy_rollout.make_engine`.
         weight_shapes: Function that finds the shapes of the weights that are sent to it; see `body_shapes`.
         evaluation: Function that grades episodes of held-out tasks; see `evaluate_bodies`.
         clients: Function that reserves the address at which clients ask a rank; see `Entrance`.
