@@ -127,7 +127,7 @@ def _tools_of_entry(entry: ToolConfig, key: str) -> list[FunctionTool]:
         raise RecipeError.at(f"{key}.options", f"{taken} does not take them: {error}") from error
     except RecipeError:
         raise
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:
         raise RecipeError.at(key, str(error)) from error
     if not tools:
         raise RecipeError.at(key, f"class '{entry.type}' has no tools: mark methods with @tool")
