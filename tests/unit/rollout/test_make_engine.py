@@ -304,7 +304,8 @@ def test_an_engine_of_several_ranks_has_its_part_of_the_cache_and_is_never_start
     recipe = recipe_of(tmp_path, {"rollout.engine": "vllm", **PYTHON})
     alone = make_engine("vllm", setup_of(tmp_path, recipe))
     # Without peers in reach, a broadcast could not return: both ranks are asked for their text, and this one is first.
-    shard = Mock(spec=ProcessGroup, size=2, ranks=(0, 1), hosts={0: 0, 1: 0}, broadcast_text=lambda text, *_: text)
+    facts = {"rank": 0, "size": 2, "ranks": (0, 1), "hosts": {0: 0, 1: 0}, "activity": Mock()}
+    shard = Mock(spec=ProcessGroup, broadcast_text=lambda text, *_: text, **facts)
     part = make_engine("vllm", setup_of(tmp_path, recipe, world_size=2, shard=shard))
     whole, half = alone._driver._settings, part._driver._settings  # type: ignore[attr-defined]
     assert (half.tensor_parallel_size, half.rank, half.kv_cache_bytes * 2) == (2, 0, whole.kv_cache_bytes)

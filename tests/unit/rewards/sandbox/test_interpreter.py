@@ -169,7 +169,7 @@ def test_it_is_a_tool_and_ends_with_its_episode() -> None:
         python = PythonTool()
         (found,) = tools_of(ToolOwner(PythonTool, {}))
         box = Toolbox([found.of_instance(python)])
-        assert "no network" in str(box.schemas())
+        assert "no network" in str(found.schema)
         results = await box.run([Call("python", {"code": "a = 1"}), Call("python", {"code": "a"})], 30.0)
         assert [result.text for result in results] == ["(no output)", "1"]
         await python.close()
