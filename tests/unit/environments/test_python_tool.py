@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import psutil
 import pytest
 from tests.unit.environments.test_tool_episodes import both, call, played, told
@@ -12,12 +14,13 @@ from leaderless.rewards.sandbox.sandboxes import Sandbox
 
 
 def processes() -> set[int]:
-    """Processes of this test, without servers that the package keeps."""
-    return {
-        child.pid
-        for child in psutil.Process().children(recursive=True)
-        if "sandbox.supervisor" in " ".join(child.cmdline())
-    }
+    """Processes of this test, without servers that the package keeps and without what has ended."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # a zombie, too, whose parent has not asked for it yet
+            if "sandbox.supervisor" in " ".join(child.cmdline()):
+                found.add(child.pid)
+    return found
 
 
 @pytest.mark.parametrize("box", boxes())
