@@ -3,7 +3,7 @@
     python -m tests.same_plans REVISION [--keep FOLDER]
 
 `leaderless plan --json` plans each recipe of `recipes` and `examples` for several numbers of workers, with the sources
-of both commits. Plans and refusals must be the same but for names of modules.
+of both commits. Plans and refusals must be the same but for names of modules and the order of keys.
 """
 
 from __future__ import annotations
@@ -87,12 +87,17 @@ def _plans(sources: Path, starts: list[Path], folder: Path, known: Collection[st
 
 
 def _compare(name: str, before: str, now: str) -> bool:
-    """Print the first lines that differ but for names of modules."""
-    lines = [MODULE.sub("", text).splitlines() for text in (before, now)]
+    """Print the first lines that differ but for names of modules and the order of keys."""
+    lines = [MODULE.sub("", _in_order(text)).splitlines() for text in (before, now)]
     differing = [line for line in difflib.unified_diff(*lines, n=0, lineterm="") if line[:3] not in {"---", "+++"}]
     if differing:
         print(f"{name}: {len(differing)} lines of a comparison", *differing[:12], sep="\n    ")
     return bool(differing)
+
+
+def _in_order(text: str) -> str:
+    """A plan with sorted keys, or a refusal as it is."""
+    return json.dumps(json.loads(text), indent=2, sort_keys=True) if text.startswith("{") else text
 
 
 if __name__ == "__main__":
