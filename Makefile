@@ -7,11 +7,15 @@ TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-kernels gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
+.PHONY: quickstart quickstart-real quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-kernels gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
 	$(BIN)/leaderless quickstart
+
+# With a model from the hub, or with MODEL=FOLDER.
+quickstart-real: .venv/.installed
+	$(BIN)/leaderless quickstart --real $(if $(MODEL),--model '$(MODEL)')
 
 quickstart-robot: .venv/.installed
 	$(BIN)/leaderless quickstart --robot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leaderless.cli.quickstart_project.project import prepare
+from leaderless.cli.quickstart_project.data import write_additions
 
 if __name__ == "__main__":
-    prepare(Path("runs/quickstart-data"))
+    write_additions(Path("runs/quickstart-data"))

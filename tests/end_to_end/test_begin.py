@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,9 +12,17 @@ from pathlib import Path
 import pytest
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import ROOT, environment, finish, metrics, run, start, succeed
+from tests.tiny import tiny_model
 
 from leaderless.cli.quickstart_project import demonstrations
-from leaderless.cli.quickstart_project.demonstrations import CommandError, Show, show_language, show_robot
+from leaderless.cli.quickstart_project.data import NUM_HELD_OUT_PROBLEMS, NUM_PROBLEMS, write_word_problems
+from leaderless.cli.quickstart_project.demonstrations import (
+    CommandError,
+    Show,
+    show_language,
+    show_pretrained,
+    show_robot,
+)
 from leaderless.cli.quickstart_project.project import write_project
 from leaderless.config import RecipeError, load_recipe
 from leaderless.config import packaged_files as packaged_recipes
@@ -60,7 +70,13 @@ def test_the_quickstarts_run_their_commands(
     show_language(Show(tmp_path, 1, (*few, "evaluation.max_prompts=4")))
     assert "before reinforcement learning" in capsys.readouterr().out
     assert (tmp_path / "runs/quickstart/report.html").exists()
-    monkeypatch.setattr(Show, "train", lambda show, recipe: show.command("train", recipe, *few, *_held_out(recipe)))
+    few = (*few, "evaluation.max_prompts=2")
+    show_pretrained(Show(tmp_path, 1, (*few, "data.max_prompt_tokens=256")), tiny_model())
+    assert "before reinforcement learning" in capsys.readouterr().out
+    assert (tmp_path / "runs/quickstart-real/report.html").exists()
+    monkeypatch.setattr(
+        Show, "train", lambda show, recipe: show.command("train", recipe, *(few[:3] if "imitation" in recipe else few))
+    )
     show_robot(Show(tmp_path, 1))
     shown = capsys.readouterr().out
     assert "512 tables that were never seen" in shown
@@ -76,8 +92,29 @@ def test_a_quickstart_without_evaluations_ends_well(tmp_path: Path, capsys: pyte
     assert "Open runs/some/report.html in a browser to see why." in shown
 
 
-def _held_out(recipe: str) -> list[str]:
-    return [] if "imitation" in recipe else ["evaluation.max_prompts=2"]
+def test_answers_of_word_problems_are_right(tmp_path: Path) -> None:
+    write_word_problems(tmp_path / "first", seed=1)
+    write_word_problems(tmp_path / "second", seed=1)
+    rows = []
+    for name in ("train", "test"):
+        text = (tmp_path / f"first/{name}.jsonl").read_text()
+        assert text == (tmp_path / f"second/{name}.jsonl").read_text()
+        rows += [json.loads(line) for line in text.splitlines()]
+    assert len({row["question"] for row in rows}) == len(rows) == NUM_PROBLEMS + NUM_HELD_OUT_PROBLEMS
+    for row in rows:
+        a, b = map(int, re.findall(r"\d+", row["question"]))
+        expected = a + b if " more." in row["question"] else a - b if " away." in row["question"] else a * b
+        assert int(row["answer"]) == expected >= 0, row
+    kinds = [
+        sum(word in row["question"] for row in rows[-NUM_HELD_OUT_PROBLEMS:]) for word in ("more", "away", "in each")
+    ]
+    assert min(kinds) > NUM_HELD_OUT_PROBLEMS / 5, "each kind is asked"
+
+
+def test_a_model_is_no_arm(tmp_path: Path, ranks: RankPool) -> None:
+    outcome = run(ranks, tmp_path, "quickstart", "--robot", "--model", "some")
+    assert outcome.code == 2
+    assert "leave one out" in outcome.errors
 
 
 def test_a_quickstart_ends_where_a_command_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +163,7 @@ def test_a_recipe_that_is_not_there_is_refused_with_a_remedy(
     assert remedy in str(refused.value)
 
 
-@pytest.mark.parametrize(("recipe", "option"), [("grpo", ""), ("robot", " --robot")])
+@pytest.mark.parametrize(("recipe", "option"), [("grpo", ""), ("word_problems", " --real"), ("robot", " --robot")])
 def test_what_a_quickstart_makes_is_named(ranks: RankPool, tmp_path: Path, recipe: str, option: str) -> None:
     outcome = run(ranks, tmp_path, "train", f"recipes/quickstart/{recipe}.yaml")
     assert outcome.code == 2

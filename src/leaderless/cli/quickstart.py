@@ -21,15 +21,32 @@ FROM = "Framework: verl, trl (GRPO), trl-dpo, trl-kto or trl-reward"
 def quickstart(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings of every training.")] = None,
     robot: Annotated[bool, typer.Option("--robot", help="Show an arm that learns to reach, not a model.")] = False,
-    workers: Annotated[int, typer.Option(min=0, help="Number of workers; 0 for two, or one on a single core.")] = 0,
+    real: Annotated[
+        bool, typer.Option("--real", help="Train a pretrained model on word problems; needs 16 GiB.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="Folder or hub name of the pretrained model; implies --real.")] = "",
+    workers: Annotated[int, typer.Option(min=0, help="Number of workers; 0 for two, or one where that is better.")] = 0,
 ) -> None:
     """Train a tiny model from nothing, on the CPU, in a few minutes; everything is written to `runs`."""
-    from leaderless.cli.quickstart_project.demonstrations import CommandError, Show, show_language, show_robot
+    from leaderless.cli.quickstart_project.demonstrations import (
+        CommandError,
+        Show,
+        show_language,
+        show_pretrained,
+        show_robot,
+    )
 
-    show = Show(Path.cwd(), workers or min(2, len(os.sched_getaffinity(0))), tuple(overrides or ()))
+    if robot and (real or model):
+        raise typer.BadParameter("--robot shows an arm, which has no use for --real and --model: leave one out")
+    is_real = real or bool(model)
+    # One worker with all threads holds the weights of a pretrained model once.
+    most = 1 if is_real else min(2, len(os.sched_getaffinity(0)))
+    show = Show(Path.cwd(), workers or most, tuple(overrides or ()))
     try:
         if robot:
             show_robot(show)
+        elif is_real:
+            show_pretrained(show, model)
         else:
             show_language(show)
     except CommandError as error:

@@ -76,11 +76,15 @@ def server_refusal(*extras: str) -> str | None:
     return f"needs the package {' and '.join(missing)}: {how_to_install('serve', *extras)}" if missing else None
 
 
+_OPTIONS = {"demonstrations": " --robot", "imitated": " --robot", "tasks": " --robot", "problems": " --real"}
+"""Option of `leaderless quickstart` that makes a folder, by the end of the folder's name."""
+
+
 def how_to_make(path: Path) -> str:
     """The remedy for a file or folder that does not exist, which begins with a semicolon; empty if none is known."""
     parts = path.parts
     made = next((part for part in parts if part.startswith("quickstart-")), None)
     if "runs" not in parts or made is None:
         return ""
-    robot = " --robot" if made.removeprefix("quickstart-") in {"demonstrations", "imitated", "tasks"} else ""
-    return f"; `leaderless quickstart{robot}` makes it"
+    option = _OPTIONS.get(made.removeprefix("quickstart-"), "")
+    return f"; `leaderless quickstart{option}` makes it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -11,11 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from leaderless.cli.quickstart_project.data import (
+    NUM_HELD_OUT,
+    NUM_HELD_OUT_PROBLEMS,
+    write_additions,
+    write_tasks,
+    write_word_problems,
+)
 from leaderless.observability.console import console
 from leaderless.observability.run_directory import RunDirectory
 
-NUM_TASKS, NUM_HELD_OUT = 4096, 512
-"""Numbers of tasks of the robot to train on, and of held-out tasks and questions."""
 NUM_DEMONSTRATIONS = 40
 
 
@@ -50,9 +54,9 @@ class Show:
         for name in names:
             shutil.rmtree(self.runs / name, ignore_errors=True)
 
-    def train(self, recipe: str) -> None:
-        """Train a recipe from its beginning."""
-        self.command("train", recipe, "--workers", str(self.workers), "--fresh", *self.overrides)
+    def train(self, recipe: str, *settings: str) -> None:
+        """Train a recipe from its beginning, with some settings."""
+        self.command("train", recipe, "--workers", str(self.workers), "--fresh", *settings, *self.overrides)
 
     def command(self, *arguments: str) -> None:
         """Print and run a command of this package; a CommandError if it has failed."""
@@ -79,11 +83,9 @@ class Show:
 
 def show_language(show: Show) -> None:
     """From random weights to a language model that reinforcement learning improves: imitate, export, reinforce."""
-    from leaderless.cli.quickstart_project.project import prepare
-
     show.say("1/4  a tiny Qwen2 model with random weights, and additions to learn")
     show.clear("quickstart-data", "quickstart-base")
-    prepare(show.runs / "quickstart-data")
+    write_additions(show.runs / "quickstart-data")
     show.say("2/4  supervised fine-tuning, until about half of the answers are right")
     show.train("recipes/quickstart/sft.yaml")
     show.say("3/4  the result as a Hugging Face folder")
@@ -93,10 +95,24 @@ def show_language(show: Show) -> None:
     show.result("quickstart", f"Accuracy on {NUM_HELD_OUT} held-out additions", "to see why")
 
 
+def show_pretrained(show: Show, model: str) -> None:
+    """A pretrained language model that learns to answer word problems: reinforce, and nothing else.
+
+    Args:
+        show: Folder and terminal.
+        model: Folder or hub name of the model; empty for the one that the recipe names.
+    """
+    show.say("1/2  word problems: sums, differences and products, to be answered with a number only")
+    write_word_problems(show.runs / "quickstart-problems")
+    show.say("2/2  reinforcement learning: the only signal is right or wrong")
+    show.train("recipes/quickstart/word_problems.yaml", *[f"models.policy.path={model}"] * bool(model))
+    show.result("quickstart-real", f"Accuracy on {NUM_HELD_OUT_PROBLEMS} held-out problems", "to read what it answers")
+
+
 def show_robot(show: Show) -> None:
     """An arm that learns to reach for the block that it is asked for: record, imitate, export, reinforce."""
     show.clear("quickstart-demonstrations", "quickstart-imitated", "quickstart-tasks")
-    _write_tasks(show.runs / "quickstart-tasks")
+    write_tasks(show.runs / "quickstart-tasks")
     show.say(f"1/4  demonstrations: a script reaches for blocks {NUM_DEMONSTRATIONS} times")
     imitation = "recipes/quickstart/robot_imitation.yaml"
     episodes = ("--episodes", str(NUM_DEMONSTRATIONS))
@@ -108,12 +124,3 @@ def show_robot(show: Show) -> None:
     show.say("4/4  reinforcement learning: the only signal is whether the right block was reached")
     show.train("recipes/quickstart/robot.yaml")
     show.result("quickstart-robot", f"Success on {NUM_HELD_OUT} tables that were never seen", "to watch the arm")
-
-
-def _write_tasks(folder: Path) -> None:
-    """Write tasks to train on, each with a start that follows from its place in the run, and held-out ones."""
-    folder.mkdir(parents=True)
-    train = [{"task": number} for number in range(NUM_TASKS)]
-    held_out = [{"task": number, "seed": 1_000_000 + number} for number in range(NUM_HELD_OUT)]
-    for name, tasks in {"train": train, "test": held_out}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")

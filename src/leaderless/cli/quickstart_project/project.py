@@ -1,30 +1,20 @@
-"""Writes a small project, and the model and the data of the quickstart.
-
-The quickstart begins with a tiny untrained Qwen2 and additions to learn. Its demonstrations come from a careless
-teacher, who forgets the hundreds of most sums that have them. A model that imitates the teacher gets about half of its
-sums right. Only the reward uses the right answers: reinforcement learning learns from nothing but whether an answer was
-right.
-"""
+"""The small project of `leaderless new`, which trains at once."""
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from leaderless.cli.quickstart_project.demonstrations import NUM_HELD_OUT
+from leaderless.cli.quickstart_project.data import write_rows
 from leaderless.config import RecipeError
 from leaderless.observability.run_directory import write_atomically
 
 FILES = ("recipe.yaml", "rewards.py", "test_project.py", "README.md")
 NUM_PROJECT_HELD_OUT = 20
 CHARACTERS = "0123456789>"
-CARELESSNESS = 0.75
-DEMONSTRATIONS_PER_QUESTION = 4
 
 
 def write_project(folder: Path, model: str = "", seed: int = 0) -> None:
@@ -52,37 +42,9 @@ def write_project(folder: Path, model: str = "", seed: int = 0) -> None:
     ask = "Which digit is larger, {} or {}? Answer with the digit alone." if model else "{}{}>"
     rows = [{"question": ask.format(a, b), "answer": str(max(a, b))} for a in range(10) for b in range(10) if a != b]
     random.Random(seed).shuffle(rows)  # noqa: S311 - no secret
-    _write_rows(folder / "data/test.jsonl", rows[:NUM_PROJECT_HELD_OUT])
-    _write_rows(folder / "data/train.jsonl", rows[NUM_PROJECT_HELD_OUT:])
+    write_rows(folder / "data/test.jsonl", rows[:NUM_PROJECT_HELD_OUT])
+    write_rows(folder / "data/train.jsonl", rows[NUM_PROJECT_HELD_OUT:])
     if not model:
         from leaderless.models.loading.tiny import write_tiny_model
 
         write_tiny_model(folder / "model", CHARACTERS, seed=seed)
-
-
-def prepare(folder: Path, seed: int = 0) -> None:
-    """Write `model/`, `demonstrations.jsonl`, `train.jsonl` and `test.jsonl` of the quickstart.
-
-    No question of `test.jsonl` is in another file. The seed is for weights, order and the teacher's mistakes.
-    """
-    from leaderless.models.loading.tiny import write_tiny_model
-
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tiny_model(folder / "model", "0123456789+=", hidden_size=128, num_layers=2, seed=seed)
-    generator = random.Random(seed)  # noqa: S311 - no secret
-    numbers = range(10, 100)
-    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
-    generator.shuffle(rows)
-    shown = []
-    for row in rows[NUM_HELD_OUT:]:
-        for _ in range(DEMONSTRATIONS_PER_QUESTION):
-            is_careless = generator.random() < CARELESSNESS
-            written = int(row["answer"]) % 100 if is_careless else int(row["answer"])
-            shown.append({"question": row["question"], "response": str(written)})
-    _write_rows(folder / "test.jsonl", rows[:NUM_HELD_OUT])
-    _write_rows(folder / "train.jsonl", rows[NUM_HELD_OUT:])
-    _write_rows(folder / "demonstrations.jsonl", shown)
-
-
-def _write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
