@@ -236,6 +236,23 @@ def test_a_guard_of_the_critic_leaves_the_policy_alone(start, folder) -> None:
     assert "guard/skipped/policy" not in result.numbers[-1]
 
 
+def test_a_run_whose_updates_are_all_skipped_ends_with_an_error_and_not_over_a_good_checkpoint(start, folder) -> None:
+    """After five in a row, or all that a shorter run has; what was saved before the first of them is what stays."""
+    saved = {"checkpoint": {"every_steps": 1, "keep": 1}}
+    (result,) = start("always", f"{2 * PROMPTS}-999", steps=9, **saved)
+    assert result.steps == [1, 2, 3, 4, 5, 6, 7]
+    assert "step 7, node 'policy' of role 'policy': guards.max_skips=4: 5 is above it; the run stops" in result.error
+    assert "lower the learning rate" in result.error
+    assert [path.name for path in folder("always").checkpoints.iterdir()] == ["step-000002"]
+    (result,) = start("short", "0-999", steps=3, **saved)
+    assert result.steps == [1, 2, 3]
+    assert "guards.max_skips=4: all 3 updates of the run were left out; the run stops" in result.error
+    assert not folder("short").checkpoints.exists()
+    (result,) = start("late", f"{2 * PROMPTS}-999", steps=4, **saved)
+    assert not result.error, "an end among a few bad updates is none"
+    assert sorted(path.name for path in folder("late").checkpoints.iterdir()) == ["step-000002", "step-000004"]
+
+
 def test_updates_of_low_entropy_are_skipped_until_it_is_too_often(start, folder) -> None:
     guards = {"entropy_limit": 100.0, "entropy_action": "skip", "max_skips": 1}
     (result,) = start("low", NONE_BAD, guards=guards)

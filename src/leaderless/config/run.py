@@ -84,8 +84,9 @@ class GuardsConfig(Section):
     """Action if the loss of an update is NaN or infinite on any rank."""
     non_finite_gradient: Literal["skip", "roll_back", "stop"] = "skip"
     """Action if the norm of the gradient is NaN or infinite; such a gradient never reaches the weights."""
-    max_skips: int = Field(default=10, ge=0)
-    """Number of updates of a node that may be skipped in a row; one more stops the run."""
+    max_skips: int = Field(default=4, ge=0)
+    """Number of updates of a node that may be skipped in a row; one more stops the run, and so does the last of a run
+    if all were skipped."""
     grad_norm_limit: float | None = Field(default=None, gt=0)
     """Largest norm of the gradient before clipping; null for no limit."""
     grad_norm_factor: float | None = Field(default=None, gt=1)

@@ -30,8 +30,10 @@ from leaderless.models.attention.packed import ATTENTION_NAME, Attention, check_
 from leaderless.models.attention.shared_prompts import Family, PrefixAttention, Repeats, attention_over
 from leaderless.models.gradient_checkpointing import recompute_layers
 from leaderless.models.loading.support import (
+    NotFiniteError,
     attention_names,
     check_family,
+    check_finite,
     check_settings,
     check_supported,
     image_tokens,
@@ -273,6 +275,11 @@ def load_decoder(
     for name, parameter in model.named_parameters():
         if name in missing:
             nn.init.zeros_(parameter)
+    try:
+        for name, parameter in model.named_parameters():
+            check_finite(parameter, name, Path(config.path))
+    except NotFiniteError as error:
+        raise RecipeError.at(key, str(error)) from error
     check_supported(model, key)
     add_adapters(model, config, key)
     _prepare(model, key, gradient_checkpointing=config.gradient_checkpointing)

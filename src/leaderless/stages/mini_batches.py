@@ -241,7 +241,8 @@ def guarded_step(engine: Trainable, context: StageContext, loss: float, entropy:
     elif strongest(breach.action for breach in breaches) == "skip":
         for name in (_SKIPPED, _IN_A_ROW):
             state[name] = state.get(name, 0.0) + 1
-        if state[_IN_A_ROW] > config.max_skips:
+        num_updates = context.recipe.steps * context.recipe.batch.updates_per_step
+        if state[_IN_A_ROW] > config.max_skips or state[_IN_A_ROW] == num_updates:
             breaches.append(Breach("max_skips", state[_IN_A_ROW], config.max_skips, "stop"))
     for breach in breaches:
         context.report_event(*breach)

@@ -102,6 +102,11 @@ class StepEnd:
     data_position: int
     events: tuple[GuardEvent, ...] = ()
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether an update was left out because its numbers were not finite, and the weights may be the reason."""
+        return any(event.action == "skip" and event.guard.startswith("non_finite") for event in self.events)
+
 
 def agree(mine: StepEnd, loop: ProcessGroup) -> StepEnd:
     """Combine what each rank of a loop knows, where each event is known to one rank only. All of them call it together.

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -248,7 +249,9 @@ class Worker:
         is_stopping, events = self.chain.channels.is_stop_wanted, tuple(self.chain.events)
         mine = StepEnd(is_stopping, self.checkpointer.is_due(), self.progress.data_position, events)
         with self.parts.clock.doing("wait_ranks"):
-            return agree(mine, self._ranks)
+            end = agree(mine, self._ranks)
+        # Bad weights must not take the place of good ones in a checkpoint.
+        return replace(end, is_checkpoint_due=end.is_checkpoint_due and not end.is_doubtful)
 
     def evaluate(self) -> dict[str, float]:
         """Held-out accuracy of the weights of a step, where this asks for it and the model is in this loop.

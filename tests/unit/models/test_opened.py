@@ -235,6 +235,27 @@ LARGE: dict[str, PreTrainedConfig] = {
 }
 
 
+def test_a_tensor_that_is_not_finite_is_refused_with_its_file(tmp_path: Path) -> None:
+    """Also where all weights are read at once, and by the rank that has the value where ranks divide them."""
+    for place, value in enumerate((float("nan"), float("inf"), -float("inf"))):
+        name = ("model.norm.weight", "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight")[place]
+        path = changed(
+            copied(tiny_model(), tmp_path / str(place)), lambda one, n=name, x=value: one[n].view(-1)[5].fill_(x)
+        )
+        with pytest.raises(RecipeError, match="NaN or infinite") as error:
+            completed(path)
+        assert f"models.policy: {name} in {path}/{FILE} has values" in str(error.value)
+        with pytest.raises(RecipeError, match=f"{name} in {path} has values"):
+            load_causal_lm(ModelConfig(path=path), "policy")
+
+
+def test_a_tensor_that_is_not_finite_is_found_among_those_that_make_up_a_weight(tmp_path: Path) -> None:
+    path = Path(experts_model(tmp_path, "qwen3_moe"))
+    name = next(name for name in load_file(path / FILE) if "experts.3" in name)
+    with pytest.raises(RecipeError, match=f"{name} in "):
+        completed(changed(path, lambda one: one[name].view(-1)[0].fill_(float("nan"))))
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_a_small_model_is_tried_in_the_place_of_a_large_one(name: str) -> None:
     large = LARGE[name]

@@ -32,7 +32,7 @@ from leaderless.models.decoder import (
     quiet_loading,
 )
 from leaderless.models.loading.family_trial import trial_model
-from leaderless.models.loading.support import check_settings, check_supported
+from leaderless.models.loading.support import NotFiniteError, check_settings, check_supported
 from leaderless.models.loading.weight_sources import (
     UnknownFormError,
     WeightFiles,
@@ -119,7 +119,7 @@ def _open(config: ModelConfig, role: str, *, is_critic: bool) -> ShardedModelFil
         model = empty_decoder(auto_class, config, role, has_adapters=True, has_scalar_head=is_critic)
         sources = _sources(model, files, config, key, has_scalar_head=is_critic)
     decoder: Decoder = value_model(model, config, role) if is_critic else language_model(model, config, role)
-    decoder.complete = _Reader(model, files, sources).complete
+    decoder.complete = _Reader(model, files, sources, key).complete
     return ShardedModelFiles(decoder, trial, files)
 
 
@@ -171,9 +171,20 @@ class _Reader:
     model: PreTrainedModel
     files: WeightFiles
     sources: Mapping[str, Sequence[WeightSource]]
+    key: str
 
     def complete(self, whole: Callable[[str, Tensor], Tensor], device: torch.device) -> None:
-        """Read the values of all weights that have none, for a divided weight only this rank's part."""
+        """Read the values of all weights that have none, for a divided weight only this rank's part.
+
+        Raises:
+            RecipeError: A value is not finite.
+        """
+        try:
+            self._complete(whole, device)
+        except NotFiniteError as error:
+            raise RecipeError.at(self.key, str(error)) from error
+
+    def _complete(self, whole: Callable[[str, Tensor], Tensor], device: torch.device) -> None:
         done: dict[nn.Parameter, nn.Parameter] = {}  # those that modules share stay shared
         for path, module in [*self.model.named_modules()]:
             for name, weight in [*module.named_parameters(recurse=False)]:

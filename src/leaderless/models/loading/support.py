@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,6 +37,27 @@ _LENGTHS = (5, 9)
 """Lengths of the two sequences with which a model is tried."""
 _TOLERANCE = 1e-2
 """Largest error of a logit, in standard deviations of all logits; rounding stays far below it."""
+
+
+class NotFiniteError(Exception):
+    """A tensor of a file has values that are NaN or infinite."""
+
+
+def check_finite(values: Tensor, name: str, file: Path) -> None:
+    """Refuse values of a tensor, of a type with fractions, that are not finite; no memory is taken for it.
+
+    Raises:
+        NotFiniteError: Some are NaN or infinite.
+    """
+    if (
+        values.is_floating_point()
+        and values.numel()
+        and not bool(torch.isfinite(torch.stack(values.detach().aminmax())).all())
+    ):
+        raise NotFiniteError(
+            f"{name} in {file} has values that are NaN or infinite, as after a training that diverged or a download "
+            "that was damaged: take another copy or an earlier checkpoint of the model"
+        )
 
 
 def check_supported(model: PreTrainedModel, key: str) -> None:

@@ -42,6 +42,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.distributed.weights.blocks import Shape, WeightBlock
 from leaderless.distributed.weights.files import StoredTensor, read_block, read_header
 from leaderless.models.causal_lm import empty_causal_lm
+from leaderless.models.loading.support import check_finite
 from leaderless.models.parallel.expert import num_experts
 
 
@@ -149,7 +150,11 @@ class WeightSource:
     is_turned: bool = False
 
     def read(self, files: WeightFiles, wanted: WeightBlock, target: Tensor) -> None:
-        """Read into a tensor with a block of the weight what this one has of it."""
+        """Read into a tensor with a block of the weight what this one has of it.
+
+        Raises:
+            NotFiniteError: It has values there that are not finite.
+        """
         common = self.block.common(wanted)
         if not common.numel:
             return
@@ -160,6 +165,7 @@ class WeightSource:
         if self.is_turned:
             view, offsets = view.transpose(-1, -2), [*offsets[:-2], offsets[-1], offsets[-2]]
         files.read(self.name, tuple(offsets), view)
+        check_finite(view, self.name, files.tensors[self.name].file)
 
 
 Sources = Mapping[str, Sequence[WeightSource]]

@@ -163,7 +163,7 @@ class Checkpointer:
         self._parts.episodes.flush()  # the run may continue from here, and what is in the journal is not made again
         with self._tracer.span("checkpoint", self._progress.step), self._parts.clock.doing("checkpoint"):
             is_awaited = must_succeed or not self._parts.recipe.checkpoint.asynchronous
-            self._writer.begin(self._content(numbers), from_copy=not is_awaited)
+            self._writer.begin(self._content(numbers, end), from_copy=not is_awaited)
             if is_awaited:
                 try:
                     self._chain.channels.meet()
@@ -189,7 +189,7 @@ class Checkpointer:
         """End what is being written."""
         self._writer.close()
 
-    def _content(self, numbers: dict[str, float]) -> Content:
+    def _content(self, numbers: dict[str, float], end: StepEnd) -> Content:
         """Everything but tensors that a checkpoint written now holds."""
         plan, progress, rank = self._parts.plan, self._progress, self._parts.transport.rank
         repeat, surplus = plan.repeat, self._chain.buffer.surplus.batch
@@ -213,6 +213,7 @@ class Checkpointer:
             texts=texts,
             nodes={name: dict(state) for name, state in progress.nodes.items() if rank == plan[name].layout.ranks[0]},
             rows=[*rows, *self._chain.channels.contents()],
+            keeps_old=end.is_doubtful,
         )
 
     def _report(self, error: BaseException | None) -> None:

@@ -63,6 +63,7 @@ class Content:
         texts: Further texts for this rank to write, by file name.
         rows: Functions that write rows of this rank, such as channels' rows, into a folder. A thread calls them
             later, so they must keep the current rows.
+        keeps_old: Whether older checkpoints stay, as the weights of this one may be bad.
     """
 
     state: RunState
@@ -70,6 +71,7 @@ class Content:
     nodes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     rows: Sequence[Callable[[Path], None]] = ()
+    keeps_old: bool = False
 
 
 class CheckpointWriter:
@@ -246,7 +248,7 @@ class CheckpointWriter:
             final.rename(self._folder / f".{final.name}.replaced")
         partial.rename(final)
         sync_to_disk(self._folder)
-        for old in superseded(list_checkpoints(self._folder), self._config):
+        for old in superseded(list_checkpoints(self._folder), self._config) if not content.keeps_old else ():
             # It loses its name first, so that a half-removed checkpoint is not taken for one.
             shutil.rmtree(old.rename(self._folder / f".{old.name}.removed"))
         shutil.rmtree(self._folder / f".{final.name}.replaced", ignore_errors=True)
