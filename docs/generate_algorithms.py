@@ -134,7 +134,8 @@ def _trials() -> Iterator[Trial]:
             aggregation=aggregation,
             kl=KlConfig.model_validate({**kl, "estimator": estimator}),
         )
-        reasons = [reason.replace(f"aggregation={aggregation}", "aggregation=…") for reason in refusals(algorithm)]
+        varied = re.compile(rf"(aggregation={aggregation}|estimator={estimator}(?= with kl.place=reward))\b")
+        reasons = [varied.sub(lambda found: f"{found[0].partition('=')[0]}=…", one) for one in refusals(algorithm)]
         names = [section.model_fields["type"].default for section in (advantage, loss)]
         yield Trial(names[0], names[1], aggregation, penalty, reasons)
 

@@ -23,16 +23,21 @@ def kl_penalty(
 
     With x = log p - log p_ref, for tokens sampled from p:
 
-    - `k1`: x, unbiased in value, of either sign; Schulman, "Approximating KL divergence", 2020.
-    - `k2`: x^2 / 2, biased in value but not in gradient; Schulman, 2020.
-    - `k3`: e^-x - 1 + x, unbiased in value, never negative; Schulman, 2020; GRPO, arXiv 2402.03300, equation 4.
-    - `absolute`: |x|, a distance rather than an estimate of the divergence; as offered by verl.
+    - `k1`: x, unbiased in value, of either sign; Schulman, "Approximating KL divergence", 2020. Its gradient in the
+      reward is that of the divergence, and in the loss 0 on average: Liu et al., arXiv 2510.01555.
+    - `k2`: x^2 / 2, biased in value; Schulman, 2020. Its gradient in the loss is that of the divergence: Liu et al.,
+      2025; Tang and Munos, arXiv 2506.09477.
+    - `k3`: e^-x - 1 + x, unbiased in value, never negative; Schulman, 2020; GRPO, arXiv 2402.03300, equation 4. Its
+      gradient in the loss is that of the reverse divergence, the same to first order near the reference.
+    - `absolute`: |x|, a distance rather than an estimate of the divergence; as offered by verl. Its gradient in the
+      loss is that of the sum of |p - p_ref|.
 
-    As a term of the loss, only k2 has the gradient of the divergence (k1's is 0 on average, k3's is the gradient of the
-    reverse divergence); `unbiased_gradient` therefore gives each of them the gradient of k2.
+    In the reward, where the estimate is a number without gradient, k2, k3 and the absolute value do not point to the
+    reference: the gradient of k3 is that of the divergence minus that of the reverse one, which cancel near it. In the
+    loss `unbiased_gradient` gives each estimate the gradient of k2.
 
-    Source: Schulman, "Approximating KL divergence", 2020; gradients: Tang and Munos, arXiv 2506.09477. One deviation:
-    for k3, x is at least -20, without gradient below, so that nothing overflows.
+    Source: Schulman, "Approximating KL divergence", 2020; gradients: Tang and Munos, 2506.09477, and Liu et al.,
+    2510.01555. One deviation: for k3, x is at least -20, without gradient below, so that nothing overflows.
 
     Log-probabilities are [total]; so is the result, at least float32.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
@@ -34,7 +35,7 @@ class KlConfig(Section):
     coefficient: float = Field(default=0.0, ge=0)
     """Weight of the penalty, with a target the initial one; 0 removes the reference from the plan."""
     estimator: Literal["k1", "k2", "k3", "absolute"] = "k3"
-    """Estimator of the divergence at each token."""
+    """Estimator of the divergence at each token; in the reward `k1`, by default and alone."""
     unbiased_gradient: bool = False
     """Give the estimate the gradient of the divergence itself; only for `place: loss`."""
     place: Literal["loss", "reward"] = "loss"
@@ -44,6 +45,12 @@ class KlConfig(Section):
     constant."""
     horizon: float = Field(default=10000.0, gt=0)
     """Number of episodes over which an adapted weight can change by about a fifth."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fits_its_place(cls, value: object) -> object:
+        in_reward = isinstance(value, Mapping) and value.get("place") == "reward"
+        return {"estimator": "k1", **value} if in_reward else value
 
 
 class CorrectionConfig(Section):
@@ -220,6 +227,16 @@ def refusals(algorithm: AlgorithmConfig) -> list[str]:
     found = [reason for part in parts for reason in part.refusals(algorithm)]
     if kl.place == "reward" and kl.unbiased_gradient:
         found.append("algorithm.kl.unbiased_gradient does nothing with kl.place=reward, as rewards have no gradient")
+    if kl.place == "reward" and kl.estimator != "k1":
+        found.append(
+            f"algorithm.kl.estimator={kl.estimator} with kl.place=reward does not hold the policy near the reference: "
+            "only k1 has the gradient of the divergence there; leave it out, or use kl.place=loss"
+        )
+    if algorithm.is_penalized_in_loss and kl.estimator == "k1" and not kl.unbiased_gradient:
+        found.append(
+            "algorithm.kl.estimator=k1 with kl.place=loss has a gradient of 0 on average, which holds nothing: use k2, "
+            "set kl.unbiased_gradient, or use kl.place=reward"
+        )
     if kl.target is not None and kl.coefficient == 0:
         found.append("algorithm.kl.target needs kl.coefficient > 0: a weight of 0 stays 0 whatever it is multiplied by")
     if algorithm.proximal == "interpolated" and algorithm.is_penalized_in_reward:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.unit.algorithms.naive import KL_TWINS
 from torch import Tensor
@@ -103,6 +103,77 @@ def test_the_plain_forms_have_the_gradients_that_their_docstring_says(theta: Ten
     for estimator, gradient in expected.items():
         result = expected_gradient(theta, reference, estimator, unbiased=False)
         torch.testing.assert_close(result, gradient, atol=1e-9, rtol=1e-7)
+
+
+@given(theta=logits, other=logits)
+def test_the_absolute_value_has_the_gradient_of_the_distance_of_probabilities(theta: Tensor, other: Tensor) -> None:
+    reference = other.log_softmax(0)
+    assume(bool(((theta.log_softmax(0) - reference).abs() > 1e-9).all()))  # where they are equal there is a kink
+    leaf = theta.clone().requires_grad_()
+    (expected,) = torch.autograd.grad((leaf.softmax(0) - reference.exp()).abs().sum(), leaf)
+    result = expected_gradient(theta, reference, "absolute", unbiased=False)
+    torch.testing.assert_close(result, expected, atol=1e-9, rtol=1e-7)
+
+
+def gradient_in_reward(theta: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
+    """Expected gradient of a penalty on the reward, over all responses of two tokens.
+
+    The policy, theta of logits [1 + v, v], draws the first token from its first row, and the second one from the row
+    of the first; the penalty of a token is that of itself and of what follows.
+    """
+    leaf = theta.clone().requires_grad_()
+    first, second = leaf.log_softmax(1)[0], leaf.log_softmax(1)[1:]
+    one, two = (kl_penalty(p, q, estimator).detach() for p, q in ((first, reference[0]), (second, reference[1:])))
+    surrogate = (one[:, None] + two) * first[:, None] + two * second
+    probability = (first[:, None] + second).exp().detach()
+    return torch.autograd.grad((probability * surrogate).sum(), leaf)[0]
+
+
+def gradient_of_responses(theta: Tensor, reference: Tensor, *, reverse: bool = False) -> Tensor:
+    """Gradient of the divergence between the distributions of these responses."""
+    leaf = theta.clone().requires_grad_()
+    policy = leaf.log_softmax(1)
+    joint, other = ((one[0][:, None] + one[1:]).flatten() for one in (policy, reference))
+    value = divergence(other, joint) if reverse else divergence(joint, other)
+    return torch.autograd.grad(value, leaf)[0]
+
+
+policies = st.lists(st.floats(-3, 3), min_size=12, max_size=12).map(
+    lambda values: torch.tensor(values, dtype=torch.float64).view(4, 3)
+)
+
+
+@given(theta=policies, other=policies)
+def test_in_the_reward_k1_has_the_gradient_of_the_divergence(theta: Tensor, other: Tensor) -> None:
+    reference = other.log_softmax(1)
+    result = gradient_in_reward(theta, reference, "k1")
+    torch.testing.assert_close(result, gradient_of_responses(theta, reference), atol=1e-9, rtol=1e-7)
+
+
+def test_in_the_reward_only_k1_leads_back_to_the_reference() -> None:
+    noise = torch.Generator().manual_seed(0)
+    similarity = {estimator: list[float]() for estimator in ESTIMATORS}
+    for _ in range(100):
+        theta, other = torch.randn(2, 4, 3, generator=noise, dtype=torch.float64)
+        reference = other.log_softmax(1)
+        exact = gradient_of_responses(theta, reference)
+        for estimator, found in similarity.items():
+            result = gradient_in_reward(theta, reference, estimator)
+            found.append(torch.cosine_similarity(result.flatten(), exact.flatten(), dim=0).item())
+    assert min(similarity["k1"]) > 1 - 1e-9
+    for estimator in ("k2", "k3", "absolute"):
+        assert sum(value < 0 for value in similarity[estimator]) > 10, estimator
+
+
+@given(theta=logits, other=logits)
+def test_in_the_reward_k3_has_the_difference_of_both_divergences(theta: Tensor, other: Tensor) -> None:
+    reference = other.log_softmax(0)
+    leaf = theta.clone().requires_grad_()
+    log_probs = leaf.log_softmax(0)
+    penalty = kl_penalty(log_probs, reference, "k3").detach()
+    (result,) = torch.autograd.grad((log_probs.detach().exp() * penalty * log_probs).sum(), leaf)
+    expected = exact_gradient(theta, reference) - exact_gradient(theta, reference, reverse=True)
+    torch.testing.assert_close(result, expected, atol=1e-9, rtol=1e-7)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -11,7 +11,7 @@ from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.algorithms.losses.kl_cov import KlCovLoss
 from leaderless.algorithms.policy_loss import compute
-from leaderless.algorithms.settings import AlgorithmConfig, CorrectionConfig, refusals
+from leaderless.algorithms.settings import AlgorithmConfig, CorrectionConfig, KlConfig, refusals
 from leaderless.config import RecipeError
 from leaderless.planner.workflow import builtin_workflows, load_recipe, resolve_workflow
 from leaderless.stages.mini_batches import correction_weights
@@ -92,6 +92,9 @@ REFUSED = [
     ({"advantage": {"type": "rejection"}, "overlong": {"buffer_tokens": 4}}, "algorithm.overlong.buffer_tokens"),
     ({"advantage": {"type": "distillation"}, "overlong": {"buffer_tokens": 4}}, "algorithm.overlong.buffer_tokens"),
     ({"kl": {"coefficient": 0.1, "place": "reward", "unbiased_gradient": True}}, "algorithm.kl.unbiased_gradient"),
+    ({"kl": {"coefficient": 0.1, "place": "reward", "estimator": "k3"}}, "algorithm.kl.estimator=k3"),
+    ({"kl": {"coefficient": 0.1, "place": "reward", "estimator": "absolute"}}, "algorithm.kl.estimator=absolute"),
+    ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "algorithm.kl.estimator=k1"),
     ({"kl": {"coefficient": 0.1, "place": "reward"}, "proximal": "interpolated"}, "algorithm.proximal"),
     ({"policy_loss": {"type": "dppo"}, "correction": {"type": "mask"}}, "algorithm.correction.type"),
     ({"policy_loss": {"type": "dppo"}, "proximal": "interpolated"}, "algorithm.proximal"),
@@ -105,6 +108,12 @@ REFUSED = [
 def test_what_does_not_go_together_is_refused_with_the_remedy(settings, key):
     with pytest.raises(ValueError, match=key.replace(".", r"\.")):
         AlgorithmConfig.model_validate(settings)
+
+
+def test_the_estimator_that_holds_the_policy_is_the_default_in_either_place():
+    found = {place: AlgorithmConfig.model_validate({"kl": {"place": place}}).kl.estimator for place in ("loss", "reward")}
+    assert found == {"loss": "k3", "reward": "k1"}
+    assert KlConfig.model_validate({"estimator": "k1", "coefficient": 1.0, "unbiased_gradient": True}).place == "loss"
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)

@@ -392,8 +392,8 @@ def test_rewards_that_trl_normalizes_one_by_one_are_gdpo(tmp_path: Path, scaling
     ("given", "expected"),
     [
         (
-            {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "abs"},
-            {"kl.place": "reward", "kl.estimator": "absolute"},
+            {"actor_rollout_ref__actor__use_kl_loss": True, "actor_rollout_ref__actor__kl_loss_type": "kl+"},
+            {"kl.place": "loss", "kl.estimator": "k1", "kl.unbiased_gradient": True},
         ),
         (
             {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
@@ -461,6 +461,17 @@ def test_other_parts_of_verl() -> None:
 )
 def test_what_verl_has_and_we_have_not_is_listed_with_a_reason(key: str, value: Any, reason: str) -> None:
     assert any(reason in left.reason for left in of_verl(**{key: value}).left)
+
+
+def test_estimators_of_verl_that_hold_nothing_in_their_place_are_left_out() -> None:
+    made = of_verl(algorithm__use_kl_in_reward=True, algorithm__kl_penalty="low_var_kl")
+    assert (setting(made, "algorithm.kl.place"), "estimator" in made.settings["algorithm"]["kl"]) == ("reward", False)
+    (reason,) = (left.reason for left in made.left if left.key == "algorithm.kl_penalty")
+    assert "only kl has the gradient of the divergence" in reason
+    actor = "actor_rollout_ref__actor__"
+    made = of_verl(**{f"{actor}use_kl_loss": True, f"{actor}kl_loss_type": "kl"})
+    (reason,) = (left.reason for left in made.left if left.key.endswith(".use_kl_loss"))
+    assert "has a gradient of 0 on average: use kl+" in reason
 
 
 @pytest.mark.parametrize(

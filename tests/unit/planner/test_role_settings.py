@@ -33,13 +33,13 @@ def test_a_role_s_settings_are_merged_below_those_of_the_workflow():
 
     general = {"algorithm": {"kl": {"coefficient": 0.2}}}
     roles = {
-        "solver": {"algorithm": {"kl": {"estimator": "k1"}}},
+        "solver": {"algorithm": {"kl": {"estimator": "k2"}}},
         "judge": {"algorithm": {"policy_loss": {"type": "gspo"}}},
     }
     settings = make_recipe().model_dump(mode="json", exclude_unset=True) | general | {"roles": roles}
     recipe = load_recipe(RecipeSource(settings, {}), defaults_of=defaults).recipe
     solver, judge = recipe.as_seen_by("solver").algorithm, recipe.as_seen_by("judge").algorithm
-    assert (solver.kl.coefficient, solver.kl.estimator, solver.policy_loss.clip_high) == (0.2, "k1", 0.28)
+    assert (solver.kl.coefficient, solver.kl.estimator, solver.policy_loss.clip_high) == (0.2, "k2", 0.28)
     assert (judge.kl.coefficient, judge.policy_loss) == (0.2, GspoLoss()), "another type inherits nothing"
     assert load_recipe(RecipeSource(yaml.safe_load(dump_recipe(recipe)), {})).recipe == recipe
 

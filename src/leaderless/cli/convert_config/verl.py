@@ -30,6 +30,7 @@ from leaderless.config.source import Setting
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 _LOSS, _LOW, _HIGH = (f"{ACTOR}.{key}" for key in ("policy_loss.loss_mode", "clip_ratio_low", "clip_ratio_high"))
 _CORRECTION = "algorithm.rollout_correction"
+_KINDS = "`mse` is `k2`, `low_var_kl` is `k3`; `+` at the end: `unbiased_gradient`"
 _MANAGERS = {"naive", "dapo", "gdpo"}
 """Ways to call rewards that give what the other settings say."""
 MATH_REWARD = "leaderless.rewards.trl_and_verl:math_of_verl"
@@ -72,6 +73,8 @@ def _kl_in_loss(value: Setting, values: Values) -> Made:
     kind = str(values[f"{ACTOR}.kl_loss_type"])
     if kind.removesuffix("+") not in PENALTIES:
         raise NotTakenError(f"kl_loss_type={kind} has no counterpart; there is one for {', '.join(PENALTIES)}")
+    if PENALTIES.get(kind) == "k1":
+        raise NotTakenError(f"kl_loss_type={kind} has a gradient of 0 on average: use {kind}+, mse or low_var_kl")
     return {
         "algorithm.kl.coefficient": number(values[f"{ACTOR}.kl_loss_coef"], "kl_loss_coef"),
         "algorithm.kl.place": "loss",
@@ -137,19 +140,21 @@ def _kl_in_reward(value: Setting, values: Values) -> Made:
         raise NotTakenError("gdpo compares the rewards without it, also in verl: set use_kl_loss")
     if is_on(values[f"{ACTOR}.use_kl_loss"]):
         raise NotTakenError("there is one penalty: use_kl_loss was taken, and use_kl_in_reward was not")
-    kind = str(values["algorithm.kl_penalty"])
-    if kind not in PENALTIES:
-        raise NotTakenError(f"kl_penalty={kind} has no counterpart; there is one for {', '.join(PENALTIES)}")
     control = "algorithm.kl_ctrl"
     made: dict[str, Setting] = {
         "algorithm.kl.coefficient": number(values[f"{control}.kl_coef"], "kl_coef"),
         "algorithm.kl.place": "reward",
-        "algorithm.kl.estimator": PENALTIES[kind],
     }
     if values[f"{control}.type"] == "adaptive":
         made["algorithm.kl.target"] = number(values[f"{control}.target_kl"], "target_kl")
         made["algorithm.kl.horizon"] = number(values[f"{control}.horizon"], "horizon")
     return made
+
+
+def _penalty(value: Setting, values: Values) -> Made:
+    if is_on(values["algorithm.use_kl_in_reward"]) and PENALTIES.get(str(value)) != "k1":
+        raise NotTakenError("in the reward, only kl has the gradient of the divergence, and it was taken")
+    return {}
 
 
 def _top_k(ours: str, key: str) -> Row:
@@ -300,7 +305,7 @@ ROWS: tuple[Row, ...] = (
     ),
     _only_gae(as_number("algorithm.lam", "algorithm.advantage.decay", 1.0)),
     Row("algorithm.use_kl_in_reward", "algorithm.kl", False, "with `kl_penalty` and `kl_ctrl`", _kl_in_reward),
-    part("algorithm.kl_penalty", "algorithm.kl.estimator", "kl", "`kl` is `k1`, `mse` is `k2`, `low_var_kl` is `k3`"),
+    Row("algorithm.kl_penalty", "algorithm.kl.estimator", "kl", "must be `kl`, which is `k1`", _penalty),
     part("algorithm.kl_ctrl.kl_coef", "algorithm.kl.coefficient", 0.001),
     part("algorithm.kl_ctrl.type", "algorithm.kl.target", "fixed", "`adaptive`: a target"),
     part("algorithm.kl_ctrl.target_kl", "algorithm.kl.target", 0.1),
@@ -359,7 +364,7 @@ ROWS: tuple[Row, ...] = (
     as_number(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coefficient", 0),
     Row(f"{ACTOR}.use_kl_loss", "algorithm.kl", False, "with `kl_loss_coef` and `kl_loss_type`", _kl_in_loss),
     part(f"{ACTOR}.kl_loss_coef", "algorithm.kl.coefficient", 0.001),
-    part(f"{ACTOR}.kl_loss_type", "algorithm.kl.estimator", "low_var_kl", "`+` at the end: `unbiased_gradient`"),
+    part(f"{ACTOR}.kl_loss_type", "algorithm.kl.estimator", "low_var_kl", _KINDS),
     as_number(f"{ACTOR}.grad_clip", "optimizer.max_grad_norm", 1.0),
     as_number(f"{ACTOR}.optim.lr", "optimizer.learning_rate", 1e-6),
     as_number(f"{ACTOR}.optim.weight_decay", "optimizer.weight_decay", 0.01),
