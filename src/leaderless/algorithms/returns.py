@@ -23,7 +23,7 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) ->
 
     Formula: 0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens.
 
-    Source: DAPO, arXiv 2503.14476, equation 13 (soft overlong punishment).
+    Source: DAPO, arXiv 2503.14476, equation 13 (soft overlong punishment), for the longest message of an episode.
 
     `max_tokens` is the longest length allowed; `buffer_tokens` is at least 1.
     """

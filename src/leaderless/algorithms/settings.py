@@ -75,7 +75,8 @@ class OverlongConfig(Section):
     """Treatment of responses that are too long."""
 
     buffer_tokens: int = Field(default=0, ge=0)
-    """Number of tokens before `rollout.max_response_tokens` over which the reward falls by up to 1; 0 for none."""
+    """Number of tokens before `rollout.max_response_tokens` over which the reward falls by up to 1; 0 for none. Of an
+    episode with several messages, the longest one counts."""
     filter: bool = False
     """Give truncated responses no gradient, in the policy and in a critic."""
 

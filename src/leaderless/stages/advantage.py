@@ -58,7 +58,7 @@ def _shaped_rewards(batch: Batch, context: StageContext) -> tuple[Tensor, Tensor
     rewards = torch.where(is_valid, batch.dense("rewards"), 0.0)
     if buffer := algorithm.overlong.buffer_tokens:
         longest = context.recipe.rollout.max_response_tokens
-        penalty = algorithms.overlong_penalty(lengths, max_tokens=longest, buffer_tokens=buffer)
+        penalty = algorithms.overlong_penalty(_longest_messages(batch), max_tokens=longest, buffer_tokens=buffer)
         context.metrics.mean("reward/overlong_penalty", penalty[is_reported].sum(), is_reported.sum())
         rewards = torch.where(is_valid, rewards + penalty, 0.0)
     if not algorithm.is_penalized_in_reward:
@@ -71,6 +71,17 @@ def _shaped_rewards(batch: Batch, context: StageContext) -> tuple[Tensor, Tensor
     context.metrics.mean("reward/kl", reported.sum(), len(reported))
     adapt_kl_coefficient(context, reported.sum(), len(reported), int(is_reported.sum()))
     return rewards, coefficient * divergence
+
+
+def _longest_messages(rows: Batch) -> Tensor:
+    """[n] int64: sampled tokens of the longest message of each episode, as the limit on a response is one on each."""
+    lengths = rows.dense("response_lengths")
+    if "turns" not in rows:
+        return lengths
+    episode = repeat_per_token(torch.arange(len(lengths)), lengths)
+    messages = torch.stack([episode, rows.jagged("turns").values.long()], dim=1)
+    of, counts = torch.unique_consecutive(messages, dim=0, return_counts=True)
+    return torch.zeros_like(lengths).scatter_reduce(0, of[:, 0], counts, "amax")
 
 
 def _with_advantages(batch: Batch, context: StageContext) -> Batch:

@@ -111,8 +111,8 @@ def test_what_does_not_go_together_is_refused_with_the_remedy(settings, key):
 
 
 def test_the_estimator_that_holds_the_policy_is_the_default_in_either_place():
-    found = {place: AlgorithmConfig.model_validate({"kl": {"place": place}}).kl.estimator for place in ("loss", "reward")}
-    assert found == {"loss": "k3", "reward": "k1"}
+    for place, estimator in (("loss", "k3"), ("reward", "k1")):
+        assert KlConfig.model_validate({"place": place}).estimator == estimator
     assert KlConfig.model_validate({"estimator": "k1", "coefficient": 1.0, "unbiased_gradient": True}).place == "loss"
 
 

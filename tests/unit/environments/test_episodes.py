@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.episodes import cut_into_samples
 from tests.tiny import random_samples, tiny_model
 from tests.unit.algorithms.naive import AGGREGATIONS
-from tests.unit.recipes import end, make_recipe
+from tests.unit.recipes import end, make_recipe, plan_of
 from tests.unit.stages.test_decoupled_ppo import Table
 from tests.unit.stages.test_rows_that_do_not_count import (
     ADVANTAGES,
@@ -30,6 +30,7 @@ from tests.unit.stages.test_rows_that_do_not_count import (
 from tests.unit.stages.test_rows_that_do_not_count import CASES as LOSSES
 from torch import Tensor
 
+from leaderless import algorithms
 from leaderless.algorithms import ResponseLoss
 from leaderless.algorithms.advantages import ADVANTAGES as BUILT_IN
 from leaderless.algorithms.losses import POLICY_LOSSES
@@ -89,6 +90,7 @@ def episodes(draw: st.DrawFn, *, with_greedy: bool = False) -> tuple[Batch, list
             "rewards": torch.tensor(rewards),
             "policy_versions": Jagged(torch.full((total,), 3), lengths, "response_tokens"),
             "is_greedy": torch.tensor(is_first),
+            "turns": Jagged(torch.arange(total) // 2, lengths, "response_tokens"),
             **{name: Jagged(values, lengths, "response_tokens") for name, values in columns.items()},
         },
         Batch(torch.arange(len(sizes)), {"prompt_tokens": prompts}),
@@ -137,6 +139,30 @@ def test_cutting_episodes_into_samples_changes_neither_advantages_nor_gradients(
             torch.testing.assert_close(other, value, rtol=1e-6, atol=1e-6, equal_nan=True)
 
     check()
+
+
+def test_an_episode_is_overlong_if_its_longest_message_is() -> None:
+    turns = [[0, 0, 0, 2, 2, 4, 4, 4, 4], [1] * 5, [1], [0, 1, 2, 3, 4, 5]]  # messages of 4, 5, 1 and 1 tokens at most
+    lengths = torch.tensor([len(one) for one in turns])
+    batch = random_samples([(2, len(one)) for one in turns], siblings=4).with_columns(
+        response_lengths=lengths,
+        rewards=torch.zeros(4),
+        reward_valid=torch.ones(4, dtype=torch.bool),
+        truncated=torch.zeros(4, dtype=torch.bool),
+        turns=Jagged.from_lists(turns, torch.int32, "response_tokens"),
+    )
+    context = context_of("advantage", {"overlong": {"buffer_tokens": 2}, "advantage": {"type": "rloo"}})
+    found = algorithms.segment_mean(advantage(batch, context).jagged("advantages").values, lengths)
+    penalty = torch.tensor([-0.5, -1.0, 0.0, 0.0])  # of 5 tokens at most, over the last 2
+    torch.testing.assert_close(found, 4 / 3 * (penalty - penalty.mean()))
+    assert context.metrics.reduce(GROUP)["reward/overlong_penalty"] == pytest.approx(-1.5 / 4)
+
+
+def test_messages_are_told_apart_where_an_environment_makes_them() -> None:
+    overlong = {"algorithm": {"overlong": {"buffer_tokens": 2}}}
+    assert "turns" in plan_of("grpo", environment="calculator", **overlong)["advantage"].reads
+    assert "turns" not in plan_of("grpo", environment="calculator")["advantage"].reads
+    assert "turns" not in plan_of("grpo", **overlong)["advantage"].reads
 
 
 def test_every_advantage_is_cut() -> None:

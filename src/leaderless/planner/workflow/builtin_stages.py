@@ -79,6 +79,10 @@ def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:
     return list(dict.fromkeys([*columns, *filter_reads(recipe)]))
 
 
+def _advantage_reads_if_made(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    return [EPISODE_IDS, "turn_rewards", *["turns"] * (recipe.algorithm.overlong.buffer_tokens > 0)]
+
+
 def _advantage_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
     advantage = recipe.algorithm.advantage
     return ["advantages", *(advantage.writes if advantage.stage == node.run else ())]
@@ -388,7 +392,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         "leaderless.stages.advantage:advantage",
         sampled_with=_advantage_sampled_with,
         reads=_advantage_reads,
-        reads_if_made=(EPISODE_IDS, "turn_rewards"),
+        reads_if_made=_advantage_reads_if_made,
         writes=_advantage_writes,
         needs_whole_groups=True,
         metrics=_advantage_metrics,
@@ -399,7 +403,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         "leaderless.stages.advantage:remax",
         sampled_with=_advantage_sampled_with,
         reads=lambda recipe, node: [*dict.fromkeys([*_advantage_reads(recipe, node), "is_greedy"])],
-        reads_if_made=(EPISODE_IDS, "turn_rewards"),
+        reads_if_made=_advantage_reads_if_made,
         writes=_advantage_writes,
         rows="filter",
         needs_whole_groups=True,
