@@ -99,7 +99,8 @@ def train(recipe_file: str, overrides: Sequence[str], rule: Callable[[int, int],
             )
 
         def update(batch: Batch, context: StageContext) -> Batch:
-            columns = {name: batch.jagged(name).rows() for name in ("tokens", "rollout_log_probs", "old_log_probs")}
+            names = [name for name in ("tokens", "rollout_log_probs", "old_log_probs") if name in batch]
+            columns = {name: batch.jagged(name).rows() for name in names}
             versions = [row.tolist() for row in batch.jagged("policy_versions").rows()]
             for place, row in enumerate(batch.ids.tolist()):
                 values = {name: rows[place].tolist() for name, rows in columns.items()}
@@ -301,10 +302,29 @@ def test_carried_samples_are_as_they_were_sampled_and_one_step_old(run) -> None:
         num_tokens = {row: len(values["version"]) for row, values in step.trained.items()}
         staleness = 2 * sum(num_tokens[row] for row in old) / sum(num_tokens.values())
         assert step.numbers["rollout/staleness"] == pytest.approx(staleness)
+        share = len(old) / len(step.trained)
+        shares = [step.numbers[f"staleness/share/{age}"] for age in range(3)]
+        assert shares == pytest.approx([1 - share, 0, share])
+        assert step.numbers["staleness/oldest"] == pytest.approx(2 * share)
+        assert (step.numbers["mismatch/effective_samples"] < 1 - 1e-6) == bool(old)
+        assert step.numbers["mismatch/kl_by_age/0"] == pytest.approx(0, abs=1e-4)
         for row, values in step.trained.items():
             sampled, scored = torch.tensor(values["rollout_log_probs"]), torch.tensor(values["old_log_probs"])
             is_same = torch.allclose(sampled, scored, atol=1e-4)
             assert is_same == (row not in old), "the trainer scores with the weights that it is about to train"
+
+
+def test_one_update_of_surplus_needs_no_pass_before_it(run) -> None:
+    settings = {"batch__updates_per_step": 1, "algorithm__correction": {"type": "truncate"}}
+    expected = run(1, "recomputed", NUM_STEPS, **settings)
+    result = run(1, "interpolated", NUM_STEPS, **settings, algorithm__proximal="interpolated")
+    assert any(step.numbers["rollout/staleness"] > 0 for step in expected)
+    for one, other in zip(expected, result, strict=True):
+        assert samples_of(other) == samples_of(one)
+        assert all("old_log_probs" not in values for values in other.trained.values())
+        assert largest_difference(one.weights, other.weights) < 1e-5
+        for name in ("mismatch/kl", "mismatch/effective_samples", "correction/weight", "policy/grad_norm"):
+            assert other.numbers[name] == pytest.approx(one.numbers[name], rel=1e-4, abs=1e-6), name
 
 
 def test_a_step_may_need_no_round(run) -> None:
@@ -386,7 +406,7 @@ def test_samples_may_be_as_old_as_surplus_may_be_and_no_older(version: int, is_r
     )
     context = SimpleNamespace(
         role=SimpleNamespace(train_engine=SimpleNamespace(policy_version=5)),
-        node=SimpleNamespace(name="policy", max_staleness=2),
+        node=SimpleNamespace(name="policy", max_staleness=2, node=SimpleNamespace(is_carried=True)),
         process_group=SimpleNamespace(rank=0),
         metrics=Metrics(),
         recipe=SimpleNamespace(open_channels={}, online=None),

@@ -124,7 +124,7 @@ def _check_versions(batch: Batch, context: StageContext) -> None:
             + ": the rollout did not get the new weights"
         )
     context.metrics.mean("rollout/staleness", staleness.sum(), len(staleness))
-    if may_be_stale(context.recipe):
+    if may_be_stale(context.recipe, context.node.node):
         _report_ages(staleness, versions.lengths, context)
 
 
@@ -213,7 +213,7 @@ def _policy_gradient_loss(micro_batch: MicroBatch, columns: _Columns, context: S
     if config.correction.type != "none":
         metrics["correction/weight"] = mean(correction)
         metrics["correction/dropped"] = mean(correction == 0)
-    metrics |= _mismatch(tokens, may_be_stale=may_be_stale(context.recipe))
+    metrics |= _mismatch(tokens, may_be_stale=may_be_stale(context.recipe, context.node.node))
     return Loss((tokens.weights * loss).sum(), outputs.log_probs, metrics)
 
 

@@ -39,6 +39,7 @@ def test_a_metric_that_the_recipe_reports_may_choose_the_best_checkpoint():
     plan_with("reward/math")
     plan_with("critic/explained_variance", "ppo", algorithm={"advantage": {"type": "gae"}})
     plan_with("sampling/kept", "dapo")
+    plan_with("mismatch/effective_samples", "dapo")
 
 
 def test_a_metric_that_does_not_exist_is_refused_with_those_that_do():

@@ -179,8 +179,7 @@ class ColumnFlow:
         row_set = self.row_set[node.name]
         self._needed.update(self._rows.makers(row_set))
         self.sources.setdefault(node.name, {})
-        may_be_old = may_be_stale(self.recipe) or bool(self.workflow.repeated)
-        is_carried = may_be_old and node.name not in self.workflow.repeated
+        is_carried = may_be_stale(self.recipe, node) and node.name not in self.workflow.repeated
         # A stage that says which rewards are valid is asked how many episodes have failed.
         counted = (EPISODE_IDS,) if "reward_valid" in self.writes[node.name] else ()
         optional = dict.fromkeys((*names_for(settings, node, spec.reads_if_made), *counted))

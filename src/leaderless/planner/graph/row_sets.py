@@ -94,6 +94,7 @@ class RowSets:
             sampler=number.index(node.name) if spec.samples else 0,
             num_samplers=max(1, len(number)),
             team=tuple(role for role in sampling if role in trained),
+            is_carried=bool(self._repeated) and node.name not in self._repeated,
         )
 
     def _samples(self, node: Node) -> bool:

@@ -294,6 +294,6 @@ AGES: Mapping[str, tuple[float, float]] = {
 """First and last age of each range, in optimizer updates, by its name."""
 
 
-def may_be_stale(recipe: Recipe) -> bool:
-    """Whether samples of a recipe may be trained with later weights than those that sampled them."""
-    return bool(recipe.open_channels) or recipe.online is not None
+def may_be_stale(recipe: Recipe, node: Node) -> bool:
+    """Whether samples of a node may be trained with later weights than those that sampled them."""
+    return bool(recipe.open_channels) or recipe.online is not None or node.is_carried

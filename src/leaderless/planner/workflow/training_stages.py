@@ -79,7 +79,7 @@ def _common_update_metrics(recipe: Recipe, node: Node) -> list[str]:
     algorithm = recipe.algorithm
     names = [*_sft_metrics(recipe, node), f"{node.role}/clip_fraction", "rollout/staleness"]
     names += [f"mismatch/{name}" for name in ("abs_mean", "abs_max", "kl")]
-    if may_be_stale(recipe):
+    if may_be_stale(recipe, node):
         names += ["staleness/oldest", "mismatch/effective_samples"]
         names += [f"{name}/{age}" for name in ("staleness/share", "mismatch/kl_by_age") for age in AGES]
     if algorithm.is_penalized_in_loss:
@@ -176,7 +176,7 @@ def _check_proximal(recipe: Recipe, node: Node) -> None:
         reason = (
             f"node '{node.name}' runs '{node.run}', which recomputes the log-probabilities before its update anyway"
         )
-    elif recipe.batch.updates_per_step == 1 and not may_be_stale(recipe):
+    elif recipe.batch.updates_per_step == 1 and not may_be_stale(recipe, node):
         reason = "before the only update of a step they are those of the policy itself, which are never recomputed"
     if reason:
         raise RecipeError.at("algorithm.proximal", f"is interpolated, but {reason}: leave it out")

@@ -34,6 +34,7 @@ class Node:
         sampler: Number of the node among those that make samples, from 0; the planner counts them.
         num_samplers: Number of nodes that make samples.
         team: Trained roles that sample, in the order of the workflow, as the planner finds out.
+        is_carried: Whether surplus of repeated nodes may be among its rows; the planner finds it out.
         judges: Rewards that ask a model of the recipe, with its role, of a node that grades; the planner names them.
     """
 
@@ -48,6 +49,7 @@ class Node:
     sampler: int = 0
     num_samplers: int = 1
     team: tuple[str, ...] = ()
+    is_carried: bool = False
     judges: tuple[tuple[str, str], ...] = ()
 
 
