@@ -7,7 +7,7 @@ TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart quickstart-real quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-kernels gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
+.PHONY: quickstart quickstart-real quickstart-robot test test-thorough test-oldest test-vllm test-bodies test-clusters test-loggers test-kernels test-real gpu-smoke gpu-retry gpu-measure gpu-wheels gpu-replica chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -81,6 +81,10 @@ test-loggers: .venv-loggers/.installed
 	$(PYTHON) -m venv .venv-loggers
 	.venv-loggers/bin/python -m pip install --quiet --editable .[test,mlflow,trackio,wandb]
 	touch $@
+
+# Each feature once with each pretrained model in the folder MODELS; half an hour for a small one.
+test-real: .venv/.installed-test
+	$(BIN)/python benchmarks/real_models.py $(MODELS)
 
 # Triton's kernels without a GPU: in its interpreter, against a loop, and compiled for two generations of GPUs; minutes.
 test-kernels: .venv-kernels/.installed
