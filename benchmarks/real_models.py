@@ -28,6 +28,8 @@ from typing import Any
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parent))  # where the documentation reads it
+
 from leaderless.cli.quickstart_project.data import write_rows, write_word_problems
 from leaderless.observability.run_directory import RunDirectory
 from real_size import Watch
@@ -303,6 +305,11 @@ def try_feature(model: Path, name: str) -> Found:
     for path in ("runs", "exported"):
         shutil.rmtree(folder / path, ignore_errors=True)
     return trial.found
+
+
+def conditions(results: Found) -> str:
+    """The machine and the packages, in a sentence."""
+    return f"{results['machine']}; {', '.join(f'{name} {number}' for name, number in results['packages'].items())}."
 
 
 def line(found: Found) -> str:

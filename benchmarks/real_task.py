@@ -136,6 +136,13 @@ def table(results: Run) -> str:
     return "\n".join(lines)
 
 
+def conditions(results: Run) -> str:
+    """The model, the machine and the packages, in a sentence."""
+    versions = {name: number for run in results["runs"] for name, number in run["versions"].items()}
+    packages = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return f"{results['model']} on {results['cores']} cores; {packages}."
+
+
 def spread(values: Iterable[float], form: str) -> str:
     """The median, and the smallest and the largest of several values."""
     low, *_, high = ordered = sorted(values) * 2

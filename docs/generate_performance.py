@@ -125,6 +125,21 @@ def with_training_step(page: str) -> str:
     return between(page, "training step", measured())
 
 
+def with_real_models(page: str) -> str:
+    """A page with the newest results of `benchmarks/real_task.py` and `benchmarks/real_models.py` between its marks."""
+    from benchmarks import real_models, real_task
+
+    models, task = None, None
+    if real_models.RESULTS.exists():
+        results = json.loads(real_models.RESULTS.read_text(encoding="utf-8"))
+        models = f"{real_models.conditions(results)}\n\n{real_models.table(results)}"
+    if real_task.RESULTS.exists():
+        results = json.loads(real_task.RESULTS.read_text(encoding="utf-8"))
+        picture = f"![Mean reward of each step, and held-out accuracy, by side](../images/{real_task.PICTURE.name})"
+        task = f"{picture}\n\n{real_task.conditions(results)}\n\n{real_task.table(results)}"
+    return between(between(page, "real models", models), "real task", task)
+
+
 def measured() -> str:
     """Picture and tables."""
     from benchmarks.training_step_report import PICTURE, PROMPTS, RESPONSES, load, operations, table
