@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from leaderless.base.devices import find_accelerator
 from leaderless.base.values import Json
 from leaderless.cli.options import (
     JsonOption,
@@ -25,7 +26,7 @@ from leaderless.observability.run_directory import RunDirectory, write_atomicall
 from leaderless.planner.placement.stage_seconds import read_profile
 from leaderless.planner.show.placement import choice_to_json, print_choice, print_predicted
 from leaderless.planner.simulate.cluster import ClusterConfig
-from leaderless.run.planned_run import located, plan_training
+from leaderless.run.planned_run import located, on_devices, plan_training
 from leaderless.run.run import Run
 from leaderless.run.stage_profile import Spans, measure, num_accelerators, profile_of
 
@@ -45,7 +46,7 @@ def plan(
     if picture is not None and not picture.parent.is_dir():
         raise typer.BadParameter(f"folder {picture.parent} does not exist: make it first", param_hint="--picture")
     run = Run(target, *with_layout(overrides, layout))
-    whole = plan_training(run.loaded, world_size)
+    whole = plan_training(run.loaded if memory is None else on_devices(run.loaded, "bfloat16"), world_size)
     planned, fitted = whole.plan, None
     if memory is not None:
         from leaderless.planner.show.fit import Fitted
@@ -76,6 +77,9 @@ def plan(
 
         lowered = read_limits(run.directory)
     print_plan(planned, console, lowered, door_lines(whole.recipe, planned), judge_lines(whole.recipe, planned))
+    is_default = any("compute_dtype" not in model.model_fields_set for model in whole.recipe.models.values())
+    if memory is None and is_default and find_accelerator() is None:
+        console.print("Models compute in float32 on this machine, and in bfloat16 on accelerators: add --memory GIB.")
     if fitted is not None:
         fitted.print(console)
     if whole.choice is not None:
@@ -137,7 +141,7 @@ def _estimates(runs: dict[int, Run], constants: ClusterConfig, *, as_json: bool)
 
     found = []
     for size, run in runs.items():
-        whole = plan_training(run.loaded, size)
+        whole = plan_training(on_devices(run.loaded, constants.device.compute_dtype), size)
         with located(run.loaded):
             agents = [node.node.role for node in samplers_of(whole.plan)]
             workload = sample_workload(whole.recipe, constants.workload, agents)

@@ -42,7 +42,7 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
     ] = None,
     compute_dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Type of activations; by default as in the run, or float32."),
+        typer.Option(help="Type of activations; by default as in the run, or bfloat16 on an accelerator."),
     ] = None,
 ) -> None:
     """Answer requests in OpenAI's API, for completions and chats, until Ctrl-C."""

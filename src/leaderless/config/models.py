@@ -150,7 +150,8 @@ class ModelConfig(ShorthandSection):
     """Branch, tag or commit on the hub."""
     compute_dtype: ComputeType = Field(default_factory=default_compute_dtype)
     """Type of activations and of the weights while they compute; master weights and optimizer are float32. The default
-    is bfloat16 on a machine with an accelerator, float32 elsewhere."""
+    is bfloat16 on a machine with an accelerator, float32 elsewhere; plans for others, as of `simulate --cluster` and
+    `plan --memory`, take theirs."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute. Models of bodies then also
     divide the decisions of an episode by `batch.micro_batch_tokens`."""

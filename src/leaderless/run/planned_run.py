@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from leaderless.base.named_functions import load_own
 from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, nearest
 from leaderless.config.layout import LayoutConfig, ScheduleConfig
+from leaderless.config.models import ComputeType
 from leaderless.config.packaged_files import how_to_make
 from leaderless.data.sources.files import find_files
 from leaderless.observability.console import print_line, print_path
@@ -228,6 +229,16 @@ def located(loaded: LoadedRecipe) -> Iterator[None]:
         yield
     except RecipeError as error:
         raise loaded.locate(error) from None  # the error says all that a user needs
+
+
+def on_devices(loaded: WorkflowRecipe, compute_dtype: ComputeType) -> WorkflowRecipe:
+    """A recipe for other devices than this machine's: models that name no type compute in theirs."""
+    update = {"compute_dtype": compute_dtype}
+    models = {
+        role: one if update.keys() <= one.model_fields_set else one.model_copy(update=update)
+        for role, one in loaded.recipe.models.items()
+    }
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"models": models}))
 
 
 def plan_training(loaded: WorkflowRecipe, num_workers: int) -> Planned:

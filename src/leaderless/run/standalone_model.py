@@ -40,6 +40,7 @@ from leaderless.rollout.weight_sources import Colocated, Serving
 from leaderless.rollout.wrapped_engine import ALONE
 from leaderless.stages.reward import response_in, transcripts
 from leaderless.training.engine import EngineSetup, TrainEngine, make_train_engine
+from leaderless.worker.build.accelerator import warn_of_bfloat16
 from leaderless.worker.build.join import join_nobody
 from leaderless.worker.build.memory_bounds import available_memory
 from leaderless.worker.checkpoint.reader import STATE_FILE, find_damage, load_checkpoint, read_role_state
@@ -153,6 +154,8 @@ def open_model(
         RecipeError: The model cannot be loaded, or takes fewer tokens than `max_context`.
     """
     with _alone() as device, tempfile.TemporaryDirectory(prefix="leaderless-") as logs:
+        if device.type == "cpu":
+            warn_of_bfloat16({source.role: source.config}, say)
         tokenizer = load_tokenizer(source.config, source.role)
         trainer = _load(source, device)
         check_vocabulary(trainer.vocab_size, tokenizer, source.role)

@@ -68,6 +68,7 @@ def test_openvla_oft_fits_into_eight_accelerators_of_80_gb(
     (tmp_path / "config.json").write_text(json.dumps(about))
     write_small_tokenizer(tmp_path)
     changes = [f"models.policy.body.options.path={tmp_path}", f"body.type={__name__}:LikeLibero"]
+    changes += ["models.policy.compute_dtype=bfloat16"]  # as on accelerators
     recipe = load_recipe(str(ROOT / "recipes/robots/libero.yaml"), changes).recipe
     memory = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(8)).memory
     assert memory is not None

@@ -172,6 +172,19 @@ def test_memory_of_a_device_that_something_else_uses_is_noticed(gpus: SimpleName
     assert "nvidia-smi" in found.remedy
 
 
+def test_the_doctor_says_that_a_processor_has_no_units_for_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in (device, devices):
+        monkeypatch.setattr(module, "DEVICE_FOLDER", tmp_path)
+    monkeypatch.setattr(device, "CPU_FEATURES", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text("flags : avx2")
+    found = only([machine.check_devices], "numbers")
+    assert found.value.startswith("float32; this CPU has no units for bfloat16")
+    (tmp_path / "cpuinfo").write_text("flags : avx512_bf16")
+    assert "numbers" not in {one.name for one in run_checks("here", [machine.check_devices])}
+
+
 def test_devices_that_do_not_reach_each_other_are_noticed(
     gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,10 +61,38 @@ def test_a_device_that_can_compute_is_accepted_without_a_word(check: Check) -> N
     check_accelerator(make_recipe(), plan_of("grpo", 1), RankInfo.alone(), torch.device("cpu"), pytest.fail)
 
 
+@pytest.mark.parametrize(
+    ("features", "compute_dtype", "number"),
+    [
+        ("flags : avx2 fma", "bfloat16", 1),
+        ("flags : avx2 fma", "float32", 0),
+        ("flags : avx512f avx512_bf16", "bfloat16", 0),
+        ("flags : amx_bf16 amx_tile", "bfloat16", 0),
+        ("Features : asimd bf16", "bfloat16", 0),
+    ],
+)
+def test_bfloat16_on_a_processor_without_units_for_it_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, features: str, compute_dtype: str, number: int
+) -> None:
+    monkeypatch.setattr(devices, "CPU_FEATURES", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{features}\n")
+    settings = {"models": {"policy": {"path": write_model(tmp_path), "compute_dtype": compute_dtype}}}
+    recipe, plan, shown = make_recipe(**settings), plan_of("grpo", 2, **settings), list[str]()
+    for local_rank in (0, 1):
+        place = RankInfo(local_rank, 2, local_rank, 2)
+        check_accelerator(recipe, plan, place, torch.device("cpu"), shown.append)
+    warning = (
+        "models.policy.compute_dtype is bfloat16, but this CPU has no units for bfloat16, in which it takes 6 to 13 "
+        "times as long as in float32: leave it out, or set it to float32"
+    )
+    assert shown == [warning] * number
+
+
 def test_a_run_says_why_the_cpu_computes_it_although_there_are_devices(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(devices, "DEVICE_FOLDER", tmp_path)
+    monkeypatch.setattr(devices, "CPU_FEATURES", tmp_path / "none")
     monkeypatch.setattr(devices, "version", lambda _: "2.13.0+cpu")
     for variable in devices.VISIBLE_DEVICES.values():
         monkeypatch.delenv(variable, raising=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from leaderless.base.section import Section
+from leaderless.config.models import ComputeType
 
 GIB = 1 << 30
 
@@ -12,6 +13,8 @@ GIB = 1 << 30
 class DeviceConfig(Section):
     """Device of one rank."""
 
+    compute_dtype: ComputeType = "bfloat16"
+    """Type in which models compute that `models.ROLE.compute_dtype` gives none."""
     memory_gib: float = Field(gt=0)
     """Memory of the device; where a rank computes on its host's processors, its share of the host's."""
     peak_tflops: float = Field(gt=0)

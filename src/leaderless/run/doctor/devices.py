@@ -10,8 +10,10 @@ from leaderless.base.devices import (
     BACKENDS,
     DEVICE_FILES,
     DEVICE_FOLDER,
+    SLOW_BFLOAT16,
     AcceleratorKind,
     find_accelerator,
+    lacks_bfloat16,
     setup_device,
     unused_accelerators,
 )
@@ -43,6 +45,8 @@ def check_devices(findings: Findings) -> None:
         findings.warn_if(bool(files), "devices", value, "unset CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES")
     else:
         _check_accelerators(kind, findings)
+    if kind is None and lacks_bfloat16():
+        findings.ok("numbers", f"float32; {SLOW_BFLOAT16}")
     value = "there" if dist.is_gloo_available() else "missing"
     findings.fail_if(not dist.is_gloo_available(), "gloo", value, "install a build of torch with gloo")
 

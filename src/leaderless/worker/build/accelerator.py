@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from leaderless.base.devices import SHARED_MEMORY, SMALL_SHARED_MEMORY, unused_accelerators
+from leaderless.base.devices import (
+    SHARED_MEMORY,
+    SLOW_BFLOAT16,
+    SMALL_SHARED_MEMORY,
+    lacks_bfloat16,
+    unused_accelerators,
+)
 from leaderless.config import Recipe, RecipeError
+from leaderless.config.models import ModelConfig
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.attention.flash import activate_flash_attention_3, restore_flash_attention
 from leaderless.planner import Plan, format_bytes
@@ -34,6 +41,8 @@ def check_accelerator(
     if device.type == "cpu":
         if place.local_rank == 0 and (reason := unused_accelerators()):
             say(f"the CPU computes this run: {reason}")
+        if place.local_rank == 0:
+            warn_of_bfloat16({i.role: model for i in plan.instances if (model := recipe.model_of(i.role))}, say)
         return
     if problem := lacking_kernels(device):
         raise RuntimeError(f"rank {place.rank}: {problem}")
@@ -61,6 +70,14 @@ def check_accelerator(
             f"{format_bytes(size)}: start the container with --shm-size=16g, or in Kubernetes mount an emptyDir of "
             "medium Memory there"
         )
+
+
+def warn_of_bfloat16(models: Mapping[str, ModelConfig], say: Callable[[str], None]) -> None:
+    """Warn of models that compute in bfloat16 on a processor that is slow in it."""
+    if lacks_bfloat16():
+        for role, model in models.items():
+            if model.compute_dtype == "bfloat16":
+                say(f"models.{role}.compute_dtype is bfloat16, but {SLOW_BFLOAT16}: leave it out, or set it to float32")
 
 
 def name_of(device: torch.device) -> str:

@@ -47,7 +47,8 @@ def join_workers(
     if others := transport.world.unlike_first(plan.hash(), "the plans of all workers"):
         raise RuntimeError(
             f"rank {place.rank}: ranks {format_ranks(others)} have made another plan than rank 0: "
-            "start all workers with the same recipe, overrides, code and number of workers"
+            "start all workers with the same recipe, overrides, code and number of workers, on machines of one kind "
+            "(models.ROLE.compute_dtype is bfloat16 on those with accelerators, unless it is set)"
         )
     add_process_groups(plan, transport)
     try:
