@@ -28,7 +28,7 @@ SOURCES = Path(leaderless.__file__).parent
 RECIPE = Path(__file__).parents[1] / "recipes/quickstart/grpo.yaml"
 STEP = 2
 """The step whose functions count: what the first one sets up is there already."""
-BY_THE_CLOCK = {"presence", "watchdog"}
+BY_THE_CLOCK = {"presence", "status", "watchdog"}
 """Threads that act every few seconds, whatever a step does."""
 NO_FUNCTIONS = {"<module>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 """Names of code that is a part of the function around it."""

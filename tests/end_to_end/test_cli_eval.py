@@ -50,7 +50,8 @@ def test_eval_gives_the_scores_of_training_from_recipe_run_and_checkpoint(
     logged = [
         {k: v for k, v in line.items() if k.startswith("evaluation/")} for line in metrics(tmp_path / "runs/tiny")
     ]
-    assert logged[0].keys() == {"evaluation/mean@4", "evaluation/pass@2", "evaluation/pass@4", "evaluation/failed"}
+    names = "mean@4", "pass@2", "pass@4", "failed", "truncated", "response_tokens"
+    assert logged[0].keys() == {f"evaluation/{name}" for name in names}
     assert 0 < logged[0]["evaluation/mean@4"] < logged[0]["evaluation/pass@2"] < logged[0]["evaluation/pass@4"] < 1
     run_folder = tmp_path / "runs/tiny"
     for where, expected in (
@@ -67,6 +68,10 @@ def test_eval_gives_the_scores_of_training_from_recipe_run_and_checkpoint(
     assert len({tuple(line.values()) for line in logged}) == 3, "training changes the scores"
     table = succeed(ranks, tmp_path, "eval", recipe)
     assert f"mean@4 │ {logged[0]['evaluation/mean@4']:.4f}" in " ".join(table.split())
+    assert f"response_tokens │ {logged[0]['evaluation/response_tokens']:.1f}" in " ".join(table.split())
+    cut = logged[0]["evaluation/truncated"]
+    assert 0 < cut < 1
+    assert f"{cut:.1%} were cut at rollout.max_response_tokens=" in table
 
 
 def test_eval_does_not_depend_on_the_number_of_workers(ranks: RankPool, tmp_path: Path, recipe: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import openai
@@ -48,6 +50,25 @@ def test_a_run_a_checkpoint_and_a_model_are_answered_for_until_a_signal_comes(tm
     assert second.exists(), "it may be somebody else's run: nothing is renamed"
 
 
+def test_a_server_says_what_it_has_answered_if_there_is_something_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leaderless.observability.console.STATUS_EVERY_S", 0.0)
+
+    def ask_and_wait(url: str, has_ended: threading.Event) -> str:
+        answer = answer_of(url, has_ended)
+        time.sleep(3.5)  # it looks every second
+        return answer
+
+    outcome, _ = serve_and_ask(tmp_path, Path(tiny_model()), asks=ask_and_wait)
+    said = re.findall(
+        r"(?m)^in progress: (\d+) prompts; done: (\d+) responses with (\d+) tokens  0:00:\d\d$", outcome.output
+    )
+    assert said[-1][:2] == ("0", "1")
+    assert int(said[-1][2]) > 0
+    assert len(set(said)) == len(said) <= 2
+
+
 def test_an_engine_of_another_environment_answers_with_the_weights_of_a_run(tmp_path: Path, run: Path) -> None:
     options = ("--engine", "sglang", "--engine-python", fake_sglang_python(tmp_path))
     outcome, answer = serve_and_ask(tmp_path, run, *options)
@@ -77,7 +98,9 @@ def test_without_its_packages_the_command_says_what_to_install(tmp_path: Path, m
     assert "pip install --editable '.[serve]'" in refused(tmp_path, "serve", tiny_model())
 
 
-def serve_and_ask(folder: Path, target: Path, *options: str) -> tuple[Outcome, str]:
+def serve_and_ask(
+    folder: Path, target: Path, *options: str, asks: Callable[[str, threading.Event], str] | None = None
+) -> tuple[Outcome, str]:
     """The output of the command until Ctrl-C, and its answers."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -86,7 +109,7 @@ def serve_and_ask(folder: Path, target: Path, *options: str) -> tuple[Outcome, s
 
     def client() -> None:
         try:
-            answers.append(answer_of(f"http://127.0.0.1:{port}", has_ended))
+            answers.append((asks or answer_of)(f"http://127.0.0.1:{port}", has_ended))
         finally:
             if not has_ended.is_set():
                 os.kill(os.getpid(), signal.SIGINT)

@@ -48,7 +48,7 @@ def train_example(recipe: str, overrides: list[str], num_steps: int) -> list[Num
     with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         steps = [worker.run_step() for _ in range(num_steps)]
         if worker.parts.evaluator is not None:
-            steps.append(worker.parts.evaluator.run(EvaluationStep(float)))
+            steps.append(worker.parts.evaluator.run(EvaluationStep(lambda _: None)))
     return steps
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from leaderless.cli.options import JsonOption, OverridesArgument, RecipeArgument, RendezvousOption, cut, parse_nodes
 from leaderless.config import RecipeError
-from leaderless.observability.console import console, print_json, print_line
+from leaderless.observability.console import Display, console, errors, print_json, print_line
 from leaderless.planner.workflow import load_recipe
 from leaderless.rewards.dry_run import RewardTrial, Score, read_responses, try_rewards
 from leaderless.run.doctor.finding import DoctorFinding, merged, run_checks
@@ -131,7 +131,9 @@ def reward(
         raise loaded.locate(RecipeError.at("reward", "the recipe has no reward to try"))
     try:
         given = read_responses(responses) if responses else [response] if response is not None else []
-        trials = list(try_rewards(loaded.recipe, rows, given))
+        trials: list[RewardTrial] = []
+        with Display(errors, status=lambda: f"{len(trials)} responses are graded"):
+            trials.extend(try_rewards(loaded.recipe, rows, given))
     except RecipeError as error:
         raise loaded.locate(error) from error
     except ValueError as error:

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from leaderless.cli.options import JsonOption, OverridesArgument, RunArgument, check_run, ended_by_signals
 from leaderless.config import Recipe, load_recipe
 from leaderless.config.run import LoggerConfig
-from leaderless.observability.console import console, print_json, print_line, print_path
+from leaderless.observability.console import Display, console, errors, print_json, print_line, print_path
 from leaderless.observability.loggers.registry import check_loggers, loggers_running
 from leaderless.observability.run_directory import finite_or_none
 from leaderless.run.planned_run import plan_evaluation
@@ -58,9 +58,14 @@ def _print(scores: Mapping[str, float], recipe: Recipe, checkpoint: Path | None)
     model = recipe.name if checkpoint is None else f"{recipe.name}, {checkpoint.name}"
     print_line(f"{model} on {recipe.data.evaluation.path}")
     table = Table("measure", Column("score", justify="right"))
+    formats = {"evaluation/failed": ".0f", "evaluation/response_tokens": ".1f"}
     for name, value in scores.items():
-        table.add_row(name.removeprefix("evaluation/"), f"{value:.0f}" if name.endswith("failed") else f"{value:.4f}")
+        table.add_row(name.removeprefix("evaluation/"), f"{value:{formats.get(name, 'z.4f')}}")
     console.print(table)
+    if cut := scores.get("evaluation/truncated", 0.0):
+        limit = f"rollout.max_response_tokens={recipe.rollout.max_response_tokens}"
+        limits = limit if recipe.environment is None else f"{limit}, or a limit of environment"
+        print_line(f"{cut:.1%} were cut at {limits}, before they had ended")
 
 
 def export(
@@ -72,7 +77,9 @@ def export(
     """Write a checkpoint's model as a Hugging Face folder, which transformers and vLLM load; adapters as peft does."""
     from leaderless.worker.checkpoint.export import export_model
 
-    print_path("model", export_model(newest_checkpoint(checkpoint), role, out, merge=merge))
+    with Display(errors, status=lambda: f"writing {out}"):
+        path = export_model(newest_checkpoint(checkpoint), role, out, merge=merge)
+    print_path("model", path)
 
 
 def report(run: RunArgument) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from leaderless.cli.options import HostOption, PortOption, TokenOption, check_serving, ended_by_signals
 from leaderless.config import RecipeError
-from leaderless.observability.console import print_line
+from leaderless.observability.console import Display, console, print_line
 from leaderless.worker.rank_info import RankInfo
 
 LOOPBACK = "127.0.0.1"
@@ -55,12 +55,18 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
     from leaderless.serving.api.app import ModelServer
     from leaderless.serving.listen import address_of, take_port
 
-    with ended_by_signals(), take_port(host, port, token) as listener:
+    loading = Display(console, status=lambda: f"loading {target}")
+    with ended_by_signals(), take_port(host, port, token) as listener, loading as display:
         source = find_model(target, role, print_line).changed(name, compute_dtype, max_sequences, engine_python)
         print_line(f"loading {source.checkpoint or source.config.path}")
         with open_model(source, None if engine == "auto" else engine, max_context, print_line) as served:
-            text = f"{served.name} answers at http://{address_of(listener)}/v1; Ctrl-C ends it"
-            asyncio.run(ModelServer(served, token).answer(listener, lambda: print_line(text)))
+            server = ModelServer(served, token)
+
+            def started() -> None:
+                print_line(f"{served.name} answers at http://{address_of(listener)}/v1; Ctrl-C ends it")
+                display.status = server.news
+
+            asyncio.run(server.answer(listener, started))
 
 
 def retriever(

@@ -138,7 +138,7 @@ _NAMES: Mapping[str, str] = {
     "batch.micro_batch_tokens": "ppo_max_token_len_per_gpu ppo_micro_batch_size ppo_micro_batch_size_per_gpu "
     "train_max_tokens_per_gpu micro_train_batch_size per_device_train_batch_size",
     "rollout.max_response_tokens": "max_response_length max_completion_length generate_max_len max_new_tokens "
-    "response_length",
+    "response_length max_response_tokens",
     "rollout.engine": "rollout.name use_vllm",
     "rollout.external.memory_fraction": "gpu_memory_utilization vllm_gpu_memory_utilization",
     "rollout.max_sequences": "max_num_seqs",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from statistics import mean
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,22 +35,28 @@ errors = Console(stderr=True, emoji=False)
 
 HEADLINES = (
     ("evaluation/mean@", "accuracy", "{:.3f}"),
-    ("reward/mean", "reward", "{:.3f}"),
-    ("policy/loss", "loss", "{:.4f}"),
+    ("reward/mean", "reward", "{:z.3f}"),
+    ("policy/loss", "loss", "{:z.4f}"),
     ("policy/entropy", "entropy", "{:.3f}"),
-    ("policy/kl", "kl", "{:.4f}"),
+    ("policy/kl", "kl", "{:z.4f}"),
     ("rollout/response_tokens", "length", "{:.1f}"),
     ("episode/turns", "turns", "{:.1f}"),
     ("tool/calls", "calls", "{:.1f}"),
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
 )
 """Metrics shown during a run: the name (or what is before its number), a label and a format."""
+EVALUATED, EVALUATION_S = "evaluation/", "time/evaluate"
+"""Beginning of metrics of held-out prompts, and the metric with the seconds that an evaluation took."""
 FAILED = "reward/failed_share"
 """Share of the responses of a step whose reward could not be computed."""
 MAX_ERROR_CHARACTERS = 120
 """Longest error of a reward on the progress line."""
 LINE_EVERY_S = 10.0
 """Shortest time between two lines where output does not go to a terminal."""
+STATUS_EVERY_S = 30.0
+"""Longest time without a line where there is no live one."""
+RECENT_STEPS = 20
+"""Number of steps from which the time left is estimated."""
 
 
 def print_line(text: str) -> None:
@@ -64,36 +74,65 @@ def print_json(value: object) -> None:
     console.out(json.dumps(value, indent=2), highlight=False)
 
 
-class _FieldColumn(ProgressColumn):
-    """Shows a `Text` from a field of the task, so that nothing in it is taken for markup."""
+class _OwnColumn(ProgressColumn):
+    """Shows a text of the display, so that nothing in it is taken for markup."""
 
-    def __init__(self, name: str, table_column: Column) -> None:
+    def __init__(self, text: Callable[[], Text], table_column: Column) -> None:
         super().__init__(table_column)
-        self._name = name
+        self._text = text
 
-    def render(self, task: Task) -> Text:
-        """The field."""
-        text: Text = task.fields[self._name]
-        return text
+    def render(self, task: Task) -> Text:  # noqa: ARG002 - as all have it
+        """The text."""
+        return self._text()
 
 
 class Display:
     """A live progress line; where output does not go to a terminal, a plain line from time to time.
 
-    Only the rank with `is_shown` shows anything.
+    Only the rank with `is_shown` shows anything. Within the context, what is done now is said at least every
+    `STATUS_EVERY_S` seconds unless a live line shows it: by a thread, so that nothing that takes long is silent.
+
+    Attributes:
+        status: Function that describes what is done now; an empty text is not shown.
     """
 
-    def __init__(self, console: Console, *, is_shown: bool) -> None:
-        self.console, self.is_shown = console, is_shown
+    def __init__(
+        self, console: Console, *, is_shown: bool = True, status: Callable[[], str] = lambda: "starting"
+    ) -> None:
+        self.console, self.is_shown, self.status = console, is_shown, status
         self._progress: Progress | None = None
-        self._last_line = self._begin = 0.0
-        self._done = 0
+        self._begin = self._said_s = self._ended_s = time.monotonic()
+        self._last_line = 0.0
+        self._done = self._evaluate_every = 0
+        self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._numbers, self._left = Text(), ""
         self._first: dict[str, float] = {}
         self._latest: dict[str, float] = {}
+        self._evaluated = 0
+        self._is_closed = threading.Event()
 
-    def say(self, text: str) -> None:
-        """Print a line of text with rich markup."""
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._say_status, name="status", daemon=True)
         if self.is_shown:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closed.set()
+        if self.is_shown:
+            self._thread.join()
+
+    def _say_status(self) -> None:
+        while not self._is_closed.wait(1.0):
+            now = time.monotonic()
+            is_due = self._progress is None and now - self._said_s >= STATUS_EVERY_S
+            if is_due and (status := self.status()):
+                self.say(f"{escape(status)}  {timedelta(seconds=round(now - self._begin))}")
+
+    def say(self, text: str | Text) -> None:
+        """Print a line of text, with rich markup in a string."""
+        if self.is_shown:
+            self._said_s = time.monotonic()
             self.console.print(text, highlight=False, soft_wrap=True)
 
     @contextmanager
@@ -117,9 +156,12 @@ class Display:
 
             yield report
 
-    def start(self, num_steps: int, done: int) -> None:
-        """Begin to show the steps of a run, some of which an earlier start may have done."""
-        self._begin, self._done = time.monotonic(), done
+    def start(self, num_steps: int, done: int, evaluate_every: int = 0) -> None:
+        """Begin to show the steps of a run, some of which an earlier start may have done.
+
+        An evaluation comes after each `evaluate_every` steps, and after the last; never with 0.
+        """
+        self._begin, self._done, self._evaluate_every = time.monotonic(), done, evaluate_every
         if not self.is_shown or not self.console.is_terminal:
             return
         # In a narrow terminal the numbers are folded and the activity is cut; steps and times stay whole.
@@ -129,20 +171,13 @@ class Display:
             MofNCompleteColumn(table_column=whole),
             BarColumn(bar_width=10, table_column=whole),
             TimeElapsedColumn(table_column=whole),
-            TextColumn("left"),
-            TimeRemainingColumn(table_column=whole),
-            _FieldColumn("numbers", table_column=Column()),
-            _FieldColumn("activity", table_column=Column(no_wrap=True, max_width=32)),
+            _OwnColumn(lambda: Text(self._left), table_column=whole),
+            _OwnColumn(lambda: self._numbers, table_column=Column()),
+            _OwnColumn(lambda: Text(self.status(), "dim"), table_column=Column(no_wrap=True, max_width=48)),
             console=self.console,
         )
-        self._task = self._progress.add_task("", total=num_steps, completed=done, numbers=Text(), activity=Text())
+        self._task = self._progress.add_task("", total=num_steps, completed=done)
         self._progress.start()
-
-    def activity(self, name: str, fraction: float | None = None) -> None:
-        """Show which node is running, and the fraction of its work that is done, from 0 to 1."""
-        if self._progress is not None:
-            share = "" if fraction is None else f" {fraction:.0%}"
-            self._progress.update(self._task, activity=Text(f"{name}{share}", "dim"))
 
     def step(self, step: int, num_steps: int, numbers: Mapping[str, float], reward_error: str = "") -> None:
         """Show the metrics of a finished step.
@@ -150,20 +185,32 @@ class Display:
         The first error of a reward in this run is shown next to the share of failed rewards.
         """
         self.note(numbers)
-        headlines = (f"{label} {layout.format(self._latest[name])}" for name, label, layout in self._headlines())
+        if any(name.startswith(EVALUATED) for name in numbers):
+            self._evaluated = step
+        headlines = (
+            f"{label} {layout.format(self._latest[name])}"
+            + (f" (step {self._evaluated})" if name.startswith(EVALUATED) else "")
+            for name, label, layout in self._headlines()
+        )
         text = Text("  ".join(headlines), "cyan" if self._progress is not None else "")
         if numbers.get(FAILED):
             error = f", first {reward_error[:MAX_ERROR_CHARACTERS]}" if reward_error else ""
             text.append(f"  rewards failed {numbers[FAILED]:.0%}{error}", "red")
+        now = time.monotonic()
+        if step > self._done + 1:  # the first step of a start compiles and warms up
+            self._recent_s.append(now - self._ended_s - numbers.get(EVALUATION_S, 0.0))
+        self._numbers, self._ended_s = text, now
+        if self._recent_s:
+            every = self._evaluate_every
+            num_evaluations = -(-num_steps // every) - step // every if every else 0
+            left = mean(self._recent_s) * (num_steps - step) + num_evaluations * self._latest.get(EVALUATION_S, 0.0)
+            self._left = f"left {timedelta(seconds=round(left))}"
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, numbers=text)
-        elif self.is_shown and (time.monotonic() - self._last_line > LINE_EVERY_S or step == num_steps):
-            self._last_line = time.monotonic()
-            spent = self._last_line - self._begin
-            left = spent / max(1, step - self._done) * (num_steps - step)
-            times = f"{timedelta(seconds=round(spent))} left {timedelta(seconds=round(left))}"
-            line = Text(f"step {step}/{num_steps}  {times}  ").append_text(text)
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self._progress.update(self._task, completed=step)
+        elif now - self._last_line > LINE_EVERY_S or step == num_steps:
+            self._last_line = now
+            times = f"{timedelta(seconds=round(now - self._begin))} {self._left}".rstrip()
+            self.say(Text(f"step {step}/{num_steps}  {times}  ").append_text(text))
 
     def note(self, numbers: Mapping[str, float]) -> None:
         """Remember metrics of a step for the summary, as other loops have logged them."""

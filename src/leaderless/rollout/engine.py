@@ -229,11 +229,12 @@ def generate(
     engine: RolloutEngine,
     requests: Sequence[Request],
     params: SamplingParams,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[list[Completion]]:
     """Sample responses to their ends with an engine that is awake and has weights.
 
-    After every step `progress` gets the number of responses that ended since its last call, also 0, as a sign of life.
+    After every step `progress` gets the numbers of responses that ended and of tokens that were sampled since its last
+    call, as a sign of life.
     The responses of each request are returned in the order of its sample ids.
     """
     params = replace(params, tokens_at_once=TOKENS_AT_ONCE)
@@ -241,13 +242,14 @@ def generate(
     num_left = sum(map(len, results.values()))
     try:
         while num_left:
-            num_ended = 0
+            num_ended = num_tokens = 0
             for delta in engine.step():
                 results[delta.request][delta.sibling].add(delta)
+                num_tokens += len(delta.tokens)
                 num_ended += delta.finish_reason is not None
             num_left -= num_ended
             if progress is not None:
-                progress(num_ended)
+                progress(num_ended, num_tokens)
     except BaseException:
         for request in results:
             engine.abort(request)

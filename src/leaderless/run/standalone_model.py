@@ -27,7 +27,7 @@ from leaderless.models.decoder import load_model_config
 from leaderless.models.loading.support import sees_images
 from leaderless.models.loading.tokenizer import check_vocabulary, load_tokenizer
 from leaderless.models.vision.image_readers import open_reader
-from leaderless.observability.console import print_line
+from leaderless.observability.console import Display, errors, print_line
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
 from leaderless.planner.engines import choose_engine, engine_for
@@ -268,10 +268,18 @@ def answer(
     source = ModelSource(recipe.name, role, config, recipe.rollout, checkpoint)
     longest = max_tokens or recipe.rollout.max_response_tokens
     params = SamplingParams(sampling, longest, recipe.rollout.stop, recipe.seed)
-    with open_model(source, None, None, print_line) as served:
+    num_ended = num_tokens = 0
+
+    def report(ended: int, tokens: int) -> None:
+        nonlocal num_ended, num_tokens
+        num_ended, num_tokens = num_ended + ended, num_tokens + tokens
+
+    loading = Display(errors, status=lambda: f"loading {checkpoint or config.path}")
+    with loading as display, open_model(source, None, None, print_line) as served:
         requests = _requests(recipe, prompts, served, longest, partial(open_reader, config, role, served.tokenizer))
+        display.status = lambda: f"generating {num_ended}/{len(requests)}, {num_tokens:,} tokens"
         with served.serving.phase() as engine:
-            groups = generate(engine, requests, params)
+            groups = generate(engine, requests, params, report)
         texts = transcripts(served.tokenizer, [group[0].tokens for group in groups], recipe)
         return [response_in(text) for text in texts]
 

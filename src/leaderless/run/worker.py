@@ -60,7 +60,7 @@ def train_as_worker(planned: Planned, place: RankInfo) -> int | None:
     from leaderless.worker.build.process import train
 
     display = Display(console, is_shown=place.rank == planned.plan.leading.ranks[0])
-    with located(planned.loaded):
+    with located(planned.loaded), display:
         stopped_by = train(planned.recipe, planned.plan, place, display)
     if display.is_shown:
         rows = list(RunDirectory.of(planned.recipe).read_metrics())
@@ -76,8 +76,8 @@ def evaluate_as_worker(planned: Planned, place: RankInfo, checkpoint: Path | Non
     """Act as one worker of an evaluation, of the untrained model without a checkpoint; each rank gets the scores."""
     from leaderless.worker.build.process import evaluate
 
-    with located(planned.loaded):
-        return evaluate(planned.recipe, planned.plan, place, Display(errors, is_shown=place.rank == 0), checkpoint)
+    with located(planned.loaded), Display(errors, is_shown=place.rank == 0) as display:
+        return evaluate(planned.recipe, planned.plan, place, display, checkpoint)
 
 
 def _import_for_good() -> None:

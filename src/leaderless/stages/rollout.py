@@ -31,12 +31,12 @@ def rollout(batch: Batch, context: StageContext) -> Batch:
     ids = _places(batch, context, len(distributions))[1].view(len(batch), len(distributions)).tolist()
     prompts = prompts_of(batch)
     results: list[list[Completion]] = [[Completion()] * len(distributions) for _ in prompts]
-    done = 0
+    done = num_tokens = 0
 
-    def report(count: int) -> None:
-        nonlocal done
-        done += count
-        context.progress(done / (len(prompts) * len(distributions)))
+    def report(count: int, tokens: int) -> None:
+        nonlocal done, num_tokens
+        done, num_tokens = done + count, num_tokens + tokens
+        context.progress(f"generating {done}/{len(prompts) * len(distributions)}, {num_tokens:,} tokens")
 
     with memory_explained(TOO_MUCH), role.generating() as engine:
         for distribution in dict.fromkeys(distributions):

@@ -43,6 +43,7 @@ class Passes:
         while not is_done:
             micro_batches = self._engine.micro_batches(self._batch)
             for self.number, self._micro_batch in enumerate(micro_batches, 1):
+                self._engine.process_group.activity.part = f", pass {self.number}/{len(micro_batches)}"
                 self._engine.begin_pass(is_last=self.number == len(micro_batches))
                 yield self._micro_batch
                 if self._is_again:

@@ -103,7 +103,8 @@ class Worker:
     def _run_steps(self, stop: StopRequest) -> None:
         self.parts.clock.start()
         self.chain.channels.is_asked_to_stop = lambda: stop.signal is not None
-        self.parts.display.start(self.parts.recipe.steps, self.progress.trained)
+        recipe = self.parts.recipe
+        self.parts.display.start(recipe.steps, self.progress.trained, recipe.evaluation.every_steps)
         is_stopping = False
         while not is_stopping:
             run = self._generate if self._loop.is_continuous else self._run_ahead if self._loop.lag else self._train
@@ -268,7 +269,7 @@ class Worker:
         if self.parts.evaluator is not None:
             record = partial(self.parts.directory.write_samples, step, self._rank, kind="evaluation")
             journal = partial(self.parts.episodes.write, "evaluation", step)
-            at = EvaluationStep(partial(self.parts.progress, "evaluate"), step, record, journal)
+            at = EvaluationStep(partial(self.parts.progress, "evaluating"), step, record, journal)
             with self.tracer.span("evaluate", step), self.parts.clock.doing("evaluate"):
                 numbers = self.parts.evaluator.run(at)
             numbers["time/evaluate"] = self.tracer.take("evaluate")

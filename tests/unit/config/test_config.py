@@ -122,6 +122,11 @@ def test_an_unknown_key_is_placed_and_the_nearest_is_named(tmp_path):
         ("optimizer: {warmup_steps: 1}", "optimizer.warmup_steps", "did you mean 'optimizer.warmup_updates'?"),
         ("critic: {warmup_steps: 1}", "critic.warmup_steps", "did you mean 'algorithm.critic.warmup_steps'?"),
         ("rollout: {n: 8}", "rollout.n", "did you mean 'batch.responses_per_prompt'?"),
+        (
+            "evaluation: {max_response_tokens: 9}",
+            "evaluation.max_response_tokens",
+            "did you mean 'rollout.max_response_tokens'?",
+        ),
         ("num_generations: 8", "num_generations", "did you mean 'batch.responses_per_prompt'?"),
         ("actor: {lr: 1.0e-6}", "actor.lr", "did you mean 'optimizer.learning_rate'?"),
         ("critic: {optim: {lr: 1}}", "critic.optim.lr", "did you mean 'roles.critic.optimizer.learning_rate'?"),

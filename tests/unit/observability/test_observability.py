@@ -8,11 +8,13 @@ import math
 import os
 import re
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from leaderless.observability import console as observability_console
 from leaderless.observability.clock import Tracer
 from leaderless.observability.console import Display
 from leaderless.observability.line_file import StepLog
@@ -46,14 +48,59 @@ def test_lines_are_rare_without_a_terminal_and_the_last_step_is_always_said(monk
     for step in range(1, 51):
         clock += 1.0
         shown.step(step, 50, NUMBERS | {"reward/mean": step / 100})
-        shown.activity("rollout", 0.5)
     shown.stop()
     lines = text.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"step {n}/50" for n in (1, 12, 23, 34, 45, 50)]
-    assert "accuracy 0.750  reward 0.500  loss 1.2500" in lines[-1]
+    assert "accuracy 0.750 (step 50)  reward 0.500  loss 1.2500" in lines[-1]
+    assert "left" not in lines[0]
     assert "  0:00:12 left 0:00:38  " in lines[1]
     assert "  0:00:50 left 0:00:00  " in lines[-1]
     assert "time" not in lines[-1]
+
+
+def test_the_time_left_counts_steps_and_evaluations_apart_and_no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, text = display()
+    clock = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    shown.start(9, 0, evaluate_every=4)
+    seconds = {0: 0.0, 1: 600.0, 2: 20.0, 3: 20.0, 4: 20.0, 5: 20.0}
+    for step, step_s in seconds.items():
+        evaluated = {"evaluation/mean@1": step / 10, "time/evaluate": 500.0} if step % 4 == 0 else {}
+        clock += step_s + evaluated.get("time/evaluate", 0.0)
+        shown.step(step, 9, {"policy/loss": -1e-6} | evaluated)
+    lines = text.getvalue().splitlines()
+    # Of steps 6 to 9, with evaluations after steps 8 and 9.
+    assert [line.partition(" left ")[2].partition("  ")[0] for line in lines] == [
+        "",
+        "",
+        str(timedelta(seconds=7 * 20 + 3 * 500)),
+        str(timedelta(seconds=6 * 20 + 3 * 500)),
+        str(timedelta(seconds=5 * 20 + 2 * 500)),
+        str(timedelta(seconds=4 * 20 + 2 * 500)),
+    ]
+    assert "accuracy 0.000 (step 0)  loss 0.0000" in lines[3]
+    assert "accuracy 0.400 (step 4)  loss 0.0000" in lines[5]
+
+
+def test_what_takes_long_is_said_unless_a_live_line_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observability_console, "STATUS_EVERY_S", 0.0)
+    quiet, nothing = display(is_shown=False)
+    shown, text = display()
+    shown.status = lambda: "step 1: generating [3]/64"
+    live, line = display(is_terminal=True)
+    live.status = lambda: "not [said] twice"
+    live.start(3, 0)
+    with quiet, shown, live:
+        deadline = time.monotonic() + 20
+        while text.getvalue().count("\n") < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    live.stop()
+    assert re.fullmatch(r"(step 1: generating \[3\]/64  0:00:0\d\n){2,3}", text.getvalue())
+    assert "step 1" not in line.getvalue()
+    assert "not [said] twice" in line.getvalue()
+    assert line.getvalue().count("\n") == 1
+    assert nothing.getvalue() == ""
 
 
 def test_a_line_tells_of_episodes_where_there_are_any() -> None:
@@ -68,12 +115,11 @@ def test_a_terminal_shows_step_numbers_and_what_is_being_done() -> None:
     shown, text = display(is_terminal=True)
     shown.start(5, 2)
     shown.step(3, 5, NUMBERS)
-    shown.activity("reading [/old]/rows.jsonl", 0.25)
+    shown.status = lambda: "reading [/old]/rows.jsonl 25%"
     shown.stop()
     assert "3/5" in text.getvalue()
     assert "reward 0.500" in text.getvalue()
-    assert "reading [/old]/" in text.getvalue()
-    shown.activity("after the end")
+    assert "reading [/old]/rows.jsonl 25%" in text.getvalue()
     shown.stop()
 
 
@@ -118,7 +164,6 @@ def test_other_ranks_show_nothing() -> None:
     shown, text = display(is_terminal=True, is_shown=False)
     shown.say("hello")
     shown.start(3, 0)
-    shown.activity("rollout")
     shown.step(3, 3, NUMBERS)
     shown.summary("x")
     shown.stop()

@@ -44,7 +44,7 @@ def test_a_metric_that_the_recipe_reports_may_choose_the_best_checkpoint():
 
 def test_a_metric_that_does_not_exist_is_refused_with_those_that_do():
     assert refusal_of("evaluation/precision", **EVALUATED).startswith(
-        "no metric is called 'evaluation/precision'; it reports evaluation/mean@1, evaluation/failed;"
+        "no metric is called 'evaluation/precision'; it reports evaluation/mean@1, evaluation/failed, "
     )
     assert "(did you mean 'reward/mean'?)" in refusal_of("rewards/mean")
     assert "@stage(metrics=[...])" in refusal_of("mine/score")

@@ -167,6 +167,21 @@ def test_a_stalled_process_says_why_and_ends(
     assert codes == [1, 1]
 
 
+def test_an_activity_describes_what_is_done_and_what_is_waited_for() -> None:
+    activity = Activity()
+    assert str(activity) == "starting"
+    activity.begin(3, "rollout", 1)
+    assert str(activity) == "step 3: rollout"
+    activity.show("step 3: rollout", 0.5)
+    with activity.waiting("window 1"):
+        assert str(activity) == "step 3: rollout 50%, waiting for window 1"
+    activity.show("evaluating", "1/8")
+    activity.part = ", pass 2/4"
+    assert str(activity) == "evaluating 1/8, pass 2/4"
+    activity.begin(4, "policy", 2)
+    assert str(activity) == "step 4: policy"
+
+
 def test_a_beat_costs_next_to_nothing() -> None:
     activity, count = Activity(), 100_000
     begin = time.perf_counter()

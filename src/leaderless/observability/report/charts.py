@@ -65,8 +65,16 @@ CATALOGUE: Mapping[str, Sequence[Topic]] = {
         ),
     ],
     "What it writes": [
-        Topic("Response length", "Mean sampled tokens per response.", "rollout/response_tokens"),
-        _share("Cut responses", "Responses that reached the longest allowed length.", "rollout/truncated"),
+        Topic(
+            "Response length",
+            "Mean sampled tokens per response, of training and of held-out prompts.",
+            "rollout/response_tokens evaluation/response_tokens",
+        ),
+        _share(
+            "Cut responses",
+            "Responses that reached the longest allowed length, of training and of held-out prompts.",
+            "rollout/truncated evaluation/truncated",
+        ),
         _share(
             "Groups without signal",
             "Groups whose responses all earned the same: they change no weight.",

@@ -65,6 +65,10 @@ METRICS: dict[str, Metric] = {
         f"{_EVALUATION}, `evaluation.responses_per_prompt` above 1, and a reward that finds answers",
     ),
     "evaluation/failed": Metric("responses to held-out prompts that could not be graded", _EVALUATION),
+    "evaluation/truncated": Metric(
+        "share of responses to held-out prompts, or of episodes, that were cut at a limit", _EVALUATION
+    ),
+    "evaluation/response_tokens": Metric("mean number of sampled tokens of such a response", _EVALUATION),
     "evaluation/not_applicable": Metric(
         "responses to held-out prompts that `evaluation.metric` does not apply to; left out if there are none",
         f"{_EVALUATION}, and `evaluation.metric`",
@@ -344,6 +348,8 @@ def _evaluation_metrics(recipe: Recipe) -> list[str]:
         own = ["accuracy"] * (recipe.data.preferences == "pairs")
         return [*(f"evaluation/{name}" for name in ("loss", "margin", *own)), "time/evaluate"]
     names = [f"evaluation/mean@{k}", "evaluation/failed", "time/evaluate"]
+    if recipe.body is None:
+        names += ["evaluation/truncated", "evaluation/response_tokens"]
     names += [f"evaluation/pass@{j}" for j in pass_at_sizes(k)]
     options = recipe.reward.options()
     decides = [options.get(config.metric)] if config.metric else [*options.values()]

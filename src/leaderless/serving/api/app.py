@@ -235,6 +235,10 @@ class ModelServer(WebServer):
         self._host = EngineHost(served.serving)
         super().__init__(make_app(served, self._host, token))
 
+    def news(self) -> str:
+        """Describe what is answered and has been so far; empty if there is nothing new since the last call."""
+        return self._host.news()
+
     @override
     async def answer(self, listener: socket.socket, started: Callable[[], None]) -> None:
         """Answer requests until `should_exit` is set, or raise the error with which the engine failed."""

@@ -64,6 +64,7 @@ class EngineHost:
         self._serving, self._engine = serving, serving.engine
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._under_way: dict[int, _UnderWay] = {}
+        self._num_ended = self._num_tokens = self._num_told = 0
         self.is_stopping = False
         """Whether requests are no longer answered."""
         self._asking = threading.Lock()
@@ -109,6 +110,14 @@ class EngineHost:
         if ticket.num_left:
             ticket.is_dropped = True
             self._orders.put(lambda: self._abort(ticket))
+
+    def news(self) -> str:
+        """Describe what is answered and has been so far; empty if there is nothing new since the last call."""
+        if not self._under_way and self._num_tokens == self._num_told:
+            return ""
+        self._num_told = self._num_tokens
+        done = f"{self._num_ended:,} responses with {self._num_tokens:,} tokens"
+        return f"in progress: {len(self._under_way):,} prompts; done: {done}"
 
     def stop(self) -> None:
         """Cancel all responses, and end the thread."""
@@ -176,6 +185,8 @@ class EngineHost:
             if one is None:
                 continue  # canceled when memory ran out
             one.num_left -= delta.finish_reason is not None
+            self._num_ended += delta.finish_reason is not None
+            self._num_tokens += len(delta.tokens)
             if not one.num_left:
                 del self._under_way[delta.request]
             by_ticket.setdefault(one.ticket, []).append(delta._replace(request=one.place))

@@ -84,12 +84,10 @@ class Parts:
         place = self._places[action] if action is not None else len(self._places)
         self.transport.activity.begin(step, name, place)
         note_place(self.transport.rank, step, name)
-        self.display.activity(name)
 
-    def progress(self, name: str, fraction: float | None = None) -> None:
-        """Show what is done, and which fraction of it, between 0 and 1."""
-        self.transport.activity.beat()
-        self.display.activity(name, fraction)
+    def progress(self, name: str, done: float | str = "") -> None:
+        """Show what is done, and how much of it, as text or as a fraction between 0 and 1."""
+        self.transport.activity.show(f"step {self.transport.activity.step}: {name}", done)
 
 
 @dataclass

@@ -141,7 +141,7 @@ def evaluate(
         assert evaluator is not None, "every rank answers"
         display.start(1, 0)
         try:
-            return evaluator.run(EvaluationStep(partial(display.activity, "evaluate")))
+            return evaluator.run(EvaluationStep(partial(transport.activity.show, "evaluating")))
         finally:
             display.stop()
 
@@ -151,6 +151,7 @@ def _join(
 ) -> tuple[RewardPool, Transport, DeviceSharing]:
     """Start the processes that compute rewards for this worker, then meet the other workers."""
     activity, run = Activity(), RunDirectory.of(recipe)
+    display.status = partial(str, activity)
     run.say = say = partial(_print_own, display)
     if place.local_rank == 0 and (wrong := "; ".join(unfit_versions())):
         run.say(f"this run may fail: {wrong}: {REMEDY}")
@@ -247,6 +248,7 @@ class _Builder:
         return partial(open_reader, config, role, self.tokenizer)
 
     def _say_source(self, verb: str, path: str, *, on_hub: bool) -> None:
+        self.transport.activity.show(verb, path)
         self.display.say(f"{verb} [bold]{escape(path)}[/]{' from the hub' if on_hub else ''}")
 
     def _say(self, key: str, dataset: TrainingSet, path: str) -> None:

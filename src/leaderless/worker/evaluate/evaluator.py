@@ -68,13 +68,13 @@ class EvaluationStep:
     """An evaluation after a step of training.
 
     Attributes:
-        progress: Function that receives the finished fraction, between 0 and 1.
+        progress: Function that receives how much is done, as text or as a fraction between 0 and 1.
         step: Step whose weights the model has.
         record: Function that receives, on the first rank, the samples to keep for people.
         journal: Function that receives this rank's episodes in an environment.
     """
 
-    progress: Callable[[float], None]
+    progress: Callable[[float | str], None]
     step: int = 0
     record: Record | None = None
     journal: Journal | None = None
@@ -98,17 +98,18 @@ class Evaluator:
         Returns:
             `evaluation/mean@k`, and for several responses to a prompt `evaluation/pass@k` and `evaluation/maj@k`;
             `evaluation/failed` counts the responses that could not be graded, which are left out; see `ResponseScores`.
+            For language models also the share of responses that were cut, and the mean of their sampled tokens.
         """
         config, rank, layout = self.recipe.evaluation, self.process_group.rank, self.layout
         rows, shard = self.dataset.rows[: config.max_prompts].tolist(), layout.shard_of(rank)
         mine = rows[len(rows) * shard // layout.dp : len(rows) * (shard + 1) // layout.dp]
-        graded = self._answer(mine, at if rank == layout.ranks[0] else replace(at, record=None))
         k, scores = config.responses_per_prompt, ResponseScores(self.recipe)
+        graded = self._answer(mine, at if rank == layout.ranks[0] else replace(at, record=None), scores.metrics)
         for index in range(len(mine) if layout.represents(rank) else 0):
             scores.add(graded[index * k : (index + 1) * k])
         return scores.numbers(scores.metrics.reduce(self.process_group))
 
-    def _answer(self, rows: Sequence[int], at: EvaluationStep) -> list[Graded]:
+    def _answer(self, rows: Sequence[int], at: EvaluationStep, metrics: Metrics) -> list[Graded]:
         """The graded responses to some rows, those to one row next to each other."""
         has_images = self.dataset.encoder.images is not None
         batch = make_batch(rows, self.dataset.read(rows), has_responses=False, has_images=has_images)
@@ -117,6 +118,9 @@ class Evaluator:
             return evaluate(self.recipe, self.model, batch, self._seed, at.progress, at.record)
         with memory_explained(TOO_MUCH), self.model.generating() as engine:
             answers = self._answers(engine, batch, at)
+        whole = [answer for answer in answers if answer.failure is None]
+        metrics.mean("truncated", sum(answer.is_truncated for answer in whole), len(whole))
+        metrics.mean("response_tokens", sum(sum(answer.is_sampled) for answer in whole), len(whole))
         k, data = self.recipe.evaluation.responses_per_prompt, self._data
         values = [row for row in batch.objects("rows") if isinstance(row, Mapping) for _ in range(k)]
         texts = transcripts(self.tokenizer, [a.tokens for a in answers], self.recipe, [a.is_sampled for a in answers])
@@ -152,17 +156,17 @@ class Evaluator:
     def _answers(self, engine: RolloutEngine, batch: Batch, at: EvaluationStep) -> list[_Answer]:
         """Continuations of each prompt, `evaluation.responses_per_prompt` of them."""
         config, rollout, ids, done = self.recipe.evaluation, self.recipe.rollout, self._ids(batch), 0
-        k = config.responses_per_prompt
+        k, num_tokens = config.responses_per_prompt, 0
         requests = [
             Request(prompt, ids[i * k : (i + 1) * k], images=images)
             for i, (prompt, images) in enumerate(prompts_of(batch))
         ]
         params = SamplingParams(config, rollout.max_response_tokens, rollout.stop, self._seed)
 
-        def report(count: int) -> None:
-            nonlocal done
-            done += count
-            at.progress(done / len(ids))
+        def report(count: int, tokens: int) -> None:
+            nonlocal done, num_tokens
+            done, num_tokens = done + count, num_tokens + tokens
+            at.progress(f"{done}/{len(ids)}, {num_tokens:,} tokens")
 
         groups = generate(engine, requests, params, report)
         completions = zip(ids, (completion for group in groups for completion in group), strict=True)

@@ -261,6 +261,6 @@ def test_the_progress_line_has_room_for_what_is_waited_for() -> None:
     text = io.StringIO()
     display = Display(Console(file=text, width=200, force_terminal=True, legacy_windows=False), is_shown=True)
     display.start(3, 0)
-    display.activity("waiting for feedback 37/64")
+    display.status = lambda: "step 1,000: waiting for feedback 37/64"
     display.stop()
-    assert "waiting for feedback 37/64" in text.getvalue()
+    assert "step 1,000: waiting for feedback 37/64" in text.getvalue()
