@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import finish, metrics, start, succeed
 from tests.tiny import tiny_model, write_recipe
+
+from leaderless.config.packaged_files import recipes_folder
 
 SETTINGS = {
     "reward": {"format": {"pattern": r".*\d.*"}},
@@ -38,6 +41,31 @@ def test_our_launcher_and_torchrun_give_the_run_of_one_worker(ranks: RankPool, t
         for line, numbers in zip(metrics(tmp_path / "runs" / name), expected, strict=True):
             assert line == pytest.approx(numbers, rel=1e-4, abs=1e-5)
     assert metrics(tmp_path / "runs/own") == metrics(tmp_path / "runs/elastic")
+
+
+def layouts_of(folder: Path) -> list[object]:
+    return [node["layout"] for node in json.loads((folder / "plan.json").read_text())["nodes"]]
+
+
+def test_workers_choose_layouts_by_described_machines_and_continue_without_the_description(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS)
+    described = tmp_path / "machines.yaml"
+    described.write_text((recipes_folder() / "clusters/testbed.yaml").read_text())
+    command = ("leaderless", "train", recipe, "--layout", "auto", "--cluster", described.name)
+    outcome = finish(start(tmp_path, *ELASTIC, "-m", *command, "steps=1"))
+    assert outcome.code == 0, outcome.errors
+    said = "s a step by the cost model of 'test bed, 500 Mbit/s a host', which is no measurement"
+    assert outcome.output.count(said) == 1, "one worker speaks"
+    saved = tmp_path / "runs/tiny/profile.json"
+    chosen, layouts = saved.read_text(), layouts_of(tmp_path / "runs/tiny")
+    described.unlink()
+    outcome = finish(start(tmp_path, *command, "--workers", 2))
+    assert outcome.code == 0, outcome.errors
+    assert said in outcome.output
+    assert (saved.read_text(), layouts_of(tmp_path / "runs/tiny")) == (chosen, layouts)
+    outcome = finish(start(tmp_path, *command, "--workers", 2, "--fresh"))
+    assert outcome.code == 2, "a run that is begun anew needs the description"
+    assert "placement.cluster: machines.yaml does not exist" in outcome.errors
 
 
 FAILING = """

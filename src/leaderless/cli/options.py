@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,11 @@ RunArgument = Annotated[Path, typer.Argument(help="The folder of a run.")]
 OverridesArgument = Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LayoutOption = Annotated[
-    str, typer.Option("--layout", metavar="auto", help="auto: choose all layouts by measured seconds.")
+    str, typer.Option("--layout", metavar="auto", help="auto: choose all layouts by a profile or --cluster.")
+]
+ClusterOption = Annotated[
+    Path | None,
+    typer.Option(help="File with constants of the machines: layouts are chosen by them where there is no profile."),
 ]
 WorkersOption = Annotated[int, typer.Option(min=0, help="Workers on this machine; 0: one per accelerator, or one.")]
 RendezvousOption = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address at which the machines meet.")]
@@ -37,11 +42,12 @@ TokenOption = Annotated[
 ]
 
 
-def with_layout(overrides: list[str] | None, layout: str) -> list[str]:
-    """Settings of a command line, `--layout` among them."""
+def with_layout(overrides: list[str] | None, layout: str, cluster: Path | None) -> list[str]:
+    """Settings of a command line, `--layout` and `--cluster` among them."""
     if layout not in {"", "auto"}:
         raise typer.BadParameter(f"is '{layout}', but can only be auto; give layouts as layout.NODE.ranks=0-3")
-    return [*(overrides or []), *(["layout=auto"] if layout else [])]
+    described = [] if cluster is None else [f"placement.cluster={json.dumps(str(cluster))}"]
+    return [*(overrides or []), *(["layout=auto"] if layout else []), *described]
 
 
 def parse_nodes(nodes: str, rendezvous: str) -> Nodes:

@@ -11,6 +11,7 @@ import typer
 from leaderless.base.devices import find_accelerator
 from leaderless.base.values import Json
 from leaderless.cli.options import (
+    ClusterOption,
     JsonOption,
     LayoutOption,
     OverridesArgument,
@@ -38,6 +39,7 @@ def plan(
     as_json: JsonOption = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the graph into this SVG file.")] = None,
     layout: LayoutOption = "",
+    cluster: ClusterOption = None,
     memory: Annotated[
         float | None, typer.Option(min=1, help="GiB of each accelerator, to show what fits into them.")
     ] = None,
@@ -45,7 +47,7 @@ def plan(
     """Show what every worker would do, what they would send, and the memory it takes; start nothing."""
     if picture is not None and not picture.parent.is_dir():
         raise typer.BadParameter(f"folder {picture.parent} does not exist: make it first", param_hint="--picture")
-    run = Run(target, *with_layout(overrides, layout))
+    run = Run(target, *with_layout(overrides, layout, cluster))
     whole = plan_training(run.loaded if memory is None else on_devices(run.loaded, "bfloat16"), world_size)
     planned, fitted = whole.plan, None
     if memory is not None:
@@ -110,7 +112,10 @@ def simulate(
         raise typer.BadParameter(
             "give one of --cluster, a file of constants, and --profile, a file of measured seconds"
         )
-    sizes, settings = world_sizes(world_size), with_layout(overrides, layout)
+    sizes, chosen_by = world_sizes(world_size), None
+    if layout or Run(target, *(overrides or [])).recipe.placement is not None:
+        chosen_by = cluster
+    settings = with_layout(overrides, layout, chosen_by)
     runs: dict[int, Run] = {}
     for size in sizes:
         own = [] if prompts_per_rank is None else [f"batch.prompts_per_step={prompts_per_rank * size}"]

@@ -12,6 +12,7 @@ import typer
 from rich.markup import escape
 
 from leaderless.cli.options import (
+    ClusterOption,
     LayoutOption,
     OverridesArgument,
     RecipeArgument,
@@ -35,9 +36,10 @@ from leaderless.run.stage_profile import num_accelerators
 from leaderless.worker.rank_info import RankInfo
 
 
-def train(
+def train(  # noqa: PLR0913 - what a user may say of a run
     target: RecipeArgument,
     overrides: OverridesArgument = None,
+    *,
     workers: WorkersOption = 0,
     fresh: Annotated[bool, typer.Option(help="Set an earlier run of this name aside and begin anew.")] = False,
     nodes: Annotated[
@@ -49,10 +51,11 @@ def train(
         bool, typer.Option("--in-process", help="Train in this process alone, for a debugger; it is not restarted.")
     ] = False,
     layout: LayoutOption = "",
+    cluster: ClusterOption = None,
 ) -> None:
     """Train. A run that was interrupted continues from its newest checkpoint."""
     machines = _machines(nodes, rendezvous, fresh=fresh)
-    run = Run(target, *with_layout(overrides, layout))
+    run = Run(target, *with_layout(overrides, layout, cluster))
     if RankInfo.is_given():
         is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         run.work(RankInfo.from_environment(), fresh=fresh, is_restart=is_restart)

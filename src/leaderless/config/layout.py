@@ -89,10 +89,13 @@ def or_auto(schema: dict[str, JsonValue]) -> None:
 
 
 class PlacementConfig(Section):
-    """The planner chooses the ranks of each node, and how far generation may be ahead, by measured seconds."""
+    """The planner chooses the ranks of each node, and how far generation may be ahead, by the seconds of each stage."""
 
     profile: str = Field(default="profile.json", min_length=1)
     """File with measured seconds, which `leaderless profile` writes."""
+    cluster: str | None = Field(default=None, min_length=1)
+    """File with constants of the machines, as for `leaderless simulate`: where there is no file `profile`, layouts are
+    chosen by the cost model of these machines."""
     max_lag: int = Field(default=0, ge=0)
     """Most iterations that generation may be ahead of training, as `channels.*.capacity`; with 0 every response is
     sampled with the newest weights. A channel of the recipe's own is kept instead."""

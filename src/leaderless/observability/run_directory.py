@@ -40,6 +40,7 @@ class RunDirectory:
         self.config = path / "config.yaml"
         self.plan = path / "plan.json"
         self.picture = path / "plan.svg"
+        self.profile = path / "profile.json"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.roll_backs = path / "roll_backs.json"

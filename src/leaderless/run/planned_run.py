@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from leaderless.base.named_functions import load_own
-from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, nearest
+from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, load_section, nearest
 from leaderless.config.layout import LayoutConfig, ScheduleConfig
 from leaderless.config.models import ComputeType
-from leaderless.config.packaged_files import how_to_make
+from leaderless.config.packaged_files import find_packaged, how_to_make
 from leaderless.data.sources.files import find_files
 from leaderless.observability.console import print_line, print_path
 from leaderless.observability.loggers.registry import loggers_running
-from leaderless.observability.run_directory import RunDirectory
+from leaderless.observability.run_directory import RunDirectory, write_atomically
 from leaderless.planner import Cluster, Plan, make_plan
 from leaderless.planner.engines import choose_engine
 from leaderless.planner.graph.adapters import optimizer_of
 from leaderless.planner.placement.replanning import alternatives
-from leaderless.planner.placement.stage_seconds import read_profile
+from leaderless.planner.placement.stage_seconds import Profile, read_profile, settings_of
+from leaderless.planner.show.placement import choice_line
+from leaderless.planner.simulate.cluster import ClusterConfig
 from leaderless.planner.workflow import WorkflowRecipe, load_recipe, spec_of
 from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.planner.workflow.read import ANSWER, JUDGE, evaluation_workflow
@@ -188,6 +190,9 @@ class Planned:
         except OSError as error:
             reason = f"folder {directory.path} cannot be written: {error.strerror}"
             raise self.loaded.locate(RecipeError.at("run.directory", reason)) from error
+        if self.choice is not None:
+            write_atomically(directory.profile, self.choice.profile.model_dump_json(indent=1) + "\n")
+            print_line(choice_line(self.choice))
 
     def _check_same_settings(self) -> None:
         """Refuse to continue a run with settings other than those it was begun with."""
@@ -241,10 +246,13 @@ def on_devices(loaded: WorkflowRecipe, compute_dtype: ComputeType) -> WorkflowRe
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"models": models}))
 
 
-def plan_training(loaded: WorkflowRecipe, num_workers: int) -> Planned:
-    """Plan a run; a RecipeError gives every reason why it does not work with this number of workers."""
+def plan_training(loaded: WorkflowRecipe, num_workers: int, *, fresh: bool = False) -> Planned:
+    """Plan a run; a RecipeError gives every reason why it does not work with this number of workers.
+
+    A run that continues, and is not begun `fresh`, has layouts chosen by the seconds that it was begun with.
+    """
     with located(loaded):
-        planned = _plan(loaded, num_workers)
+        planned = _plan(loaded, num_workers, fresh=fresh)
         alternatives(planned.recipe, planned.plan)  # report their problems now
         return planned
 
@@ -318,12 +326,32 @@ def _engine_layouts(loaded: WorkflowRecipe, role: str, num_workers: int) -> dict
     return layouts
 
 
-def _plan(loaded: WorkflowRecipe, num_workers: int) -> Planned:
+def _plan(loaded: WorkflowRecipe, num_workers: int, *, fresh: bool = False) -> Planned:
     recipe, workflow = loaded.recipe, loaded.workflow
-    cluster, placement = Cluster(num_workers, choose_engine(recipe.rollout)), recipe.placement
-    if placement is not None:
+    cluster = Cluster(num_workers, choose_engine(recipe.rollout))
+    if recipe.placement is not None:
         from leaderless.planner.placement.search import choose_layout  # it imports numpy
 
-        choice = choose_layout(recipe, workflow, cluster, read_profile(Path(placement.profile)))
+        choice = choose_layout(recipe, workflow, cluster, _seconds(loaded, cluster, fresh=fresh))
         return Planned(replace(loaded, recipe=choice.best.recipe), choice.best.plan, choice)
     return Planned(loaded, make_plan(recipe, workflow, cluster))
+
+
+def _seconds(loaded: WorkflowRecipe, cluster: Cluster, *, fresh: bool) -> Profile:
+    """Seconds by which layouts are chosen: those that a run was begun with, else measured ones, else modeled ones."""
+    recipe, placement, directory = loaded.recipe, loaded.recipe.placement, RunDirectory.of(loaded.recipe)
+    assert placement is not None, "checked by the caller"
+    if not fresh and directory.last_step() and directory.profile.exists():
+        saved = read_profile(directory.profile)
+        if saved.settings == settings_of(recipe):
+            return saved
+    if placement.cluster is None or Path(placement.profile).exists():
+        return read_profile(Path(placement.profile))
+    from leaderless.planner.placement.modeled_seconds import modeled_profile  # it imports numpy
+
+    try:
+        constants = load_section(find_packaged(Path(placement.cluster)), ClusterConfig)
+    except RecipeError as error:
+        keys = (".".join(filter(None, ("placement.cluster", one.key))) for one in error.problems)
+        raise RecipeError([replace(one, key=key) for one, key in zip(error.problems, keys, strict=True)]) from error
+    return modeled_profile(recipe, loaded.workflow, cluster, constants)

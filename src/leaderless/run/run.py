@@ -113,7 +113,11 @@ class Run:
         is_alone = in_process and workers == 1 and nodes is None
         if not is_alone:
             check_importable(self.loaded)
-        planned = plan_training(self.loaded, workers) if nodes is None else plan_machines(self.loaded, nodes, workers)
+        planned = (
+            plan_training(self.loaded, workers, fresh=fresh)
+            if nodes is None
+            else plan_machines(self.loaded, nodes, workers)
+        )
         planned.check_inputs()
         # With several machines, the first worker opens the run, as no launcher could do so for all.
         with planned.opened(fresh=fresh) if nodes is None else nullcontext():
@@ -147,7 +151,7 @@ class Run:
             is_restart: Whether workers of this run have been started before.
         """
         place = place or RankInfo.from_environment()
-        planned = plan_training(self.loaded, place.world_size)
+        planned = plan_training(self.loaded, place.world_size, fresh=fresh and not is_restart)
         # Every worker finds out for itself: none may wait for others that have nothing to do.
         is_done = not (fresh and not is_restart) and planned.is_finished(is_shown=place.rank == 0)
         with ExitStack() as stack:

@@ -121,27 +121,21 @@ def measure(recipe: Recipe, source: Path, overrides: Sequence[str], workers: int
 
 def _ways(recipe: Recipe, prompts: int, workers: int) -> list[tuple[str, dict[str, Setting]]]:
     """Names and settings of the measuring runs."""
-    from leaderless.planner.placement.candidates import placeable  # it imports numpy
+    from leaderless.planner.placement.candidates import two_pools  # it imports numpy
 
     ways: list[tuple[str, dict[str, Setting]]] = [
         ("small", {"batch.prompts_per_step": max(workers, prompts // 2)}),
         ("large", {"batch.prompts_per_step": 2 * prompts}),
     ]
     plan = Run(recipe, placement=None, layout={}, channels={}).plan(workers)
-    generating = [node.name for node in plan.nodes if node.spec.role_use == "generate"]
-    if workers > 1 and generating:
-        half = workers // 2
-        first, second = f"0-{half - 1}" if half > 1 else "0", f"{half}-{workers - 1}"
-        second = second if workers - half > 1 else str(half)
-        # What follows generation stays there if it only looks at rows; the rest goes with training.
-        others = [x.name for x in placeable(plan) if x.spec.role_use != "generate" and not x.spec.streams]
-        layout = {name: {"ranks": first} for name in generating} | {name: {"ranks": second} for name in others}
-        # Few ranks may generate all rows: such shards are measured, too.
-        ways.append(("pools", {"layout": layout, "batch.prompts_per_step": 2 * prompts}))
-        placement = recipe.placement
-        if placement is not None and (placement.max_lag or placement.continuous):
+    placement = recipe.placement
+    for pools in two_pools(plan):
+        layout: Setting = {name: {"ranks": own.ranks} for name, own in pools.layout.items()}
+        if not pools.lag:  # few ranks may generate all rows: such shards are measured, too
+            ways.append(("pools", {"layout": layout, "batch.prompts_per_step": 2 * prompts}))
+        elif placement is not None and (placement.max_lag or placement.continuous):
             # What is ahead may need nodes that a step in lockstep does without, as log-probs before the update.
-            ways.append(("ahead", {"layout": layout, "channels": {generating[0]: {"capacity": 1}}}))
+            ways.append(("ahead", {"layout": layout, "channels": {pools.leader: {"capacity": pools.lag}}}))
     return ways
 
 
@@ -196,7 +190,9 @@ def this_machine(workers: int) -> MachineIdentity:
 
 
 def check_machine(profile: Profile) -> None:
-    """Refuse a profile of machines with another processor or accelerator, by a RecipeError."""
+    """Refuse a measured profile of machines with another processor or accelerator, by a RecipeError."""
+    if profile.cluster:
+        return
     here = this_machine(profile.world_size)
     for name in ("processor", "accelerator"):
         then, now = getattr(profile.machine, name), getattr(here, name)

@@ -138,6 +138,20 @@ def units_of(plan: Plan, alone: Collection[str] = ()) -> list[list[str]]:
     return [*found[: MAX_UNITS - 1], [name for unit in found[MAX_UNITS - 1 :] for name in unit]][:MAX_UNITS]
 
 
+def two_pools(plan: Plan) -> list[Candidate]:
+    """Generation on one half of the ranks and the rest on the other, in lockstep and ahead; none without two ranks.
+
+    What follows generation stays there if it only looks at rows.
+    """
+    generating = [node.name for node in plan.nodes if node.spec.role_use == "generate"]
+    if plan.world_size < 2 or not generating:
+        return []
+    half = plan.world_size // 2
+    others = [x.name for x in placeable(plan) if x.spec.role_use != "generate" and not x.spec.streams]
+    pools = dict.fromkeys(generating, (0, half)) | dict.fromkeys(others, (half, plan.world_size))
+    return [Candidate(pools), Candidate(pools, lag=1, leader=generating[0])]
+
+
 def candidates_of(plan: Plan, allowed: Allowed) -> Iterator[Candidate]:
     """All candidates, the simplest first, for the plan of a recipe with all nodes on all ranks.
 

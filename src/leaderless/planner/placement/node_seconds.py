@@ -193,12 +193,13 @@ class _Law(NamedTuple):
     error: float
 
 
-def fit_seconds(points: list[Point]) -> StageSeconds:
+def fit_seconds(points: list[Point], places: int = 0) -> StageSeconds:
     """The law with non-negative terms that has the least relative error over measured points.
 
     Of laws that are about as good, the one with the fewest terms is taken: seconds of a stage that was measured at one
     size only are then in proportion to it. Sampling may also be explained by responses that take turns at places. A law
     of tokens and of the longest response holds for shards of about as many rows as were measured, this one for any.
+    The number of places is found, too, if it is 0; with a known one there are no pauses, and tokens may take time, too.
     """
     values = np.array([point[:4] for point in points], dtype=np.float64)
     terms = dict(zip(("row_s", "token_s", "longest_s"), values.T, strict=False)) | {"fixed_s": np.ones(len(values))}
@@ -208,19 +209,21 @@ def fit_seconds(points: list[Point]) -> StageSeconds:
     if any(any(point.waits) for point in points):
         best = _with_waits(best, points, values[:, 3])
     elif all(point.lengths for point in points):
-        best = _with_places(best, points, values[:, 3])
+        best = _with_places(best, points, values[:, 3], places)
     return best.stage
 
 
-def _with_places(best: _Law, points: list[Point], seconds: Seconds) -> _Law:
+def _with_places(best: _Law, points: list[Point], seconds: Seconds, known: int) -> _Law:
     """A law of responses that take turns, if that is better."""
     most = max(len(point.lengths) for point in points)
     lengths = np.array([[*point.lengths, *[0] * (most - len(point.lengths))] for point in points], dtype=np.float64)
     mean = float(lengths.sum() / (lengths > 0).sum())
-    places = [1 << power for power in range(1, most.bit_length()) if 1 << power < most]
-    for pause, number in ((mean * share, number) for share in PAUSES for number in places):
+    places = [known] if known else [1 << power for power in range(1, most.bit_length()) if 1 << power < most]
+    fixed, tokens = {"fixed_s": np.ones(len(points))}, {"token_s": lengths.sum(axis=1)}
+    others_of: list[dict[str, Seconds]] = [{}, fixed, *([tokens, fixed | tokens] if known else [])]
+    for pause, number in ((mean * share, number) for share in PAUSES[: 1 if known else None] for number in places):
         fullest = fullest_place(np.where(lengths > 0, lengths + pause, 0.0), number)
-        for others in ({}, {"fixed_s": np.ones(len(points))}):
+        for others in others_of:
             best = _better(best, {"place_s": fullest} | others, seconds, {"places": number, "pause_tokens": pause})
     return best
 

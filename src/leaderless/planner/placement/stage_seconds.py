@@ -98,6 +98,8 @@ class Profile(Section):
     waits: tuple[float, ...] = ()
     """Seconds for which the episodes of the same responses have waited for their environment and tools, if they are
     episodes."""
+    cluster: str = ""
+    """Name of the described machines by whose cost model the seconds were computed; empty if they were measured."""
 
     def digest(self) -> str:
         """Fingerprint of the content, which is part of the plan's."""
@@ -115,7 +117,10 @@ def settings_of(recipe: Recipe) -> dict[str, str]:
 
 def read_profile(path: Path) -> Profile:
     """The profile in a file; a RecipeError if there is none, or it is no profile."""
-    remedy = "run `leaderless profile RECIPE --output FILE` on these machines, or write `layout` out"
+    remedy = (
+        "run `leaderless profile RECIPE --output FILE` on these machines; or describe them, by --cluster FILE or "
+        "placement.cluster, as recipes/clusters/h100.yaml does; or write `layout` out"
+    )
     try:
         return Profile.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:

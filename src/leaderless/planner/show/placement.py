@@ -17,7 +17,8 @@ NOTABLE = 1.005
 
 def print_choice(choice: PlacementChoice, console: Console) -> None:
     """Print the chosen layout and the next best, with predicted seconds."""
-    table = Table(title=f"placement: the best of {choice.num_candidates} layouts", title_justify="left", box=None)
+    title = f"placement: the best of {choice.num_candidates} layouts, by {_basis(choice)}"
+    table = Table(title=title, title_justify="left", box=None)
     for name in ("", "layout", "seconds of a step", "why"):
         table.add_column(name, justify="right" if name.startswith("seconds") else "left")
     for place, option in enumerate((choice.best, *choice.others)):
@@ -29,6 +30,18 @@ def print_choice(choice: PlacementChoice, console: Console) -> None:
         console.print(without_helpers(choice), highlight=False, markup=False)
     for candidate, why in choice.refused:
         console.print(f"not possible: {candidate}: {why}", highlight=False, markup=False)
+
+
+def choice_line(choice: PlacementChoice) -> str:
+    """The chosen layout as one line, with its seconds, and where they come from."""
+    return f"layout: {choice.best.candidate}; {choice.best.predicted.seconds:.3g} s a step by {_basis(choice)}"
+
+
+def _basis(choice: PlacementChoice) -> str:
+    cluster = choice.profile.cluster
+    if not cluster:
+        return "measured seconds"
+    return f"the cost model of '{cluster}', which is no measurement: `leaderless profile` measures"
 
 
 def without_helpers(choice: PlacementChoice) -> str:
@@ -91,6 +104,7 @@ def choice_to_json(choice: PlacementChoice) -> dict[str, object]:
     ]
     refused = [{"layout": str(candidate), "reason": why} for candidate, why in choice.refused]
     found: dict[str, object] = {"num_candidates": choice.num_candidates, "options": options, "refused": refused}
+    found["cluster"] = choice.profile.cluster or None
     if choice.without is not None:
         found["without_helpers"] = choice.without.predicted.seconds
     return found
