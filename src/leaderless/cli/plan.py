@@ -48,7 +48,8 @@ def plan(
     if picture is not None and not picture.parent.is_dir():
         raise typer.BadParameter(f"folder {picture.parent} does not exist: make it first", param_hint="--picture")
     run = Run(target, *with_layout(overrides, layout, cluster))
-    whole = plan_training(run.loaded if memory is None else on_devices(run.loaded, "bfloat16"), world_size)
+    is_for_others = memory is not None or cluster is not None
+    whole = plan_training(on_devices(run.loaded, "bfloat16") if is_for_others else run.loaded, world_size)
     planned, fitted = whole.plan, None
     if memory is not None:
         from leaderless.planner.show.fit import Fitted
@@ -80,7 +81,7 @@ def plan(
         lowered = read_limits(run.directory)
     print_plan(planned, console, lowered, door_lines(whole.recipe, planned), judge_lines(whole.recipe, planned))
     is_default = any("compute_dtype" not in model.model_fields_set for model in whole.recipe.models.values())
-    if memory is None and is_default and find_accelerator() is None:
+    if not is_for_others and is_default and find_accelerator() is None:
         console.print("Models compute in float32 on this machine, and in bfloat16 on accelerators: add --memory GIB.")
     if fitted is not None:
         fitted.print(console)

@@ -354,4 +354,5 @@ def _seconds(loaded: WorkflowRecipe, cluster: Cluster, *, fresh: bool) -> Profil
     except RecipeError as error:
         keys = (".".join(filter(None, ("placement.cluster", one.key))) for one in error.problems)
         raise RecipeError([replace(one, key=key) for one, key in zip(error.problems, keys, strict=True)]) from error
-    return modeled_profile(recipe, loaded.workflow, cluster, constants)
+    described = on_devices(loaded, constants.device.compute_dtype).recipe
+    return modeled_profile(described, loaded.workflow, cluster, constants)

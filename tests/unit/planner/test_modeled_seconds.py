@@ -74,7 +74,7 @@ def test_what_does_not_fit_into_the_memory_of_the_machines_is_not_chosen(tmp_pat
 
 
 def test_a_model_of_unknown_size_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="its config.json is not on this machine"):
+    with pytest.raises(RecipeError, match=r"its config\.json is not on this machine"):
         chosen(auto_recipe(tmp_path).model_copy(update={"models": make_recipe().models}), 2)
 
 

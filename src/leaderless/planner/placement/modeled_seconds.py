@@ -106,12 +106,9 @@ def _points_of(event: Worked) -> list[Point]:
     counts, tokens = (np.bincount(shards, weights=some, minlength=layout.dp) for some in (None, rows.response_tokens))
     longest = np.zeros(layout.dp)
     np.maximum.at(longest, shards, rows.response_tokens)
+    work = np.stack([counts, tokens, longest, event.seconds], axis=1)
     if event.node.spec.role_use != "generate":
-        return [Point(*(float(some.max()) for some in (counts, tokens, longest, event.seconds)))]
-    return [
-        Point(
-            *(float(some[shard]) for some in (counts, tokens, longest, event.seconds)),
-            tuple(rows.response_tokens[shards == shard].tolist()),
-        )
-        for shard in range(min(MAX_SHARDS, layout.dp))
-    ]
+        return [Point(*work.max(axis=0).tolist())]
+    points = [Point(*numbers) for numbers in work[:MAX_SHARDS].tolist()]
+    lengths = (tuple(rows.response_tokens[shards == shard].tolist()) for shard in range(len(points)))
+    return [point._replace(lengths=own) for point, own in zip(points, lengths, strict=True)]
