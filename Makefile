@@ -151,6 +151,8 @@ lint: .venv/.installed-lint
 	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/python -m tests.docstrings
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
 
 format: .venv/.installed-lint
 	$(BIN)/ruff check --fix .

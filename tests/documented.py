@@ -52,6 +52,7 @@ NOT_RUN: Mapping[str, str] = {
     "leaderless train recipes/gsm8k/grpo.yaml --nodes 2:4": MACHINES,
     "leaderless train recipes/gsm8k/grpo.yaml layout.rollout.ranks=0-15": MACHINES,
     "srun ": MACHINES,
+    "docker ": "needs Docker and GPUs",
     "trap ": MACHINES,
     "wait": MACHINES,
     "leaderless robot serve franka": "needs an arm",
