@@ -26,7 +26,7 @@ from leaderless.cli.quickstart_project.demonstrations import (
 from leaderless.cli.quickstart_project.project import write_project
 from leaderless.config import RecipeError, load_recipe
 from leaderless.config import packaged_files as packaged_recipes
-from leaderless.config.packaged_files import find_packaged, how_to_install, recipes_folder
+from leaderless.config.packaged_files import find_packaged, how_to_install, how_to_make, recipes_folder
 
 
 def test_a_new_project_trains_and_its_tests_pass(ranks: RankPool, tmp_path: Path) -> None:
@@ -180,3 +180,21 @@ def test_shells_can_complete_commands() -> None:
         check=False,
     )
     assert done.stdout.split() == ["quickstart"], done.stderr
+
+
+def test_what_an_example_makes_is_named() -> None:
+    """Each script of an example that is run first; the quickstart has its own command."""
+    made = {}
+    for script in (ROOT / "examples").rglob("*.py"):
+        folder = re.search(r'^    (?:prepare|convert)\(.*Path\("(runs/[\w-]+)', script.read_text(), re.MULTILINE)
+        if folder is not None and script.parent.name != "online":  # whose script trains, too
+            made[folder[1]] = script.relative_to(ROOT)
+    assert len(made) >= 11
+    for folder, script in made.items():
+        said = how_to_make(Path(folder) / "rows.jsonl")
+        assert str(script) in said or ".".join(script.with_suffix("").parts) in said, folder
+
+
+def test_pages_install_the_package_from_a_copy_as_no_index_has_it() -> None:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        assert not re.search(r"pip install '?leaderless", page.read_text(encoding="utf-8")), page

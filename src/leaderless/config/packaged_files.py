@@ -78,13 +78,26 @@ def server_refusal(*extras: str) -> str | None:
 
 _OPTIONS = {"demonstrations": " --robot", "imitated": " --robot", "tasks": " --robot", "problems": " --real"}
 """Option of `leaderless quickstart` that makes a folder, by the end of the folder's name."""
+_PREPARED = ("calculator", "counting", "nim", "search", "spelling")
+_EXAMPLES = {
+    "guess-data": "python examples/environment/guess.py",
+    "look-data": "python examples/tools/look.py",
+    "own-data-rows": "python examples/own_data/convert.py",
+    "order": "python -m examples.order_game.prepare",
+    "signal": "python -m examples.signal_game.prepare",
+    "preferences": "python -m examples.preferences.prepare",
+    **{f"{name}-data": f"python -m examples.{name}.prepare" for name in _PREPARED},
+}
+"""Command of an example, in a copy of the project, that makes a folder in `runs`."""
 
 
 def how_to_make(path: Path) -> str:
     """The remedy for a file or folder that does not exist, which begins with a semicolon; empty if none is known."""
-    parts = path.parts
+    parts = path.parts if "runs" in path.parts else ()
+    if example := next((_EXAMPLES[part] for part in parts if part in _EXAMPLES), ""):
+        return f"; in a copy of the project, `{example}` makes it"
     made = next((part for part in parts if part.startswith("quickstart-")), None)
-    if "runs" not in parts or made is None:
+    if made is None:
         return ""
     option = _OPTIONS.get(made.removeprefix("quickstart-"), "")
     return f"; `leaderless quickstart{option}` makes it"

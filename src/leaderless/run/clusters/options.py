@@ -135,8 +135,9 @@ class SkypilotOptions(TargetOptions):
     """Size of each machine's disk."""
     bucket: str | None = None
     """Bucket for runs, such as `s3://my-bucket`, mounted at `/runs`; without one, checkpoints are on the machine."""
-    install: tuple[str, ...] = ("pip install leaderless",)
-    """Shell commands that install the package, once on each machine."""
+    install: tuple[str, ...] = ("pip install --editable .",)
+    """Shell commands that install the package, once on each machine; the default does from `working_directory`, if that
+    is a copy of the project."""
     working_directory: str = "."
     """Folder with the recipe that SkyPilot copies to all machines."""
 
