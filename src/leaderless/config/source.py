@@ -13,11 +13,14 @@ import yaml
 from leaderless.base.errors import Problem, RecipeError
 from leaderless.config.packaged_files import with_packaged_files
 
+MAX_DEPTH, MAX_VALUES = 100, 10_000
+"""Most mappings and lists within each other, and most values for which a short text may stand through aliases."""
 Setting = object
 """A value as YAML gives it: text, number, boolean, null, list or mapping."""
 _Key = tuple[tuple[str, ...], int, bool]
 """Path and line of a key, and whether it is the first one of that name in its section."""
-_LOADER: type[yaml.SafeLoader | yaml.CSafeLoader] = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_Loader = type[yaml.SafeLoader | yaml.CSafeLoader]
+_LOADER: _Loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 """Reader of YAML: libyaml's takes a tenth of the time."""
 _READ_OTHERWISE = re.compile(r"[\t!?\ufeff]|[|>][-+\d]*#")
 """Parts of texts in which libyaml accepts, or understands differently, what is refused without it: tabs between tokens,
@@ -59,7 +62,7 @@ def read_yaml(path: Path) -> RecipeSource:
         raise RecipeError([Problem("", f"cannot be read: {error}", str(path))]) from error
     try:
         keys, settings = _parse(text)
-    except _CircleError as error:
+    except _ShapeError as error:
         raise RecipeError([Problem("", str(error), f"{path}:{error.line}")]) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         mark = getattr(error, "problem_mark", None)
@@ -90,7 +93,7 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
             raise RecipeError([Problem("", "an override must look like section.key=value", place)])
         try:
             _, value = _parse(text)
-        except _CircleError as error:
+        except _ShapeError as error:
             raise RecipeError([Problem(key, str(error), place)]) from error
         except (yaml.YAMLError, ValueError) as error:
             raise RecipeError([Problem(key, f"the value is not valid YAML: {text!r}", place)]) from error
@@ -134,38 +137,62 @@ def path_of(key: str) -> tuple[str, ...]:
     return tuple(key.split("."))
 
 
-class _CircleError(ValueError):
-    """A mapping or list contains itself, through an alias."""
+class _ShapeError(ValueError):
+    """A text whose values cannot be read in bounded time and memory."""
 
-    def __init__(self, line: int) -> None:
-        super().__init__("holds itself through an alias: write out what is meant")
+    def __init__(self, reason: str, line: int) -> None:
+        super().__init__(reason)
         self.line = line
+
+
+_TOO_DEEP = f"has more than {MAX_DEPTH} mappings and lists within each other: write fewer levels"
+_UNFINISHED = (-1, -1)
 
 
 def _parse(text: str) -> tuple[list[_Key], Setting]:
     """The keys of a YAML text, and its plain values; a YAMLError or ValueError if it is none."""
     try:
-        loader = (yaml.SafeLoader if _READ_OTHERWISE.search(text) else _LOADER)(text)
-        tree = loader.get_single_node()
+        loader, tree = _composed(text, yaml.SafeLoader if _READ_OTHERWISE.search(text) else _LOADER)
     except yaml.YAMLError:  # libyaml says less of the reason
-        loader = yaml.SafeLoader(text)
-        tree = loader.get_single_node()
+        loader, tree = _composed(text, yaml.SafeLoader)
     if tree is None:
         return [], None
-    if circle := _circle(tree):
-        raise _CircleError(circle.start_mark.line + 1)
+    _check_size(tree, max(MAX_VALUES, len(text)), {})
     keys = list(_keys_in(tree))  # now, because the next line copies what `<<` names into the tree
     return keys, loader.construct_document(tree)
 
 
-def _circle(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> yaml.Node | None:
-    """A mapping or list that contains itself."""
-    if any(node is other for other in above):
-        return node
+def _composed(text: str, kind: _Loader) -> tuple[yaml.SafeLoader | yaml.CSafeLoader, yaml.Node | None]:
+    """The nodes of a text and their reader, which walks down all levels; too many of these are refused before."""
+    depth = 0
+    for event in yaml.parse(text, Loader=kind):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise _ShapeError(_TOO_DEEP, event.start_mark.line + 1)
+    loader = kind(text)
+    return loader, loader.get_single_node()
+
+
+def _check_size(node: yaml.Node, most: int, known: dict[yaml.Node, tuple[int, int]]) -> tuple[int, int]:
+    """Levels and values of a node with its aliases written out; refuse a node of too many, or within itself.
+
+    Each node is looked at once, in the order of the text; an alias comes after what it stands for.
+    """
+    if node in known:
+        if known[node] == _UNFINISHED:
+            raise _ShapeError("holds itself through an alias: write out what is meant", node.start_mark.line + 1)
+        return known[node]
+    known[node] = _UNFINISHED
     parts = () if isinstance(node, yaml.ScalarNode) else node.value
     if isinstance(node, yaml.MappingNode):
         parts = chain.from_iterable(node.value)
-    return next(filter(None, (_circle(part, (*above, node)) for part in parts)), None)
+    sizes = [(0, 0), *(_check_size(part, most, known) for part in parts)]
+    depth, count = 1 + max(depth for depth, _ in sizes), 1 + sum(count for _, count in sizes)
+    if depth > MAX_DEPTH + 1 or count > most:
+        reason = _TOO_DEEP if depth > MAX_DEPTH + 1 else f"has more than {most:,} values through its aliases: use fewer"
+        raise _ShapeError(reason, node.start_mark.line + 1)
+    known[node] = depth, count
+    return known[node]
 
 
 def _keys_in(node: yaml.Node, prefix: tuple[str, ...] = ()) -> Iterator[_Key]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -209,6 +211,34 @@ def test_a_value_of_the_wrong_form_is_told_what_it_may_be(tmp_path, override, ke
 def test_numbers_that_yaml_takes_for_text_are_weights(tmp_path):
     recipe = load_recipe(write_recipe(tmp_path), ["reward.math=1e-1", "reward.a.b:f=-2e0"]).recipe
     assert {name: options.weight for name, options in recipe.reward.options().items()} == {"math": 0.1, "a.b:f": -2.0}
+
+
+TENFOLD = "".join(f"{name}: &{name} [{', '.join([f'*{part}'] * 10)}]\n" for part, name in pairwise("abcdefghij"))
+CHAIN = "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 3000))
+
+
+@pytest.mark.parametrize(
+    ("more", "line", "message"),
+    [
+        (f"a: &a {list(range(10))}\n{TENFOLD}", 11, "has more than 10,000 values through its aliases: use fewer"),
+        (f"a0: &a0 [x]\n{CHAIN}", 108, "has more than 100 mappings and lists within each other: write fewer levels"),
+        ("x: " + "[" * 3000 + "]" * 3000, 8, "has more than 100 mappings and lists within each other"),
+        ("x: " + "[" * 3000, 8, "has more than 100 mappings and lists within each other"),
+        ("x: " + "{a: " * 200 + "}" * 200, 8, "has more than 100 mappings and lists within each other"),
+        ("x:\n  " + "- " * 3000, 9, "has more than 100 mappings and lists within each other"),
+    ],
+)
+def test_a_recipe_that_is_too_deep_or_stands_for_too_much_is_refused_at_once(tmp_path, more, line, message):
+    path = write_recipe(tmp_path, more=more)
+    begin = time.process_time()
+    problem = problem_of(path)
+    assert time.process_time() - begin < 30
+    assert (problem.place, message in problem.message) == (f"{path}:{line}", True)
+
+
+def test_a_long_list_is_written_out_and_may_be_long(tmp_path):
+    path = write_recipe(tmp_path, more=f"algorithm: {{x: [{', '.join(['1'] * 20_000)}]}}")
+    assert "unknown key" in problem_of(path).message
 
 
 @pytest.mark.parametrize(
