@@ -393,6 +393,30 @@ def test_a_step_without_any_group_stops_the_run(run) -> None:
         assert "has chosen 0 of the 6 groups" in message
 
 
+def second_step_is_silent(group: int, sibling: int) -> tuple[float, bool]:
+    """All rewards of the second of three steps are equal."""
+    return float(sibling % 2 == 0 or group // PROMPTS == 1), True
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_without_any_signal_changes_no_weight_by_momentum_or_decay(run, world_size: int) -> None:
+    settings = {"workflow": "grpo", "batch__updates_per_step": 1, "optimizer__weight_decay": 0.1}
+    steps = run(world_size, "silent", NUM_STEPS, second_step_is_silent, **settings)
+    assert [step.numbers["policy/grad_norm"] > 0 for step in steps] == [True, False, True]
+    name = "policy/updates_without_signal"
+    assert [step.numbers.get(name) for step in steps] == [None, 1, None]
+    assert all(torch.equal(value, steps[1].weights[name]) for name, value in steps[0].weights.items())
+    assert largest_difference(steps[1].weights, steps[2].weights) > 0
+    versions = [{version for values in step.trained.values() for version in values["version"]} for step in steps]
+    assert versions == [{0}, {1}, {1}]
+
+
+@pytest.mark.parametrize(("extra", "is_made"), [({}, False), ({"algorithm__entropy_coefficient": 0.01}, True)])
+def test_an_entropy_bonus_is_a_signal(run, extra: Mapping[str, object], is_made: bool) -> None:
+    (step,) = run(1, "bonus", 1, silent, workflow="grpo", batch__updates_per_step=1, **extra)
+    assert ("policy/updates_without_signal" not in step.numbers) == is_made == (step.numbers["policy/grad_norm"] > 0)
+
+
 def test_failed_rewards_are_no_signal(run) -> None:
     steps = run(2, "failing", 2, failing)
     check_accounting(steps, failing)

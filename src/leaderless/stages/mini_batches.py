@@ -37,6 +37,7 @@ NORM_WINDOW = 50
 MIN_NORMS = 5
 """Least number of past norms for a comparison."""
 _SKIPPED, _IN_A_ROW = "guard/skipped", "guard/skipped_in_a_row"
+_SILENT = "updates_without_signal"
 _NORM, _NUM_NORMS = "guard/norm/", "guard/num_norms"
 
 
@@ -216,7 +217,7 @@ def find_breaches(
 
 
 def guarded_step(engine: Trainable, context: StageContext, loss: float, entropy: float | None) -> UpdateInfo:
-    """Make an optimizer update unless a guard prevents it, and report what guards found.
+    """Make an optimizer update unless its gradient is 0 or a guard prevents it, and report what guards found.
 
     All ranks of the node call it together, with the loss of the mini-batch over all of them and the mean entropy of the
     tokens that count, or None without one.
@@ -228,13 +229,13 @@ def guarded_step(engine: Trainable, context: StageContext, loss: float, entropy:
 
     def allow(grad_norm: float) -> bool:
         breaches.extend(find_breaches(config, loss, grad_norm, entropy, usual_norm))
-        return all(breach.action == "warn" for breach in breaches)
+        # Without a gradient, momentum and weight decay alone would change the weights.
+        return grad_norm != 0 and all(breach.action == "warn" for breach in breaches)
 
     info = engine.optimizer_step(allow)
     if info.is_made:
         state.pop(_IN_A_ROW, None)
-        # A norm of 0 says nothing about the usual size.
-        if config.grad_norm_factor is not None and info.grad_norm > 0:
+        if config.grad_norm_factor is not None:
             count = int(state.get(_NUM_NORMS, 0))
             state[f"{_NORM}{count % NORM_WINDOW}"] = info.grad_norm
             state[_NUM_NORMS] = count + 1
@@ -244,6 +245,9 @@ def guarded_step(engine: Trainable, context: StageContext, loss: float, entropy:
         num_updates = context.recipe.steps * context.recipe.batch.updates_per_step
         if state[_IN_A_ROW] > config.max_skips or state[_IN_A_ROW] == num_updates:
             breaches.append(Breach("max_skips", state[_IN_A_ROW], config.max_skips, "stop"))
+    elif info.grad_norm == 0:
+        state[_SILENT] = state.get(_SILENT, 0.0) + 1
+        context.metrics.max(metric_name(context, _SILENT), state[_SILENT])
     for breach in breaches:
         context.report_event(*breach)
     if state.get(_SKIPPED):

@@ -114,7 +114,9 @@ def test_what_a_guard_remembers_is_in_the_state_of_its_node() -> None:
 def test_a_norm_is_compared_with_the_median_of_those_before() -> None:
     engine = Engine(1.0, 1.0, 0.0, 50.0, 1.0, 1.0, 50.0, 9.0)
     context = updates(engine, grad_norm_factor=10.0)
-    assert engine.made == [True] * 6 + [False, True], "too little is known of the first 50, and 0 says nothing"
+    expected = [True, True, False, True, True, True, False, True]
+    assert engine.made == expected, "0 says nothing and is not made, and too little is known of the first 50"
+    assert context.metrics.reduce(GROUP)["policy/updates_without_signal"] == 1
     assert [event.value for event in context.events] == [50.0], "in multiples of the median"
     engine = Engine(*[1.0] * NORM_WINDOW, *[9.0] * NORM_WINDOW, 80.0)
     state = updates(engine, grad_norm_factor=10.0).state

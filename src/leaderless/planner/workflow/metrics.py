@@ -195,6 +195,10 @@ METRICS: dict[str, Metric] = {
     "sampling/missing": Metric("groups that the last round did not find", _ROUNDS),
     "<role>/loss": Metric("loss that the optimizer lowers, the mean over the updates of the step"),
     "<role>/grad_norm": Metric("largest global L2 norm of a gradient before clipping"),
+    "<role>/updates_without_signal": Metric(
+        "updates since the run began that were not made, as their gradient was exactly 0, without advantages and "
+        "penalties; left out in steps without any"
+    ),
     "<role>/learning_rate": Metric("largest learning rate of the step's updates"),
     "<role>/entropy": Metric("entropy of the next token, in nats, averaged over tokens"),
     "<role>/clip_fraction": Metric("share of tokens whose gradient the loss clips"),

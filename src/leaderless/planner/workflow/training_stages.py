@@ -100,7 +100,7 @@ def _sft_metrics(recipe: Recipe, node: Node) -> list[str]:
 
 def training_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     """Metrics of every optimizer update."""
-    own = (f"{node.role}/{name}" for name in ("loss", "grad_norm", "learning_rate"))
+    own = (f"{node.role}/{name}" for name in ("loss", "grad_norm", "learning_rate", "updates_without_signal"))
     return [*own, f"guard/skipped/{node.role}", "guard/roll_backs"]
 
 
