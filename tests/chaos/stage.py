@@ -123,7 +123,7 @@ def _install(killer: Killer) -> None:
     checkpointer.newest_good = _as_phase(killer, RESUME, checkpointer.newest_good)  # type: ignore[attr-defined]
     writer = CheckpointWriter
     writer._write_files = _as_phase(killer, WRITE, writer._write_files)  # type: ignore[method-assign]
-    writer._commit = _as_phase(killer, COMMIT, writer._commit)  # type: ignore[method-assign]
+    writer.commit = _as_phase(killer, COMMIT, writer.commit)  # type: ignore[method-assign]
 
 
 if VARIABLE in os.environ and "RANK" in os.environ:

@@ -18,7 +18,7 @@ from tests.unit.recipes import only_problem, plan_of
 from leaderless import Batch, StageContext, Workflow, stage
 from leaderless.config import Recipe, RecipeError
 from leaderless.planner.workflow import Node, read_workflow, spec_of, write_workflow
-from leaderless.stages.context import limited
+from leaderless.stages.context import UpdateGate, limited
 from leaderless.training.engine import Trainable
 from leaderless.training.micro_batches import MicroBatch
 
@@ -333,7 +333,9 @@ class Engine:
     [("score", {"log_probs"}), ("train", {"log_probs", "optimizer_step"}), ("generate", {"phase"})],
 )
 def test_an_engine_does_what_is_declared(use, allowed) -> None:
-    engine = limited(Engine(), use, "'policy' of x")
+    gate = UpdateGate()
+    gate.is_passed = False
+    engine = limited(Engine(), use, "'policy' of x", gate)
     assert engine.policy_version == 3
     for name in ("log_probs", "optimizer_step", "phase"):
         if name in allowed:
@@ -341,6 +343,7 @@ def test_an_engine_does_what_is_declared(use, allowed) -> None:
         else:
             with pytest.raises(RuntimeError, match=f"`{name}` needs"):
                 getattr(engine, name)()
+    assert gate.is_passed == (use == "train"), "who may be writing the weights knows that they change"
 
 
 def test_models_with_other_tokens_are_not_used_by_one_node(tmp_path: Path) -> None:

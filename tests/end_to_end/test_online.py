@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import openai
+import pytest
 from openai import OpenAI
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import run, start
@@ -186,7 +187,9 @@ def test_each_rank_has_an_address_and_learns_from_its_own_clients(ranks: RankPoo
     assert len(groups) == 3 * GROUPS
 
 
-def test_ctrl_c_ends_a_run_that_waits_for_feedback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_waits_for_feedback_can_be_ended(tmp_path: Path, number: signal.Signals) -> None:
+    """By a second Ctrl-C at once, and by another signal in its time."""
     write_recipe(tmp_path)
     training = start(tmp_path, "leaderless", "train", tmp_path / "recipe.yaml", "run.grace_s=1")
     door = tmp_path / "online/doors/0"
@@ -195,12 +198,16 @@ def test_ctrl_c_ends_a_run_that_waits_for_feedback(tmp_path: Path) -> None:
         time.sleep(0.02)
     client = OpenAI(base_url=door.read_text().strip(), api_key="none", max_retries=0)
     assert client.completions.create(model="policy", prompt="1+").choices
-    training.send_signal(signal.SIGINT)
+    training.send_signal(number)
     begin = time.monotonic()
+    if number == signal.SIGINT:
+        time.sleep(2)
+        assert training.poll() is None, "the step may take its time"
+        training.send_signal(number)
     output, errors = training.communicate(timeout=60)
     assert time.monotonic() - begin < 30
-    assert training.returncode == 128 + signal.SIGINT, errors
-    assert "step 1 is abandoned after run.grace_s=1 s" in output + errors
+    assert training.returncode == 128 + number, errors
+    assert ("step 1 is abandoned after run.grace_s=1 s" in output + errors) == (number == signal.SIGTERM)
 
 
 def test_plan_shows_where_clients_ask(ranks: RankPool, tmp_path: Path) -> None:

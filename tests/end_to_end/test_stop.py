@@ -25,7 +25,7 @@ def test_a_run_that_is_asked_to_stop_ends_with_a_checkpoint_and_continues(tmp_pa
     ended.set()
     asking.join()
     assert outcome.code == 143, outcome
-    assert "stopping after this step, with a checkpoint" in outcome.output
+    assert outcome.output.count("stopping after this step, with a checkpoint; press Ctrl-C again") == 1
     last = len(metrics(folder))
     assert (folder / f"checkpoints/step-{last:06d}/state.json").exists()
     outcome = run_alone(tmp_path, "train", recipe, f"steps={last + 1}")

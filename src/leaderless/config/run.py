@@ -40,7 +40,8 @@ class RunConfig(Section):
     """Seconds without progress on any rank, after which the stacks of all ranks are saved and the workers restarted;
     half of `timeout_s` if that is less, because other ranks do not wait longer for a rank that hangs."""
     grace_s: float = Field(default=60.0, gt=0)
-    """Seconds after a signal to stop in which to finish the step and write a checkpoint; then the step is abandoned."""
+    """Seconds after a signal to stop other than Ctrl-C, such as SIGTERM, in which to finish the step and write a
+    checkpoint; then the step is abandoned, and the run continues from the state before it."""
     max_restarts: int = Field(default=3, ge=0)
     """Number of times that `leaderless train` restarts its workers after failures; each new checkpoint resets the
     count."""
@@ -61,7 +62,8 @@ class RunConfig(Section):
     every number is the same."""
     status_every_s: float = Field(default=2.0, ge=0)
     """Seconds after which each rank writes what it is doing and the memory it uses, for `leaderless ui`, and looks
-    whether `leaderless stop` has been called; 0 for never. With more than 128 ranks they are longer."""
+    whether `leaderless stop` has been called or another rank is preempted; 0 for never. With more than 128 ranks they
+    are longer."""
     trace_steps: int = Field(default=20, ge=0)
     """Number of first steps of which each rank writes a Chrome trace; 0 for none."""
     profiled_step: int = Field(default=0, ge=0)

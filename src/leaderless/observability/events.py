@@ -21,8 +21,8 @@ _DONE = {
 _REMEDIES = {
     "non_finite_loss": "look at the rewards and advantages of this step, and at what your own stages divide by",
     "non_finite_gradient": "lower the learning rate, or look at the rewards and advantages of this step",
-    "max_skips": "what makes updates bad does not pass: lower the learning rate, look at the samples, at rewards and at "
-    "what your own stages divide by, or raise it",
+    "max_skips": "what makes updates bad does not pass: lower the learning rate, look at the samples, at rewards and "
+    "at what your own stages divide by, or raise it",
     "grad_norm_limit": "lower the learning rate, look at the samples of this step, or raise the limit",
     "grad_norm_factor": "lower the learning rate, look at the samples of this step, or raise the factor",
     "entropy_limit": "lower the learning rate, raise algorithm.policy_loss.clip_high or algorithm.kl.coefficient, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -77,12 +78,12 @@ class ModelRole:
         assert self.serving is not None, "a role has a trainer or an engine that generates"
         return self.serving.policy_version
 
-    def limited_to(self, use: AnyUse, what: str) -> ModelRole:
+    def limited_to(self, use: AnyUse, what: str, gate: UpdateGate) -> ModelRole:
         """The same model for a stage that declares one use of it; other uses raise a RuntimeError that names `what`."""
-        trainer = None if self.trainer is None else limited(self.trainer, use, what)
+        trainer = None if self.trainer is None else limited(self.trainer, use, what, gate)
         if use in {"generate", "judge"} or self.serving is None:
             return ModelRole(trainer, self.serving)
-        return ModelRole(trainer, limited(self.serving, use, what))
+        return ModelRole(trainer, limited(self.serving, use, what, gate))
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,19 @@ class StageContext:
         return torch.cat(self.process_group.gather(counted, f"rows in node '{self.node.name}'"))
 
 
+@dataclass
+class UpdateGate:
+    """Holds stages back from changing weights while these are written.
+
+    Attributes:
+        lock: Lock that a stage takes before it changes weights: who has it finds them as they are.
+        is_passed: Whether weights may have changed since the last border between two steps.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_passed: bool = True
+
+
 Engine = TypeVar("Engine")
 
 NEEDS: dict[str, RoleUse] = {
@@ -206,24 +220,27 @@ NEEDS: dict[str, RoleUse] = {
     "step": "generate",
 }
 """Use that a stage has to declare for a method of an engine. Training includes scoring."""
+CHANGES = {"optimizer_step", "state", "state_loaded", "improve"}
+"""Methods of engines through which stages change weights."""
 
 
-def limited(engine: Engine, use: AnyUse, what: str) -> Engine:
+def limited(engine: Engine, use: AnyUse, what: str, gate: UpdateGate) -> Engine:
     """An engine whose methods for other uses raise a RuntimeError.
 
     Args:
         engine: Engine of any kind.
         use: Use that the stage declares.
         what: Role and node, for the error.
+        gate: Gate to pass before weights change.
     """
-    return cast(Engine, _Limited(engine, use, what))
+    return cast(Engine, _Limited(engine, use, what, gate))
 
 
 class _Limited:
     """Hands on everything to an engine, except what needs another use."""
 
-    def __init__(self, engine: object, use: AnyUse, what: str) -> None:
-        self._engine, self._use, self._what = engine, use, what
+    def __init__(self, engine: object, use: AnyUse, what: str, gate: UpdateGate) -> None:
+        self._engine, self._use, self._what, self._gate = engine, use, what, gate
 
     def __getattr__(self, name: str) -> object:
         needed = NEEDS.get(name)
@@ -232,4 +249,7 @@ class _Limited:
                 f"{self._what} is declared to be used to {self._use}, and `{name}` needs '{needed}': declare it with "
                 f'@stage(roles={{NAME: "{needed}"}})'
             )
+        if name in CHANGES:
+            with self._gate.lock:
+                self._gate.is_passed = True
         return getattr(self._engine, name)

@@ -240,7 +240,9 @@ class Trainable(Protocol):
     def state(self) -> dict[str, Tensor]:
         """Weights as `weights.<name>` and what the optimizer keeps, to be saved and to be loaded in place.
 
-        Each is a `DTensor`, or whole and the same on every rank.
+        Each is a `DTensor`, or whole and the same on every rank. If they are the very tensors that training changes,
+        and are so for good, the engine says it by an attribute `has_live_state`: then they can be saved while a step
+        goes on, before its first update.
         """
 
     def state_loaded(self, policy_version: int) -> None:

@@ -92,8 +92,11 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     Attributes:
         seed: Seed of the run, for the dropout of adapters.
         dropout: Rate of this dropout, which is for passes with a gradient only.
+        has_live_state: Always true: training changes the tensors of `state` in place.
         why_not_compiled: Reason for layers that cannot be compiled although they should; empty otherwise.
     """
+
+    has_live_state = True
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ from leaderless.planner import (
 from leaderless.planner.workflow.stage_spec import tagged
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
-from leaderless.stages.context import Grader, ModelRole, StageContext, limited
+from leaderless.stages.context import Grader, ModelRole, StageContext, UpdateGate, limited
 from leaderless.stages.episodes import count_failures
 from leaderless.training.engine import ValueEngine
 from leaderless.training.micro_batches import response_lengths
@@ -62,6 +62,7 @@ class Chain:
         generation: Continuous generation; only where the loop generates continuously and has begun.
         events: Events that guards have reported in the step.
         num_roll_backs: Number of roll-backs so far.
+        gate: Gate that stages pass before they change weights.
     """
 
     def __init__(self, parts: Parts, progress: Progress, tracer: Tracer) -> None:
@@ -99,6 +100,7 @@ class Chain:
         self._contexts: dict[str, StageContext] = {}
         self._seconds = SecondsReport(parts.plan, self._rank, parts.clock)
         self.generation: Generation | None = None
+        self.gate = UpdateGate()
 
     @property
     def states(self) -> Mapping[State, float]:
@@ -270,7 +272,7 @@ class Chain:
         for parameter, role in node.node.roles:
             model, use, what = parts.roles.of(role, node.layout), node.spec.roles[parameter], f"'{role}' of {name}"
             limit = model.limited_to if isinstance(model, ModelRole) else partial(limited, model)
-            models[parameter] = limit(use, what)
+            models[parameter] = limit(use, what, self.gate)
         main = next((parameter for parameter, use in node.spec.roles.items() if use == node.spec.role_use), None)
         return StageContext(
             recipe=node.settings_of(parts.recipe),

@@ -96,7 +96,7 @@ class Worker:
             The signal that stopped the run before the last step, if one did; SIGTERM where another rank received it.
         """
         self._resume()
-        with supervised(self.parts, self.progress, is_guest=is_guest) as stop:
+        with supervised(self.parts, self.progress, lambda: self.checkpointer.preemption, is_guest=is_guest) as stop:
             self._run_steps(stop)
         return (stop.signal or signal.SIGTERM) if self.progress.trained < self.parts.recipe.steps else None
 

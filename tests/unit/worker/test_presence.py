@@ -1,4 +1,4 @@
-"""What a rank is doing stands in the folder of its run, and a file there asks it to stop."""
+"""What a rank is doing stands in the folder of its run, where it looks for what others ask of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.worker.supervision.supervised import RANKS_PER_S, Presence
 
 
-def presence(folder: Path, activity: Activity, every_s: float = 0.01, on_stop=lambda: None, ranks: int = 1) -> Presence:
-    return Presence(RunDirectory(folder), (0, ranks), activity, every_s, lambda: DeviceUse(2, 8, 37.5), on_stop)
+def presence(folder: Path, activity: Activity, every_s: float = 0.01, look=lambda: None, ranks: int = 1) -> Presence:
+    return Presence(RunDirectory(folder), (0, ranks), activity, every_s, lambda: DeviceUse(2, 8, 37.5), look)
 
 
 def wait(condition) -> None:
@@ -41,18 +41,6 @@ def test_a_rank_says_what_it_does_until_it_ends(tmp_path: Path) -> None:
     assert not path.parent.exists(), "nothing is left when all ranks have ended"
 
 
-def test_the_file_that_asks_to_stop_is_seen_once(tmp_path: Path) -> None:
-    asked, status = list[str](), tmp_path / "live/rank-0.json"
-    with presence(tmp_path, Activity(), on_stop=lambda: asked.append("stop")):
-        wait(status.exists)
-        assert not asked
-        (tmp_path / "stop").touch()
-        wait(lambda: asked)
-        before = json.loads(status.read_text())["time"]
-        wait(lambda: json.loads(status.read_text())["time"] > before)
-    assert asked == ["stop"]
-
-
 def test_a_rank_that_cannot_write_goes_on(tmp_path: Path) -> None:
     (tmp_path / "live").write_text("a file where the folder should be")
     with presence(tmp_path, Activity()) as one:
@@ -71,9 +59,8 @@ def test_many_ranks_write_more_seldom(tmp_path: Path, ranks: int, expected: floa
     assert presence(tmp_path, Activity(), every_s=1.0, ranks=ranks).status()["every_s"] == expected
 
 
-def test_a_rank_that_cannot_write_is_still_asked_to_stop(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_still_looks_for_what_is_asked_of_it(tmp_path: Path) -> None:
     asked = threading.Event()
     (tmp_path / "live").write_text("as on a full disk, nothing can be written here")
-    with presence(tmp_path, Activity(), on_stop=asked.set):
-        (tmp_path / "stop").touch()
+    with presence(tmp_path, Activity(), look=asked.set):
         assert asked.wait(30)

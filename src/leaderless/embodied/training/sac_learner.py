@@ -244,10 +244,12 @@ class SacEngine:
         learner: Policy, critics and temperature.
         memory: Transitions of all ranks; None before `open_memory`.
         micro_batch_tokens: Most tokens of one pass; no pass is cut.
+        has_live_state: Always true: training changes the tensors of `state` in place.
     """
 
     is_value_model = False
     is_replica = False
+    has_live_state = True
     vocab_size = 1 << 62
 
     def __init__(self, opened: LoadedPolicy, policy: Squashed, setup: EngineSetup) -> None:

@@ -25,7 +25,13 @@ from leaderless.run.launch.rendezvous import ManyMachines, Nodes, RankSlots
 from leaderless.run.launch.restarts import Restarts
 from leaderless.worker.rank_info import STORE_VARIABLE
 from leaderless.worker.supervision.failure import FAILED, FOLDER_VARIABLE, STEPS_BEGUN, STOPPED, WorkersFailed
-from leaderless.worker.supervision.stop import LAUNCHER_VARIABLE, STOP_SIGNALS, Interrupted, Presses
+from leaderless.worker.supervision.stop import (
+    INTERRUPT_GRACE_S,
+    LAUNCHER_VARIABLE,
+    STOP_SIGNALS,
+    Interrupted,
+    Presses,
+)
 
 POLL_S = 0.1
 OVERDUE_S = 5.0
@@ -165,7 +171,7 @@ class Agent:
         """When machines come or go, let workers finish their step first; launchers on other machines do the same."""
         if has_begun:
             self._restarts.say("a machine joins or has been lost: starting anew with those that are there")
-            self._signal(signal.SIGINT)
+            self._signal(signal.SIGTERM)
             self._wait(self._launch.grace_s + OVERDUE_S)
         self._end()
 
@@ -193,8 +199,8 @@ class Agent:
     def _signals_forwarded(self) -> Iterator[None]:
         """Forward requests to stop to the workers, which run in sessions of their own and finish their step first.
 
-        Workers get them as Ctrl-C. Before the first step there is nothing to finish, and SIGTERM ends them without the
-        traceback that Ctrl-C would cause during their start.
+        Workers get Ctrl-C, which has no time limit, or else SIGTERM. Before the first step there is nothing to finish,
+        and SIGTERM ends them without the traceback that Ctrl-C would cause during their start.
         """
         before = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
         try:
@@ -204,11 +210,14 @@ class Agent:
                 signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        press = self._presses.add(number)
-        if press == "first":
+        press, is_interrupt = self._presses.add(number), number == signal.SIGINT
+        if not is_interrupt and self._overdue_at == math.inf:  # also after Ctrl-C
             self._overdue_at = time.monotonic() + self._launch.grace_s + OVERDUE_S
-        elif press == "same" or number != signal.SIGINT:
+        elif is_interrupt and press == "second":
+            self._overdue_at = min(self._overdue_at, time.monotonic() + INTERRUPT_GRACE_S + OVERDUE_S)
+        elif press != "first":
             return
         if not self._are_running():
             raise Interrupted(self._presses.first or number)
-        self._signal(signal.SIGINT if (self._round / STEPS_BEGUN).exists() else signal.SIGTERM)
+        has_begun = (self._round / STEPS_BEGUN).exists()
+        self._signal(signal.SIGINT if is_interrupt and has_begun else signal.SIGTERM)

@@ -21,6 +21,7 @@ from leaderless.worker.asynchronous.journal import cut_journals, journal_file
 from leaderless.worker.build.parts import Parts, Progress
 from leaderless.worker.chain import Chain
 from leaderless.worker.checkpoint.channel_rows import load_rows, save_rows
+from leaderless.worker.checkpoint.preemption import PreemptionSaver
 from leaderless.worker.checkpoint.reader import (
     LOOP_FILE,
     LoopState,
@@ -39,7 +40,11 @@ SURPLUS = "surplus"
 
 
 class Checkpointer:
-    """Writes a run's checkpoints, and reads the newest one."""
+    """Writes a run's checkpoints, and reads the newest one.
+
+    Attributes:
+        preemption: Writer of the state before a step that may not be finished.
+    """
 
     def __init__(self, parts: Parts, progress: Progress, chain: Chain, tracer: Tracer) -> None:
         """Save the surplus of the chain too; nothing is read or written yet."""
@@ -61,6 +66,7 @@ class Checkpointer:
             descriptions,
             first_rank,
         )
+        self.preemption = PreemptionSaver(self._writer, parts.roles.trained(), chain.gate, parts.display.say)
 
     def is_due(self) -> bool:
         """Whether a checkpoint is due on this rank.
@@ -101,6 +107,7 @@ class Checkpointer:
         The data do not return where `rolled_back` finds a roll-back to the checkpoint of the step.
         """
         parts, progress, rank = self._parts, self._progress, self._parts.transport.rank
+        self.preemption.reached(None)
         state = load_checkpoint(checkpoint, parts.roles.trained())
         for name in progress.nodes:
             progress.nodes[name] = read_node_state(checkpoint, name)
@@ -157,6 +164,7 @@ class Checkpointer:
             with self._parts.clock.doing("checkpoint"):
                 self._writer.wait()  # or nobody would see that the one before has failed
         self._report(self._writer.take_error())
+        self.preemption.reached(None if is_wanted else self._content(numbers, end))
         if not is_wanted:
             return
         self._parts.begin(self._progress.step, "checkpoint")
@@ -182,6 +190,7 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written, and report its error if there is one."""
+        self.preemption.reached(None)
         self._writer.wait()
         self._report(self._writer.take_error())
 

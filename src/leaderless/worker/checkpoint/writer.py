@@ -75,7 +75,13 @@ class Content:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one at a time."""
+    """Writes the checkpoints of a run, one at a time.
+
+    Attributes:
+        folder: Folder of the checkpoints.
+        is_first: Whether this rank names a checkpoint when all parts of it are there.
+        preempted: End of the names of folders with parts that ranks write when they are preempted.
+    """
 
     def __init__(
         self,
@@ -93,13 +99,15 @@ class CheckpointWriter:
         The first rank waits at most `timeout_s` for the files of other ranks, and writes the state of the run.
         `descriptions` are further files that belong to each checkpoint, by name.
         """
-        self._folder, self._engines, self._world, self._config = folder, engines, world, config
+        self.folder, self._engines, self._world, self._config = folder, engines, world, config
         self._timeout_s, self._descriptions = timeout_s, descriptions
-        self._is_first = world.rank == first_rank
+        self.is_first = world.rank == first_rank
         # Files left behind by a killed start must not be mistaken for this start's.
         self._token = world.broadcast_text(
-            uuid4().hex[:8] if self._is_first else "", first_rank, "the name of this start"
+            uuid4().hex[:8] if self.is_first else "", first_rank, "the name of this start"
         )
+        self.preempted = f".{self._token}.preempted"
+        self._committing = threading.Lock()
         self._buffers: dict[str, dict[str, Tensor]] = {role: {} for role in engines}
         first_here = {role: engine for role, engine in engines.items() if _place(engine.process_group) == 0}
         self._models = {role: _describe(engine, tokenizer) for role, engine in first_here.items()}
@@ -111,7 +119,7 @@ class CheckpointWriter:
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is due on this rank after a step; all ranks write if it is due on any."""
         every_steps, every_s = self._config.every_steps, self._config.every_minutes * 60
-        is_late = self._is_first and every_s > 0 and time.monotonic() - self._last_s >= every_s
+        is_late = self.is_first and every_s > 0 and time.monotonic() - self._last_s >= every_s
         return is_late or (every_steps > 0 and step % every_steps == 0)
 
     def begin(self, content: Content, *, from_copy: bool = True) -> None:
@@ -126,10 +134,10 @@ class CheckpointWriter:
         roles = {}
         for role, engine in self._engines.items():
             state = RoleState(engine.policy_version, fingerprint(engine), engine.is_value_model)
-            shards = _own_shards(engine)
+            shards = own_shards(engine)
             roles[role] = state, copy_to_host(shards, self._buffers[role]) if from_copy else shards
         self._num_begun += 1
-        partial = self._folder / f".step-{content.state.step:06d}.{self._token}.{self._num_begun}"
+        partial = self.folder / f".step-{content.state.step:06d}.{self._token}.{self._num_begun}"
         self._job = threading.Thread(target=self._write, args=(partial, content, roles), name="checkpoint", daemon=True)
         self._job.start()
 
@@ -148,6 +156,10 @@ class CheckpointWriter:
         if int(failed.max()):
             culprit = self._world.ranks[int(failed.argmax())]
             raise CheckpointError(f"rank {culprit} could not write its part of the checkpoint")
+        if self.is_first:
+            with self._committing:  # no rank writes there any more, and this checkpoint takes their place
+                for path in self.folder.glob(f".step-*{self.preempted}"):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def take_error(self) -> BaseException | None:
         """The error of the last checkpoint, if new since the last call."""
@@ -166,42 +178,47 @@ class CheckpointWriter:
         if self._job is not None:
             self._job.join(LEAVE_S)
 
-    def _write(self, partial: Path, content: Content, roles: Mapping[str, _Role]) -> None:
+    def _write(self, partial: Path, content: Content, roles: Mapping[str, Role]) -> None:
         """Write this rank's part, in the thread; the main thread reports an error."""
         own = partial / f"rank-{self._world.rank:05d}"
         try:
-            # Not its parents: if a mount has vanished, nothing may be written to the folder beneath it.
-            self._folder.mkdir(exist_ok=True)
-            if self._is_first:
-                for path in self._folder.glob(".step-*"):
-                    if path != partial:  # other ranks may already be writing there
+            if self.is_first:
+                for path in self.folder.glob(".step-*"):  # other ranks may already be writing to these
+                    if path != partial and not path.name.endswith(self.preempted):
                         shutil.rmtree(path, ignore_errors=True)
-            partial.mkdir(exist_ok=True)
-            files = self._write_files(partial, own.with_suffix(".parts"), content, roles)
-            metrics = {name: value for name, value in content.metrics.items() if math.isfinite(value)}
-            listed = json.dumps({"metrics": metrics, "files": {name: asdict(entry) for name, entry in files.items()}})
-            write_atomically(own.with_suffix(".json"), listed)
-            if self._is_first:
-                self._commit(partial, content)
+            self.write_part(partial, content, roles)
+            if self.is_first:
+                self.commit(partial, content)
         except BaseException as error:  # noqa: BLE001
             self._error = error  # before what may fail itself
-            error.add_note(f"while writing checkpoint {self._folder / f'step-{content.state.step:06d}'}")
+            error.add_note(f"while writing checkpoint {self.folder / f'step-{content.state.step:06d}'}")
             shutil.rmtree(own.with_suffix(".parts"), ignore_errors=True)
             with suppress(OSError):  # a full disk may have no room for a reason, but a name mostly fits
                 own.with_suffix(".failed").touch()
-            if self._is_first:
+            if self.is_first:
                 with suppress(OSError, CheckpointError):
                     self._await_lists(partial)  # after this no rank writes there
                 shutil.rmtree(partial, ignore_errors=True)
 
+    def write_part(self, partial: Path, content: Content, roles: Mapping[str, Role]) -> None:
+        """Write this rank's part of a checkpoint into a folder, and a list of its files."""
+        # Not its parents: if a mount has vanished, nothing may be written to the folder beneath it.
+        self.folder.mkdir(exist_ok=True)
+        partial.mkdir(exist_ok=True)
+        own = partial / f"rank-{self._world.rank:05d}"
+        files = self._write_files(partial, own.with_suffix(".parts"), content, roles)
+        metrics = {name: value for name, value in content.metrics.items() if math.isfinite(value)}
+        listed = json.dumps({"metrics": metrics, "files": {name: asdict(entry) for name, entry in files.items()}})
+        write_atomically(own.with_suffix(".json"), listed)
+
     def _write_files(
-        self, folder: Path, scratch: Path, content: Content, roles: Mapping[str, _Role]
+        self, folder: Path, scratch: Path, content: Content, roles: Mapping[str, Role]
     ) -> dict[str, FileEntry]:
         """Write this rank's files into a folder of its own, then move them to their places."""
         scratch.mkdir()
         states = {NODE_FILE.format(name): json.dumps(dict(state)) for name, state in content.nodes.items() if state}
         texts = {**states, **content.texts}
-        if self._is_first:
+        if self.is_first:
             texts |= {STATE_FILE: json.dumps(asdict(content.state), indent=2), **self._descriptions}
         files: dict[str, FileEntry] = {}
         for role, (state, shards) in roles.items():
@@ -228,9 +245,14 @@ class CheckpointWriter:
         shutil.rmtree(scratch)
         return files
 
-    def _commit(self, partial: Path, content: Content) -> None:
+    def commit(self, partial: Path, content: Content) -> None:
         """Name the checkpoint when the files of all ranks are there, and remove old ones."""
-        step, lists = content.state.step, self._await_lists(partial)
+        lists = self._await_lists(partial)
+        with self._committing:
+            self._commit(partial, content, lists)
+
+    def _commit(self, partial: Path, content: Content, lists: Sequence[Path]) -> None:
+        step = content.state.step
         files: dict[str, FileEntry] = {}
         metrics: dict[str, float] = {}
         for one in lists:
@@ -243,15 +265,15 @@ class CheckpointWriter:
             one.unlink()
         for folder in {partial, *((partial / name).parent for name in files)}:
             sync_to_disk(folder)
-        final = self._folder / f"step-{step:06d}"
+        final = self.folder / f"step-{step:06d}"
         if final.exists():
-            final.rename(self._folder / f".{final.name}.replaced")
+            final.rename(self.folder / f".{final.name}.replaced")
         partial.rename(final)
-        sync_to_disk(self._folder)
-        for old in superseded(list_checkpoints(self._folder), self._config) if not content.keeps_old else ():
+        sync_to_disk(self.folder)
+        for old in superseded(list_checkpoints(self.folder), self._config) if not content.keeps_old else ():
             # It loses its name first, so that a half-removed checkpoint is not taken for one.
-            shutil.rmtree(old.rename(self._folder / f".{old.name}.removed"))
-        shutil.rmtree(self._folder / f".{final.name}.replaced", ignore_errors=True)
+            shutil.rmtree(old.rename(self.folder / f".{old.name}.removed"))
+        shutil.rmtree(self.folder / f".{final.name}.replaced", ignore_errors=True)
 
     def _await_lists(self, partial: Path) -> list[Path]:
         """Wait for each rank's list of files; a CheckpointError if a rank could not write or is too late."""
@@ -273,7 +295,8 @@ class CheckpointWriter:
         return [partial / f"{name}.json" for name in wanted]
 
 
-_Role = tuple[RoleState, Mapping[str, Shard]]
+Role = tuple[RoleState, Mapping[str, Shard]]
+"""The state of a trained role, and the shards that this rank writes."""
 
 
 def superseded(checkpoints: list[Path], config: CheckpointConfig) -> list[Path]:
@@ -303,7 +326,7 @@ def _place(process_group: ProcessGroup) -> int:
     return process_group.ranks.index(process_group.rank)
 
 
-def _own_shards(engine: Trainable) -> dict[str, Shard]:
+def own_shards(engine: Trainable) -> dict[str, Shard]:
     """The shards that this rank writes; of ranks with the same part, the first one writes it."""
     if engine.is_replica:
         return {}

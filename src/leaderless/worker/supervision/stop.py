@@ -1,4 +1,8 @@
-"""Ctrl-C, SIGTERM and the signals of schedulers: the step is finished, then all ranks stop together."""
+"""Ctrl-C, SIGTERM and the signals of schedulers: the step is finished, then all ranks stop together.
+
+Ctrl-C leaves the step the time that it takes. The other signals come from what ends the process soon: the state before
+the step is saved at once, in case it is not finished in time.
+"""
 
 from __future__ import annotations
 
@@ -63,20 +67,28 @@ class StopRequest:
     """
 
     def __init__(
-        self, grace_s: float, announce: Callable[[], None], abandon: Callable[[], None], *, is_guest: bool = False
+        self,
+        grace_s: float,
+        announce: Callable[[], None],
+        preempt: Callable[[], None],
+        abandon: Callable[[], None],
+        *,
+        is_guest: bool = False,
     ) -> None:
         """Prepare to take over the signals.
 
         Args:
-            grace_s: Time to finish the step and to write a checkpoint.
+            grace_s: Time, after any signal but Ctrl-C, to finish the step and to write a checkpoint.
             announce: Function that explains the next steps to the person who pressed Ctrl-C.
+            preempt: Function that is called, in another thread, when that time begins.
             abandon: Function that reports, in another thread, that the step was not finished in time; then the process
                 ends.
             is_guest: Whether the process belongs to a program that continues after the run: only Ctrl-C asks the run to
                 stop, and nothing ends the process.
         """
         self._presses = Presses()
-        self._grace_s, self._announce, self._abandon, self._is_guest = grace_s, announce, abandon, is_guest
+        self._grace_s, self._announce, self._is_guest = grace_s, announce, is_guest
+        self._preempt, self._abandon = preempt, abandon
         self._restore = ExitStack()
         self._timers: list[threading.Timer] = []
 
@@ -112,30 +124,30 @@ class StopRequest:
         return self._presses.first
 
     def ask(self) -> None:
-        """Ask to stop from another thread, as a first SIGTERM does."""
+        """Ask to stop from another thread, without a time limit."""
         if self._presses.add(signal.SIGTERM) == "first":
             self._announce()
-            if not self._is_guest:
-                self._start_timer(self._grace_s, self._give_up, signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         press = self._presses.add(number)
         if press == "second" and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if press == "first" and not _have_others_failed():
+        if press == "first" and not _is_preemption(number):
             self._announce()
 
     def _watch(self, receiver: socket.socket) -> None:
-        presses = Presses()
+        presses, is_preempted = Presses(), False
         with receiver:
             while data := receiver.recv(1):
-                press = presses.add(data[0])
-                if data[0] == signal.SIGINT and press == "second":
-                    self._start_timer(INTERRUPT_GRACE_S, os._exit, 128 + data[0])
-                elif data[0] == signal.SIGTERM and _have_others_failed():
-                    self._start_timer(FAILED_GRACE_S, os._exit, 128 + data[0])
-                elif press == "first":
-                    self._start_timer(self._grace_s, self._give_up, data[0])
+                number, press = data[0], presses.add(data[0])
+                if number == signal.SIGINT and press == "second":
+                    self._start_timer(INTERRUPT_GRACE_S, os._exit, 128 + number)
+                elif number == signal.SIGTERM and _have_others_failed():
+                    self._start_timer(FAILED_GRACE_S, os._exit, 128 + number)
+                elif _is_preemption(number) and not is_preempted:
+                    is_preempted = True
+                    self._start_timer(self._grace_s, self._give_up, number)
+                    self._preempt()
 
     def _start_timer(self, seconds: float, end: Callable[[int], None], number: int) -> None:
         timer = threading.Timer(seconds, end, [number])
@@ -161,6 +173,12 @@ def follow_launcher(folder: Path) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if _is_launcher_gone():
         sys.exit(128 + signal.SIGHUP)  # it ended before the line above could take effect
+
+
+def _is_preemption(number: int) -> bool:
+    """Whether the process is ended soon after a signal, as by `torchrun` also after Ctrl-C."""
+    is_by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER_VARIABLE not in os.environ
+    return number != signal.SIGINT or is_by_torchrun
 
 
 def _is_launcher_gone() -> bool:

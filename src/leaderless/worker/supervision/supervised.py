@@ -20,15 +20,19 @@ from leaderless.base.values import Json
 from leaderless.distributed.activity import Activity
 from leaderless.observability.run_directory import RunDirectory, write_atomically
 from leaderless.worker.build.parts import Parts, Progress
+from leaderless.worker.checkpoint.preemption import PreemptionSaver
 from leaderless.worker.supervision.heartbeat import Stall, Watchdog, end_stalled
 from leaderless.worker.supervision.stop import StopRequest
 
 
 @contextmanager
-def supervised(parts: Parts, progress: Progress, *, is_guest: bool) -> Iterator[StopRequest]:
+def supervised(
+    parts: Parts, progress: Progress, preemption: Callable[[], PreemptionSaver], *, is_guest: bool
+) -> Iterator[StopRequest]:
     """Watch over the steps of a rank; yields the request to stop, which signals and the run's folder can make.
 
-    Another plan may take the place of that of `parts` meanwhile. Nothing may end a guest in another program.
+    Another plan may take the place of that of `parts` meanwhile, with another `preemption`. Nothing may end a guest in
+    another program.
     """
     run, directory, transport, say = parts.recipe.run, parts.directory, parts.transport, parts.display.say
 
@@ -40,6 +44,19 @@ def supervised(parts: Parts, progress: Progress, *, is_guest: bool) -> Iterator[
     def stopping() -> None:
         say("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once without one")
 
+    def preempted() -> None:
+        say(
+            f"stopping after this step, with a checkpoint; if it takes longer than run.grace_s={run.grace_s:g} s, the "
+            "state before it is what remains"
+        )
+        preemption().save()
+
+    def look() -> None:
+        if directory.stop.exists():
+            stop.ask()
+        if preemption().is_begun():
+            preemption().save()
+
     def abandoned() -> None:
         done = directory.last_step()
         resume = f"; the same command continues from step {done}" if done else ""
@@ -47,14 +64,14 @@ def supervised(parts: Parts, progress: Progress, *, is_guest: bool) -> Iterator[
         if parts.desk is not None:
             parts.desk.close()  # so that those who wait for an answer get an error
 
-    stop = StopRequest(run.grace_s, stopping, abandoned, is_guest=is_guest)
+    stop = StopRequest(run.grace_s, stopping, preempted, abandoned, is_guest=is_guest)
     # A wait for a peer must not time out before the peer's stall is seen.
     timeout_s = min(run.stall_timeout_s, run.timeout_s / 2)
     stacks = directory.errors / f"stacks-rank-{transport.rank}.txt"
     end = stalled if is_guest else partial(end_stalled, directory=directory, rank=transport.rank)
     watchdog = Watchdog(transport.activity, transport, timeout_s, stacks, end)
     place, use = (transport.rank, transport.world.size), partial(device_use, parts.turns.device)
-    with watchdog, Presence(directory, place, transport.activity, run.status_every_s, use, stop.ask), stop:
+    with watchdog, Presence(directory, place, transport.activity, run.status_every_s, use, look), stop:
         yield stop
 
 
@@ -75,15 +92,15 @@ class Presence:
         activity: Activity,
         every_s: float,
         device_use: Callable[[], DeviceUse | None],
-        on_stop: Callable[[], None],
+        look: Callable[[], None],
     ) -> None:
         """Prepare to write, as the rank and the number of ranks in `place`.
 
-        Two writes are `every_s` seconds apart, with many ranks more, and there are none with 0. `on_stop` is called,
-        once, when the file `stop` exists.
+        Two writes are `every_s` seconds apart, with many ranks more, and there are none with 0. `look` is called each
+        time: it looks in the folder for what others ask of this rank.
         """
         self._directory, (self._rank, self._world_size) = directory, place
-        self._activity, self._device_use, self._on_stop = activity, device_use, on_stop
+        self._activity, self._device_use, self._look = activity, device_use, look
         self._every_s = max(every_s, self._world_size / RANKS_PER_S) if every_s else 0.0
         self._path = directory.live / f"rank-{self._rank}.json"
         self._process, self._ended = psutil.Process(), threading.Event()
@@ -105,15 +122,12 @@ class Presence:
             self._directory.live.rmdir()  # by the last rank
 
     def _run(self) -> None:
-        has_stopped = False
         while not self._ended.is_set():
             # A full disk or a slow share is no reason for a run to fail, nor to miss a request to stop.
             with suppress(OSError):
                 write_atomically(self._path, json.dumps(self.status()))
             with suppress(OSError):
-                if not has_stopped and self._directory.stop.exists():
-                    has_stopped = True
-                    self._on_stop()
+                self._look()
             self._ended.wait(self._every_s)
 
     def status(self) -> Mapping[str, Json]:
