@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -79,6 +80,57 @@ def check_loggers(configs: Sequence[LoggerConfig]) -> None:
 
 GRACE_S = 2.0
 """Time for a logger to notice that its own time is over."""
+MAX_RESTARTS = 3
+"""Number of times that the process of a logger is started again in a run."""
+
+
+class _Following:
+    """The process of a logger, which is started again when it is killed: it sends what it has not sent yet."""
+
+    def __init__(self, name: str, config: LoggerConfig, directory: Path, say: Callable[[str], None]) -> None:
+        self._name, self._config, self._directory, self._say = name, config, directory, say
+        self._lock, self._is_over = threading.Lock(), False
+        self._process = _start(name, config, directory)
+        threading.Thread(target=self._watch, name=f"logger {name}", daemon=True).start()
+
+    def _watch(self) -> None:
+        for number in range(MAX_RESTARTS + 1):
+            code = self._process.wait()
+            with self._lock:
+                if self._is_over:
+                    return
+                what = f"logger '{self._name}' ended with exit code {code}"
+                if number == MAX_RESTARTS:
+                    self._say(f"{what}, as {number} times before: it is not started again, and training continues")
+                    return
+                self._say(f"{what}: it is started again, and nothing is lost")
+                self._process = _start(self._name, self._config, self._directory)
+
+    def end(self) -> None:
+        """Let it send the rest."""
+        with self._lock:
+            self._is_over = True
+        with suppress(OSError):  # it has ended
+            # An explicit line, as a process forked in the meantime may keep the pipe open.
+            _stdin(self._process).write(b"end\n")
+            _stdin(self._process).close()
+
+    def wait(self, began: float) -> None:
+        """Wait until it has sent all, or until its time is over since a moment of the clock."""
+        config = self._config
+        try:
+            if code := self._process.wait(max(0.0, began + config.finish_s + GRACE_S - time.monotonic())):
+                self._say_unsent(f"ended with exit code {code}")
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            self._say_unsent(f"did not finish in finish_s={config.finish_s:g} s and was ended", "; or raise finish_s")
+
+    def _say_unsent(self, what: str, remedy: str = "") -> None:
+        self._say(
+            f"logger '{self._name}' {what}; what it has not sent is in {self._directory}: `leaderless log "
+            f"{self._directory}` sends it{remedy}"
+        )
 
 
 @contextmanager
@@ -89,30 +141,19 @@ def loggers_running(
 
     It yields a function that ends them, when all files of the run are complete; the end of the context calls it too.
     """
-    running: list[tuple[str, LoggerConfig, subprocess.Popen[bytes]]] = []
+    running: list[_Following] = []
     for name, config in zip(names_of(configs), configs, strict=True):
         try:
-            running.append((name, config, _start(name, config, directory)))
+            running.append(_Following(name, config, directory, say))
         except OSError as error:
             say(f"logger '{name}' cannot be started: {error}; training continues without it")
 
     def end() -> None:
-        for _, _, process in running:
-            with suppress(OSError):  # it has ended
-                # An explicit line, as a process forked in the meantime may keep the pipe open.
-                _stdin(process).write(b"end\n")
-                _stdin(process).close()
+        for one in running:
+            one.end()
         began = time.monotonic()
-        for name, config, process in running:
-            try:
-                process.wait(max(0.0, began + config.finish_s + GRACE_S - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                say(
-                    f"logger '{name}' did not finish in finish_s={config.finish_s:g} s and was ended; what it has not "
-                    f"sent is in {directory}: `leaderless log {directory}` sends it, or raise finish_s"
-                )
+        for one in running:
+            one.wait(began)
         running.clear()
 
     try:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,39 @@ def test_a_logger_that_hangs_is_ended(tmp_path: Path) -> None:
     (line,) = said
     assert line.startswith("logger 'notes' did not finish in finish_s=0.1 s and was ended")
     assert f"`leaderless log {directory.path}` sends it" in line
+
+
+def test_a_logger_that_is_killed_is_started_again_and_sends_the_rest(tmp_path: Path) -> None:
+    directory, said, out = begin(tmp_path / "run"), list[str](), tmp_path / "out"
+
+    def wait_until(condition: Callable[[], object]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def kill_after(step: int) -> None:
+        """Kill the process that has sent a step."""
+        wait_until(lambda: step in [number for _, number, _ in notes(out, "write")])
+        number = len(said)
+        os.kill(int(str(notes(out, "open")[-1][2])), signal.SIGKILL)
+        wait_until(lambda: len(said) > number)
+
+    with loggers_running([config(out)], directory.path, said.append):
+        for step in (1, 2):
+            steps(directory, {step: {"loss": 1.0}})
+            kill_after(step)
+        steps(directory, {3: {"loss": 3.0}})
+    # What was sent just before the end may be sent again.
+    assert {step for _, step, _ in notes(out, "write")} == {1, 2, 3}
+    assert len(said) == 2
+    assert said[0] == "logger 'notes' ended with exit code -9: it is started again, and nothing is lost"
+    with loggers_running([config(out)], directory.path, said.append):
+        for step in range(4, 8):
+            steps(directory, {step: {"loss": 1.0}})
+            kill_after(step)
+    assert "as 3 times before: it is not started again, and training continues" in said[-2]
+    assert f"what it has not sent is in {directory.path}: `leaderless log {directory.path}` sends it" in said[-1]
 
 
 def test_a_logger_that_always_fails_gives_up_and_says_why(
