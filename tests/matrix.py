@@ -23,7 +23,7 @@ from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
 from tests.distributed.test_vision import with_own_head
 from tests.pictures import samples_with
-from tests.tiny import add_gradients, random_samples, tiny_model, untied_model
+from tests.tiny import add_gradients, random_samples, tiny_model, untied_model, with_support
 from torch import Tensor
 
 from leaderless.config import RecipeError
@@ -65,12 +65,14 @@ class Feature:
         changes: Its settings.
         is_critic: Whether it is a value model.
         num_replayed: Experts of which those that were chosen are replayed, if any.
+        is_truncated: Whether tokens are scored over those alone that could be drawn.
     """
 
     model: str
     changes: Mapping[str, object] = field(default_factory=dict)
     is_critic: bool = False
     num_replayed: int = 0
+    is_truncated: bool = False
 
 
 def features(folder: Path) -> dict[str, Feature]:
@@ -83,6 +85,7 @@ def features(folder: Path) -> dict[str, Feature]:
         "recomputed activations": Feature(text, {"gradient_checkpointing": True}),
         "critic": Feature(text, is_critic=True),
         "critic of experts": Feature(experts, is_critic=True),
+        "truncated sampling": Feature(text, is_truncated=True),
         "head is the embedding": Feature(tiny_model("qwen3")),
         "LoRA": Feature(text, {"lora": {"rank": 4}}),
         "LoRA, dropout": Feature(text, {"lora": {"rank": 4, "dropout": 0.1}}),
@@ -166,6 +169,8 @@ def learned(ranks: RankPool, feature: Feature, size: int, sizes: dict[str, int])
     samples = samples_with() if "_vl" in Path(feature.model).name else random_samples(LENGTHS, siblings=3)
     if feature.num_replayed:
         samples = with_experts(samples, feature.num_replayed)
+    if feature.is_truncated:
+        samples = with_support(samples)
     return ranks.run(
         size, critic if feature.is_critic else policy, feature.model, samples, sizes, dict(feature.changes)
     )

@@ -18,6 +18,7 @@ from leaderless.config import LoadedRecipe
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.loading.tiny import write_tiny_model
 from leaderless.planner.workflow import load_recipe
+from leaderless.stages.rollout import support_columns
 from leaderless.training.micro_batches import response_lengths
 
 if TYPE_CHECKING:
@@ -176,6 +177,20 @@ def write_recipe(folder: Path, model: str, changes: Mapping[str, object] | None 
 def tiny_recipe(folder: Path, model: str, changes: Mapping[str, object] | None = None) -> LoadedRecipe:
     """The small recipe, loaded."""
     return load_recipe(write_recipe(folder, model, changes))
+
+
+def with_support(samples: Batch, vocabulary: int = 60) -> Batch:
+    """Samples of whose tokens most could be a few words only, which depend on the sample alone."""
+    support: list[list[bytes]] = []
+    for sample, tokens in zip(samples.ids.tolist(), samples.jagged("tokens").to_lists(), strict=True):
+        generator = torch.Generator().manual_seed(sample)
+        rows: list[bytes] = []
+        for place, token in enumerate(tokens):
+            count = (sample + place) % 5
+            words = sorted({token, *torch.randperm(vocabulary, generator=generator)[:count].tolist()}) if count else []
+            rows.append(torch.tensor(words, dtype=torch.int32).numpy().tobytes())
+        support.append(rows)
+    return samples.with_columns(support_columns(support, samples.jagged("tokens").lengths))
 
 
 def random_samples(

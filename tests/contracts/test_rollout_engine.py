@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, cast
 
+import numpy as np
 import psutil
 import pytest
 import tests.tiny
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import RolloutConfig, SamplingConfig
+from leaderless.data.batch import Batch, Jagged
 from leaderless.distributed.remote.child_server import ChildServer
 from leaderless.distributed.weights.stream import WeightStream
 from leaderless.models.attention.packed import Attention, PackedAttention
@@ -58,6 +60,7 @@ from leaderless.rollout.native.paged_attention import attend_with_torch
 from leaderless.rollout.native.paged_engine import PagedEngine, PagedOptions
 from leaderless.rollout.native.segment_attention import DecodeAttention, PrefillAttention
 from leaderless.rollout.wrapped_engine import ALONE
+from leaderless.stages.rollout import support_columns
 from leaderless.training.fsdp import FsdpEngine
 
 PROMPT_LENGTHS = (5, 9, 3, 17, 16, 1)
@@ -67,23 +70,27 @@ def make_native(path: str, max_sequences: int) -> RolloutEngine:
     return native_of(load_causal_lm(ModelConfig(path=path), "policy"), path, max_sequences)
 
 
-def native_of(model: CausalLM, path: str, max_sequences: int, routers: Routers | None = None) -> NativeEngine:
+def native_of(
+    model: CausalLM, path: str, max_sequences: int, routers: Routers | None = None, *, support: bool = False
+) -> NativeEngine:
     config = ModelConfig(path=path)
     tokenizer = load_tokenizer(config, "policy")
     ends, device = end_tokens(config, tokenizer), torch.device("cpu")
-    return NativeEngine(model, tokenizer, ends, max_sequences, device, routers=routers)
+    return NativeEngine(model, tokenizer, ends, max_sequences, device, routers, records_support=support)
 
 
 def make_paged(path: str, max_sequences: int) -> RolloutEngine:
     return paged_of(load_causal_lm(ModelConfig(path=path), "policy"), path, max_sequences)
 
 
-def paged_of(model: CausalLM, path: str, max_sequences: int, routers: Routers | None = None) -> NativeEngine:
+def paged_of(
+    model: CausalLM, path: str, max_sequences: int, routers: Routers | None = None, *, support: bool = False
+) -> NativeEngine:
     """The engine of CUDA devices, by torch alone."""
     config = ModelConfig(path=path)
     tokenizer, options = load_tokenizer(config, "policy"), PagedOptions(attend_with_torch, 4096, 64, page_tokens=8)
     ends, device = end_tokens(config, tokenizer), torch.device("cpu")
-    return PagedEngine(model, tokenizer, ends, max_sequences, device, options, routers)
+    return PagedEngine(model, tokenizer, ends, max_sequences, device, options, routers, records_support=support)
 
 
 def own_engine(path: str, max_sequences: int) -> RolloutEngine:
@@ -131,11 +138,12 @@ class Engines:
             driver, server = self.driver(name, path)
             self.kept[name, path] = make_external(driver, path, self.messages), server
             self.kept[name, path][0].experts_per_token = 4 if path == mixture() else 0
+            self.kept[name, path][0].most_support = spec_of(name).most_support or 0
         return self.kept[name, path][0]
 
     def driver(self, name: str, path: str) -> tuple[Driver, ChildServer | None]:
         """The driver of an engine, and its server in another process."""
-        settings, device = settings_of(path), torch.device("cpu")
+        settings, device = replace(settings_of(path), most_support=256), torch.device("cpu")
         if path == mixture():
             settings = replace(settings, expert_layers=(0, 1), experts_per_token=2)
         match name:
@@ -457,6 +465,62 @@ def interrupted(engine: RolloutEngine, name: str, asked: list[Request]) -> list[
 
 
 @torch.no_grad()
+def scored_by(
+    trainer: FsdpEngine, asked: Sequence[Request], results: list[list[Completion]], temperature: float
+) -> Jagged:
+    """The trainer's log-probabilities of responses, over what could be drawn."""
+    rows = [(request.prompt, one) for request, group in zip(asked, results, strict=True) for one in group]
+    tokens = Jagged.from_lists([one.tokens for _, one in rows], torch.int64, "tokens")
+    mask = Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens")
+    columns = {
+        "prompt_tokens": Jagged.from_lists([list(prompt) for prompt, _ in rows], torch.int64, "prompt_tokens"),
+        "tokens": tokens,
+        "response_mask": mask,
+        "temperatures": Jagged(torch.full((len(tokens.values),), temperature), tokens.lengths, "response_tokens"),
+    }
+    batch = Batch(torch.arange(len(rows)), columns | support_columns([one.support for _, one in rows], tokens.lengths))
+    return trainer.log_probs(batch)
+
+
+WAYS = [{"top_k": 9}, {"top_k": 30, "top_p": 0.8}, {"top_k": 20, "min_p": 0.3}, {"top_p": 0.6}, {"min_p": 0.3}, {}]
+"""Distributions; engines that need `top_k` record nothing without."""
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("name", [name for name in ENGINES if spec_of(name).most_support != 0])
+def test_training_over_what_could_be_drawn_has_the_log_probs_of_the_engine(
+    engines: Engines, name: str, way: dict[str, float]
+) -> None:
+    path, sampling = tiny_model(), params(temperature=1.4, **way)
+    if name in EMBEDDED:
+        make = {"native": native_of, "native-in-pages": paged_of}[name]
+        engine: RolloutEngine = make(load_causal_lm(ModelConfig(path=path), "policy"), path, 5, support=True)
+    else:
+        engine = engines.make(name, path, 5)
+    # An aborted response goes on with what it had; greedy ones come in between.
+    ((begun,),) = generate(engine, [requests(1)[0]], replace(sampling, max_tokens=4))
+    greedy = generate(engine, requests(1)[:2], params(3, temperature=0))
+    assert all(not any(one.support) for group in greedy for one in group), "all tokens are compared"
+    asked = requests()
+    again = replace(asked[0], sample_ids=[0], begun=[replace(begun, finish_reason=None)])
+    results = [*generate(engine, asked[1:], sampling), *generate(engine, [again], sampling)]
+    asked = [*asked[1:], again]
+    vocabulary = load_causal_lm(ModelConfig(path=path), "policy").vocab_size
+    records = bool(way) and ("top_k" in way or spec_of(name).most_support is None)
+    for one in [one for group in results for one in group]:
+        assert len(one.support) == len(one.tokens)
+        for token, words in zip(one.tokens, one.support, strict=True):
+            found = np.frombuffer(words, np.int32)
+            assert len(found) <= way.get("top_k", vocabulary)
+            assert token in found if records else not len(found)
+            assert [*found] == sorted(set(found))
+    if not records and way:
+        return
+    scores = scored_by(make_trainer(path), asked, results, 1.4).values
+    sampled = torch.tensor([value for group in results for one in group for value in one.log_probs])
+    torch.testing.assert_close(scores, sampled, atol=1e-5, rtol=0)
+
+
 def choices_of(tokens: list[int], model: CausalLM) -> list[bytes]:
     """The experts that a model chooses for each token of a text."""
     routers, count = Routers.required(model, "policy"), len(tokens)

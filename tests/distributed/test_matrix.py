@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.distributed.ranks import RankPool
+from tests.distributed.test_training import largest_difference
 from tests.end_to_end.cli import ROOT
-from tests.matrix import LAYOUTS, rows
+from tests.matrix import LAYOUTS, Feature, cell, learned, rows
+from tests.tiny import tiny_model, untied_model
 
 PAGES = [ROOT / "docs/reference" / name for name in ("combinations.md", "combinations.zh.md")]
 
@@ -28,6 +31,20 @@ def test_pages_have_the_same_cells_for_all_layouts() -> None:
     first, second = ([cells for _, *cells in features] for _, *features in tables)
     assert first == second
     assert all(cell == "–" or float(cell) < 1e-5 for cells in first for cell in cells)
+
+
+@pytest.mark.parametrize("layout", ["`dp` 2", "`tp` 2", "`cp` 3 (ring)", "`cp` 2, `tp` 2", "`pp` 2"])
+def test_ranks_score_and_learn_over_what_could_be_drawn_like_one(ranks: RankPool, layout: str) -> None:
+    feature = Feature(untied_model(tiny_model("qwen3")), is_truncated=True)
+    (expected,), (other,) = (
+        learned(ranks, one, 1, {"dp": 1}) for one in (feature, replace(feature, is_truncated=False))
+    )
+    assert not isinstance(expected, str)
+    assert not isinstance(other, str)
+    assert largest_difference([other], expected) > 0.01, "it matters"
+    difference = cell(ranks, feature, LAYOUTS[layout], expected)
+    assert isinstance(difference, float)
+    assert difference < 1e-5
 
 
 @pytest.mark.thorough

@@ -172,7 +172,7 @@ def test_a_run_without_a_step_is_not_kept(ranks: RankPool, tmp_path: Path, argum
         ("name=':warning: [bold]'", "name=':warning: [bold]'"),
         ("batch.prompt_per_step=4", "unknown key (did you mean 'prompts_per_step'?)"),
         ("batch.responses_per_prompt=1", "must be at least 2"),
-        ("rollout.top_p=0.5", "cannot be combined with a ratio loss"),
+        ("rollout.top_p=1.5", "must be less than or equal to 1"),
         ("data.train.path=/no/such.jsonl", "file /no/such.jsonl does not exist"),
         ("models.policy.path=/no/such/model", "folder /no/such/model does not exist"),
         ("data.train.prompt=quest", "has no column 'quest' (did you mean 'question'?)"),

@@ -58,6 +58,7 @@ FEATURES: dict[str, dict[str, object]] = {
     "windows": {"batch.windows_per_step": 3},
     "cool sampling": {"rollout.temperature": 0.7},
     "stop texts": {"rollout.stop": ["1", "a"]},
+    "truncated sampling": {"rollout.top_p": 0.9, "rollout.top_k": 9, "algorithm.kl.coefficient": 0.1},
     "recomputed activations": {"models.policy": {"path": tiny_model(num_layers=1), "gradient_checkpointing": True}},
     "another family": {"models.policy": tiny_model("qwen3", num_layers=1)},
     "replayed experts": {"algorithm.replay_experts": True, "algorithm.kl.coefficient": 0.1},

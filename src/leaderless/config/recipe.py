@@ -249,6 +249,13 @@ class Recipe(Section):
         return [*self.reward.options(), *self.task_rewards]
 
     @property
+    def samples_truncated(self) -> bool:
+        """Whether some role samples from a distribution without some of the model's tokens."""
+        return any(
+            one.is_truncated for one in (self.rollout, *(own.rollout or self.rollout for own in self.roles.values()))
+        )
+
+    @property
     def row_columns(self) -> Mapping[str, str]:
         """Columns that every row to train on must have, by the setting that names each."""
         sections = {"algorithm": self.algorithm}
@@ -394,6 +401,7 @@ def _check_body(recipe: Recipe) -> None:
         "channels: continuous": bool(recipe.continuous_channels),
         "algorithm.replay_experts": recipe.algorithm.replay_experts,
         "algorithm.overlong": bool(recipe.algorithm.overlong.buffer_tokens),
+        "rollout.top_p, top_k or min_p": recipe.samples_truncated,
         "data: images": recipe.data.has_images,
     }
     for name in (name for name, is_given in given.items() if is_given):

@@ -70,7 +70,9 @@ class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
     """Divisor of the logits; 0 takes the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the smallest set of most likely tokens that has at least this probability; 1 keeps all."""
+    """Keep the smallest set of most likely tokens that has at least this probability; 1 keeps all. With this, `top_k`
+    or `min_p`, the engine records the tokens that could be drawn, and training normalizes over these: the native engine
+    always can, vLLM if `top_k` is at most 256, SGLang cannot."""
     top_k: int = Field(default=0, ge=0)
     """Number of most likely tokens to keep; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
@@ -80,6 +82,12 @@ class SamplingConfig(Section):
     def is_truncated(self) -> bool:
         """Whether some tokens of the model's distribution can never be drawn."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def truncations(self) -> dict[str, float]:
+        """Settings that leave tokens out, with their values."""
+        given = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return {name: value for name, value in given.items() if value != (1 if name == "top_p" else 0)}
 
 
 class ExternalConfig(Section):

@@ -36,6 +36,8 @@ class Said:
         is_repeated: Whether it was sampled earlier, on perhaps another rank, and only said again.
         experts: Experts of each token of the message and all before it but the last, if they were recorded; see
             `Completion`. They are in no journal.
+        support: Tokens that could be drawn in place of each token, if they were recorded; see `Completion`. They are in
+            no journal.
     """
 
     log_probs: Sequence[float]
@@ -47,6 +49,7 @@ class Said:
     temperature: float = 1.0
     is_repeated: bool = False
     experts: Sequence[bytes] = ()
+    support: Sequence[bytes] = ()
 
 
 @dataclass(eq=False)
@@ -103,6 +106,7 @@ class TraceSample:
         is_truncated: Whether the last trained message was cut off.
         experts: Experts of each token but the last, as far as they are known, from the pass that read it first.
         images: Images with their places among all tokens.
+        support: Tokens that could be drawn in place of each trained token, if they were recorded.
     """
 
     agent: str
@@ -116,6 +120,7 @@ class TraceSample:
     is_truncated: bool
     experts: Sequence[bytes] = ()
     images: Sequence[PromptImage] = ()
+    support: Sequence[bytes] = ()
 
     @property
     def head_length(self) -> int:
@@ -195,6 +200,7 @@ def _sample(path: Sequence[TraceNode], chosen: Sequence[TraceNode], agent: str) 
         is_truncated=facts[-1][1].is_truncated,
         experts=experts,
         images=path[-1].seen(),
+        support=[one for _, said in facts for one in said.support],
     )
 
 

@@ -208,7 +208,8 @@ class EpisodeRunner:
         completion = await self._pump.ask(request, self._place.params.limited_to(room), num_known)
         self.episode.seconds["model"] += time.perf_counter() - begin
         facts = Said(completion.log_probs, completion.policy_versions, self._num_turns, agent, completion.is_truncated)
-        facts.temperature, facts.experts = self._place.params.distribution.temperature, completion.experts
+        facts.temperature = self._place.params.distribution.temperature
+        facts.experts, facts.support = completion.experts, completion.support
         return self._add(end, completion.tokens, facts)
 
     def _told(self, agent: str) -> TraceNode:

@@ -99,7 +99,7 @@ def episode_of(line: Line) -> Episode:
 
 def _facts(said: Said) -> dict[str, Json]:
     # A dataclass is walked by hand: `asdict` would copy each number of the lists.
-    facts = {name: value for name, value in vars(said).items() if name not in {"log_probs", "experts"}}
+    facts = {name: value for name, value in vars(said).items() if name not in {"log_probs", "experts", "support"}}
     # The same float32 numbers with no more digits than they need.
     log_probs: Json = np.asarray(said.log_probs, np.float32).astype("U16").astype(np.float64).tolist()
     return {"log_probs": log_probs, **facts}

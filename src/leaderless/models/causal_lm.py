@@ -17,6 +17,7 @@ from leaderless.models.decoder import Decoder, check_freezing, empty_decoder, lo
 from leaderless.models.fused_scores import FusedScores
 from leaderless.models.loading.support import sees_images
 from leaderless.models.parallel.reductions import copied
+from leaderless.models.sampling_support import Support
 from leaderless.models.scoring import Entropy, Scoring, linear_in_float32, score_tokens
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class CausalLM(Decoder):
     max_logits: int | None = None
     fused_scores: FusedScores | None = None
 
-    def forward(
+    def forward(  # noqa: PLR0913
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -58,11 +59,14 @@ class CausalLM(Decoder):
         temperature: float | Tensor = 1.0,
         entropy: Entropy = "value",
         images: Pixels | ImagePositions | None = None,
+        *,
+        support: Support | None = None,
     ) -> Tensor | TokenOutputs:
         """Compute logits [R, vocabulary] float32 at selected tokens, or scores of the targets, [R] int64, that follow.
 
         The first arguments are as for `Decoder.hidden_states`; the temperature, one for all or [R], divides the
-        logits. A model that sees images gets them, or what it has seen of them.
+        logits. A model that sees images gets them, or what it has seen of them. Only words of the support of a target
+        have probabilities, if it is given.
         """
         seen = () if images is None else (images,)
         hidden = self.hidden_states(tokens, positions, attention, select, *seen)
@@ -75,7 +79,7 @@ class CausalLM(Decoder):
         offsets = self.offsets
         if part is not None:
             hidden, offsets = copied(hidden, part.peers), part.of(offsets)
-        how = temperature, entropy, part, offsets, Scoring(self.max_logits, self.fused_scores)
+        how = temperature, entropy, part, offsets, Scoring(self.max_logits, self.fused_scores, support)
         return TokenOutputs(*score_tokens(hidden, self.head, targets, *how))
 
     @property

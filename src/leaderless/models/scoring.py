@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from leaderless.models.fused_scores import FusedScores
 from leaderless.models.parallel.reductions import VocabularyPart
+from leaderless.models.sampling_support import Limits, Support
 from leaderless.planner.memory.limits import CPU_MAX_LOGITS, MAX_LOGITS
 
 Entropy = Literal["none", "value", "gradient"]
@@ -31,15 +32,17 @@ MANY_ROWS = 8 * TILE_ROWS
 
 
 class Scoring(NamedTuple):
-    """How much is computed at a time, and by what.
+    """How much is computed at a time, and by what; and of which words.
 
     Attributes:
         max_logits: Most logits of a chunk, and most probabilities that are kept; `MAX_LOGITS` without it.
         fused: Compiled functions; None to compute as it is.
+        support: Words that tokens could be drawn as, which alone have probabilities; None for all.
     """
 
     max_logits: int | None = None
     fused: FusedScores | None = None
+    support: Support | None = None
 
 
 class _Settings(NamedTuple):
@@ -53,11 +56,19 @@ class _Settings(NamedTuple):
     part: VocabularyPart | None  # words that this rank has; all without it
     are_here: Tensor | None  # [R] whether it has the targets
     fused: FusedScores | None  # then the temperature is [R]
+    limits: Limits | None  # words that tokens could be drawn as; all without it
 
     def chunks(self, count: int) -> Iterator[slice]:
         """Give the tokens of each chunk."""
         for first in range(0, count, self.rows):
             yield slice(first, min(first + self.rows, count))
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: slice) -> Tensor:
+        """[rows, vocabulary] logits of a chunk, before they are divided."""
+        logits = linear_in_float32(hidden[chunk], weight, bias)
+        if self.limits is not None:
+            self.limits.apply(logits, chunk)
+        return logits
 
     def divisor(self, chunk: slice) -> float | Tensor:
         """The temperature of the tokens of a chunk, one number or [rows]."""
@@ -113,8 +124,9 @@ def score_tokens(
     are_here = None
     if part is not None:
         targets, are_here = part.locate(targets)
+    limits = None if how.support is None else how.support.limits(part, hidden.device)
     bias = head.bias if offsets is None else offsets.to(torch.promote_types(hidden.dtype, torch.float32))
-    settings = _Settings(temperature, entropy, is_training, rows, num_kept, part, are_here, how.fused)
+    settings = _Settings(temperature, entropy, is_training, rows, num_kept, part, are_here, how.fused, limits)
     log_probs, entropies = _Scores.apply(hidden, head.weight, bias, targets, settings)  # type: ignore[no-untyped-call]
     return log_probs, entropies
 
@@ -145,7 +157,7 @@ class _Scores(torch.autograd.Function):
         kept: list[Tensor] = []
         for chunk in settings.chunks(len(hidden)):
             target, part, fused = targets[chunk].unsqueeze(1), settings.part, settings.kernels(chunk)
-            logits = linear_in_float32(hidden[chunk], weight, bias)
+            logits = settings.logits(hidden, weight, bias, chunk)
             if part is None and fused is not None:
                 divisor = cast("Tensor", settings.divisor(chunk)).unsqueeze(1)
                 log_probs[chunk], normalizers[chunk], found = fused.summarize(logits, divisor, target)
@@ -192,7 +204,7 @@ class _Scores(torch.autograd.Function):
             if number < len(kept):
                 slope = kept[number]
             else:
-                logits = linear_in_float32(hidden[chunk], weight, ctx.bias)
+                logits = settings.logits(hidden, weight, ctx.bias, chunk)
                 of_tokens = _OfTokens(targets, normalizers, entropies, grad_log_probs, grad_entropies)
                 slope = _slope(logits, of_tokens, settings, chunk, hidden.dtype)
             factors = factor.to(hidden.dtype).unsqueeze(1)

@@ -33,6 +33,8 @@ class RolloutEngineSpec:
             is sent weights with the adapters merged in.
         takes_images: Whether prompts may have images.
         records_experts: Whether it can record which experts it chooses.
+        most_support: Largest `top_k` with which it can record the tokens that could be drawn; 0 if it cannot, and None
+            if it can whatever leaves tokens out.
         works_in_steps: Whether it works only while it takes a step, so that other ranks may use its device in between.
     """
 
@@ -45,6 +47,7 @@ class RolloutEngineSpec:
     takes_adapters: bool = False
     takes_images: bool = False
     records_experts: bool = False
+    most_support: int | None = 0
     works_in_steps: bool = True
 
     def compares(self, *, has_adapters: bool) -> bool:
@@ -65,6 +68,7 @@ BUILTIN_ENGINES = {
         takes_adapters=True,
         takes_images=True,
         records_experts=True,
+        most_support=None,
     ),
     "vllm": RolloutEngineSpec(
         "leaderless.rollout.make_engine:make_vllm",
@@ -75,6 +79,7 @@ BUILTIN_ENGINES = {
         takes_adapters=True,
         takes_images=True,
         records_experts=True,
+        most_support=256,
         works_in_steps=False,
     ),
     "sglang": RolloutEngineSpec(
@@ -166,6 +171,7 @@ class BackendSpec:
         trains_adapters: Whether it can train adapters in place of weights, and hand out weights with these merged in.
         divides_experts: Whether ranks can keep some experts of a layer each, as `layout.<node>.ep` asks.
         knows_experts: Whether its engines replay choices of experts, and balance their loads.
+        knows_support: Whether its engines score tokens over the words alone that these could be drawn as.
         lends_weights: Whether engines of several roles with adapters on one model have its other weights once.
         keeps_parts: Whether each rank keeps all of its part along `tp` and `pp`, with its optimizer, whatever `dp` is;
             weights that it hands out are divided all the same.
@@ -183,6 +189,7 @@ class BackendSpec:
     trains_adapters: bool = False
     divides_experts: bool = False
     knows_experts: bool = False
+    knows_support: bool = False
     lends_weights: bool = False
     keeps_parts: bool = False
     reads_parts: bool = False
@@ -207,6 +214,7 @@ BUILTIN_BACKENDS = {
         trains_adapters=True,
         divides_experts=True,
         knows_experts=True,
+        knows_support=True,
         lends_weights=True,
         reads_parts=True,
         gathers_layers=True,

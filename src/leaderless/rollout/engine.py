@@ -36,6 +36,8 @@ class Completion:
         policy_versions: Version of the weights that sampled each token; a resumed response may have several.
         experts: Experts that the engine chose for each token of the prompt and of the response but its last one, a
             byte for each layer and choice, if it was asked to record them.
+        support: Tokens that could be drawn in place of each token, as bytes of int32, if the engine was asked to record
+            them; empty for a token that could be any.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -43,6 +45,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     policy_versions: list[int] = field(default_factory=list)
     experts: list[bytes] = field(default_factory=list)
+    support: list[bytes] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         """Add what a step has sampled."""
@@ -52,6 +55,7 @@ class Completion:
             assert delta.policy_version is not None, "each token has the version of the weights that sampled it"
             self.policy_versions += [delta.policy_version] * len(delta.tokens)
         self.experts += delta.experts
+        self.support += delta.support
         self.finish_reason = delta.finish_reason
 
     @property
@@ -100,11 +104,10 @@ class Request:
         """Make the responses as they are before anything is sampled."""
         if not self.begun:
             return [Completion() for _ in self.sample_ids]
+        begun = self.begun
         return [
-            Completion(
-                list(begun.tokens), list(begun.log_probs), None, list(begun.policy_versions), list(begun.experts)
-            )
-            for begun in self.begun
+            Completion([*a.tokens], [*a.log_probs], None, [*a.policy_versions], [*a.experts], [*a.support])
+            for a in begun
         ]
 
 
@@ -144,6 +147,7 @@ class Delta(NamedTuple):
         policy_version: Version of the weights that sampled the new tokens; None without any.
         cached_tokens: Tokens of the prompt whose keys and values the engine still had; once for each response.
         experts: New entries of `Completion.experts`.
+        support: New entries of `Completion.support`.
     """
 
     request: int
@@ -154,6 +158,7 @@ class Delta(NamedTuple):
     policy_version: int | None = None
     cached_tokens: int = 0
     experts: Sequence[bytes] = ()
+    support: Sequence[bytes] = ()
 
 
 class RolloutEngine(Protocol):

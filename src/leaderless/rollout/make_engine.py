@@ -70,6 +70,7 @@ class RolloutSetup:
         logs: Folder for the output of other processes.
         report: Function that shows a message to the user.
         records_experts: Whether choices of experts are recorded for the role.
+        records_support: Whether the tokens that could be drawn are recorded where others are left out.
         donor: Model of another role's native engine, whose weights this one may use under its own adapters.
         host: Engine outside of this package that is shared with other roles, which have adapters on the same model.
         pool: Memory of a native engine on an accelerator for keys and values, as planned.
@@ -87,6 +88,7 @@ class RolloutSetup:
     logs: Path
     report: Callable[[str], None]
     records_experts: bool = False
+    records_support: bool = False
     donor: CausalLM | None = None
     host: Host | None = None
     pool: CachePool | None = None
@@ -148,9 +150,11 @@ def make_native(setup: RolloutSetup) -> RolloutEngine:
             options = PagedOptions(
                 attend, setup.pool.tokens, setup.max_tokens, keeps_memory=setup.pool.stays, draw=draw
             )
-            engine = PagedEngine(model, setup.tokenizer, ends, most, setup.device, options, routers)
+            own = setup.device, options, routers
+            engine = PagedEngine(model, setup.tokenizer, ends, most, *own, records_support=setup.records_support)
     if engine is None:
-        engine = NativeEngine(model, setup.tokenizer, ends, most, setup.device, routers=routers)
+        own = setup.device, routers
+        engine = NativeEngine(model, setup.tokenizer, ends, most, *own, records_support=setup.records_support)
     engine.sleep(keep_weights=False)  # the trainer's adapters come first
     return engine
 
@@ -196,6 +200,8 @@ def _make_external(name: str, title: str, setup: RolloutSetup) -> RolloutEngine:
     report = setup.report if setup.shard.size == 1 else None
     tokenizer, ends = setup.tokenizer, setup.end_tokens
     engine = ExternalEngine(title, driver, tokenizer, ends, tolerance, setup.device, report, setup.reserved_tokens)
+    if setup.records_support:
+        engine.most_support = engine_of(name).most_support or 0
     if setup.records_experts:
         engine.experts_per_token = len(settings.expert_layers) * settings.experts_per_token
     size = read_model_size(setup.model)
@@ -237,6 +243,7 @@ def _settings(setup: RolloutSetup) -> Settings:
         matrices=matrices,
         expert_layers=expert_layers,
         experts_per_token=experts_per_token,
+        most_support=(engine_of("vllm").most_support or 0) * setup.records_support,
     )
 
 

@@ -174,7 +174,7 @@ class _Witness(WrappedEngine):
         deltas = super().step()
         for delta in deltas:
             self._note("delta", self._places[delta.request], delta.sibling, list(delta.tokens), delta.finish_reason)
-            self._digest.update(b"".join(delta.experts))
+            self._digest.update(b"".join((*delta.experts, *delta.support)))
         return deltas
 
     def _note(self, *values: object) -> None:

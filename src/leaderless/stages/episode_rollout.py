@@ -17,7 +17,7 @@ import torch
 from leaderless.config import Recipe
 from leaderless.config.data import DatasetConfig
 from leaderless.config.models import ModelConfig
-from leaderless.data.batch import SIBLING_BITS, Batch
+from leaderless.data.batch import SIBLING_BITS, Batch, Column
 from leaderless.data.prompts.encode import RowEncoder, Tokenizer
 from leaderless.data.prompts.images import ImageReader
 from leaderless.distributed.errors import memory_explained
@@ -29,12 +29,12 @@ from leaderless.environments.tools.sources import ToolSources, tool_use
 from leaderless.observability.clock import Clock
 from leaderless.planner import PlannedNode
 from leaderless.planner.checks.model_files import check_player
-from leaderless.planner.workflow.columns import EXPERTS
+from leaderless.planner.workflow.columns import EXPERTS, SUPPORT
 from leaderless.planner.workflow.reward_stages import ENVIRONMENT
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
 from leaderless.stages.context import StageContext
 from leaderless.stages.episode_samples import EpisodeIndex, Play, Played, Work
-from leaderless.stages.rollout import TOO_MUCH, distributions_of, first_sibling, num_siblings
+from leaderless.stages.rollout import TOO_MUCH, distributions_of, first_sibling, num_siblings, recorded_support
 
 if TYPE_CHECKING:
     from leaderless.models.vision.image_readers import FamilyImageReader
@@ -99,8 +99,10 @@ def samples_of(played: Played, context: StageContext, seconds: float) -> Batch:
     context.facts["waits"] = played.waits()
     roles = [own] if config is None else [config.agents.get(agent, own) for agent in agents_of(config)]
     numbers = torch.tensor([context.agents.index(role) if role in context.agents else 0 for role in roles])
-    own_experts = {EXPERTS: played.experts()} if context.recipe.algorithm.replay_experts else {}
-    return samples.with_columns(own_experts, agent=numbers[samples.dense("actor")])
+    recorded: dict[str, Column] = {EXPERTS: played.experts()} if context.recipe.algorithm.replay_experts else {}
+    if SUPPORT in context.node.writes:
+        recorded |= played.support()
+    return samples.with_columns(recorded, agent=numbers[samples.dense("actor")])
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ def _spoken(batch: Batch, agents: Sequence[str]) -> Iterator[tuple[int, Spoken]]
         name: batch.jagged(name).to_lists()
         for name in ("tokens", "response_mask", "turns", "rollout_log_probs", "policy_versions", "temperatures")
     }
+    support = recorded_support(batch) if SUPPORT in batch else []
     prompts, plays = batch.jagged("prompt_tokens").to_lists(), batch.dense("joint_ids").tolist()
     actors, truncated = batch.dense("actor").tolist(), batch.dense("truncated").tolist()
     for row, play in enumerate(plays):
@@ -166,6 +169,7 @@ def _spoken(batch: Batch, agents: Sequence[str]) -> Iterator[tuple[int, Spoken]]
                 agent=agents[actors[row]],
                 is_truncated=truncated[row] and numbers[-1] == len(places) - 1,
                 temperature=lists["temperatures"][row][numbers[0]],
+                support=[support[row][number] for number in numbers] if support else (),
             )
             yield play, Spoken([*prompts[row], *tokens[:begin]], tokens[begin:end], said)
 

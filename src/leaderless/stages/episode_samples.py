@@ -24,6 +24,7 @@ from leaderless.environments.tools.sources import ToolSources
 from leaderless.models.routers import UNKNOWN
 from leaderless.observability.metrics import Metrics
 from leaderless.planner.workflow.columns import EXPERTS, IMAGES, LATER_IMAGES
+from leaderless.stages.rollout import support_columns
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,12 @@ class Played:
             rows.append(b"".join(known))
         values = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8) if any(rows) else torch.empty(0).byte()
         return Jagged(values, torch.tensor([len(row) for row in rows], dtype=torch.int64), EXPERTS)
+
+    def support(self) -> dict[str, Column]:
+        """The tokens that could be drawn in place of the sampled ones; see `support_columns`."""
+        samples = [row.sample or NOTHING for row in self._rows]
+        lengths = torch.tensor([len(sample.log_probs) for sample in samples], dtype=torch.int64)
+        return support_columns([sample.support for sample in samples], lengths)
 
     def _token_columns(self, prompt_lengths: Sequence[int]) -> dict[str, Column]:
         samples = [row.sample or NOTHING for row in self._rows]

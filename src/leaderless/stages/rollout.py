@@ -12,7 +12,7 @@ from leaderless.config import Recipe
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Column, Jagged, make_sample_ids
 from leaderless.distributed.errors import memory_explained
-from leaderless.planner.workflow.columns import EXPERTS
+from leaderless.planner.workflow.columns import EXPERTS, SUPPORT, SUPPORT_SIZES
 from leaderless.planner.workflow.workflow import Node
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate, prompts_of
 from leaderless.stages.context import StageContext
@@ -98,6 +98,8 @@ def samples_of(
     more: dict[str, Column] = {}
     if context.recipe.algorithm.replay_experts:
         more[EXPERTS] = _experts(completions, siblings, batch.jagged("prompt_tokens").lengths)
+    if SUPPORT in context.node.writes:
+        more |= support_columns([c.support for c in completions], tokens.lengths)
     if any(sampling.temperature == 0 for sampling in distributions):
         more["is_greedy"] = ~is_sampled
     return Batch(
@@ -122,6 +124,34 @@ def samples_of(
         batch,
         prompt_index,
     )
+
+
+def support_columns(support: Sequence[Sequence[bytes]], lengths: Tensor) -> dict[str, Column]:
+    """The tokens that could be drawn in place of each sampled one, by name of the column.
+
+    Args:
+        support: These tokens for each sampled token of each sample, as bytes of int32; none of a sample if they were
+            not recorded, as all tokens could be drawn.
+        lengths: [n] int64, sampled tokens of each sample.
+    """
+    rows = [b"".join(one) for one in support]
+    words = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int32) if any(rows) else torch.empty(0).int()
+    each = [
+        [len(token) // 4 for token in one] or [0] * count for one, count in zip(support, lengths.tolist(), strict=True)
+    ]
+    sizes = Jagged.from_lists(each, torch.int32, "response_tokens")
+    return {
+        SUPPORT: Jagged(words, torch.tensor([len(row) // 4 for row in rows], dtype=torch.int64), SUPPORT),
+        SUPPORT_SIZES: sizes,
+    }
+
+
+def recorded_support(batch: Batch) -> list[list[bytes]]:
+    """What `support_columns` has been given."""
+    found: list[list[bytes]] = []
+    for words, sizes in zip(batch.jagged(SUPPORT).rows(), batch.jagged(SUPPORT_SIZES).to_lists(), strict=True):
+        found.append([part.numpy().tobytes() for part in words.split(sizes)] if sizes else [])
+    return found
 
 
 def _places(batch: Batch, context: StageContext, siblings: int) -> tuple[Tensor, Tensor]:

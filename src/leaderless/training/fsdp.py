@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from leaderless.models.parallel.expert import ExpertParallel, num_experts
 from leaderless.models.parallel.pipeline import PipelineParallel, check_stages, cut_into_stages
 from leaderless.models.parallel.tensor import TensorParallel
 from leaderless.models.routers import FAMILIES, Routers
+from leaderless.models.sampling_support import Support
 from leaderless.models.scoring import Entropy
 from leaderless.models.uploads import one_copy, placed
 from leaderless.models.value_model import ValueModel
@@ -37,6 +39,8 @@ from leaderless.planner.layout import BACK, EXPERTS
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.micro_batches import MicroBatch, token_keys
 from leaderless.training.sharded import ShardedModel, WeightSharding
+
+OfTokens = TypeVar("OfTokens", Tensor, Support)
 
 
 class FsdpEngine(ShardedModel[CausalLM]):
@@ -72,7 +76,8 @@ class FsdpEngine(ShardedModel[CausalLM]):
             if isinstance(temperature, Tensor):
                 temperature = placed(part.of(temperature), self.device)
             inputs, images = part.inputs()
-        outputs: TokenOutputs = self.model(*inputs, targets, temperature, entropy, *images)
+        limits = {} if micro_batch.support is None else part.limits(micro_batch.support)
+        outputs: TokenOutputs = self.model(*inputs, targets, temperature, entropy, *images, **limits)
         if self.routed is not None:
             self.routed.end()
         entropies = outputs.entropies if entropy == "none" else part.gather(outputs.entropies)
@@ -141,9 +146,14 @@ class _Part:
         self._places = self._peers.places(micro_batch.select, num_tokens) if self._peers else []
         self._order = torch.empty(0, dtype=torch.int64)  # all of these places, on the device
 
-    def of(self, values: Tensor) -> Tensor:
+    def of(self, values: OfTokens) -> OfTokens:
         """Numbers for this part, from numbers for all selected tokens, [R]."""
         return values[self._places[self._peers.place]] if self._peers else values
+
+    def limits(self, support: Support) -> Mapping[str, Support]:
+        """The support of this part's tokens, as an argument of a model; none without tokens."""
+        own = self.of(support)
+        return {"support": own} if len(own.sizes) else {}
 
     def inputs(self) -> tuple[tuple[Tensor, Tensor, Attention, Tensor | Repeats], tuple[Pixels, ...]]:
         """Tokens, positions, attention and selected tokens of the part, and its images, all in one copy."""

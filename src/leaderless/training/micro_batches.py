@@ -14,7 +14,8 @@ from leaderless.distributed.transport import ProcessGroup
 from leaderless.models.attention.shared_prompts import Family
 from leaderless.models.lora.dropout import key_of, mixed
 from leaderless.models.routers import UNKNOWN
-from leaderless.planner.workflow.columns import EXPERTS, IMAGES, LATER_IMAGES
+from leaderless.models.sampling_support import Support
+from leaderless.planner.workflow.columns import EXPERTS, IMAGES, LATER_IMAGES, SUPPORT, SUPPORT_SIZES
 
 SIDES = "sides"
 """Column of samples that are only used together with the other ones of their prompt, of which they are one side."""
@@ -75,6 +76,7 @@ class MicroBatch:
         images: Images of the prompts and of what follows them, in the order of their tokens.
         experts: [T, layers * k] uint8, experts of each token, for a prompt from one of its samples; `UNKNOWN`
             where routers choose, and None if they always do.
+        support: Words that the sampled tokens could be drawn as; None if they could all be any word.
         origins: Samples and prompts that the tokens are from; None without samples.
     """
 
@@ -88,6 +90,7 @@ class MicroBatch:
     temperature: float | Tensor = 1.0
     images: tuple[PromptImage, ...] = ()
     experts: Tensor | None = None
+    support: Support | None = None
     origins: Origins | None = None
 
     def origin_of(self, place: int) -> tuple[str, range]:
@@ -153,6 +156,7 @@ class _Samples:
     images: Jagged | None  # bytes of each prompt
     later_images: Jagged | None  # bytes of what follows the prompt in each sample
     experts: Jagged | None  # of prompts and inputs, one token after the other
+    support: Support | None  # of sampled tokens
     are_together: bool  # whether those of a prompt are only used together
 
     @classmethod
@@ -173,7 +177,10 @@ class _Samples:
         later_images = batch.jagged(LATER_IMAGES) if LATER_IMAGES in batch else None
         experts = batch.jagged(EXPERTS) if EXPERTS in batch else None
         own = prompts.jagged("prompt_tokens")
-        optional = (temperatures, images, later_images, experts)
+        support = None
+        if SUPPORT in batch:
+            support = Support(batch.jagged(SUPPORT).values, batch.jagged(SUPPORT_SIZES).values.long())
+        optional = (temperatures, images, later_images, experts, support)
         return cls(batch.ids, own, prompt_of_row, continuations, mask, inputs, counts, *optional, SIDES in batch)
 
 
@@ -286,6 +293,7 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
         temperature=1.0 if samples.temperatures is None else _common(samples.temperatures[response_index]),
         images=_images(samples, rows, which, before[family_of_row], (starts[firsts] - before, starts), after),
         experts=experts,
+        support=None if samples.support is None else samples.support[response_index],
         origins=Origins(samples.ids[rows], sizes, before, after),
     )
 

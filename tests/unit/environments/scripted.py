@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
+import numpy as np
+
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.distributed.weights.stream import WeightStream
@@ -20,6 +22,11 @@ from leaderless.rollout.engine import Delta, Request, SamplingParams
 
 Script = Callable[[Request], Sequence[int]]
 """Function that decides which tokens answer a request."""
+
+
+def could_be(token: int) -> bytes:
+    """What the engine could have said in place of a token, as bytes of int32; empty for anything."""
+    return np.arange(token, token + token % 4, dtype=np.int32).tobytes()
 
 
 class ScriptedEngine:
@@ -54,7 +61,7 @@ class ScriptedEngine:
             reason = "stop" if not tokens else "length" if limit == 1 else None
             if reason:
                 del self._left[number]
-            deltas.append(Delta(number, 0, (token,), (-0.5,), reason, 3))
+            deltas.append(Delta(number, 0, (token,), (-0.5,), reason, 3, support=[could_be(token)]))
         return deltas
 
     def abort(self, request: int) -> None:

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 from tests.rows import Characters
-from tests.unit.environments.scripted import ScriptedEngine
+from tests.unit.environments.scripted import ScriptedEngine, could_be
 from tests.unit.recipes import make_recipe, plan_of
 
 from leaderless.config import Recipe, RecipeError
@@ -26,6 +26,7 @@ from leaderless.planner.workflow import Workflow
 from leaderless.rollout.engine import Request
 from leaderless.stages.episode_rollout import EarlierTurns, earlier_episodes, play_tasks
 from leaderless.stages.episode_samples import Play, Played
+from leaderless.stages.rollout import recorded_support
 
 HERE = "tests.unit.environments.test_play_on"
 AGENTS = ("planner", "solver")
@@ -225,6 +226,19 @@ def test_the_history_of_an_episode_is_found_in_its_samples() -> None:
     assert isinstance(found[0], EarlierTurns)
     first, third = found[0].history[0], found[0].history[2]
     assert third.context[: len(first.context)] == first.context, "one conversation for each agent"
+
+
+def test_what_could_be_said_stays_with_each_token_in_samples_and_in_the_history() -> None:
+    both = played(Talk, None)
+    rows = both.samples().with_columns(both.support())
+    tokens, masks = rows.jagged("tokens").to_lists(), rows.jagged("response_mask").to_lists()
+    sampled = [[token for token, own in zip(*row, strict=True) if own] for row in zip(tokens, masks, strict=True)]
+    expected = [[could_be(token) for token in row] for row in sampled]
+    assert recorded_support(rows) == expected
+    assert len({len(one) for row in expected for one in row}) > 2, "also tokens that could be anything"
+    for one in earlier_episodes(rows, AGENTS, 3):
+        for spoken in one.history:
+            assert list(spoken.said.support) == [could_be(token) for token in spoken.tokens]
 
 
 def refusal(workflow: Workflow | str, **sections: object) -> str:

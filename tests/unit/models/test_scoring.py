@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaderless.models import compiled_layers, fused_scores, scoring
-from leaderless.models.fused_scores import PLAIN, compile_scores, scores_failure, slope
+from leaderless.models.fused_scores import PLAIN, FusedScores, compile_scores, scores_failure, slope
 from leaderless.models.parallel.reductions import VocabularyPart
+from leaderless.models.sampling_support import Support
 from leaderless.models.scoring import Entropy, Scoring, score_tokens
 from leaderless.planner.memory.rank import LARGE_MAX_LOGITS
 
@@ -72,6 +73,68 @@ def test_scores_and_gradients_are_those_of_the_plain_formula(
     expected_grads, grads = (torch.autograd.grad(loss, wanted) for loss in losses)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad)
+
+
+def support_of(targets: Tensor) -> Support:
+    """A few words for most tokens, among them the targets; all for some."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(0, 6, (ROWS,), generator=generator)
+    words = [
+        sorted({int(target), *torch.randperm(VOCABULARY, generator=generator)[: size - 1].tolist()}) if size else []
+        for target, size in zip(targets, sizes.tolist(), strict=True)
+    ]
+    return Support(torch.tensor([word for own in words for word in own]), torch.tensor([*map(len, words)]))
+
+
+def masked(hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float, support: Support) -> list[Tensor]:
+    """The same as a dense softmax over the words of each token, one after the other."""
+    ends = support.sizes.cumsum(0).tolist()
+    scores, entropies = [], []
+    for row, (end, size) in enumerate(zip(ends, support.sizes.tolist(), strict=True)):
+        words = support.words[end - size : end] if size else torch.arange(VOCABULARY)
+        log_p = (head(hidden[row])[words] / temperature).log_softmax(0)
+        scores.append(log_p[words == targets[row]].squeeze())
+        entropies.append(-(log_p.exp() * log_p).sum())
+    return [torch.stack(scores), torch.stack(entropies)]
+
+
+@pytest.mark.usefixtures("num_kept")
+@pytest.mark.parametrize("fused", [None, PLAIN], ids=["plain", "kernels"])
+@pytest.mark.parametrize("entropy", ["value", "gradient"])
+def test_scores_and_gradients_over_what_could_be_drawn_are_those_of_a_softmax_over_it(
+    entropy: Entropy, fused: FusedScores | None
+) -> None:
+    hidden, head, targets = inputs(bias=True)
+    support = support_of(targets)
+    up, down = torch.linspace(-1, 2, ROWS).double(), torch.linspace(1, -3, ROWS).double()
+    expected = masked(hidden, head, targets, 0.5, support)
+    result = score_tokens(hidden, head, targets, 0.5, entropy, how=Scoring(fused=fused, support=support))
+    losses = [(up * scores).sum() + (entropy == "gradient") * (down * h).sum() for scores, h in (expected, result)]
+    wanted = [hidden, *head.parameters()]
+    pairs = zip(*(torch.autograd.grad(loss, wanted) for loss in losses), strict=True)
+    for one, other in [*zip(result, expected, strict=True), *pairs]:
+        torch.testing.assert_close(one, other)
+    everywhere = Support(support.words[:0], torch.zeros_like(support.sizes))
+    for one, other in zip(
+        score_tokens(hidden, head, targets, 0.5, entropy, how=Scoring(fused=fused, support=everywhere)),
+        score_tokens(hidden, head, targets, 0.5, entropy, how=Scoring(fused=fused)),
+        strict=True,
+    ):
+        assert torch.equal(one, other), "all words are as no support"
+
+
+def test_the_slope_over_what_could_be_drawn_is_that_of_finite_differences() -> None:
+    hidden, head, targets = inputs(bias=False)
+    some, support = slice(0, 5), support_of(targets)[torch.arange(5)]
+
+    def scores(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        own = nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=torch.float64)
+        del own.weight
+        own.weight = weight  # type: ignore[assignment]
+        return score_tokens(hidden, own, targets[some], 0.7, "gradient", how=Scoring(support=support))
+
+    weight = head.weight.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(scores, (hidden[some].detach().clone().requires_grad_(), weight))
 
 
 def test_what_is_held_for_the_backward_pass_is_bounded(num_kept: int) -> None:

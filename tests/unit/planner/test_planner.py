@@ -317,9 +317,30 @@ def test_no_role_takes_the_name_of_a_column_that_is_another_owners(role):
     [
         ("grpo", {"batch": {"responses_per_prompt": 1}}, "batch.responses_per_prompt", "must be at least 2"),
         ("grpo", {"rollout": {"temperature": 0}}, "rollout.temperature", "must be above 0"),
-        ("grpo", {"rollout": {"top_p": 0.9}}, "rollout.top_p", "cannot be combined with a ratio loss"),
-        ("grpo", {"rollout": {"top_k": 5}}, "rollout.top_k", "cannot be combined with a ratio loss"),
-        ("grpo", {"rollout": {"min_p": 0.1}}, "rollout.min_p", "cannot be combined with a ratio loss"),
+        (
+            "grpo",
+            {"rollout": {"top_p": 0.9, "engine": "vllm"}},
+            "rollout.top_p",
+            "only if top_k bounds their number by 1 to 256, and it is 0: set top_k, or set rollout.engine to native",
+        ),
+        (
+            "grpo",
+            {"rollout": {"top_k": 257, "engine": "vllm"}},
+            "rollout.top_k",
+            "is 257, but the engine 'vllm' of 'policy' records",
+        ),
+        (
+            "grpo",
+            {"rollout": {"top_k": 5, "min_p": 0.1, "engine": "sglang", "external": {"python": "python"}}},
+            "rollout.top_k",
+            "normalize: leave out top_k and min_p, or set rollout.engine to native",
+        ),
+        (
+            "grpo",
+            {"rollout": {"min_p": 0.1}, "training": {"backend": "megatron", "megatron": {"python": "p"}}},
+            "training.backend",
+            "'megatron' cannot score tokens of 'policy' over those alone that top_p, top_k and min_p leave: use fsdp",
+        ),
         ("grpo", {"reward": {}}, "reward", "must name at least one reward"),
         (
             "grpo",

@@ -249,8 +249,11 @@ def test_gains_are_written_in_columns() -> None:
     assert from_columns(to_columns([])) == []
     more = [*gains, Gain(1, [6, 0], [-0.2, -0.3], "stop", 3, 9, ["AA=="])]
     together = joined(more)
-    assert together == [Gain(1, [5, 6, 0], [-0.1, -0.2, -0.3], "stop", 3, 7, ["AA=="]), gains[1]]
-    assert from_columns(json.loads(json.dumps(to_columns(together))))[0] == together[0]
+    assert together == [Gain(1, [5, 6, 0], [-0.1, -0.2, -0.3], "stop", 3, 7, ["AA=="], []), gains[1]]
+    assert from_columns(json.loads(json.dumps(to_columns(together))))[0] == together[0]._replace(support=())
+    limited = [Gain(1, [6], [-0.2], None, 3, support=["AQ=="]), Gain(1, [7], [-0.2], None, 3, support=[""])]
+    assert "experts" not in to_columns(limited)
+    assert from_columns(to_columns(joined(limited)))[0].support == ["AQ==", ""]
 
 
 def test_responses_that_are_short_come_in_shorter_parts() -> None:

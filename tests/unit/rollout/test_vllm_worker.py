@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Literal
 from unittest.mock import Mock
 
@@ -175,6 +176,24 @@ def output(name: str, token: int, experts: Sequence[int] | None = None) -> Mock:
     return Mock(
         request_id=name, outputs=[part], finished=experts is not None, num_cached_tokens=3, prompt_logprobs=known
     )
+
+
+def test_tokens_that_could_be_drawn_have_finite_log_probs_and_all_of_them_are_reported() -> None:
+    worker = VllmWorker(Mock(adapters={}, matrices={}))
+    worker._llm = Mock()
+    worker._llm.vllm_config.model_config.get_vocab_size.return_value = 5
+    # Two tokens: the one that was drawn comes first, and then the likeliest.
+    scores = SimpleNamespace(
+        start_indices=[0, 4],
+        end_indices=[4, 8],
+        token_ids=[2, 4, 2, 0, 1, 3, 1, 2],
+        logprobs=[-1.0, -0.5, -1.0, -math.inf, -2.0, -1.0, -2.0, -2.0],
+    )
+    assert np.frombuffer(base64.b64decode(worker._support(scores, 0)), np.int32).tolist() == [2, 4]
+    with pytest.raises(RuntimeError, match=r"could have drawn more than 3 tokens.*lower rollout\.top_k"):
+        worker._support(scores, 1)
+    worker._llm.vllm_config.model_config.get_vocab_size.return_value = 3
+    assert np.frombuffer(base64.b64decode(worker._support(scores, 1)), np.int32).tolist() == [1, 2, 3]
 
 
 def test_each_response_has_the_version_and_the_experts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ class Settings:
     matrices: Mapping[str, Sequence[str]] = field(default_factory=dict)  # names of all matrices of each set
     expert_layers: Sequence[int] = ()  # layers whose choices of experts are recorded; none if they are not
     experts_per_token: int = 0  # that each of these layers chooses
+    most_support: int = 0  # largest `top_k` of requests that record the tokens that could be drawn
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -53,7 +54,8 @@ class Ask:
 
     A prompt with images has one token for each; `images` are their files in base64, and with all tokens that these
     become it has `num_tokens`. Tokens that are `impossible` are never drawn. `adapter` names the
-    adapters with which it is computed. Up to `tokens_at_once` tokens of it may be reported together.
+    adapters with which it is computed. Up to `tokens_at_once` tokens of it may be reported together. The tokens that
+    could be drawn, of which `top_k` bounds the number, are reported, too, if `records_support`.
     """
 
     id: int
@@ -70,6 +72,7 @@ class Ask:
     impossible: Sequence[int] = ()
     adapter: str = ""
     tokens_at_once: int = 1
+    records_support: bool = False
 
 
 class Gain(NamedTuple):
@@ -78,7 +81,8 @@ class Gain(NamedTuple):
     `finish_reason` is `stop` or `length`, or None while the response continues; `policy_version` is the version of the
     weights that sampled the tokens. `cached_tokens` counts tokens of the prompt whose keys and values the engine still
     had; it may be repeated with each gain. `experts` are the choices for tokens that have been read, in base64, one
-    entry for each: first for the prompt, then for the response but its last one.
+    entry for each: first for the prompt, then for the response but its last one. `support` are the tokens that could be
+    drawn in place of each new one, int32 in base64; without any if it could be any token.
     """
 
     id: int
@@ -88,6 +92,7 @@ class Gain(NamedTuple):
     policy_version: int
     cached_tokens: int = 0
     experts: Sequence[str] = ()
+    support: Sequence[str] = ()
 
 
 def joined(gains: Iterable[Gain]) -> list[Gain]:
@@ -99,24 +104,26 @@ def joined(gains: Iterable[Gain]) -> list[Gain]:
 
 
 def _join(parts: Sequence[Gain]) -> Gain:
-    ids, tokens, log_probs, reasons, versions, cached, experts = zip(*parts, strict=True)
+    ids, tokens, log_probs, reasons, versions, cached, *recorded = zip(*parts, strict=True)
     assert versions[0] == versions[-1], "other weights abort what is in progress"
-    return Gain(
-        ids[0], [*chain(*tokens)], [*chain(*log_probs)], reasons[-1], versions[0], cached[0], [*chain(*experts)]
-    )
+    experts, support = ([*chain(*one)] for one in recorded)
+    sampled = [*chain(*tokens)], [*chain(*log_probs)]
+    return Gain(ids[0], *sampled, reasons[-1], versions[0], cached[0], experts, support)
+
+
+RECORDED = ("experts", "support")
+"""Fields of a gain that only some runs need."""
 
 
 def to_columns(gains: Sequence[Gain]) -> dict[str, list[Any]]:
-    """Write gains as lists that JSON can hold, one for each field; the last one, of experts, only if there are any."""
+    """Write gains as lists that JSON can hold, one for each field; the last ones only if something was recorded."""
     columns = {name: [gain[place] for gain in gains] for place, name in enumerate(Gain._fields)}
-    if not any(columns["experts"]):
-        del columns["experts"]
-    return columns
+    return {name: column for name, column in columns.items() if name not in RECORDED or any(column)}
 
 
 def from_columns(columns: Mapping[str, Sequence[Any]]) -> list[Gain]:
     """Read what `to_columns` has written."""
-    return [*map(Gain, *columns.values())]
+    return [Gain(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
 
 MOST_MAPPED = 2

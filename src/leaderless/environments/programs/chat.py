@@ -279,6 +279,7 @@ class Chat:
             is_truncated=completion.is_truncated,
             temperature=params.distribution.temperature,
             experts=completion.experts,
+            support=completion.support,
         )
         said = self._conversations.answer(context, completion.tokens, checked(answer.message), facts)
         self._lines.free(line, said)

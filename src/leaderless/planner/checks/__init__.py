@@ -26,6 +26,7 @@ OF_MODELS: Sequence[Check] = (
     capabilities.check_backends,
     settings.check_critic,
     capabilities.check_engines,
+    capabilities.check_support,
     capabilities.check_vllm,
     model_files.check_kinds,
     model_files.check_divisible,

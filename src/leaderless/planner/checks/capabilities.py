@@ -14,6 +14,7 @@ from leaderless.planner.memory.layers import check_adapted_stages, check_pipelin
 from leaderless.planner.memory.model_size import ModelSize
 from leaderless.planner.plan_parts import PlannedNode, RoleInstance
 from leaderless.planner.workflow import Workflow
+from leaderless.planner.workflow.columns import SUPPORT
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,40 @@ def check_vllm(draft: Draft) -> None:
     role = generating[-1].role
     message = f"must be given where {problem}; or set {recipe.key_of(ENGINE_KEY, role)}=native"
     raise RecipeError.at(recipe.key_of("rollout.external.python", role), message)
+
+
+def check_support(draft: Draft) -> None:
+    """Where tokens are left out, engines record those that could be drawn, and back ends score these alone."""
+    readers = [node for node in draft.nodes if SUPPORT in node.reads and node.spec.role_use in {"score", "train"}]
+    scoring = {role for node in readers for role, _ in node.uses}
+    agents = {agent for node in readers for agent in node.node.agents}
+    for instance, recipe in draft.seen():
+        role, config, backend = instance.role, recipe.rollout, recipe.training.backend
+        left_out = [name for name in ("top_p", "top_k", "min_p") if name in config.truncations]
+        if role in agents and instance.generates and left_out:
+            key = draft.recipe.key_of(f"rollout.{left_out[0]}", role)
+            engine, most = draft.recipe.key_of(ENGINE_KEY, role), engine_of(instance.engine).most_support
+            value = f"is {config.truncations[left_out[0]]:g}"
+            if most == 0:
+                raise RecipeError.at(
+                    key,
+                    f"{value}, but the engine '{instance.engine}' of '{role}' does not record which tokens it could "
+                    f"have drawn, over which training has to normalize: leave out {' and '.join(left_out)}, or set "
+                    f"{engine} to native",
+                )
+            if most is not None and not 0 < config.top_k <= most:
+                raise RecipeError.at(
+                    key,
+                    f"{value}, but the engine '{instance.engine}' of '{role}' records the tokens that it could have "
+                    f"drawn only if top_k bounds their number by 1 to {most}, and it is {config.top_k}: set top_k, or "
+                    f"set {engine} to native",
+                )
+        if role in scoring and not instance.is_engine_only and not backend_of(backend).knows_support:
+            raise RecipeError.at(
+                draft.recipe.key_of(BACKEND_KEY, role),
+                f"'{backend}' cannot score tokens of '{role}' over those alone that top_p, top_k and min_p leave: use "
+                "fsdp, or leave these out of `rollout`",
+            )
 
 
 MOST_EXPERTS = 255

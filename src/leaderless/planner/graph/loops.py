@@ -13,7 +13,7 @@ from leaderless.planner.graph.row_sets import DATA
 from leaderless.planner.graph.schedule import entries_of, is_expanded, make_schedule, syncs_of, with_history
 from leaderless.planner.layout import all_ranks
 from leaderless.planner.plan_parts import Channel, Edge, EdgeKind, Loop, PlannedNode, RoleInstance
-from leaderless.planner.workflow.columns import EXPERTS_PER_TOKEN, IMAGE_BYTES_PER_TOKEN, column_of
+from leaderless.planner.workflow.columns import EXPERTS_PER_TOKEN, IMAGE_BYTES_PER_TOKEN, SUPPORT_PER_TOKEN, column_of
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,7 @@ def _max_bytes(recipe: Recipe, name: str, agents: Sequence[str], *, is_sampled: 
         "image_bytes": data.max_prompt_tokens * IMAGE_BYTES_PER_TOKEN,
         "later_image_bytes": response * IMAGE_BYTES_PER_TOKEN,
         "experts": (data.max_prompt_tokens + response) * EXPERTS_PER_TOKEN,
+        "support": response * SUPPORT_PER_TOKEN,
     }.get(column.axis, response)
     siblings = batch.responses_per_prompt * max(1, len(agents)) if is_sampled and not column.is_prompt else 1
     return batch.prompts_per_step * siblings * longest * column.item_bytes

@@ -23,7 +23,13 @@ from leaderless.planner.assign.balance import (
 from leaderless.planner.assign.blocks import BlockUnits, Mesh, Shards, assign_in_blocks, is_in_blocks
 from leaderless.planner.graph.schedule import makers
 from leaderless.planner.simulate.cluster import WorkloadConfig
-from leaderless.planner.workflow.columns import EXPERTS_PER_TOKEN, IMAGE_BYTES_PER_TOKEN, Axis, column_of
+from leaderless.planner.workflow.columns import (
+    EXPERTS_PER_TOKEN,
+    IMAGE_BYTES_PER_TOKEN,
+    SUPPORT_PER_TOKEN,
+    Axis,
+    column_of,
+)
 
 Int = NDArray[np.int64]
 
@@ -107,6 +113,8 @@ class SimulatedRows:
             return self.response_tokens * IMAGE_BYTES_PER_TOKEN
         if axis == "experts":
             return self.tokens * EXPERTS_PER_TOKEN
+        if axis == "support":
+            return self.response_tokens * SUPPORT_PER_TOKEN
         return self.prompt_tokens if axis == "prompt_tokens" else self.response_tokens
 
 

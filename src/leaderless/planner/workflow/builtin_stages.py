@@ -18,6 +18,7 @@ from leaderless.planner.workflow.columns import (
     LATER_IMAGES,
     PLAY_COLUMNS,
     SEEN_COLUMNS,
+    SUPPORT_COLUMNS,
     TAKEN_COLUMNS,
 )
 from leaderless.planner.workflow.products import agents_of, tools_of
@@ -94,6 +95,7 @@ def _advantage_sampled_with(recipe: Recipe, node: Node) -> list[str]:  # noqa: A
 
 def _rollout_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
     own = [*ROLLOUT_WRITES, *[EXPERTS] * recipe.algorithm.replay_experts]
+    own += [*SUPPORT_COLUMNS] * recipe.samples_truncated
     own += [IMAGES, LATER_IMAGES] * recipe.has_later_images
     return [*own, *ROLLOUTS[recipe.product].writes(recipe)]
 
@@ -146,6 +148,12 @@ def _check_environment(recipe: Recipe) -> None:
     assert config is not None
     tools_of(config)
     custom_reader(config.tool_format)
+    if recipe.run.follow is not None and recipe.samples_truncated:
+        raise RecipeError.at(
+            "run.follow",
+            f"is {recipe.run.follow}, but its journal has no tokens that episodes could have had in place of theirs: "
+            "leave top_p, top_k and min_p out of `rollout`",
+        )
 
 
 def _check_online(recipe: Recipe) -> None:
@@ -339,6 +347,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         implementation="leaderless.stages.episode_rollout:play_on",
         implementations={},
         reads=("rows", *dict.fromkeys([*ROLLOUT_WRITES, *PLAY_COLUMNS])),
+        reads_if_made=SUPPORT_COLUMNS,
         rows="extend",
         needs_whole_groups=True,
         streams=False,
@@ -364,7 +373,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "log_probs": StageSpec(
         "leaderless.stages.update:log_probs",
         reads=lambda recipe, node: [*SEQUENCE, *replayed(recipe, node)],
-        reads_if_made=("temperatures",),
+        reads_if_made=("temperatures", *SUPPORT_COLUMNS),
         writes=lambda _, node, workflow: [log_probs_column(node, workflow)],
         roles={"model": "score"},
         streams=True,
@@ -374,7 +383,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "own_log_probs": StageSpec(
         "leaderless.stages.team:own_log_probs",
         reads=(*SEQUENCE, "agent", "response_lengths"),
-        reads_if_made=lambda _, node: ("temperatures", _own_log_probs_column(node)),
+        reads_if_made=lambda _, node: ("temperatures", *SUPPORT_COLUMNS, _own_log_probs_column(node)),
         writes=lambda _, node, __: [_own_log_probs_column(node)],
         roles={"model": "score"},
         takes_own_rows=True,

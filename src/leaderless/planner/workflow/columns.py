@@ -18,6 +18,7 @@ Axis = Literal[
     "second_tokens",
     "response_tokens",
     "experts",
+    "support",
     "observations",
     "decisions",
     "steps",
@@ -144,6 +145,12 @@ COLUMNS: dict[str, Column] = {
     "experts": Column(
         "jagged", "uint8", "experts of each token of the sample but the last: k for each layer with experts", "experts"
     ),
+    "support": Column(
+        "jagged", "int32", "words that each sampled token could be drawn as, where others were left out", "support"
+    ),
+    "support_sizes": Column(
+        "jagged", "int32", "number of these words for each sampled token; 0 where it could be any", "response_tokens"
+    ),
     "rewards": Column("dense", "float32", "weighted sum of the rewards that apply"),
     "reward_valid": Column("dense", "bool", "whether all rewards of the sample could be computed"),
     "reward_details": Column("object", "json", "each reward by name, and why it failed if it did"),
@@ -167,6 +174,10 @@ EXPERTS = "experts"
 """Column that rollouts write where experts are replayed."""
 EXPERTS_PER_TOKEN = 384
 """Estimate of its size: 8 experts in each of 48 layers."""
+SUPPORT, SUPPORT_SIZES = SUPPORT_COLUMNS = ("support", "support_sizes")
+"""Columns that rollouts write where tokens are left out."""
+SUPPORT_PER_TOKEN = 64
+"""Estimate of the size of the former."""
 DATA_RESPONSE_COLUMNS = ("tokens", "response_mask")
 """Columns that it also provides if `data.train.response` names a column to imitate."""
 DATA_PREFERENCE_COLUMNS = ("first_tokens", "second_tokens", "desirable", "margins", "reference_scores")

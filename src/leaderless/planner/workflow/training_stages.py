@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import RecipeError
-from leaderless.planner.workflow.columns import COLUMNS, EPISODE_IDS, EXPERTS, SEEN_COLUMNS, TAKEN_COLUMNS
+from leaderless.planner.workflow.columns import (
+    COLUMNS,
+    EPISODE_IDS,
+    EXPERTS,
+    SEEN_COLUMNS,
+    SUPPORT_COLUMNS,
+    TAKEN_COLUMNS,
+)
 from leaderless.planner.workflow.stage_spec import AGES, StageSpec, may_be_stale
 
 if TYPE_CHECKING:
@@ -158,14 +165,6 @@ def _check_update(recipe: Recipe, node: Node) -> None:
             f"{recipe.steps} steps: set it below `steps`",
         )
     _check_policy_loss(recipe, node)
-    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
-        value = getattr(recipe.rollout, name)
-        if value != neutral:
-            raise RecipeError.at(
-                f"rollout.{name}",
-                f"is {value}, which cannot be combined with a ratio loss: the engine would sample from another "
-                f"distribution than the one that is trained; set {name}={neutral}",
-            )
 
 
 def _check_proximal(recipe: Recipe, node: Node) -> None:
@@ -269,7 +268,7 @@ TRAINING_STAGES: dict[str, StageSpec] = {
     "update": StageSpec(
         "leaderless.stages.update:update",
         reads=_update_reads,
-        reads_if_made=(EPISODE_IDS, "temperatures"),
+        reads_if_made=(EPISODE_IDS, "temperatures", *SUPPORT_COLUMNS),
         reads_if_carried=_old_log_probs,
         roles={"model": "train"},
         idle_steps=lambda recipe: recipe.algorithm.critic.warmup_steps,
@@ -284,7 +283,7 @@ TRAINING_STAGES: dict[str, StageSpec] = {
         reads=lambda recipe, node: [
             *dict.fromkeys(name for name in (*_update_reads(recipe, node), *TURN_COLUMNS) if name != "old_log_probs")
         ],
-        reads_if_made=(EPISODE_IDS, "temperatures"),
+        reads_if_made=(EPISODE_IDS, "temperatures", *SUPPORT_COLUMNS),
         writes=("advantages",),
         needs_whole_groups=True,
         roles={"model": "train"},

@@ -117,6 +117,8 @@ class ExternalEngine:
         """Form in which the engine is given weights."""
         self.experts_per_token = 0
         """Experts of all layers that the engine reports for each token; 0 if it reports none."""
+        self.most_support = 0
+        """Largest `top_k` with which it reports the tokens that could be drawn; 0 if it never does."""
         self._name, self._driver, self._device, self._report = name, driver, device, report
         self._tokenizer, self._end_tokens = tokenizer, sorted(end_tokens)
         self._tolerance, self._impossible = tolerance, sorted(impossible)
@@ -213,6 +215,7 @@ class ExternalEngine:
         """Ask for the rest of a response."""
         response = self._responses[number]
         params, begun = response.params, response.completion.tokens
+        is_sampled = params.distribution.temperature > 0
         return Ask(
             id=number,
             prompt=[*collapsed(response.prompt, response.images), *begun],
@@ -227,6 +230,7 @@ class ExternalEngine:
             num_tokens=len(response.prompt) + len(begun),
             impossible=self._impossible,
             tokens_at_once=1 if params.stop else params.tokens_at_once,  # what follows a stop text is in vain
+            records_support=is_sampled and 0 < params.distribution.top_k <= self.most_support,
         )
 
     def step(self) -> list[Delta]:
@@ -283,9 +287,23 @@ class ExternalEngine:
             if gain.finish_reason is None:
                 self._abort([gain.id])
         tokens, log_probs = completion.tokens[begin:], completion.log_probs[begin:]
+        support = [base64.b64decode(one) for one in gain.support[: len(tokens)]] or [b""] * (
+            len(tokens) * bool(self.most_support)
+        )
+        completion.support += support
         news = self._take_experts(response, gain, has_ended=reason is not None) if self.experts_per_token else ()
         self._deltas.append(
-            Delta(response.request, response.sibling, tokens, log_probs, reason, gain.policy_version, cached, news)
+            Delta(
+                response.request,
+                response.sibling,
+                tokens,
+                log_probs,
+                reason,
+                gain.policy_version,
+                cached,
+                news,
+                support,
+            )
         )
 
     def _take_experts(self, response: _Response, gain: Gain, *, has_ended: bool) -> Sequence[bytes]:

@@ -49,6 +49,7 @@ class Running:
         self._tokens = np.zeros((num_seats, TOKENS_AT_ONCE), dtype=np.int64)
         self._log_probs = np.zeros((num_seats, TOKENS_AT_ONCE))
         self._experts: dict[int, list[bytes]] = {}
+        self._support: dict[int, list[bytes]] = {}
 
     @property
     def num_free(self) -> int:
@@ -81,6 +82,7 @@ class Running:
         self.responses[seat] = None
         self.departures[seat] += 1
         self._experts.pop(seat, None)
+        self._support.pop(seat, None)
         self._free.append(seat)
 
     def begins(self, seats: Ints) -> Ints:
@@ -104,8 +106,17 @@ class Running:
     def _response(self, seat: int) -> Response:
         return cast("Response", self.responses[seat])
 
-    def add(self, seats: Ints, tokens: Ints, log_probs: npt.NDArray[np.float64], experts: Sequence[bytes]) -> Ints:
-        """Add a token for each of some responses, and what experts were chosen for the one before it, if known.
+    def add(
+        self,
+        seats: Ints,
+        tokens: Ints,
+        log_probs: npt.NDArray[np.float64],
+        experts: Sequence[bytes],
+        support: Sequence[bytes],
+    ) -> Ints:
+        """Add a token for each of some responses, with the tokens that it could be, if known.
+
+        With it come the experts that were chosen for the token before it, if known.
 
         Returns:
             Seats of the responses that are to be reported.
@@ -116,6 +127,8 @@ class Running:
         self._num_read[seats] += 1
         for seat, choices in zip(seats.tolist(), experts, strict=False):
             self._experts.setdefault(seat, []).append(choices)
+        for seat, words in zip(seats.tolist(), support, strict=False):
+            self._support.setdefault(seat, []).append(words)
         reasons = CUT_OFF * (self._num_read[seats] >= self.limits[seats])
         reasons[(tokens[:, None] == self._end_tokens).any(1)] = STOPPED
         self._reasons[seats] = reasons
@@ -140,9 +153,14 @@ class Running:
             completion, stop = sequence.completion, sequence.params.stop
             completion.tokens += tokens
             completion.experts += experts
+            support = self._support.pop(seat, ())
+            completion.support += support
             sequence.num_tokens += count
             known, sequence.num_known = sequence.num_known, 0
             if stop and has_stopped(completion.tokens, stop, self._tokenizer):
                 reason = "stop"
-            deltas.append(Delta(sequence.request, sequence.sibling, tokens, log_probs, reason, version, known, experts))
+            recorded = experts, support
+            deltas.append(
+                Delta(sequence.request, sequence.sibling, tokens, log_probs, reason, version, known, *recorded)
+            )
         return deltas

@@ -40,7 +40,7 @@ from leaderless.rollout.native.prompts import (
     draws_of,
     passes_of,
 )
-from leaderless.rollout.native.sampling import sample_tokens, uniform_noise
+from leaderless.rollout.native.sampling import read_support, sample_recorded, sample_tokens, uniform_noise
 from leaderless.rollout.native.segment_attention import DecodeAttention, PrefillAttention, PromptPart, SharedPrompts
 
 REMEDY = "give models.ROLE.path the revision that the trainer has loaded, and report this if it has"
@@ -63,11 +63,14 @@ class NativeEngine:
         max_sequences: int,
         device: torch.device,
         routers: Routers | None = None,
+        *,
+        records_support: bool = False,
     ) -> None:
         """Decode at most `max_sequences` responses at a time.
 
         A model without weights, as of `empty_causal_lm`, gets them by `load_weights`; one with adapters gets these.
-        The choices of its routers are recorded if given: then passes are not compiled.
+        The choices of its routers are recorded if given: then passes are not compiled. On request, the tokens that
+        could be drawn are recorded, too.
         """
         self._weights = {name: parameter.shape for name, parameter in model.trained_weights()}
         is_empty = any(parameter.is_meta for parameter in model.parameters())
@@ -77,7 +80,7 @@ class NativeEngine:
         model.to(device)
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.end_tokens, self.max_sequences = end_tokens, max_sequences
-        self._routers = routers
+        self._routers, self._records_support = routers, records_support
         self._pass = forward_of(model, enable_compile=device.type == "cuda" and routers is None)
         self._num_requests = self._num_loads = 0
         self._reset()
@@ -456,22 +459,32 @@ class NativeEngine:
     ) -> None:
         """Draw a token for each response, which has new choices of experts, and release those that end with it."""
         tokens, log_probs = [0] * len(sequences), [0.0] * len(sequences)
+        support: list[Sequence[bytes]] = [()] * len(sequences)
         for (seed, distribution), rows in draws.items():
             sample_ids = torch.tensor([sequences[row].sample_id for row in rows])
             places = torch.tensor([len(sequences[row].completion.tokens) for row in rows])
             noise = uniform_noise(seed, sample_ids, places).to(self.device)
-            drawn, scores = sample_tokens(logits if len(draws) == 1 else logits[rows], noise, distribution)
+            own = logits if len(draws) == 1 else logits[rows]
+            if self._records_support:
+                drawn, scores, mask = sample_recorded(own, noise, distribution)
+                for row, words in zip(rows, read_support(mask.cpu().numpy()), strict=True):
+                    support[row] = (words,)
+            else:
+                drawn, scores = sample_tokens(own, noise, distribution)
             for row, token, score in zip(rows, drawn.tolist(), scores.tolist(), strict=True):
                 tokens[row], log_probs[row] = token, score
-        for sequence, token, log_prob, experts in zip(sequences, tokens, log_probs, news, strict=True):
-            self._add(sequence, token, log_prob, experts)
+        for sequence, token, log_prob, *recorded in zip(sequences, tokens, log_probs, news, support, strict=True):
+            self._add(sequence, token, log_prob, *recorded)
 
-    def _add(self, sequence: Response, token: int, log_prob: float, experts: Sequence[bytes]) -> None:
+    def _add(
+        self, sequence: Response, token: int, log_prob: float, experts: Sequence[bytes], support: Sequence[bytes]
+    ) -> None:
         """Add what was drawn to a response, and release the response if it ends."""
         completion = sequence.completion
         completion.tokens.append(token)
         completion.log_probs.append(log_prob)
         completion.experts += experts
+        completion.support += support
         sequence.num_tokens += 1
         reason: FinishReason | None = None
         if token in self.end_tokens or has_stopped(completion.tokens, sequence.params.stop, self.tokenizer):
@@ -481,7 +494,7 @@ class NativeEngine:
         known, sequence.num_known = sequence.num_known, 0
         version = self.policy_version
         self._deltas.append(
-            Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason, version, known, experts)
+            Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason, version, known, experts, support)
         )
         if reason:
             self._release(sequence, has_ended=True)

@@ -42,7 +42,14 @@ from leaderless.rollout.native.paged_plan import Arrangement, Ints, PagedPlan
 from leaderless.rollout.native.paged_staging import Staging, pinned
 from leaderless.rollout.native.pages import OutOfPagesError, PagePool
 from leaderless.rollout.native.prompts import CachedPrompt, Draws, Response
-from leaderless.rollout.native.sampling import Draw, sample_tokens, uniform_noise, write_drawn
+from leaderless.rollout.native.sampling import (
+    Draw,
+    num_mask_numbers,
+    read_support,
+    uniform_noise,
+    write_drawn,
+    write_recorded,
+)
 
 
 class PagedOptions(NamedTuple):
@@ -105,22 +112,27 @@ class PagedEngine(NativeEngine):
         device: torch.device,
         options: PagedOptions,
         routers: Routers | None = None,
+        *,
+        records_support: bool = False,
     ) -> None:
         """Decode at most `max_sequences` responses at a time; see `NativeEngine`."""
         self._options = options
         self._pages = PagePool(max(1, options.pool_tokens // options.page_tokens), options.page_tokens)
         self._passes = BucketGraphs(is_enabled=device.type == "cuda")
         self._num_choices = routers.num_layers * routers.num_chosen if routers else 0
-        self._staging = Staging(max_sequences, options.page_tokens, options.longest, device, self._num_choices)
+        text = model.model.config.get_text_config()
+        self._vocabulary = int(text.vocab_size)
+        # Behind tokens and log-probabilities come masks of what could be drawn, then eight choices in each number.
+        self._choices_at = 2 + num_mask_numbers(self._vocabulary) * records_support
+        num_recorded = self._choices_at - 2 - (-self._num_choices // 8)
+        self._staging = Staging(max_sequences, options.page_tokens, options.longest, device, num_recorded)
         self._last = torch.zeros(0, dtype=torch.int64)  # the last tokens of responses, by seat
         self._owned = set[str]()  # weights in memory of this engine
         self._addresses = tuple[int, ...]()  # of weights that recorded passes read
         self._num_allocations = 0  # of the memory through which numbers reach the device
-        super().__init__(model, tokenizer, end_tokens, max_sequences, device, routers)
-        text = model.model.config.get_text_config()
+        super().__init__(model, tokenizer, end_tokens, max_sequences, device, routers, records_support=records_support)
         windows = [getattr(module, "sliding_window", None) for module in model.modules()]
         self._window = min((size for size in windows if isinstance(size, int)), default=None)
-        self._vocabulary = int(text.vocab_size)
 
     def _reset(self) -> None:
         self._pages.clear()
@@ -229,10 +241,12 @@ class PagedEngine(NativeEngine):
             results = flight.read()
             # The response of a seat may have ended, been preempted or aborted since, and another one may be there.
             is_there = self._running.departures[flight.seats] == flight.departures
-            seats, (tokens, bits, *choices) = flight.seats[is_there], results[:, is_there]
+            seats, (tokens, bits, *recorded) = flight.seats[is_there], results[:, is_there]
+            masks, choices = recorded[: self._choices_at - 2], recorded[self._choices_at - 2 :]
             experts = [row.tobytes()[: self._num_choices] for row in np.stack(choices, 1)] if choices else ()
+            support = read_support(np.stack(masks, 1)) if masks else ()
             # Log-probabilities come as the bits of their float64: one copy brings everything.
-            self._report(self._running.add(seats, tokens, bits.view(np.float64), experts))
+            self._report(self._running.add(seats, tokens, bits.view(np.float64), experts, support))
 
     def _report(self, seats: Ints) -> None:
         """Report what was drawn for some responses, and release those that have ended."""
@@ -365,7 +379,7 @@ class PagedEngine(NativeEngine):
         if self._routers is not None:
             choices = self._routers.now.choices()
             padded = torch.nn.functional.pad(choices, (0, -choices.shape[1] % 8))
-            results[2:].copy_(padded.view(torch.int64).t())
+            results[self._choices_at :].copy_(padded.view(torch.int64).t())
         if way is None:
             self._staging.logits(*logits.shape).copy_(logits)
         else:
@@ -375,14 +389,17 @@ class PagedEngine(NativeEngine):
         self, logits: Tensor, plan: PagedPlan, results: Tensor, way: SamplingConfig, rows: Tensor | None = None
     ) -> None:
         """Draw tokens for all or some rows; each becomes the last token of its seat."""
-        noise, seats, drawn = plan.noise, plan.seats, results[:2]
+        noise, seats, drawn = plan.noise, plan.seats, results[: self._choices_at]
         if rows is not None:
             logits, noise, seats = (tensor.index_select(0, rows) for tensor in (logits, noise, seats))
-            drawn = results.new_empty(2, len(rows))
-        self._options.draw(logits, noise, way, drawn)
+            drawn = results.new_empty(len(drawn), len(rows))
+        if self._records_support:
+            write_recorded(logits, noise, way, drawn)
+        else:
+            self._options.draw(logits, noise, way, drawn)
         self._seated().index_copy_(0, seats, drawn[0])
         if rows is not None:
-            results[:2].index_copy_(1, rows, drawn)
+            results[: self._choices_at].index_copy_(1, rows, drawn)
 
     def _seated(self) -> Tensor:
         if not len(self._last):
@@ -429,12 +446,14 @@ class PagedEngine(NativeEngine):
         for (seed, _), rows in draws.items():
             noise[rows] = uniform_noise(seed, ids[rows], drawn[rows])
         there = numbers.to(self.device, non_blocking=True)
-        results = torch.empty_like(there)
+        results = there.new_empty(self._choices_at, count)
         for (_, way), rows in draws.items():
             places = slice(None) if len(rows) == count else placed(torch.tensor(rows), self.device)
-            drawn, scores = sample_tokens(logits[places], there[1].view(torch.float64)[places], way)
-            self._seated().index_copy_(0, there[0][places], drawn)
-            results[:, places] = torch.stack([drawn, scores.double().view(torch.int64)])
+            own = results.new_empty(self._choices_at, len(rows))
+            write = write_recorded if self._records_support else write_drawn
+            write(logits[places], there[1].view(torch.float64)[places], way, own)
+            self._seated().index_copy_(0, there[0][places], own[0])
+            results[:, places] = own
         self._fly(seats, results)
 
     @override

@@ -37,14 +37,14 @@ class Staging:
     """
 
     def __init__(
-        self, most_rows: int, page_size: int, longest: int, device: torch.device, num_choices: int = 0
+        self, most_rows: int, page_size: int, longest: int, device: torch.device, num_recorded: int = 0
     ) -> None:
         """Allocate nothing yet. Lists of pages are for sequences of `longest` tokens, and for as many prompts.
 
-        With each token come `num_choices` of experts.
+        With each token and its log-probability come `num_recorded` further numbers.
         """
         self._most_rows, self._device = bucket_of(most_rows), device
-        self._num_numbers = 2 + -(-num_choices // 8)
+        self._num_numbers = 2 + num_recorded
         self._most_pages = 2 * self._most_rows * -(-longest // page_size)
         self.num_allocations = 0
         self.release()
@@ -100,7 +100,7 @@ class Staging:
     def drawn(self, rows: int) -> Tensor:
         """Memory for what is drawn for some rows, [2 or more, rows] int64.
 
-        It is for tokens, bits of float64 log-probabilities, and eight choices of experts in each further number.
+        It is for tokens, bits of float64 log-probabilities, and what is recorded with them.
         """
         return self._drawn[: self._num_numbers * rows].view(self._num_numbers, rows)
 

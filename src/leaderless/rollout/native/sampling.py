@@ -16,6 +16,10 @@ _GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 """Constants of splitmix64 (Steele, Lea and Flood, 2014)."""
 CHUNK = 256
 """Tokens of the vocabulary whose weights are summed up first."""
+MASK_BITS = 64
+"""Tokens of the vocabulary that one number of a mask tells apart."""
+WHOLE = SamplingConfig()
+"""Distribution from which logits are drawn as they are."""
 MOST_FIRST = 1024
 """Most tokens that are selected without sorting all."""
 
@@ -68,10 +72,51 @@ def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -
     return tokens.squeeze(1), scores.squeeze(1).float().to(logits.device)
 
 
+def sample_recorded(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `sample_tokens` does, and say which tokens could be drawn.
+
+    Returns:
+        What `sample_tokens` returns, and [n, numbers] int64 with a bit for each token of the vocabulary that could be
+        drawn; without any if all could, or if the likeliest was taken.
+    """
+    if distribution.temperature == 0 or not distribution.is_truncated:
+        tokens, scores = sample_tokens(logits, noise, distribution)
+        return tokens, scores, tokens.new_zeros(len(tokens), num_mask_numbers(logits.shape[1]))
+    logits = truncate(logits / distribution.temperature, distribution)
+    is_kept = logits > -torch.inf
+    is_kept &= ~is_kept.all(dim=-1, keepdim=True)
+    padded = torch.nn.functional.pad(is_kept, (0, -logits.shape[1] % MASK_BITS)).view(len(logits), -1, 8)
+    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=logits.device)
+    mask = (padded * powers).sum(dim=-1, dtype=torch.uint8).view(torch.int64)
+    return *sample_tokens(logits, noise, WHOLE), mask
+
+
+def num_mask_numbers(vocabulary: int) -> int:
+    """Numbers of a row of the mask that `sample_recorded` returns."""
+    return -(-vocabulary // MASK_BITS)
+
+
+def read_support(mask: npt.NDArray[np.int64]) -> list[bytes]:
+    """The tokens whose bits are set in each row of a mask, [n, numbers] int64, as bytes of int32."""
+    rows, places = np.nonzero(mask)
+    bits = np.unpackbits(mask[rows, places].view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
+    which, bit = np.nonzero(bits)
+    tokens = (MASK_BITS * places[which] + bit).astype("<i4")
+    ends = np.bincount(rows[which], minlength=len(mask)).cumsum()
+    return [part.tobytes() for part in np.split(tokens, ends[:-1])]
+
+
 def write_drawn(logits: Tensor, noise: Tensor, distribution: SamplingConfig, drawn: Tensor) -> None:
     """Write what `sample_tokens` draws into [2, n] int64: tokens, and the bits of float64 log-probabilities."""
     tokens, scores = sample_tokens(logits, noise, distribution)
     torch.stack([tokens, scores.double().view(torch.int64)], out=drawn)
+
+
+def write_recorded(logits: Tensor, noise: Tensor, distribution: SamplingConfig, drawn: Tensor) -> None:
+    """Write what `sample_recorded` draws into [2 + numbers, n] int64, as `write_drawn` does, and its mask below."""
+    tokens, scores, mask = sample_recorded(logits, noise, distribution)
+    torch.stack([tokens, scores.double().view(torch.int64)], out=drawn[:2])
+    drawn[2:] = mask.t()
 
 
 Draw = Callable[[Tensor, Tensor, SamplingConfig, Tensor], None]

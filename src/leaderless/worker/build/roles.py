@@ -33,6 +33,7 @@ from leaderless.planner.engines import engine_for, engine_of
 from leaderless.planner.graph.adapters import base_of, companions_of, donor_of, optimizer_of
 from leaderless.planner.graph.judges import as_judged
 from leaderless.planner.memory.estimate import plan_pool
+from leaderless.planner.workflow.columns import SUPPORT
 from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.external.engine import ExternalEngine
@@ -252,6 +253,7 @@ class Roles:
             logs=self._logs,
             report=self._report,
             records_experts=recipe.algorithm.replay_experts,
+            records_support=any(SUPPORT in node.reads for node in self._plan.nodes),
             pool=plan_pool(self._recipe, self._plan.instances, self._plan.sizes, instance, self._room.cache),
         )
 

@@ -21,6 +21,7 @@ from leaderless.rollout.external.vllm_process.experts import packed, record_on_c
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
+    from vllm.logprobs import FlatLogprobs
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
@@ -37,12 +38,18 @@ PROBE = "probe"
 """vLLM's name for the request for the log-probabilities of a text."""
 
 
+def scores_for(top_k: int) -> int:
+    """Number of tokens to ask for so that all are among them that `top_k` keeps, and those as likely as its last."""
+    return 2 * top_k + 32
+
+
 class _Open(NamedTuple):
-    """A response in progress: vLLM's own name for it, its adapters, and how many tokens may be reported together."""
+    """A response in progress: vLLM's own name for it, its adapters, and how its tokens are reported; see `Ask`."""
 
     name: str
     adapter: str
     tokens_at_once: int = 1
+    records_support: bool = False
 
 
 class VllmWorker:
@@ -100,6 +107,7 @@ class VllmWorker:
             skip_tokenizer_init=not settings.sees_images,  # its image processors come with a tokenizer
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
+            max_logprobs=scores_for(settings.most_support),
             disable_log_stats=True,
             enable_return_routed_experts=bool(settings.expert_layers) and self._is_on_accelerator,
             **_weights_of(settings),
@@ -126,7 +134,8 @@ class VllmWorker:
                 max_tokens=ask.max_tokens,
                 stop_token_ids=list(ask.end_tokens),
                 ignore_eos=True,  # end tokens are given above
-                logprobs=0,
+                logprobs=self._num_scores(ask),
+                flat_logprobs=ask.records_support,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
                 skip_clone=True,  # a deep copy would be validated again
@@ -140,7 +149,7 @@ class VllmWorker:
                 self._expected[str(ask.id)] = ask.num_tokens
             request = self._adapters.request(ask.adapter)
             name = self._engine.add_request(str(ask.id), prompt, params, lora_request=request)
-            self._open[str(ask.id)] = _Open(name, ask.adapter, ask.tokens_at_once)
+            self._open[str(ask.id)] = _Open(name, ask.adapter, ask.tokens_at_once, ask.records_support)
 
     def step(self) -> list[Gain]:
         """Take as many steps of vLLM as all responses in progress allow.
@@ -172,12 +181,38 @@ class VllmWorker:
         self._check_length(output.request_id, output.prompt_token_ids)
         part, version = output.outputs[0], self._versions[self._open[output.request_id].adapter]
         tokens = list(part.token_ids)
-        log_probs = [scores[token].logprob for token, scores in zip(tokens, part.logprobs or (), strict=True)]
+        support = list[str]()
+        if self._open[output.request_id].records_support and tokens:
+            scores = cast("FlatLogprobs", part.logprobs)
+            log_probs = [scores.logprobs[first] for first in scores.start_indices]
+            support = [self._support(scores, place) for place in range(len(tokens))]
+        else:
+            log_probs = [one[token].logprob for token, one in zip(tokens, part.logprobs or (), strict=True)]
         number, cached = int(output.request_id), output.num_cached_tokens or 0
         experts = self._experts(output) if self.settings.expert_layers else []
         if output.finished:
             del self._open[output.request_id]
-        return Gain(number, tokens, log_probs, part.finish_reason, version, cached, experts)
+        return Gain(number, tokens, log_probs, part.finish_reason, version, cached, experts, support)
+
+    def _num_scores(self, ask: Ask) -> int:
+        """Number of the likeliest tokens whose log-probabilities come with that of the token that is drawn."""
+        if not ask.records_support:
+            return 0
+        return min(scores_for(ask.top_k), int(self._engine.vllm_config.model_config.get_vocab_size()))
+
+    def _support(self, scores: FlatLogprobs, place: int) -> str:
+        """Tokens that could be drawn: those whose log-probability is finite, behind the one that was drawn.
+
+        Of tokens as likely as the last one that `top_k` keeps, vLLM keeps all.
+        """
+        own = slice(scores.start_indices[place] + 1, scores.end_indices[place])
+        words = np.array(scores.token_ids[own], "<i4")[np.isfinite(scores.logprobs[own])]
+        if len(words) == own.stop - own.start < self._engine.vllm_config.model_config.get_vocab_size():
+            raise RuntimeError(
+                f"vLLM could have drawn more than {len(words)} tokens, though rollout.top_k bounds their number, since "
+                "so many are equally likely; set a lower rollout.top_k, or rollout.engine=native"
+            )
+        return base64.b64encode(np.sort(words).tobytes()).decode()
 
     def _experts(self, output: RequestOutput) -> list[str]:
         """The choices of experts that a step has added; vLLM shows them at the end of a response, all together."""
