@@ -19,6 +19,7 @@ from leaderless.cli.plan import plan, profile, schema, simulate
 from leaderless.cli.quickstart import convert, new, quickstart
 from leaderless.cli.results import evaluate, export, log, report
 from leaderless.cli.robot import demonstrate, robot
+from leaderless.cli.runs import compare, ls
 from leaderless.cli.serve import retriever, serve, ui
 from leaderless.cli.train import stop, submit, train
 from leaderless.observability.console import errors
@@ -56,7 +57,7 @@ app = typer.Typer(
 )
 for command in (
     *(quickstart, new, train, submit, doctor, convert, plan, profile, simulate, evaluate, export, serve, retriever),
-    *(stop, report, ui, log, reward, template, schema, demonstrate),
+    *(stop, ls, compare, report, ui, log, reward, template, schema, demonstrate),
 ):
     app.command("eval" if command is evaluate else None)(command)
 app.add_typer(env, name="env")

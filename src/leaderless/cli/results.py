@@ -63,9 +63,8 @@ def _print(scores: Mapping[str, float], recipe: Recipe, checkpoint: Path | None)
         table.add_row(name.removeprefix("evaluation/"), f"{value:{formats.get(name, 'z.4f')}}")
     console.print(table)
     if cut := scores.get("evaluation/truncated", 0.0):
-        limit = f"rollout.max_response_tokens={recipe.rollout.max_response_tokens}"
-        limits = limit if recipe.environment is None else f"{limit}, or a limit of environment"
-        print_line(f"{cut:.1%} were cut at {limits}, before they had ended")
+        longest = recipe.rollout.max_response_tokens
+        print_line(f"{cut:.1%} were cut at rollout.max_response_tokens={longest}, or at a limit of their environment")
 
 
 def export(

@@ -64,6 +64,8 @@ class RunConfig(Section):
     """Seconds after which each rank writes what it is doing and the memory it uses, for `leaderless ui`, and looks
     whether `leaderless stop` has been called or another rank is preempted; 0 for never. With more than 128 ranks they
     are longer."""
+    tags: tuple[str, ...] = ()
+    """Words for people, by which `leaderless ls` and the live page find runs."""
     trace_steps: int = Field(default=20, ge=0)
     """Number of first steps of which each rank writes a Chrome trace; 0 for none."""
     profiled_step: int = Field(default=0, ge=0)

@@ -119,6 +119,15 @@ def total_seconds(rows: Iterable[Mapping[str, object]]) -> dict[str, dict[str, f
     return {pool: {state: totals[name] for state, name in states.items()} for pool, states in by_pool(totals).items()}
 
 
+def seconds_left(step_s: float, step: int, num_steps: int, evaluate_every: int, evaluation_s: float) -> float:
+    """Seconds after a step until the end of a run, whose steps and evaluations take so long.
+
+    An evaluation comes after each `evaluate_every` steps, and after the last; never with 0.
+    """
+    num_evaluations = -(-num_steps // evaluate_every) - step // evaluate_every if evaluate_every else 0
+    return step_s * (num_steps - step) + evaluation_s * num_evaluations
+
+
 def in_short(seconds: Mapping[str, float]) -> str:
     """Shares of the time of a pool as a short line, the largest first; those below one percent are left out."""
     whole = sum(seconds.values()) or 1.0

@@ -28,6 +28,8 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from leaderless.observability.clock import seconds_left
+
 console = Console(emoji=False)
 """Standard output, for requested results. Names such as `:key:` are not taken for emoji."""
 errors = Console(stderr=True, emoji=False)
@@ -201,9 +203,8 @@ class Display:
             self._recent_s.append(now - self._ended_s - numbers.get(EVALUATION_S, 0.0))
         self._numbers, self._ended_s = text, now
         if self._recent_s:
-            every = self._evaluate_every
-            num_evaluations = -(-num_steps // every) - step // every if every else 0
-            left = mean(self._recent_s) * (num_steps - step) + num_evaluations * self._latest.get(EVALUATION_S, 0.0)
+            evaluation_s = self._latest.get(EVALUATION_S, 0.0)
+            left = seconds_left(mean(self._recent_s), step, num_steps, self._evaluate_every, evaluation_s)
             self._left = f"left {timedelta(seconds=round(left))}"
         if self._progress is not None:
             self._progress.update(self._task, completed=step)

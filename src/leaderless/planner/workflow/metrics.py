@@ -14,6 +14,7 @@ from leaderless.config import RecipeError, nearest
 from leaderless.config.judges import JudgeOptions
 from leaderless.config.rewards import CodeOptions, FormatOptions
 from leaderless.planner.workflow.builtin_stages import spec_of
+from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.planner.workflow.stage_spec import names_for, tagged
 
 if TYPE_CHECKING:
@@ -352,8 +353,7 @@ def _evaluation_metrics(recipe: Recipe) -> list[str]:
         own = ["accuracy"] * (recipe.data.preferences == "pairs")
         return [*(f"evaluation/{name}" for name in ("loss", "margin", *own)), "time/evaluate"]
     names = [f"evaluation/mean@{k}", "evaluation/failed", "time/evaluate"]
-    if recipe.body is None:
-        names += ["evaluation/truncated", "evaluation/response_tokens"]
+    names += PRODUCTS[recipe.product].evaluation_metrics
     names += [f"evaluation/pass@{j}" for j in pass_at_sizes(k)]
     options = recipe.reward.options()
     decides = [options.get(config.metric)] if config.metric else [*options.values()]

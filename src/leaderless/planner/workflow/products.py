@@ -29,6 +29,7 @@ class ProductFunctions:
             `leaderless.embodied.rollout.policy_rollout.make_engine`.
         weight_shapes: Function that finds the shapes of the weights that are sent to it; see `body_shapes`.
         evaluation: Function that grades episodes of held-out tasks; see `evaluate_bodies`.
+        evaluation_metrics: What an evaluation reports about the length of responses.
         clients: Function that reserves the address at which clients ask a rank; see `Entrance`.
     """
 
@@ -37,6 +38,7 @@ class ProductFunctions:
     rollout_engine: str = ""
     weight_shapes: str = ""
     evaluation: str = ""
+    evaluation_metrics: tuple[str, ...] = ("evaluation/truncated", "evaluation/response_tokens")
     clients: str = ""
 
 
@@ -50,6 +52,7 @@ PRODUCTS: Mapping[Product, ProductFunctions] = {
         rollout_engine="leaderless.embodied.rollout.policy_rollout:make_engine",
         weight_shapes="leaderless.embodied.rollout.policy_rollout:body_shapes",
         evaluation="leaderless.embodied.stages.rollout:evaluate_bodies",
+        evaluation_metrics=(),
     ),
 }
 """The functions of each kind of run; the functions of its stages are in their contracts."""

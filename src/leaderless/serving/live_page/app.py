@@ -24,6 +24,8 @@ from leaderless.serving.live_page.pages import MAX_RUNS, RunReader, RunStore, Un
 
 LEAVING_S = 2
 """Longest time that browsers have to read their last answers when the server stops."""
+MAX_COLUMNS = 20
+"""Number of columns that a reader may add to the list of runs."""
 TICK_S = 1.0
 """Time between two looks for what is new on a page."""
 POLICY = (
@@ -50,9 +52,9 @@ class LivePages:
         self._cookie = cookie_name(token or "")
         self._scripts = {name: plotly() if name == "plotly.js" else asset(name) for name in SCRIPTS}
 
-    async def index(self, request: Request) -> Response:  # noqa: ARG002 - as all have it
+    async def index(self, request: Request) -> Response:
         """The page that lists all runs."""
-        return HTMLResponse(await run_in_threadpool(self._desk.index_page))
+        return HTMLResponse(await run_in_threadpool(self._desk.index_page, _columns(request)))
 
     async def run(self, request: Request) -> Response:
         """The page about one run."""
@@ -76,7 +78,9 @@ class LivePages:
             return _error(400, f"{len(keys)} runs are chosen: choose at most {MAX_RUNS}")
         for key in keys:
             await run_in_threadpool(self._desk.path, key)  # an unknown run is an answer, not an event
-        return EventStream(self._news(keys, request.query_params.get("at", "")) if keys else self._lists())
+        return EventStream(
+            self._news(keys, request.query_params.get("at", "")) if keys else self._lists(_columns(request))
+        )
 
     async def stop(self, request: Request) -> Response:
         """Ask a run to stop."""
@@ -115,10 +119,10 @@ class LivePages:
             if "reload" in news or await self._closes_within(TICK_S):
                 return
 
-    async def _lists(self) -> AsyncIterator[bytes]:
+    async def _lists(self, columns: list[str]) -> AsyncIterator[bytes]:
         before = None
         while True:
-            now = await run_in_threadpool(self._desk.list)
+            now = await run_in_threadpool(self._desk.list, columns)
             yield _event(now) if now != before else b": nothing new\n\n"
             before = now
             if await self._closes_within(2 * TICK_S):
@@ -188,6 +192,11 @@ def make_app(desk: RunStore, token: str | None, is_closing: asyncio.Event) -> St
 
 def _keys(request: Request) -> list[str]:
     return list(dict.fromkeys(request.query_params.getlist("run")))
+
+
+def _columns(request: Request) -> list[str]:
+    """Further columns of the list of runs that an address names."""
+    return list(dict.fromkeys(name for name in request.query_params.getlist("column") if name))[:MAX_COLUMNS]
 
 
 def _key(request: Request) -> str:

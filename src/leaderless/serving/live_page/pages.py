@@ -11,8 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from threading import Lock, RLock
 
+from leaderless.config.load import all_keys
 from leaderless.observability.report.curves import MAX_POINTS
 from leaderless.observability.report.page import environment, json_of, outcome_values, render, report_values
+from leaderless.observability.report.run_files import flatten_recipe
 from leaderless.serving.live_page.charts import Board, differences, read_live
 from leaderless.serving.live_page.metric_table import StepTable
 from leaderless.serving.live_page.run_list import EventList, RunIndex, RunLine, doing, now_values, read_text
@@ -47,6 +49,7 @@ class RunStore:
         self.roots = roots
         self._index, self._lock = RunIndex(roots), Lock()
         self._watched: dict[Path, Watched] = {}
+        self._settings: dict[Path, tuple[int, Mapping[str, str]]] = {}
 
     def path(self, key: str) -> Path:
         """The folder of a run; only runs of the list have one, whatever the key looks like."""
@@ -62,17 +65,34 @@ class RunStore:
         with self._lock:
             return self._index.line(key, path)
 
-    def list(self) -> list[dict[str, object]]:
-        """All runs, for the page that lists them."""
+    def list(self, columns: Sequence[str] = ()) -> list[dict[str, object]]:
+        """All runs, for the page that lists them, with further columns: metrics of the last step, or settings."""
         with self._lock:
             lines = self._index.lines()
         shown = {"reward": "reward/mean", "loss": "policy/loss", "step_s": "time/step"}
         return [
-            {name: getattr(line, name) for name in ("key", "state", "step", "num_steps")}
+            {name: getattr(line, name) for name in ("key", "state", "step", "num_steps", "tags", "left_s")}
             | {"changed": line.changed_s}
+            | dict(zip(("accuracy", "accuracy_step"), line.accuracy or (None, None), strict=True))
             | {name: line.numbers.get(metric) for name, metric in shown.items()}
+            | {f"column {name}": self._value(line, name) for name in columns}
             for line in lines
         ]
+
+    def _value(self, line: RunLine, name: str) -> object:
+        """A metric of the last step of a run, or a setting of its recipe."""
+        if name in line.numbers:
+            return line.numbers[name]
+        recipe = line.path / "config.yaml"
+        try:
+            stamp = recipe.stat().st_mtime_ns
+        except OSError:
+            return None
+        known = self._settings.get(recipe)
+        if known is None or known[0] != stamp:
+            known = stamp, {".".join(key): value for key, value in flatten_recipe(read_text(recipe)).items()}
+            self._settings[recipe] = known
+        return known[1].get(name)
 
     def watched(self, key: str) -> Watched:
         """The numbers of a run."""
@@ -84,10 +104,14 @@ class RunStore:
                 self._watched.pop(next(iter(self._watched)))
         return one
 
-    def index_page(self) -> str:
+    def index_page(self, columns: Sequence[str] = ()) -> str:
         """The page that lists all runs."""
         roots = ", ".join(str(root) for root in self.roots)
-        return render("live_index.html", roots=roots, run_data=json_of(self.list()))
+        with self._lock:
+            lines = self._index.lines()
+        known = sorted({name for line in lines for name in line.numbers} | set(all_keys()))
+        data = json_of(self.list(columns))
+        return render("live_index.html", roots=roots, run_data=data, columns=columns, known=known)
 
     def run_page(self, key: str) -> str:
         """The page about one run."""

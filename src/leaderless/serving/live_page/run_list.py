@@ -8,8 +8,13 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
+import yaml
+
+from leaderless.observability.clock import seconds_left
 from leaderless.observability.line_file import GrowingFile
 from leaderless.observability.report.unchecked_values import as_mapping, as_number, as_step, as_text
 from leaderless.observability.report.view import format_bytes, format_duration
@@ -39,6 +44,9 @@ class RunLine:
         num_steps: Steps of the recipe; None if they are not known.
         changed_s: Time of the last change, in seconds since 1970.
         numbers: Numbers of the last step.
+        tags: Setting `run.tags`.
+        accuracy: Newest held-out accuracy, and its step; None if there is none.
+        left_s: Seconds until the last step; None if they are not known.
     """
 
     key: str
@@ -48,6 +56,9 @@ class RunLine:
     num_steps: int | None
     changed_s: float
     numbers: Mapping[str, float]
+    tags: tuple[str, ...] = ()
+    accuracy: tuple[float, int] | None = None
+    left_s: float | None = None
 
 
 class RunIndex:
@@ -85,13 +96,17 @@ class RunIndex:
         stamp = (state.st_mtime_ns, state.st_size) if state else (0, 0)
         known = self._lines.get(key)
         if known is None or known[0] != stamp:
-            record = last_record(metrics) if state else {}
+            records, recipe = last_records(metrics) if state else [], read_text(path / "config.yaml")
+            record = records[0] if records else {}
             numbers = {name: number for name, value in record.items() if (number := as_number(value)) is not None}
             changed = state or _stat(path / "config.yaml")
             changed_s = changed.st_mtime if changed else 0.0
-            line = RunLine(key, path, "", as_step(record.get("step")), _num_steps(path), changed_s, numbers)
+            step, num_steps = as_step(record.get("step")), _setting("steps", recipe)
+            facts = _tags(recipe), _accuracy(path), _seconds_left(records, num_steps, recipe)
+            line = RunLine(key, path, "", step, num_steps, changed_s, numbers, *facts)
             self._lines[key] = known = (stamp, line)
-        return replace(known[1], state=state_of(known[1]))
+        line = replace(known[1], state=state_of(known[1]))
+        return line if line.state == "running" else replace(line, left_s=None)
 
 
 def state_of(line: RunLine) -> str:
@@ -130,12 +145,13 @@ def statuses(path: Path) -> list[Mapping[str, object]]:
     return found
 
 
-def last_record(path: Path) -> Mapping[str, object]:
-    """The last complete JSON object of a file of lines, read from its end; empty if there is none to be read."""
+def last_records(path: Path) -> list[Mapping[str, object]]:
+    """The last complete JSON objects of a file of lines, the newest first; empty if there is none to be read."""
+    records: list[Mapping[str, object]] = []
     try:
         file = path.open("rb")
     except OSError:  # it belongs to somebody else, or is gone
-        return {}
+        return records
     with file:
         size = file.seek(0, os.SEEK_END)
         for length in (TAIL_BYTES, 64 * TAIL_BYTES):
@@ -147,10 +163,10 @@ def last_record(path: Path) -> Mapping[str, object]:
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(record, dict):
-                    return record
-            if length >= size:
+                    records.append(record)
+            if records or length >= size:
                 break
-    return {}
+    return records
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
@@ -168,10 +184,54 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
             yield from _runs_below(Path(entry.path), depth - 1)
 
 
-def _num_steps(path: Path) -> int | None:
-    """The setting `steps` of a resolved recipe, which stands at the beginning of a line."""
-    found = re.search(r"(?m)^steps:\s*(\d+)\s*$", read_text(path / "config.yaml"))
+def _setting(name: str, recipe: str) -> int | None:
+    """A whole number of a resolved recipe, by its name at the beginning of a line."""
+    found = re.search(rf"(?m)^{name}:\s*(\d+)\s*$", recipe)
     return int(found[1]) if found else None
+
+
+def _tags(recipe: str) -> tuple[str, ...]:
+    found = re.search(r"(?m)^  tags:((?:\n  - .*)+)", recipe)
+    try:
+        tags = yaml.safe_load(found[1]) if found else ()
+    except yaml.YAMLError:
+        tags = ()
+    return tuple(map(str, tags))
+
+
+def _accuracy(path: Path) -> tuple[float, int] | None:
+    """The newest held-out accuracy in the logs of a run, and its step."""
+    found: list[tuple[int, float]] = []
+    for log in path.glob("metrics*.jsonl"):
+        try:
+            with log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 64 * TAIL_BYTES))
+                text = file.read().rpartition(b"\n")[0]  # whole lines
+            at = max(text.rfind(b'"evaluation/mean@'), text.rfind(b'"evaluation/accuracy"'))
+            record = json.loads(text[text.rfind(b"\n", 0, at) + 1 :].partition(b"\n")[0]) if at >= 0 else {}
+        except (OSError, ValueError, RecursionError):
+            continue
+        step = as_step(as_mapping(record).get("step"))
+        for name, value in as_mapping(record).items():
+            number = as_number(value) if name.startswith(("evaluation/mean@", "evaluation/accuracy")) else None
+            if step is not None and number is not None:
+                found.append((step, number))
+    return max(found)[::-1] if found else None
+
+
+def _seconds_left(records: Sequence[Mapping[str, object]], num_steps: int | None, recipe: str) -> float | None:
+    """Seconds that the steps after the newest record take if they are like those before it."""
+    every = re.search(r"(?m)^evaluation:(?:\n  .*)*?\n  every_steps: (\d+)", recipe)
+    known = [tuple(as_number(one.get(name)) for name in ("step", "time_s", "time/evaluate")) for one in records]
+    took = [
+        seconds - earlier_s - (evaluation_s or 0.0)
+        for (step, seconds, evaluation_s), (before, earlier_s, _) in pairwise(known)
+        if step and seconds is not None and earlier_s is not None and before == step - 1 > 0  # the first one warms up
+    ]
+    if not took or num_steps is None:
+        return None
+    step, evaluation_s = int(known[0][0] or 0), next((one[2] for one in known if one[2] is not None), 0.0)
+    return max(0.0, seconds_left(median(took), step, num_steps, int(every[1]) if every else 0, evaluation_s or 0.0))
 
 
 def read_text(path: Path) -> str:

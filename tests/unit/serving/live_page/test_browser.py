@@ -58,6 +58,14 @@ def test_runs_are_listed_compared_watched_and_stopped(tmp_path: Path, page: Brow
     with served(run.parent) as address:
         page.open(address)
         page.wait("document.documentElement.dataset.shownRuns === '2'")
+        page.run("document.getElementById('add-column').focus()")
+        page.press(*"batch.prompts_per_step", ENTER)
+        page.wait("document.querySelectorAll('button.drop').length === 1")
+        page.wait("document.documentElement.dataset.shownRuns === '2'")
+        assert page.run("return document.querySelector('#runs tbody tr').innerText.split('\\t')").count("32") == 1
+        page.run("document.querySelector('button.drop').click()")
+        page.wait("document.querySelectorAll('button.drop').length === 0")
+        page.wait("document.documentElement.dataset.shownRuns === '2'")
         page.press("/", *"alp")
         page.wait("document.documentElement.dataset.shownRuns === '1'")
         assert page.run("return document.activeElement.id") == "find-runs"
@@ -181,3 +189,31 @@ def test_samples_are_searched_and_filtered_by_keys_in_light_and_dark(tmp_path: P
         page.press(LEFT)
         page.wait("document.getElementById('step-output').value === '5'")
         assert page.errors() == ""
+
+
+def test_no_chart_is_alone_in_a_row_with_room_for_more(tmp_path: Path, page: Browser) -> None:
+    run = write_run(tmp_path / "runs/alpha", 3)
+    # The number of charts in each row, and the right edges of rows and of what holds them.
+    script = """
+        const [width, number] = arguments;
+        document.querySelector("main").style.maxWidth = `${width}px`;
+        const group = document.querySelector(".charts");
+        const card = group.querySelector(".chart");
+        group.replaceChildren(...Array.from({ length: number }, () => card.cloneNode()));
+        const boxes = [...group.children].map((chart) => chart.getBoundingClientRect());
+        const tops = [...new Set(boxes.map((box) => box.top))];
+        const edge = group.getBoundingClientRect().right;
+        return tops.map((top) => {
+          const row = boxes.filter((box) => box.top === top);
+          return [row.length, Math.abs(edge - Math.max(...row.map((box) => box.right))) < 2];
+        });
+    """
+    rows = {1: [1], 2: [2], 3: [3], 4: [2, 2], 5: [3, 2], 6: [3, 3], 7: [3, 2, 2], 8: [3, 3, 2]}
+    with served(run.parent) as address:
+        page.open(f"{address}/runs/alpha")
+        page.wait("document.querySelector('.charts .chart')")
+        for number, expected in rows.items():
+            assert page.run(script, 1600, number) == [[count, True] for count in expected]
+        page.do("window/rect", width=900, height=900)
+        assert page.run(script, 1600, 5) == [[2, True], [2, True], [1, True]]
+        page.do("window/rect", width=1400, height=1600)

@@ -29,7 +29,7 @@ from leaderless.serving.live_page.app import LEAVING_S, cookie_name
 from leaderless.serving.live_page.charts import Board, differences
 from leaderless.serving.live_page.metric_table import StepTable
 from leaderless.serving.live_page.pages import RunStore
-from leaderless.serving.live_page.run_list import GONE_S, TAIL_BYTES, RunIndex, last_record
+from leaderless.serving.live_page.run_list import GONE_S, TAIL_BYTES, RunIndex, last_records
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_a_list_of_many_runs_reads_the_ends_of_their_files_once(
         (folder / "metrics.jsonl").write_text(line * 1000)
     reads: list[Path] = []
     monkeypatch.setattr(
-        "leaderless.serving.live_page.run_list.last_record", lambda path: reads.append(path) or last_record(path)
+        "leaderless.serving.live_page.run_list.last_records", lambda path: reads.append(path) or last_records(path)
     )
     index = RunIndex([tmp_path])
     for _ in range(3):
@@ -272,12 +272,49 @@ def test_a_list_of_many_runs_reads_the_ends_of_their_files_once(
     assert (tmp_path / "run-3/metrics.jsonl").stat().st_size > TAIL_BYTES
 
 
+def test_the_list_has_tags_accuracy_time_left_and_chosen_columns(run: Path) -> None:
+    recipe = (run / "config.yaml").read_text()
+    assert "  tags: []\n" in recipe
+    (run / "config.yaml").write_text(recipe.replace("  tags: []\n", "  tags:\n  - sweep\n  - 'no: 7'\n"))
+    rows, now = [], 0.0
+    for step in range(7):
+        evaluated = {"evaluation/mean@4": step / 10, "time/evaluate": 500.0} if step % 10 == 0 or step == 4 else {}
+        now += (1000.0 if step == 1 else 20.0) + evaluated.get("time/evaluate", 0.0)
+        rows.append({"step": step, "time_s": now, "policy/kl": step / 8} | evaluated)
+    write_lines(run / "metrics.jsonl", rows)
+    wanted = ["policy/kl", "batch.prompts_per_step", "evaluation.temperature", "nothing"]
+    store = RunStore([run.parent])
+    (line,) = store.list(wanted)
+    assert (line["tags"], line["accuracy"], line["accuracy_step"]) == (("sweep", "no: 7"), 0.4, 4)
+    assert [line[f"column {name}"] for name in wanted] == [0.75, "32", "1.0", None]
+    assert line["left_s"] is None, "it does not run"
+    write_status(run, 0)
+    # Evaluations come after each 10 of 40 steps; the first step warms up, and the evaluation is no part of step 4.
+    assert store.list()[0]["left_s"] == 34 * 20 + 4 * 500
+    page = store.index_page(wanted)
+    assert "column policy/kl" in page
+    with served(run.parent) as address:
+        (found,) = events(f"{address}/stream?column=policy/kl", len)[0]
+        assert found["column policy/kl"] == 0.75
+        assert "batch.responses_per_prompt" in ask(f"{address}/?column=policy/kl")[1], "it can be added"
+
+
+def test_the_accuracy_of_a_loop_that_is_ahead_is_found(run: Path) -> None:
+    write_lines(run / "metrics.jsonl", [{"step": step, "reward/mean": 0.5} for step in range(3)])
+    rows = [{"step": step, "evaluation/mean@1": step / 8} for step in (0, 2)]
+    write_lines(run / "metrics-evaluation.jsonl", rows)
+    with (run / "metrics-evaluation.jsonl").open("a") as file:
+        file.write('{"step": 4, "evaluation/mean@1": 0.')  # it is being written
+    (line,) = RunIndex([run.parent]).lines()
+    assert line.accuracy == (0.25, 2)
+
+
 def test_a_line_longer_than_the_end_of_its_file_is_found(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 1, "text": "x" * 3 * TAIL_BYTES}) + '\n{"step": 2')
-    assert last_record(path)["step"] == 1
+    assert [record["step"] for record in last_records(path)] == [1]
     path.write_text("")
-    assert last_record(path) == {}
+    assert last_records(path) == []
 
 
 def test_report_values_hold_no_samples_where_none_are_wanted(run: Path) -> None:

@@ -8,6 +8,7 @@
   let by = "changed";
   let isDescending = true;
   const chosen = new Set();
+  const columns = [...document.querySelectorAll("button.drop")].map((button) => button.dataset.column);
   const body = document.querySelector("#runs tbody");
 
   const number = (value) => (value === null || value === undefined ? "–" : String(Number(value.toPrecision(4))));
@@ -37,13 +38,20 @@
     const link = document.createElement("a");
     link.href = `/runs/${encodeURIComponent(run.key)}`;
     link.textContent = run.key;
-    const name = cell("th", link);
+    const name = cell("th", link, ...run.tags.map((tag) => {
+      const node = cell("span", tag);
+      node.className = "tag count";
+      return node;
+    }));
     name.scope = "row";
     const state = cell("span", run.state);
     state.className = `tag ${run.state}`;
     const step = run.step === null ? "–" : run.num_steps ? `${run.step.toLocaleString("en")} of ${run.num_steps.toLocaleString("en")}` : String(run.step);
     const changed = run.changed ? ago(Math.max(0, Date.now() / 1000 - run.changed)) : "–";
-    return cell("tr", cell("td", box), name, cell("td", state), cell("td", step), cell("td", number(run.reward)), cell("td", number(run.loss)), cell("td", number(run.step_s)), cell("td", changed));
+    const accuracy = run.accuracy === null ? "–" : `${number(run.accuracy)} (step ${run.accuracy_step})`;
+    const own = columns.map((column) => run[`column ${column}`]).map((value) => (typeof value === "string" ? value : number(value)));
+    const shown = [state, step, run.left_s === null ? "–" : ago(run.left_s).replace(" ago", ""), accuracy, number(run.reward), number(run.loss), number(run.step_s), ...own, changed];
+    return cell("tr", cell("td", box), name, ...shown.map((value) => cell("td", value)));
   }
 
   function compare(a, b) {
@@ -55,7 +63,7 @@
   }
 
   function render() {
-    const found = runs.filter((run) => `${run.key} ${run.state}`.toLowerCase().includes(query)).sort(compare);
+    const found = runs.filter((run) => `${run.key} ${run.state} ${run.tags.join(" ")}`.toLowerCase().includes(query)).sort(compare);
     const focused = document.activeElement && body.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") || document.activeElement.getAttribute("href") : null;
     body.replaceChildren(...found.slice(0, MAX_ROWS).map(rowOf));
     if (focused) {
@@ -92,7 +100,16 @@
   byId("compare").addEventListener("click", () => {
     location.href = `/compare?${[...chosen].map((run) => `run=${encodeURIComponent(run)}`).join("&")}`;
   });
-  const stream = new EventSource("/stream");
+  function show(names) {
+    location.search = new URLSearchParams(names.map((name) => ["column", name])).toString();
+  }
+  byId("add-column").addEventListener("change", (event) => {
+    if (event.target.value) show([...columns, event.target.value]);
+  });
+  for (const button of document.querySelectorAll("button.drop")) {
+    button.addEventListener("click", () => show(columns.filter((name) => name !== button.dataset.column)));
+  }
+  const stream = new EventSource(`/stream${location.search}`);
   stream.addEventListener("message", (event) => {
     runs = JSON.parse(event.data);
     render();
