@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from leaderless.planner.workflow import stage as stage
     from leaderless.rewards.protocol import RewardInput as RewardInput
     from leaderless.rewards.protocol import RewardResult as RewardResult
+    from leaderless.rewards.protocol import batch_reward as batch_reward
     from leaderless.rollout.make_engine import RolloutSetup as RolloutSetup
     from leaderless.run.run import Run as Run
     from leaderless.stages.context import StageContext as StageContext
@@ -58,6 +59,7 @@ _HOME = {
     "ToolError": "leaderless.environments.tools",
     "Turn": "leaderless.environments.protocol",
     "Workflow": "leaderless.planner.workflow",
+    "batch_reward": "leaderless.rewards.protocol",
     "load_recipe": "leaderless.planner.workflow",
     "make_plan": "leaderless.planner",
     "rollout_engine": "leaderless.planner",
@@ -84,6 +86,7 @@ __all__ = [
     "ToolError",
     "Turn",
     "Workflow",
+    "batch_reward",
     "load_recipe",
     "make_plan",
     "rollout_engine",

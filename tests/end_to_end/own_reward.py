@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from leaderless import RewardInput, RewardResult
 
 
@@ -27,3 +29,12 @@ def points_of(said: str) -> int:
     if points > 8:
         raise ValueError("it has no opinion")
     return points
+
+
+def broken(sample: RewardInput) -> float:
+    raise LookupError("no such server")
+
+
+def asleep(sample: RewardInput) -> float:
+    time.sleep(600)
+    return 1.0

@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.alone import run_alone
 from tests.end_to_end.bad_numbers import GRPO, PPO
-from tests.end_to_end.cli import metrics
+from tests.end_to_end.cli import metrics, run
 from tests.tiny import tiny_model, write_recipe
 from torch import Tensor
 
@@ -310,3 +310,29 @@ def test_failed_rewards_above_a_share_are_acted_on(
     assert ("guards.reward_failures_limit=" in outcome.errors) == (code == 1)
     lines = [json.loads(line) for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
     assert all(line["reward/failed_share"] == 1 for line in lines)
+
+
+def test_a_reward_that_always_fails_is_named_before_the_first_step_and_stops_all_ranks_together(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    name = "tests.end_to_end.own_reward:broken"
+    changes = {"reward": {name: 1.0}, "steps": 3, "batch.prompts_per_step": 8, "batch.responses_per_prompt": 4}
+    recipe = write_recipe(tmp_path, tiny_model(num_layers=1), changes)
+    outcome = run(ranks, tmp_path, "train", recipe, num_ranks=2)  # all ranks have the same exit code
+    assert outcome.code == 1
+    assert f"reward {name} cannot grade the expected response to a row of data.train: LookupError" in outcome.output
+    assert f"reward {name} failed: LookupError: no such server" in outcome.output
+    assert f"reward {name} has failed 8 times in a row: it grades no more responses of this step" in outcome.output
+    assert "guards.reward_failures_limit=0.5: 1 is above it; the run stops" in outcome.errors
+    assert f"raise its timeout_s or the limit (the first was {name}: LookupError: no such server" in outcome.errors
+    assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == [1]
+
+
+def test_a_reward_that_hangs_each_time_holds_no_run(tmp_path: Path) -> None:
+    reward = {"tests.end_to_end.own_reward:asleep": {"timeout_s": 0.2}}
+    changes = {"reward": reward, "steps": 3, "batch.prompts_per_step": 16, "run.reward_processes": 1}
+    outcome = run_alone(tmp_path, "train", write_recipe(tmp_path, tiny_model(num_layers=1), changes))
+    assert outcome.code == 1
+    assert "TimeoutError: took longer than 0.2 s" in outcome.errors
+    (line,) = metrics(tmp_path / "runs/tiny")
+    assert line["reward/failed"] == 64

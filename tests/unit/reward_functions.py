@@ -7,14 +7,15 @@ import itertools
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
-from leaderless.rewards.protocol import RewardInput, RewardResult
+from leaderless.rewards.protocol import RewardInput, RewardResult, batch_reward
 
 HEAVY_MODULES = ("torch", "transformers", "numpy", "leaderless.config.recipe")
 
@@ -168,3 +169,49 @@ def slowly(sample: RewardInput) -> float:
     """Take a time that nobody can foretell."""
     time.sleep(0.05 * Random().random())
     return float(len(sample.response) > 2)
+
+
+def broken(sample: RewardInput) -> float:
+    raise LookupError("no such server")
+
+
+def shout(sample: RewardInput) -> float:
+    """Print far more than anybody reads."""
+    for _ in range(5000):
+        print("x" * 99)
+    return 1.0
+
+
+def leave_session(sample: RewardInput) -> float:
+    """Start a process in a session of its own, write its id into the file that the answer names, and crash if asked."""
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    Path(str(sample.answer)).write_text(str(child.pid))
+    return float(ACTIONS[sample.response]())
+
+
+@batch_reward
+def ranks_of(samples: Sequence[RewardInput]) -> list[float | RewardResult | None]:
+    """Places of the responses by length, None for empty ones; with an answer, that is the size of the batch."""
+    order = sorted({len(sample.response) for sample in samples})
+    values = [float(order.index(len(sample.response))) if sample.response else None for sample in samples]
+    return [value if value is None else RewardResult(value, str(len(samples))) for value in values]
+
+
+@batch_reward
+def whole_batch(samples: Sequence[RewardInput]) -> object:
+    """Do what the longest response says, for all of them; the row may name a file that counts calls."""
+    if isinstance(samples[0].answer, str):
+        with Path(samples[0].answer).open("a") as file:
+            file.write("called\n")
+    return BATCH_ACTIONS[max((sample.response for sample in samples), key=len)](len(samples))
+
+
+BATCH_ACTIONS = {
+    "one": lambda count: [1.0] * count,
+    "error": lambda _: _raise(LookupError("no such server")),
+    "too few": lambda count: [1.0] * (count - 1),
+    "no list": lambda _: 1.0,
+    "hang": lambda _: _hang(),
+    "exit": lambda _: os._exit(3),
+    "some bad": lambda count: [float("nan"), "1.0", *[1.0] * (count - 2)],
+}

@@ -49,6 +49,14 @@ def leftovers_ended() -> Iterator[Callable[[], None]]:
         _adopt(0)
 
 
+def end_marked(variable: str, value: str) -> None:
+    """Kill all processes that began with an environment variable of this value, whatever their parent and session."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # those of other users cannot be read
+            if process.environ().get(variable) == value and _is_foreign(process):
+                process.kill()
+
+
 def _adopt(flag: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, flag)

@@ -222,6 +222,10 @@ class DataConfig(Section):
         """The dataset that a row of the training data was read from."""
         return self.train if isinstance(self.train, TrainingSetConfig) else self.train[str(row[DATASET_COLUMN])]
 
+    def named(self, key: str, row: Mapping[str, Json]) -> dict[str, Json]:
+        """A row of the training dataset with a key; in a mixture it has the name of the dataset."""
+        return {**row} if isinstance(self.train, TrainingSetConfig) else {**row, DATASET_COLUMN: key.rpartition(".")[2]}
+
     def source_of(self, row: Mapping[str, Json]) -> str | None:
         """The source of a row of the training data: its column `source`, else in a mixture the name of its dataset."""
         column = self.train_set_of(row).source

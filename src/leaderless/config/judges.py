@@ -27,7 +27,8 @@ class RewardOptions(ShorthandSection):
     weight: float = 1.0
     """Weight in the sample's reward, which is the weighted sum over the rewards that apply to it."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds that grading one response may take; after that its process is ended and the reward counts as failed."""
+    """Seconds that grading one response may take, or with a batch reward grading all of them; after that its process is
+    ended and the reward counts as failed."""
     sources: tuple[str, ...] = ()
     """Sources of rows that the reward applies to (`data.train.source` names the column; without one, the source of a
     mixture's row is the name of its dataset); `default` stands for sources that no reward names. Empty for all."""

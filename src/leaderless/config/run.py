@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
@@ -77,6 +78,10 @@ GuardAction = Literal["warn", "skip", "roll_back", "stop"]
 """Actions from the mildest to the strongest; if several guards are violated in a step, the strongest is taken."""
 
 
+MIN_FAILURES = 8
+"""Smallest number of failures in a row after which a reward is given up, or a judge is not asked any more."""
+
+
 class GuardsConfig(Section):
     """Reactions to bad numbers.
 
@@ -103,11 +108,21 @@ class GuardsConfig(Section):
     entropy_action: GuardAction = "warn"
     """Action if the entropy is below the limit."""
     reward_failures_limit: float | None = Field(default=0.5, ge=0, lt=1)
-    """Largest share of a step's responses whose reward may fail, or of episodes in SAC; null for no limit."""
+    """Largest share of a step's responses whose reward may fail, or of episodes in SAC; null for no limit. A reward
+    that has failed on the first eight responses of a step (on more if the limit is above 0.5) is given up: it grades no
+    further ones of that step, which count as failed."""
     reward_failures_action: Literal["warn", "roll_back", "stop"] = "stop"
     """Action at the end of a step in which more rewards failed."""
     max_roll_backs: int = Field(default=3, ge=1)
     """Number of times that a run may roll back; then it stops instead."""
+
+    @property
+    def hopeless_failures(self) -> int | None:
+        """Failures in a row after which a reward is given up: if its true share is the limit, in 1 of 256 cases."""
+        limit = self.reward_failures_limit
+        if not limit:
+            return None if limit is None else MIN_FAILURES
+        return max(MIN_FAILURES, math.ceil(8 / -math.log2(limit)))
 
 
 class LoggerConfig(ShorthandSection):

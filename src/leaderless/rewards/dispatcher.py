@@ -9,13 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
 from leaderless.base.leftover_processes import exit_in_words
 from leaderless.config.rewards import RewardsConfig
-from leaderless.rewards.protocol import GradingOutcome, RewardInput, describe, timed_out
-from leaderless.rewards.reward_process import SHARE_S, RewardProcess, serve
+from leaderless.rewards.protocol import Failures, GradingOutcome, RewardInput, describe, timed_out
+from leaderless.rewards.reward_process import SHARE_S, PrintedText, RewardProcess, serve
 
 START_TIMEOUT_S = 300.0
 """Seconds a reward process may take to start and to import the user's modules."""
@@ -34,17 +35,17 @@ _NOTICE_S = 1.0
 
 @dataclass
 class Chunk:
-    """Responses that one reward grades one after another.
+    """Responses that one reward grades one after another, or a batch reward in one call.
 
     Attributes:
         reward: Name of the reward.
-        indices: Responses without an outcome, by their index among all.
-        is_suspect: Whether its only response was being graded when a process ended: it is the culprit if that happens
+        calls: Responses without an outcome, by their index among all, those of each call together.
+        is_suspect: Whether its only call was being answered when a process ended: it is the culprit if that happens
             again.
     """
 
     reward: str
-    indices: deque[int]
+    calls: deque[tuple[int, ...]]
     is_suspect: bool = False
 
 
@@ -53,28 +54,47 @@ class _Job:
     """One call of `run`."""
 
     samples: Sequence[RewardInput]
-    waiting: deque[Chunk]
     num_left: int
+    failures: Failures
+    waiting: deque[Chunk] = field(default_factory=deque)
     outcomes: dict[tuple[str, int], GradingOutcome] = field(default_factory=dict)
 
-    def add(self, chunk: Chunk, *outcomes: GradingOutcome) -> None:
-        """Store outcomes of the first responses of a chunk."""
-        for outcome in outcomes:
-            self.outcomes[chunk.reward, chunk.indices.popleft()] = outcome
+    def add(self, chunk: Chunk, *graded: Sequence[GradingOutcome]) -> None:
+        """Store the outcomes of the first calls of a chunk."""
+        for outcomes in graded:
+            self.failures.add(chunk.reward, outcomes)
+            self._store(chunk, outcomes)
+
+    def fail(self, chunk: Chunk, error: str) -> None:
+        """Store a failure of all responses in the first call of a chunk."""
+        self.add(chunk, [GradingOutcome(error=error)] * len(chunk.calls[0]))
+
+    def give_up(self, chunk: Chunk) -> bool:
+        """Fail what is left of a chunk if its reward is given up; returns whether it is."""
+        error = self.failures.hopeless(chunk.reward)
+        while error is not None and chunk.calls:
+            self._store(chunk, [GradingOutcome(error=error)] * len(chunk.calls[0]))
+        return error is not None
+
+    def _store(self, chunk: Chunk, outcomes: Sequence[GradingOutcome]) -> None:
+        for index, outcome in zip(chunk.calls.popleft(), outcomes, strict=True):
+            self.outcomes[chunk.reward, index] = outcome
         self.num_left -= len(outcomes)
 
     def again(self, chunk: Chunk) -> None:
         """Have the rest of a chunk graded by whichever process is free next."""
-        if chunk.indices:
+        if chunk.calls:
             self.waiting.appendleft(chunk)
 
 
 class _Grader:
     """The worker's view of a reward process, which is replaced when it ends."""
 
-    def __init__(self, config: RewardsConfig) -> None:
-        self._config = config
+    def __init__(self, config: RewardsConfig, printed: PrintedText) -> None:
+        self._config, self._printed = config, printed
         self._num_failed_starts = 0
+        self.batch_rewards: frozenset[str] = frozenset()
+        """Names of rewards that take a batch, once the process is ready."""
         self.suspect: Chunk | None = None
         """Chunk that only a new process can judge, before it has graded any other."""
         self.start()
@@ -84,7 +104,8 @@ class _Grader:
         self.connection, there = Pipe()
         # A file in memory; as a connection, because those can be given to spawned processes.
         self._outcomes = Connection(os.memfd_create("outcomes"))
-        self._process = RewardProcess(target=serve, args=(self._config, there, self._outcomes), daemon=True)
+        ends = there, self._outcomes, self._printed.writer
+        self._process = RewardProcess(target=serve, args=(self._config, *ends), daemon=True)
         self._process.start()
         there.close()
         self.chunk: Chunk | None = None
@@ -108,13 +129,12 @@ class _Grader:
         """End the process, whatever it is doing; returns its exit code, or the name of a signal."""
         # A process that has closed its connection is about to end, with an exit code of its own.
         self._process.join(_NOTICE_S if self._is_closed else 0.0)
-        self._process.kill()
-        self._process.join(_END_TIMEOUT_S)
+        self._process.end(_END_TIMEOUT_S)
         self.connection.close()
         return exit_in_words(self._process.exitcode or 0)
 
-    def replace(self) -> tuple[str, list[GradingOutcome], bool]:
-        """Start a new process; returns how the old one ended, its outcomes, and whether it was grading a response.
+    def replace(self) -> tuple[str, list[list[GradingOutcome]], bool]:
+        """Start a new process; returns how the old one ended, its outcomes by call, and whether it was in the next.
 
         Raises:
             RuntimeError: Several in a row ended before they could grade a response.
@@ -130,39 +150,43 @@ class _Grader:
         self.start()
         return how, outcomes, is_grading
 
-    def send(self, chunk: Chunk, samples: Sequence[RewardInput], timeout_s: float) -> None:
-        """Have a chunk graded, each response within the time limit."""
+    def send(self, chunk: Chunk, calls: Sequence[Sequence[RewardInput]], timeout_s: float) -> None:
+        """Have a chunk graded, each call within the time limit."""
         file = self._outcomes.fileno()
         os.ftruncate(file, 0)
         os.lseek(file, 0, os.SEEK_SET)  # for the process as well
-        self.connection.send((chunk.reward, samples))
+        self.connection.send((chunk.reward, calls))
         self.chunk = chunk
         self.deadline = time.monotonic() + timeout_s + _LEEWAY_S
 
     def receive(self) -> bool:
         """Whether the process has loaded the rewards or finished its chunk; else it has ended."""
         try:
-            problem = self.connection.recv_bytes()
+            message = self.connection.recv_bytes()
         except (EOFError, ConnectionResetError):
             self._is_closed = True
             return False
-        if problem:
-            raise RuntimeError(f"a reward process cannot load the rewards: {problem.decode()}")
+        if message:
+            loaded: list[str] | str = json.loads(message)
+            if isinstance(loaded, str):
+                raise RuntimeError(f"a reward process cannot load the rewards: {loaded}")
+            self.batch_rewards = frozenset(loaded)
         self.is_ready = True
         return True
 
-    def outcomes(self) -> tuple[list[GradingOutcome], bool]:
-        """Outcomes of the first responses of the chunk, as far as they were graded; whether the next one had begun."""
+    def outcomes(self) -> tuple[list[list[GradingOutcome]], bool]:
+        """Outcomes of the first calls of the chunk, as far as they were graded; whether the next one had begun."""
         file = self._outcomes.fileno()
         *lines, unfinished = os.pread(file, os.fstat(file).st_size, 0).split(b"\n")
-        return [GradingOutcome(*values) for values in json.loads(b"[" + b",".join(lines) + b"]")], bool(unfinished)
+        graded = [[GradingOutcome(*values) for values in json.loads(line)] for line in lines]
+        return graded, bool(unfinished)
 
 
 class Dispatcher:
     """Grades in reward processes.
 
     A response that takes too long, or ends its process, fails alone: earlier outcomes are kept, and the responses after
-    it are graded by another process.
+    it are graded by another process. A batch fails as one.
 
     Args:
         config: The recipe's `reward` section.
@@ -180,28 +204,35 @@ class Dispatcher:
     def start(self) -> None:
         """Start the processes unless they run; they load the rewards while the caller continues."""
         if not self._graders:
-            self._graders = [_Grader(self._config) for _ in range(self._num_processes)]
+            self._printed = PrintedText()
+            self._graders = [_Grader(self._config, self._printed) for _ in range(self._num_processes)]
 
     def stop(self) -> None:
         """End the processes, whatever they are doing."""
+        if not self._graders:
+            return
         while self._graders:
             self._graders.pop().stop()
+        self._printed.close(_NOTICE_S)
 
     def run(
-        self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]]
+        self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]], failures: Failures
     ) -> Mapping[tuple[str, int], GradingOutcome]:
         """Outcomes by reward and index of the response, of those that each reward has to grade.
 
         Raises:
             RuntimeError: The processes cannot load the rewards, do not start in time, or end before they can grade.
         """
-        chunks = deque(chunk for name, indices in work.items() for chunk in self._split(name, indices))
-        job = _Job(samples, chunks, sum(map(len, work.values())))
+        job, is_split = _Job(samples, sum(map(len, work.values())), failures), False
         if job.num_left:
             self.start()
+            self._printed.begin()
         try:
             while job.num_left:
                 for grader in self._graders:
+                    if grader.is_ready and not is_split:
+                        chunks = (self._split(*one, in_batch=one[0] in grader.batch_rewards) for one in work.items())
+                        job.waiting, is_split = deque(chain(*chunks)), True
                     self._look_after(job, grader)
                     self._feed(job, grader)
                 self._collect(job)
@@ -211,15 +242,19 @@ class Dispatcher:
             raise
         return job.outcomes
 
-    def _split(self, name: str, indices: Sequence[int]) -> list[Chunk]:
+    def _split(self, name: str, indices: Sequence[int], *, in_batch: bool = False) -> list[Chunk]:
+        if in_batch:
+            return [Chunk(name, deque([tuple(sorted(indices))]))] if indices else []
         size = math.ceil(len(indices) / (_CHUNKS_PER_PROCESS * self._num_processes))
         size = max(1, min(size, MAX_CHUNK_SIZE))
-        return [Chunk(name, deque(indices[start : start + size])) for start in range(0, len(indices), size)]
+        calls = [(index,) for index in indices]
+        return [Chunk(name, deque(calls[start : start + size])) for start in range(0, len(calls), size)]
 
     def _look_after(self, job: _Job, grader: _Grader) -> None:
         """Replace a process that has ended, or that takes too long."""
         chunk, has_ended = grader.chunk, grader.has_ended()
-        if not has_ended and not grader.is_late():
+        is_over = chunk is not None and job.failures.hopeless(chunk.reward) is not None
+        if not has_ended and not grader.is_late() and not is_over:
             return
         if not has_ended and chunk is None:
             raise RuntimeError(
@@ -230,16 +265,16 @@ class Dispatcher:
         if chunk is None:
             return
         job.add(chunk, *outcomes)
-        # Between two responses, the next one is not to blame: the late one has finished after all, or an earlier one
-        # has ended the process. But if nothing at all was done, it is the first one, else this might never end.
-        has_culprit = bool(chunk.indices) and (is_grading or not outcomes)
+        # Between two calls, the next one is not to blame: the late one has finished after all, or an earlier one has
+        # ended the process. But if nothing at all was done, it is the first one, else this might never end.
+        has_culprit = bool(chunk.calls) and (is_grading or not outcomes) and not is_over
         if has_culprit and not has_ended:
-            job.add(chunk, timed_out(self._timeouts_s[chunk.reward]))
+            job.fail(chunk, timed_out(self._timeouts_s[chunk.reward], len(chunk.calls[0])))
         elif has_culprit and chunk.is_suspect:
-            job.add(chunk, GradingOutcome(error=f"RuntimeError: ended its process ({how})"))
+            job.fail(chunk, f"RuntimeError: ended its process ({how})")
         elif has_culprit:
             # An earlier response may have caused that; in a new process, only this one can.
-            grader.suspect = Chunk(chunk.reward, deque([chunk.indices.popleft()]), is_suspect=True)
+            grader.suspect = Chunk(chunk.reward, deque([chunk.calls.popleft()]), is_suspect=True)
         job.again(chunk)
         self._on_news()
 
@@ -247,16 +282,18 @@ class Dispatcher:
         """Give an idle process a chunk."""
         while grader.is_idle and (grader.suspect or job.waiting):
             chunk, grader.suspect = grader.suspect or job.waiting.popleft(), None
-            samples = [job.samples[index] for index in chunk.indices]
+            if job.give_up(chunk):
+                continue
+            calls = [[job.samples[index] for index in call] for call in chunk.calls]
             try:
-                grader.send(chunk, samples, self._timeouts_s[chunk.reward])
+                grader.send(chunk, calls, self._timeouts_s[chunk.reward])
             except OSError:  # The process has ended, which is noticed in the next round.
                 job.again(chunk)
                 return
             except Exception as error:  # noqa: BLE001 - one of the responses or their rows cannot be pickled
-                if len(chunk.indices) == 1:
-                    job.add(chunk, GradingOutcome(error=describe(error)))
-                job.waiting.extendleft(Chunk(chunk.reward, deque([index])) for index in chunk.indices)
+                if len(chunk.calls) == 1:
+                    job.fail(chunk, describe(error))
+                job.waiting.extendleft(Chunk(chunk.reward, deque([call])) for call in chunk.calls)
 
     def _collect(self, job: _Job) -> None:
         """Wait for the next outcomes."""

@@ -11,12 +11,20 @@ from itertools import islice
 from pathlib import Path
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.data import DATASET_COLUMN, DatasetConfig
+from leaderless.config.data import DatasetConfig
 from leaderless.data.sources.files import find_files
 from leaderless.data.sources.row_sources import Row, plain_row, read_lines
 from leaderless.observability.hidden_values import without_secrets
 from leaderless.rewards.judges.judge import Judge
-from leaderless.rewards.protocol import Reward, RewardInput, compute, describe, timed_out
+from leaderless.rewards.protocol import (
+    AnyReward,
+    GradingOutcome,
+    RewardInput,
+    compute,
+    describe,
+    takes_batch,
+    timed_out,
+)
 from leaderless.rewards.registry import make_rewards
 
 
@@ -60,7 +68,7 @@ class RewardTrial:
     reward: float | None
 
 
-def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) -> Iterator[RewardTrial]:
+def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) -> list[RewardTrial]:
     """Grade responses to the first rows of the training data.
 
     Args:
@@ -77,26 +85,49 @@ def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) ->
     rows = list(training_rows(recipe, num_rows))
     if 1 < len(responses) < len(rows):
         raise ValueError(f"there are {len(responses)} responses for {len(rows)} rows: give one, or one for each row")
+    samples: list[tuple[int, str, RewardInput]] = []
+    work: dict[str, list[int]] = {name: [] for name in options}
     for number, row in enumerate(rows):
-        config = recipe.data.train_set_of(row)
-        answer = row.get(config.answer) if config.answer else None
-        if config.answer and config.answer not in row:
-            raise RecipeError.at("data.train.answer", f"row {number + 1} has no column '{config.answer}'")
-        if responses:
-            made = {"given": responses[number if len(responses) > 1 else 0]}
-        else:
-            made = ({"expected": str(answer)} if isinstance(answer, str | int | float) else {}) | {"empty": ""}
-        applying = recipe.reward.applying(recipe.data.source_of(row))
-        samples = {
-            kind: RewardInput(row.get(config.prompt), response, answer, row, is_truncated=False, group=number)
-            for kind, response in made.items()
-        }
-        found = {name: _scores(rewards[name], samples, options[name].timeout_s) for name in applying}
-        for kind, sample in samples.items():
-            scores = {name: found[name][kind] for name in applying}
-            is_graded = bool(scores) and not any(score.error for score in scores.values())
-            total = sum(options[name].weight * (score.value or 0.0) for name, score in scores.items())
-            yield RewardTrial(number + 1, kind, sample, scores, total if is_graded else None)
+        answer = recipe.data.train_set_of(row).answer
+        if answer and answer not in row:
+            raise RecipeError.at("data.train.answer", f"row {number + 1} has no column '{answer}'")
+        given = responses[number if len(responses) > 1 else 0] if responses else None
+        for kind, sample in inputs_of_row(recipe, row, number, given).items():
+            for name in recipe.reward.applying(recipe.data.source_of(row)):
+                work[name].append(len(samples))
+            samples.append((number + 1, kind, sample))
+    found: list[dict[str, Score]] = [{} for _ in samples]
+    for name, places in work.items():
+        scores = _scores(rewards[name], [samples[place][2] for place in places], options[name].timeout_s)
+        for place, score in zip(places, scores, strict=True):
+            found[place][name] = score
+    trials: list[RewardTrial] = []
+    for one, scores_of_one in zip(samples, found, strict=True):
+        is_graded = bool(scores_of_one) and not any(score.error for score in scores_of_one.values())
+        total = sum(options[name].weight * (score.value or 0.0) for name, score in scores_of_one.items())
+        trials.append(RewardTrial(*one, scores_of_one, total if is_graded else None))
+    return trials
+
+
+def inputs_of_row(recipe: Recipe, row: Row, number: int, given: str | None = None) -> dict[str, RewardInput]:
+    """Inputs of rewards for a row, by the origin of the response, without a model.
+
+    Args:
+        recipe: Recipe with the data.
+        row: Row of its training data.
+        number: Number of the row, from 0.
+        given: Response; None for the row's expected answer where it is text, and an empty response.
+    """
+    config = recipe.data.train_set_of(row)
+    answer = row.get(config.answer) if config.answer else None
+    made = {"given": given} if given is not None else {"empty": ""}
+    if given is None and isinstance(answer, str | int | float):
+        made = {"expected": str(answer), **made}
+    prompt = row.get(config.prompt)
+    return {
+        kind: RewardInput(prompt, response, answer, row, is_truncated=False, group=number)
+        for kind, response in made.items()
+    }
 
 
 def read_responses(path: Path) -> list[str]:
@@ -114,27 +145,32 @@ def read_responses(path: Path) -> list[str]:
     return responses
 
 
-def _scores(reward: Reward, samples: Mapping[str, RewardInput], timeout_s: float) -> dict[str, Score]:
-    """Values that one reward finds for the responses to a row, by their kind."""
-    if not isinstance(reward, Judge):
-        return {kind: _score(reward, sample, timeout_s) for kind, sample in samples.items()}
-    scores: dict[str, Score] = {}
-    for kind, judged in zip(samples, reward.grade([*samples.values()]), strict=True):
-        outcome, said = judged.outcome, str(judged.notes.get("said", ""))
-        value = None if outcome.error else outcome.value
-        scores[kind] = Score(value, None, outcome.error or "", "", outcome.seconds, said)
-    return scores
+def _scores(reward: AnyReward, samples: Sequence[RewardInput], timeout_s: float) -> list[Score]:
+    """Values that one reward finds for responses; a judge and a batch reward get all of them at once."""
+    if isinstance(reward, Judge):
+        judged = [(one.outcome, str(one.notes.get("said", ""))) for one in reward.grade(samples)]
+        return [_score_of(outcome, outcome.error or "", outcome.seconds, said) for outcome, said in judged]
+    calls = [[sample] for sample in samples]
+    if takes_batch(reward):
+        calls = [[*samples]] * bool(samples)
+    return [score for call in calls for score in _scores_of_call(reward, call, timeout_s)]
 
 
-def _score(reward: Reward, sample: RewardInput, timeout_s: float) -> Score:
+def _scores_of_call(reward: AnyReward, samples: Sequence[RewardInput], timeout_s: float) -> list[Score]:
     begin = time.perf_counter()
     try:
-        outcome = compute(reward, sample)
+        outcomes = compute(reward, samples)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of the user's code: shown to the user
-        return Score(None, None, describe(error), _trace(error), time.perf_counter() - begin)
+        failed = Score(None, None, describe(error), _trace(error), (time.perf_counter() - begin) / len(samples))
+        return [failed] * len(samples)
     seconds = time.perf_counter() - begin
-    late = timed_out(timeout_s).error if seconds > timeout_s else None
-    return Score(outcome.value, outcome.answer, late or "", "", seconds)
+    late = timed_out(timeout_s, len(samples)) if seconds > timeout_s else ""
+    return [_score_of(one, late or one.error or "", seconds / len(samples)) for one in outcomes]
+
+
+def _score_of(outcome: GradingOutcome, error: str, seconds: float, said: str = "") -> Score:
+    value = None if outcome.error else outcome.value
+    return Score(value, outcome.answer, error, "", seconds, said)
 
 
 def _trace(error: BaseException) -> str:
@@ -148,9 +184,8 @@ def _trace(error: BaseException) -> str:
 def training_rows(recipe: Recipe, num_rows: int) -> Iterator[Row]:
     """The first rows of each dataset, as they would be read to train on."""
     for key, config in recipe.data.train_sets().items():
-        name = {} if isinstance(recipe.data.train, DatasetConfig) else {DATASET_COLUMN: key.rpartition(".")[2]}
         for row in islice(_rows(config, key), num_rows):
-            yield row | name
+            yield recipe.data.named(key, row)
 
 
 def _rows(config: DatasetConfig, key: str) -> Iterator[Row]:

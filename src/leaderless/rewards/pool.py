@@ -13,11 +13,19 @@ from typing import Self
 
 from leaderless.base.values import Json
 from leaderless.config.rewards import RewardsConfig
+from leaderless.config.run import MIN_FAILURES
 from leaderless.rewards.dispatcher import Dispatcher
 from leaderless.rewards.judges.asking import Asker
 from leaderless.rewards.judges.client import AnswerCache
 from leaderless.rewards.judges.judge import AnswerFile, Judge, Judged, JudgeUsage, make_judges
-from leaderless.rewards.protocol import GradingOutcome, Reward, RewardInput, grade
+from leaderless.rewards.protocol import (
+    AnyReward,
+    Failures,
+    GradingOutcome,
+    RewardInput,
+    grade,
+    takes_batch,
+)
 from leaderless.rewards.registry import make_rewards
 
 Askers = Mapping[str, Asker]
@@ -58,6 +66,7 @@ class RewardPool:
             Then no time limit is enforced, and a reward that crashes ends this process.
         on_news: Function to call whenever some responses have been graded.
         answers: File of the answers of judges.
+        failures: Counter of failures, by which rewards that only fail are given up.
 
     Attributes:
         kept_answers: Answers of judges, which their askers share.
@@ -73,16 +82,17 @@ class RewardPool:
         num_processes: int,
         on_news: Callable[[], None] = lambda: None,
         answers: AnswerFile = AnswerFile(),  # noqa: B008 - frozen
+        failures: Failures | None = None,
     ) -> None:
         if num_processes < 0:
             raise ValueError(f"num_processes={num_processes}: must be at least 0")
         self._config, self._options, self._all = config.without_judges(), config.options(), config
-        self._on_news = on_news
+        self._on_news, self.failures = on_news, failures or Failures()
         size = max((options.kept_answers for options in config.judges().values()), default=0)
         self.kept_answers = AnswerCache(answers.path, size, answers.may_fail)
         self._judges: Mapping[str, Judge] = make_judges(config.judges(), self.kept_answers)
         self._dispatcher = Dispatcher(self._config, num_processes, on_news) if num_processes else None
-        self._rewards: Mapping[str, Reward] = {}
+        self._rewards: Mapping[str, AnyReward] = {}
         """Rewards that are computed in this process."""
         self._is_closed = False
         self._lock = threading.Lock()
@@ -96,7 +106,8 @@ class RewardPool:
         Raises:
             RuntimeError: The pool is closed.
         """
-        self._check_open()
+        if self._is_closed:
+            raise RuntimeError("the reward pool is closed; make a new one")
         if self._dispatcher and self._config.options():
             self._dispatcher.start()
         elif not self._rewards:
@@ -117,17 +128,22 @@ class RewardPool:
             ValueError: The numbers of samples and sources differ.
             RuntimeError: The pool is closed, or its processes cannot load the rewards or do not stay alive.
         """
-        self._check_open()
+        if self._is_closed:
+            self.start()  # it says so
         if len(samples) != len(sources):
             raise ValueError(f"there are {len(samples)} samples but {len(sources)} sources; give one for each sample")
         applying = {source: self._all.applying(source) for source in set(sources)}
-        work = {name: [i for i, source in enumerate(sources) if name in applying[source]] for name in self._options}
-        judged = {name: work.pop(name) for name in self._judges}
+        # Responses to several prompts come first: a row that cannot be graded is no reason to give a reward up.
+        first = {sample.group: index for index, sample in reversed([*enumerate(samples)])}
+        order = dict.fromkeys([*sorted(first.values())[:MIN_FAILURES], *range(len(samples))])
+        work = {name: [i for i in order if name in applying[sources[i]]] for name in self._options}
+        judged = {name: sorted(work.pop(name)) for name in self._judges}
         elsewhere = {name: places for name, places in judged.items() if self._judges[name].options.role is None}
         here = {name: places for name, places in judged.items() if name not in elsewhere}
         with self._lock:
             asking = _in_thread(partial(self._judge, samples, elsewhere, {})) if elsewhere else None
-            outcomes = self._dispatcher.run(samples, work) if self._dispatcher else self._grade_here(samples, work)
+            self.failures.begin()
+            outcomes = self._grade_alone(samples, work, self.failures)
             said = {**(self._judge(samples, here, askers) if here else {}), **(asking.result() if asking else {})}
         outcomes = {**outcomes, **{place: one.outcome for place, one in said.items()}}
         return [
@@ -139,6 +155,13 @@ class RewardPool:
             else _no_reward(source)
             for index, source in enumerate(sources)
         ]
+
+    def try_on(self, sample: RewardInput, source: str | None) -> dict[str, str]:
+        """Errors, by reward, of those that cannot grade a response; judges are not asked, and nothing is counted."""
+        work = {name: [0] for name in self._all.applying(source) if name not in self._judges}
+        with self._lock:
+            outcomes = self._grade_alone([sample], work, Failures())
+        return {name: outcome.error for (name, _), outcome in outcomes.items() if outcome.error is not None}
 
     def close(self) -> None:
         """End the processes. Closing twice has no further effect."""
@@ -155,20 +178,26 @@ class RewardPool:
         """End the processes."""
         self.close()
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("the reward pool is closed; make a new one")
-
-    def _grade_here(
-        self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]]
+    def _grade_alone(
+        self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]], failures: Failures
     ) -> Mapping[tuple[str, int], GradingOutcome]:
-        self.start()
-        outcomes: dict[tuple[str, int], GradingOutcome] = {}
+        """Outcomes of rewards that are no judges."""
+        if self._dispatcher:
+            return self._dispatcher.run(samples, work, failures)
+        if not self._rewards:
+            self.start()
+        found: dict[tuple[str, int], GradingOutcome] = {}
         for name, indices in work.items():
-            for index in indices:
-                outcomes[name, index] = grade(self._rewards[name], samples[index], caught=(Exception, SystemExit))
-                self._on_news()
-        return outcomes
+            reward, outcomes = self._rewards[name], list[GradingOutcome]()
+            for call in [sorted(indices)] * bool(indices) if takes_batch(reward) else [[index] for index in indices]:
+                if outcomes and outcomes[-1].error and (error := failures.hopeless(name)):
+                    outcomes = [GradingOutcome(error=error)]
+                else:
+                    outcomes = grade(reward, [samples[index] for index in call], caught=(Exception, SystemExit))
+                    failures.add(name, outcomes)
+                    self._on_news()
+                found |= {(name, index): outcome for index, outcome in zip(call, outcomes, strict=True)}
+        return found
 
     def _judge(self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]], askers: Askers) -> Found:
         found: dict[tuple[str, int], Judged] = {}

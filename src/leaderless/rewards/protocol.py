@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from leaderless.base.values import Json
 from leaderless.observability.hidden_values import without_secrets
@@ -76,6 +78,33 @@ class Reward(Protocol):
         """Grade a response. If it raises an error, the sample counts as failed, never as 0."""
 
 
+class BatchReward(Protocol):
+    """A function that grades many responses in one call, declared with `@batch_reward`."""
+
+    def __call__(self, samples: Sequence[RewardInput], /) -> Sequence[float | RewardResult | None]:
+        """Grade responses, in their order; None fails one of them. An error fails all."""
+
+
+AnyReward = Reward | BatchReward
+Function = TypeVar("Function", bound=Callable[..., object])
+_BATCH_MARK = "__leaderless_batch_reward__"
+
+
+def batch_reward(function: Function) -> Function:
+    """Declare a reward that takes all responses that a worker grades at a time, and returns a list of values.
+
+    Args:
+        function: Function or class that follows `BatchReward`.
+    """
+    setattr(function, _BATCH_MARK, True)
+    return function
+
+
+def takes_batch(reward: AnyReward) -> bool:
+    """Whether a reward was declared with `@batch_reward`."""
+    return hasattr(reward, _BATCH_MARK)
+
+
 MAX_ERROR_LENGTH = 500
 """Characters of an error's text that are kept."""
 
@@ -97,28 +126,58 @@ class GradingOutcome(NamedTuple):
 
 
 def grade(
-    reward: Reward,
-    sample: RewardInput,
+    reward: AnyReward,
+    samples: Sequence[RewardInput],
     timeout_s: float = math.inf,
     caught: tuple[type[BaseException], ...] = (BaseException,),
-) -> GradingOutcome:
-    """Grade a response. If that takes too long, it has failed, even if it has a value."""
+) -> list[GradingOutcome]:
+    """Grade responses in one call. If it takes too long, they have failed, even if they have values."""
     begin = time.monotonic()
     try:
-        outcome = compute(reward, sample)
+        outcomes = compute(reward, samples)
     except caught as error:
-        outcome = GradingOutcome(error=describe(error))
+        outcomes = [GradingOutcome(error=describe(error))] * len(samples)
     else:
-        outcome = outcome if time.monotonic() - begin <= timeout_s else timed_out(timeout_s)
-    return outcome._replace(seconds=round(time.monotonic() - begin, 6))
+        if time.monotonic() - begin > timeout_s:
+            outcomes = [GradingOutcome(error=timed_out(timeout_s, len(samples)))] * len(samples)
+    seconds = round((time.monotonic() - begin) / len(samples), 6)
+    return [one._replace(seconds=seconds) for one in outcomes]
 
 
-def compute(reward: Reward, sample: RewardInput) -> GradingOutcome:
-    """Call a reward; besides what it raises, a TypeError or ValueError if it does not return a finite number."""
-    result: object = reward(sample)
+def compute(reward: AnyReward, samples: Sequence[RewardInput]) -> list[GradingOutcome]:
+    """Call a reward with one response, or a batch reward with any number.
+
+    Raises:
+        TypeError: It returns no number or, for a batch, no list with an entry for each response.
+        ValueError: It returns a number that is not finite.
+    """
+    if not hasattr(reward, _BATCH_MARK):
+        (sample,) = samples
+        return [_outcome(reward(sample))]  # type: ignore[arg-type]
+    results: object = reward(samples)  # type: ignore[arg-type]
+    if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(samples):
+        size = f" of {len(results)}" if isinstance(results, Sequence) else ""
+        raise TypeError(
+            f"returned a {type(results).__name__}{size} for {len(samples)} responses, but must return a list with a "
+            "number, a RewardResult or None for each"
+        )
+    return [_outcome_in_batch(result) for result in results]
+
+
+def _outcome_in_batch(result: object) -> GradingOutcome:
+    if result is None:
+        return GradingOutcome(error="ValueError: returned None for this response")
+    try:
+        return _outcome(result)
+    except (TypeError, ValueError, OverflowError) as error:
+        return GradingOutcome(error=describe(error))
+
+
+def _outcome(result: object) -> GradingOutcome:
     value, answer = (result.value, result.answer) if isinstance(result, RewardResult) else (result, None)
     if not isinstance(value, Real):
-        raise TypeError(f"returned a {type(value).__name__}, but must return a number or a RewardResult")
+        remedy = "; declare it with @batch_reward if it grades many responses at once" * isinstance(value, list)
+        raise TypeError(f"returned a {type(value).__name__}, but must return a number or a RewardResult{remedy}")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"returned {number}, but must return a finite number")
@@ -129,9 +188,62 @@ def compute(reward: Reward, sample: RewardInput) -> GradingOutcome:
     return GradingOutcome(number, _writable(str(answer)))
 
 
-def timed_out(timeout_s: float) -> GradingOutcome:
-    """The outcome of a response that took longer than the limit."""
-    return GradingOutcome(error=f"TimeoutError: took longer than {timeout_s:g} s")
+def timed_out(timeout_s: float, num_samples: int = 1) -> str:
+    """The error of responses, graded in one call, that took longer than the limit."""
+    together = f" for {num_samples} responses at once; raise its timeout_s" if num_samples > 1 else ""
+    return f"TimeoutError: took longer than {timeout_s:g} s{together}"
+
+
+class Failures:
+    """Failures of rewards in a row. A reward that only fails is given up for the rest of a call of its pool.
+
+    Args:
+        most: Failures in a row, in a call without a success, after which a reward is given up; None for no limit. Those
+            of earlier calls count as well if it has never succeeded, but it gets one response in each.
+        say: Function that tells the user of the first failure of a reward, and that it is given up.
+
+    Attributes:
+        is_stopping: Function that says whether the run was asked to stop: then one failure is enough for a reward that
+            has never succeeded.
+    """
+
+    def __init__(self, most: int | None = None, say: Callable[[str], None] = lambda _: None) -> None:
+        self._most, self._say = most, say
+        self.is_stopping: Callable[[], bool] = lambda: False
+        self._in_row: Counter[str] = Counter()
+        self._last: dict[str, str] = {}
+        self._good: set[str] = set()
+        """Rewards that have succeeded, in any call."""
+        self._over: dict[str, str] = {}
+        """Rewards that are given up in this call, each with the error of what is left."""
+
+    def begin(self) -> None:
+        """Begin a call."""
+        self._over.clear()
+        for name, count in self._in_row.items():
+            self._in_row[name] = 0 if name in self._good else min(count, (self._most or 1) - 1)
+
+    def add(self, name: str, outcomes: Sequence[GradingOutcome]) -> None:
+        """Count the outcomes of a reward for some responses."""
+        for outcome in outcomes:
+            if outcome.error is None:
+                self._good.add(name)
+                self._in_row[name] = -sys.maxsize
+                continue
+            if name not in self._last:
+                self._say(f"reward {name} failed: {outcome.error}")
+            self._last[name] = outcome.error
+            self._in_row[name] += 1
+
+    def hopeless(self, name: str) -> str | None:
+        """The error of what a reward has not graded yet, if it is given up."""
+        count = self._in_row[name]
+        is_stopping = count > 0 and name not in self._good and self.is_stopping()
+        if name not in self._over and (is_stopping or (self._most is not None and count >= self._most)):
+            times = "" if count == 1 else f" {count} times in a row"
+            self._over[name] = f"RuntimeError: not graded, as {name} has failed{times}: {self._last[name]}"
+            self._say(f"reward {name} has failed{times}: it grades no more responses of this step")
+        return self._over.get(name)
 
 
 def describe(error: BaseException) -> str:

@@ -18,12 +18,12 @@ from leaderless.config.rewards import (
     RewardsConfig,
     SearchFormatOptions,
 )
-from leaderless.rewards.protocol import Reward
+from leaderless.rewards.protocol import AnyReward
 from leaderless.rewards.text_rewards import AnswerMatchReward, ExactMatchReward, FormatReward, SearchFormatReward
 from leaderless.rewards.trl_and_verl import adapt
 
 
-def make_rewards(config: RewardsConfig, *, in_worker: bool = False) -> dict[str, Reward]:
+def make_rewards(config: RewardsConfig, *, in_worker: bool = False) -> dict[str, AnyReward]:
     """Load the rewards of a recipe by name, importing the modules of custom ones.
 
     Args:
@@ -78,7 +78,7 @@ def _problems_of(name: str, options: JudgeOptions) -> Sequence[Problem]:
     return []
 
 
-def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:
+def _load(name: str, options: RewardOptions, in_worker: bool) -> AnyReward:
     if isinstance(options, MathOptions):
         # Its library is slow to import, which only recipes that use it should pay for.
         from leaderless.rewards.math_reward import MathReward
@@ -105,7 +105,7 @@ def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:
     return _load_function(name, in_worker)
 
 
-def _load_function(name: str, in_worker: bool) -> Reward:
+def _load_function(name: str, in_worker: bool) -> AnyReward:
     key = f"reward.{name}"
     if name.startswith("__main__:") and not in_worker:
         raise RecipeError.at(
@@ -118,4 +118,4 @@ def _load_function(name: str, in_worker: bool) -> Reward:
     function = found if adapted is not None else load_function(name, key=key, num_arguments=1)
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise RecipeError.at(key, "must be a plain function that returns the reward, not a coroutine or generator")
-    return adapted or cast(Reward, function)
+    return adapted or cast(AnyReward, function)

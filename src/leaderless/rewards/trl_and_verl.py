@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 
 from leaderless.base.errors import RecipeError
-from leaderless.rewards.protocol import Reward, RewardInput, RewardResult
+from leaderless.rewards.protocol import AnyReward, RewardInput, RewardResult, batch_reward
 
 AnyFunction = Callable[..., object]
 _TRL_MARK = "completions"
@@ -16,7 +16,7 @@ _NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "env
 _ANY = (inspect.Parameter.VAR_KEYWORD,)
 
 
-def adapt(function: AnyFunction, key: str) -> Reward | None:
+def adapt(function: AnyFunction, key: str) -> AnyReward | None:
     """The reward for a function of TRL or verl; None if it is neither.
 
     Raises:
@@ -39,10 +39,11 @@ def adapt(function: AnyFunction, key: str) -> Reward | None:
     return VerlReward(function, None if takes_all else frozenset(names)) if names >= _VERL_MARKS else None
 
 
+@batch_reward
 class TrlReward:
-    """A function of lists, `completions, **columns -> list[float]`, which is called with one response at a time.
+    """A function of lists, `completions, **columns -> list[float]`, which is called with all responses at once.
 
-    As in TRL, a conversation's completion is a list with one message of the assistant, every column of the row is a
+    As in TRL, a conversation's completion is a list with one message of the assistant, every column of the rows is a
     list, and None counts as nothing in the sum of rewards.
     """
 
@@ -50,16 +51,24 @@ class TrlReward:
         """Call a function with its arguments of these names, or with all of them if None."""
         self._function, self._names = function, names
 
-    def __call__(self, sample: RewardInput, /) -> float:
-        """Grade a response."""
-        is_chat = isinstance(sample.prompt, Sequence) and not isinstance(sample.prompt, str)
-        completion = [{"role": "assistant", "content": sample.response}] if is_chat else sample.response
-        columns = {name: [value] for name, value in sample.row.items() if name not in {"prompt", "completion"}}
-        given: Mapping[str, object] = {"prompts": [sample.prompt], "completions": [completion], **columns}
+    def __call__(self, samples: Sequence[RewardInput], /) -> list[float]:
+        """Grade responses."""
+        names = dict.fromkeys(name for sample in samples for name in sample.row if name not in {"prompt", "completion"})
+        columns = {name: [sample.row.get(name) for sample in samples] for name in names}
+        completions = [*map(_completion, samples)]
+        given = {"prompts": [sample.prompt for sample in samples], "completions": completions, **columns}
         values = self._function(**_taken(given, self._names))
-        if not isinstance(values, Sequence) or len(values) != 1:
-            raise TypeError(f"returned {values!r} for one completion, but must return a list with one number")
-        return 0.0 if values[0] is None else values[0]
+        if not isinstance(values, Sequence) or len(values) != len(samples):
+            raise TypeError(
+                f"returned {str(values)[:100]} for {len(samples)} completions, but must return a list with a number "
+                "for each"
+            )
+        return [0.0 if value is None else value for value in values]
+
+
+def _completion(sample: RewardInput) -> object:
+    is_chat = isinstance(sample.prompt, Sequence) and not isinstance(sample.prompt, str)
+    return [{"role": "assistant", "content": sample.response}] if is_chat else sample.response
 
 
 class VerlReward:

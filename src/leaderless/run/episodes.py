@@ -23,6 +23,7 @@ from leaderless.observability.episode_files import EpisodeFile, Kind, episode_fi
 from leaderless.planner.workflow import WorkflowRecipe, load_recipe
 from leaderless.planner.workflow.builtin_stages import spec_of
 from leaderless.rewards.pool import Graded, RewardPool
+from leaderless.rewards.protocol import Failures
 from leaderless.rollout.engine import SamplingParams
 from leaderless.stages.episode_rollout import reader_of, tools_of, writer_of
 from leaderless.stages.reward import RegradedPart, parts_of, regrade
@@ -156,7 +157,8 @@ class RunEpisodes:
         Rewards are another recipe whose `reward` section takes the place of the run's, or settings `reward.x=value`.
         """
         recipe = with_rewards(self.loaded, rewards)
-        with RewardPool(recipe.reward, recipe.run.reward_processes) as pool:
+        failures = Failures(recipe.guards.hopeless_failures)
+        with RewardPool(recipe.reward, recipe.run.reward_processes, failures=failures) as pool:
             for step in steps:
                 parts, old = parts_of(self.played("step", step), recipe, self.tokenizer), self.graded("step", step)
                 graded = regrade(parts, recipe, pool)

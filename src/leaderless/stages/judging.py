@@ -15,10 +15,11 @@ from leaderless.config import RecipeError
 from leaderless.config.judges import JudgeOptions
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
+from leaderless.config.run import MIN_FAILURES
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.distributed.transport import ProcessGroup
 from leaderless.environments.chat_writer import ChatWriter
-from leaderless.rewards.judges.asking import MIN_FAILURES, JudgeQuestion, JudgeReply, reminder, unreadable
+from leaderless.rewards.judges.asking import JudgeQuestion, JudgeReply, reminder, unreadable
 from leaderless.rewards.judges.client import AnswerCache, JudgeAnswer, key_of
 from leaderless.rewards.judges.verdicts import Message, VerdictError
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams

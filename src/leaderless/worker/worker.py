@@ -102,7 +102,8 @@ class Worker:
 
     def _run_steps(self, stop: StopRequest) -> None:
         self.parts.clock.start()
-        self.chain.channels.is_asked_to_stop = lambda: stop.signal is not None
+        is_stopped = self.chain.channels.is_asked_to_stop = lambda: stop.signal is not None
+        self.parts.rewards.failures.is_stopping = is_stopped
         recipe = self.parts.recipe
         self.parts.display.start(recipe.steps, self.progress.trained, recipe.evaluation.every_steps)
         is_stopping = False

@@ -55,16 +55,22 @@ def reward_pids() -> set[int]:
 
 
 def serve_and_leave(
-    is_grading: bool, is_hanging: bool, config: RewardsConfig, worker: Connection, outcomes: Connection
+    is_grading: bool,
+    is_hanging: bool,
+    config: RewardsConfig,
+    worker: Connection,
+    outcomes: Connection,
+    printed: Connection,
 ) -> None:
     """Serve as a reward process that hangs or ends at the response "second", or just before it unless it comes first.
 
     The answer of a response is the file to which the size of its chunk is added.
     """
     with suppress(EOFError, BrokenPipeError):
+        worker.send_bytes(b"[]")
         while True:
-            worker.send_bytes(b"")
-            _, samples = worker.recv()
+            _, calls = worker.recv()
+            samples = [sample for (sample,) in calls]
             with Path(samples[0].answer).open("a") as sizes:
                 sizes.write(f"{len(samples)} ")
             for index, sample in enumerate(samples):
@@ -75,7 +81,8 @@ def serve_and_leave(
                     time.sleep(600.0)
                 if is_culprit:
                     os._exit(3)
-                os.write(outcomes.fileno(), json.dumps(GradingOutcome(1.0)).encode() + b"\n")
+                os.write(outcomes.fileno(), json.dumps([GradingOutcome(1.0)]).encode() + b"\n")
+            worker.send_bytes(b"")
 
 
 EVERYTHING = {

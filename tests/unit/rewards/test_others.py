@@ -19,6 +19,10 @@ def by_length(completions, **kwargs):
     return [float(len(completion)) for completion in completions]
 
 
+def places(completions, **kwargs):
+    return [float(sorted(completions).index(one)) for one in completions]
+
+
 def of_chats(prompts, completions, solution, **kwargs):
     contents = [completion[0]["content"] for completion in completions]
     assert prompts[0][-1]["role"] == "user"
@@ -70,11 +74,18 @@ def no_score(solution_str, ground_truth):
 def outcome(name: str, prompt: object = "2+2=", response: str = "4", **row: object) -> GradingOutcome:
     sample = RewardInput(prompt, response, None, {"prompt": prompt, **row}, is_truncated=False)  # type: ignore[arg-type]
     reward = make_rewards(RewardsConfig.model_validate({f"{HERE}:{name}": 1.0}))[f"{HERE}:{name}"]
-    return grade(reward, sample)._replace(seconds=0.0)
+    (graded,) = grade(reward, [sample])
+    return graded._replace(seconds=0.0)
 
 
 def test_a_function_of_lists_grades_one_completion() -> None:
     assert outcome("by_length", response="four") == GradingOutcome(4.0)
+
+
+def test_a_function_of_lists_gets_all_completions_at_once() -> None:
+    reward = make_rewards(RewardsConfig.model_validate({f"{HERE}:places": 1.0}))[f"{HERE}:places"]
+    samples = [RewardInput("?", response, None, {"row": 1}, is_truncated=False) for response in ("c", "a", "b")]
+    assert [one.value for one in grade(reward, samples)] == [2.0, 0.0, 1.0]
 
 
 def test_columns_and_chats_arrive_as_trl_passes_them() -> None:
@@ -92,8 +103,8 @@ def test_none_counts_as_nothing_in_the_sum() -> None:
 
 @pytest.mark.parametrize(("name", "what"), [("no_list", "1.0"), ("too_many", "[1.0, 2.0]")])
 def test_what_is_no_list_of_one_number_fails(name: str, what: str) -> None:
-    assert outcome(name).error is not None
-    assert f"returned {what} for one completion, but must return a list with one number" in str(outcome(name).error)
+    error = outcome(name).error or ""
+    assert f"returned {what} for 1 completions, but must return a list with a number for each" in error
 
 
 def test_what_rewards_do_not_get_is_refused_unless_it_has_a_default() -> None:
@@ -118,4 +129,4 @@ def test_a_dictionary_of_verl_has_the_score_and_the_answer() -> None:
 def test_rewards_of_another_form_are_called_as_before(tmp_path: Path) -> None:
     name = "tests.unit.reward_functions:length"
     reward = make_rewards(RewardsConfig.model_validate({name: 1.0}))[name]
-    assert grade(reward, RewardInput("", "four", None, {}, is_truncated=False)).value == 4
+    assert grade(reward, [RewardInput("", "four", None, {}, is_truncated=False)])[0].value == 4

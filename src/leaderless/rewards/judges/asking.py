@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from leaderless.config.judges import JudgeOptions
+from leaderless.config.run import MIN_FAILURES
 from leaderless.rewards.judges.client import AnswerCache, ChatClient, JudgeAnswer, RequestError, key_of
 from leaderless.rewards.judges.verdicts import Message, VerdictError
 
 FIRST_WAIT_S = 0.5
 """Mean seconds before a request is repeated for the first time; each further time it is twice as long."""
 LONGEST_WAIT_S = 8.0
-MIN_FAILURES = 8
-"""Smallest number of questions in a row without an answer after which the others are not asked."""
 MAX_QUOTED = 4000
 """Characters of an answer that a reminder quotes."""
 LEEWAY_S = 5.0

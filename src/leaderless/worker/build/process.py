@@ -36,8 +36,10 @@ from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.planner import Plan, RoleInstance, answering
 from leaderless.planner.workflow.products import PRODUCTS
+from leaderless.rewards.dry_run import inputs_of_row
 from leaderless.rewards.judges.judge import AnswerFile
 from leaderless.rewards.pool import RewardPool
+from leaderless.rewards.protocol import Failures
 from leaderless.stages.context import Clients
 from leaderless.stages.episode_rollout import writer_of
 from leaderless.worker.build.accelerator import check_accelerator, choose_attention
@@ -113,7 +115,26 @@ def open_worker(recipe: Recipe, plan: Plan, place: RankInfo, display: Display) -
         stack.callback(worker.close)
         if entrance is not None:
             entrance.say(directory, partial(_print_own, display))
+        try_rewards_once(parts)
         yield worker
+
+
+def try_rewards_once(parts: Parts) -> None:
+    """Grade one response to a row of each dataset before the first step, and say which rewards fail.
+
+    It is the expected answer, or an empty one if the row has none. Episodes are not made up.
+    """
+    recipe, rank = parts.recipe, parts.transport.rank
+    grades = any(node.spec.grades and rank in node.layout for node in parts.plan.nodes)
+    if recipe.product != "text" or not grades:
+        return
+    for key, one in zip(recipe.data.train_sets(), parts.sets, strict=True):
+        (prompt,) = one.feed(recipe.seed, 0, shuffle=False).take([0])
+        row = recipe.data.named(key, prompt.row)
+        kind, sample = next(iter(inputs_of_row(recipe, row, 0).items()))
+        for name, error in parts.rewards.try_on(sample, recipe.data.source_of(row)).items():
+            text = f"reward {name} cannot grade the {kind} response to a row of {key}: {error}"
+            _print_own(parts.display, f"{text}; `leaderless reward RECIPE` tries it on more rows")
 
 
 def evaluate(
@@ -156,7 +177,9 @@ def _join(
     if place.local_rank == 0 and (wrong := "; ".join(unfit_versions())):
         run.say(f"this run may fail: {wrong}: {REMEDY}")
     answers = AnswerFile(run.answers / f"rank-{place.rank}.jsonl", run.may_fail)
-    rewards = stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat, answers))
+    failures = Failures(recipe.guards.hopeless_failures, say)
+    pool = RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat, answers, failures)
+    rewards = stack.enter_context(pool)
     transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
     check_accelerator(recipe, plan, place, device, say)
     choose_attention(plan, device, transport.world, say)
