@@ -142,8 +142,8 @@ class ModelConfig(ShorthandSection):
     shorthand: ClassVar[str] = "path"
 
     path: str = ""
-    """A local folder in Hugging Face format, or the name of a model on the hub; a policy of a body may begin without
-    one."""
+    """A local folder in Hugging Face format, a GGUF file, which is unpacked once, or the name of a model on the hub; a
+    policy of a body may begin without one."""
     body: PolicyConfig | None = None
     """Kind of a model of a body; by default, what the folder at `path` says. Without a path, weights are random."""
     revision: str | None = None

@@ -15,12 +15,12 @@ from leaderless.base.named_functions import load_own
 from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, load_section, nearest
 from leaderless.config.layout import LayoutConfig, ScheduleConfig
 from leaderless.config.models import ComputeType
-from leaderless.config.packaged_files import find_packaged, how_to_make
-from leaderless.data.sources.files import find_files
+from leaderless.config.packaged_files import find_packaged
 from leaderless.observability.console import print_line, print_path
 from leaderless.observability.loggers.registry import loggers_running
 from leaderless.observability.run_directory import RunDirectory, write_atomically
-from leaderless.planner import Cluster, Plan, make_plan
+from leaderless.planner import Cluster, Plan, answering, make_plan
+from leaderless.planner.checks.model_files import family_of
 from leaderless.planner.engines import choose_engine
 from leaderless.planner.graph.adapters import optimizer_of
 from leaderless.planner.placement.replanning import alternatives
@@ -30,6 +30,7 @@ from leaderless.planner.simulate.cluster import ClusterConfig
 from leaderless.planner.workflow import WorkflowRecipe, load_recipe, spec_of
 from leaderless.planner.workflow.products import PRODUCTS
 from leaderless.planner.workflow.read import ANSWER, JUDGE, evaluation_workflow
+from leaderless.run.input_files import check_rows, problem_of_model
 from leaderless.run.launch.rendezvous import Nodes
 from leaderless.run.settings import leaves_of
 
@@ -85,22 +86,16 @@ class Planned:
 
         recipe = self.recipe
         problems: list[Problem] = []
+        writer = answering(self.plan.instances).role
         for role, model in recipe.models.items():
-            if not model.path:
-                continue
-            path = Path(model.path)
-            if path.is_file():
-                problems.append(Problem(f"models.{role}", f"{path} is a file; name the folder that holds config.json"))
-            elif path.is_dir() and not (path / "config.json").exists():
-                problems.append(Problem(f"models.{role}", f"folder {path} holds no config.json, so it is not a model"))
-            elif not path.exists() and (path.is_absolute() or model.path.startswith(".") or len(path.parts) > 2):
-                reason = f"folder {path} does not exist (looked for from {Path.cwd()}){how_to_make(path)}"
+            reads = role == writer and not model.body and family_of(model) != "leaderless_body"
+            if model.path and (reason := problem_of_model(model.path, needs_tokenizer=reads)):
                 problems.append(Problem(f"models.{role}", reason))
         held_out = {"data.evaluation": recipe.data.evaluation} if recipe.data.evaluation else {}
         training = recipe.data.train_sets() if recipe.online is None else {}
         for key, dataset in {**training, **held_out}.items():
             try:
-                find_files(dataset, key)
+                check_rows(dataset, key)
             except RecipeError as error:
                 problems += error.problems
         with located(self.loaded):

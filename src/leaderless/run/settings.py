@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +20,7 @@ from leaderless.config.packaged_files import find_packaged
 from leaderless.config.run import RunConfig
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
 from leaderless.data.sources.row_sources import plain_row
+from leaderless.observability.console import print_line
 from leaderless.observability.run_directory import write_atomically
 from leaderless.planner.workflow import Workflow, WorkflowRecipe, builtin_workflows, load_recipe, write_workflow
 
@@ -25,7 +29,9 @@ if TYPE_CHECKING:
 
 MAIN = "__main__"
 """Module of a script or notebook, which other processes cannot import."""
-_FOLDER = ".inputs"
+GGUF, GGUF_ENDS = b"GGUF", 1 << 20
+"""First bytes of a GGUF file; bytes at each of its ends by which it is known again."""
+INPUTS = ".inputs"
 """Folder under `run.directory`."""
 _Leaf = tuple[tuple[str, ...], Setting]
 
@@ -47,9 +53,9 @@ def read_settings(
         source = read_yaml(recipe_path(Path(recipe)))
     changed, key = apply_overrides(source, overrides), ("run", "directory")
     directory = given.get(key) or _section(changed, "run").get("directory") or whole.get(key)
-    inputs = _Inputs(Path(str(directory or RunConfig.model_fields["directory"].default)) / _FOLDER)
+    inputs = _Inputs(Path(str(directory or RunConfig.model_fields["directory"].default)) / INPUTS)
     source = _with(source, whole, inputs)
-    source = _with(apply_overrides(source, overrides), given, inputs)
+    source = _unpacked(_with(apply_overrides(source, overrides), given, inputs), inputs)
     has_local_reward = any(str(name).startswith(f"{MAIN}:") for name in _section(source, "reward"))
     if has_local_reward and "reward_processes" not in _section(source, "run"):
         source = with_setting(source, ("run", "reward_processes"), 0, f"default for rewards of {MAIN}")
@@ -63,6 +69,61 @@ def _with(source: RecipeSource, given: Mapping[tuple[str, ...], Setting], inputs
     for key, value in given.items():
         source = with_setting(source, key, inputs.plain(value, key), f"argument {'.'.join(key)}")
     return source
+
+
+def _unpacked(source: RecipeSource, inputs: _Inputs) -> RecipeSource:
+    """A recipe in which the folder of each GGUF file takes its place."""
+    for role, model in _section(source, "models").items():
+        key = ("models", role) if isinstance(model, str) else ("models", role, "path")
+        path = model.get("path") if isinstance(model, Mapping) else model
+        if isinstance(path, str) and is_gguf(Path(path)):
+            source = with_setting(source, key, inputs.unpacked(Path(path)), source.place_of(key))
+    return source
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file."""
+    if not (path.is_file() and os.access(path, os.R_OK)):
+        return False
+    with path.open("rb") as file:
+        return file.read(len(GGUF)) == GGUF
+
+
+def gguf_folder(file: Path, inputs: Path) -> Path:
+    """The folder to which a GGUF file is unpacked, which its size and both of its ends name."""
+    with file.open("rb") as content:
+        digest, size = hashlib.sha256(content.read(GGUF_ENDS)), file.stat().st_size
+        content.seek(max(0, size - GGUF_ENDS))
+        digest.update(content.read() + str(size).encode())
+    return inputs / f"{file.stem}-{digest.hexdigest()[:16]}"
+
+
+def unpack_gguf(file: Path, folder: Path) -> None:
+    """Make the folder of a GGUF file, in another process, whose memory is not that of the run.
+
+    Other processes that need the same folder wait for it.
+
+    Raises:
+        RecipeError: The file cannot be read, or a package for that is missing.
+    """
+    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+        reason = f"{file} is a GGUF file, which {' and '.join(missing)} would read: pip install 'leaderless[gguf]'"
+        raise RecipeError.at("models", reason)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return
+        print_line(f"unpacking {file} into {folder}, this once")
+        unfinished = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        command = [sys.executable, "-m", "leaderless.models.loading.gguf", str(file.resolve()), str(unfinished)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)  # noqa: S603
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise RecipeError.at("models", f"{file} is a GGUF file that cannot be unpacked: {reason}")
+        unfinished.rename(folder)
 
 
 def recipe_path(target: Path) -> Path:
@@ -132,6 +193,12 @@ class _Inputs:
         if isinstance(value, list | tuple):
             return [self.plain(inner, path) for inner in value]
         return _name_of(value, path) if callable(value) else value
+
+    def unpacked(self, file: Path) -> str:
+        """The folder of a GGUF file."""
+        path = gguf_folder(file, self._folder)
+        self._missing[path] = partial(unpack_gguf, file)
+        return str(path)
 
     def write(self) -> None:
         """Write the files that are not there yet."""

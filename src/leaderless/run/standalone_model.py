@@ -19,6 +19,7 @@ from leaderless.base.values import Json
 from leaderless.config import Recipe, RecipeError, load_recipe, nearest
 from leaderless.config.models import ComputeType, ModelConfig, TrainingConfig
 from leaderless.config.rollout import RolloutConfig
+from leaderless.config.run import RunConfig
 from leaderless.data.prompts.encode import RowEncoder, Tokenizer
 from leaderless.data.prompts.images import ImageReader
 from leaderless.data.sources.row_sources import Row
@@ -38,6 +39,7 @@ from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.make_engine import RolloutSetup, make_engine
 from leaderless.rollout.weight_sources import Colocated, Serving
 from leaderless.rollout.wrapped_engine import ALONE
+from leaderless.run.settings import INPUTS, gguf_folder, is_gguf, unpack_gguf
 from leaderless.stages.reward import response_in, transcripts
 from leaderless.training.engine import EngineSetup, TrainEngine, make_train_engine
 from leaderless.worker.build.accelerator import warn_of_bfloat16
@@ -95,6 +97,9 @@ def find_model(target: str, role: str, say: Callable[[str], None]) -> ModelSourc
         RecipeError: There is no such model, or it is damaged.
     """
     path = Path(target)
+    if is_gguf(path):
+        unpack_gguf(path, folder := gguf_folder(path, Path(RunConfig().directory) / INPUTS))
+        return ModelSource(path.stem, "policy", ModelConfig(path=str(folder)), RolloutConfig())
     if (path / STATE_FILE).exists():
         damage = find_damage(path, ALONE)
         if damage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.distributed.test_experts import experts_model
 from tests.pictures import vision_model
 from tests.tiny import tiny_model, untied_model
+from tests.unit.recipes import plan_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
@@ -25,6 +27,7 @@ from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.loading.family_trial import shrunk, trial_model
 from leaderless.models.loading.sharded_loading import ShardedModelFiles, open_model
 from leaderless.models.loading.support import check_supported
+from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.models.loading.weight_sources import WeightFiles, WeightSource
 from leaderless.models.value_model import load_value_model
 
@@ -207,6 +210,37 @@ def test_what_the_files_lack_and_other_sizes_are_named(tmp_path: Path) -> None:
     assert f"made of 5 tensors, not of 6: {up} is not there" in refused(lambda one: one.pop(up), experts, "3")
     narrow = refused(lambda one: one.update({up: one[up][:, :-1].contiguous()}), experts, "4")
     assert f"its {up} is (16, 31), but its config.json asks for (16, 32)" in narrow
+
+
+def described_as(folder: Path, **changes: object) -> ModelConfig:
+    path = Path(copied(tiny_model(), folder))
+    about = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps(about | changes), encoding="utf-8")
+    return ModelConfig(path=str(path))
+
+
+def test_a_wrong_number_of_layers_is_named(tmp_path: Path) -> None:
+    for number, words in (
+        (1, "has model.layers.1.input_layernorm.weight"),
+        (3, "weights, as model.layers.2.inp"),
+    ):
+        config = described_as(tmp_path / str(number), num_hidden_layers=number, layer_types=["full_attention"] * number)
+        with pytest.raises(RecipeError, match=re.escape(words)) as caught:
+            open_model(config, "policy")
+        assert f"its config.json says num_hidden_layers={number}" in str(caught.value)
+    with pytest.raises(RecipeError, match="cannot be loaded: ") as caught:
+        load_tokenizer(described_as(tmp_path / "types", num_hidden_layers=3, layer_types=["full_attention"]), "policy")
+    assert "num_hidden_layers" in str(caught.value)
+    assert "tokenizer" not in str(caught.value)
+
+
+def test_quantized_weights_are_named_with_the_remedy(tmp_path: Path) -> None:
+    config = described_as(tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
+    words = re.escape("has weights that are quantized (gptq), which cannot be trained: name the model")
+    with pytest.raises(RecipeError, match=words):
+        open_model(config, "policy")
+    with pytest.raises(RecipeError, match=words):
+        plan_of("grpo", 1, models={"policy": config.path})
 
 
 LARGE: dict[str, PreTrainedConfig] = {

@@ -119,7 +119,9 @@ class RowEncoder:
             self.images = ImagePrompts(reader(), config.images, image_folder(config.path), f"{key}.images")
         if tokenizer.eos_token_id is None:
             raise RecipeError.at(
-                "models", "the tokenizer has no end-of-sequence token (eos_token), so that no response could ever end"
+                "models",
+                "the tokenizer has no end-of-sequence token (eos_token), so that no response could ever end: "
+                "name it in tokenizer_config.json",
             )
         has_template = tokenizer.chat_template is not None
         if config.template == "chat" and not has_template:

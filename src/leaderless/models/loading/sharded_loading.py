@@ -42,6 +42,7 @@ from leaderless.models.loading.weight_sources import (
 )
 from leaderless.models.lora.linear import is_adapter
 from leaderless.models.value_model import load_value_model, value_model
+from leaderless.planner.checks.model_files import quantization_of
 
 
 class _OnlyWholeError(Exception):
@@ -96,12 +97,10 @@ def _open(config: ModelConfig, role: str, *, is_critic: bool) -> ShardedModelFil
         described = load_model_config(config, role)
         check_settings(described, key)
         kind = class_for(described, auto_class, key)
-        for name, reason in (
-            ("quantization_config", "its weights are quantized"),
-            ("transformers_weights", "its config.json names a file of weights"),
-        ):
-            if getattr(described, name, None) is not None:
-                raise _OnlyWholeError(reason)
+        if reason := quantization_of(vars(described)):
+            raise RecipeError.at(key, f"'{config.path}' {reason}")
+        if getattr(described, "transformers_weights", None) is not None:
+            raise _OnlyWholeError("its config.json names a file of weights")
         try:
             files = WeightFiles.find(config)
         except (OSError, SafetensorError, ValueError) as error:
@@ -143,8 +142,16 @@ def _sources(
         if not (is_adapter(name) or (has_scalar_head and name in SCALAR_HEAD))
         and not any(re.search(pattern, name) for pattern in ignored)
     )
+    num_layers = model.config.get_text_config().num_hidden_layers
+    said = f"its config.json says num_hidden_layers={num_layers}"
     if lacking:
-        raise RecipeError.at(key, f"'{config.path}' lacks {len(lacking)} of its weights, as {lacking[0]}")
+        raise RecipeError.at(key, f"'{config.path}' lacks {len(lacking)} of its weights, as {lacking[0]} ({said})")
+    used = {source.name for parts in sources.values() for source in parts}
+    unneeded = "|".join(model._keys_to_ignore_on_load_unexpected or ("^$",))  # noqa: SLF001 - as layers for drafts
+    for name in sorted(files.tensors.keys() - used):
+        layer = re.search(r"(?<!mtp)\.layers\.(\d+)\.", f".{name}")
+        if layer and int(layer[1]) >= num_layers and not re.search(unneeded, name):
+            raise RecipeError.at(key, f"'{config.path}' has {name}, but {said}: correct it")
     return sources
 
 

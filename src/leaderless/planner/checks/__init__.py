@@ -28,6 +28,7 @@ OF_MODELS: Sequence[Check] = (
     capabilities.check_engines,
     capabilities.check_support,
     capabilities.check_vllm,
+    model_files.check_quantized,
     model_files.check_kinds,
     model_files.check_divisible,
 )

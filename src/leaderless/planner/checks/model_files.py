@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -47,6 +47,28 @@ def _read(model: ModelConfig | None, name: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def quantization_of(about: Mapping[str, Any]) -> str:
+    """Why the weights that a `config.json` describes cannot be used; empty if they are not quantized."""
+    if not (found := about.get("quantization_config")):
+        return ""
+    method = found.get("quant_method", "unknown") if isinstance(found, dict) else getattr(found, "quant_method", "")
+    method = str(getattr(method, "value", method))
+    return (
+        f"has weights that are quantized ({method}), which cannot be trained: name the model that they were made of, "
+        f"often the same name without -{method.upper()}, or a GGUF file, which is unpacked"
+    )
+
+
+def check_quantized(draft: Draft) -> None:
+    """Quantized weights are left to engines that read them on their own."""
+    for instance in draft.instances:
+        model = draft.recipe.model_of(instance.role)
+        if instance.is_engine_only and instance.engine in ONE_WAY_ENGINES:
+            continue
+        if model and (reason := quantization_of(_read(model, "config.json"))):
+            raise RecipeError.at(f"models.{instance.role}", f"'{model.path}' {reason}")
 
 
 def check_divisible(draft: Draft) -> None:

@@ -95,7 +95,8 @@ def open_worker(recipe: Recipe, plan: Plan, place: RankInfo, display: Display) -
         memory = check_memory(recipe, plan, place, turns.device, transport.world, display.say)
         memory = memory.as_begun(directory, transport.world)
         builder = _Builder(recipe, plan, transport, turns, display, directory.logs)
-        scored = builder.scored_sets(directory.data)  # before the models are loaded that are trained
+        # Before the models are loaded that are trained: what is wrong with rows is found first.
+        sets, held_out = builder.scored_sets(directory.data) or builder.open_sets(directory.data)
         builder.load_roles(memory)
         stack.callback(builder.roles.close)
         if plan.batch.adapts_to_memory:
@@ -107,7 +108,6 @@ def open_worker(recipe: Recipe, plan: Plan, place: RankInfo, display: Display) -
         stack.callback(display.stop)
         episodes = EpisodeJournal(directory, place.rank, recipe.run.kept_episodes)
         stack.callback(episodes.close)
-        sets, held_out = scored or builder.open_sets(directory.data)
         parts = Parts(
             recipe, plan, transport, builder.roles, rewards, sets, held_out, directory, episodes, display, turns, desk
         )
