@@ -30,6 +30,11 @@ DATA = {
     "not JSON": (GOOD * 3 + b'{"question": oops}\n', "rows.jsonl:4 is not JSON"),
     "no object": (GOOD + b"[1, 2]\n", "rows.jsonl:2 must be an object"),
     "not text": (b"\xff\xfe\x00\x01\n", "rows.jsonl:1 is not JSON"),
+    "a key twice": (
+        GOOD + b'{"question": "1", "answer": "2", "answer": "3"}\n',
+        "rows.jsonl:2 is not JSON: the key 'answer' is written twice; keep one",
+    ),
+    "a thousand levels": (GOOD + b'{"question": ' + b"[" * 9999 + b"\n", "rows.jsonl:2 is not JSON"),
     "half a surrogate": (
         GOOD + b'{"question": "1", "answer": "\\ud800"}\n',
         "rows.jsonl:2 holds half of a surrogate pair",

@@ -171,6 +171,16 @@ def test_rewards_are_tried_without_large_libraries(light: Light, tmp_path: Path)
     assert done.output.count("found") == 4
 
 
+def test_rewards_are_not_tried_on_rows_that_cannot_be_trained_on(ranks: RankPool, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_model(), {"reward": {"exact_match": 1.0}})
+    for setting in ("prompt", "answer", "source"):
+        outcome = run(ranks, tmp_path, "reward", recipe, f"data.train.{setting}=kin")
+        assert (outcome.code, f"data.train.{setting}: row 1 has no column 'kin'" in outcome.errors) == (2, True)
+    (tmp_path / "rows.parquet").write_bytes(b"no Parquet" * 9)
+    outcome = run(ranks, tmp_path, "reward", recipe, "data.train.path=rows.parquet")
+    assert (outcome.code, "rows.parquet is not a readable Parquet file" in outcome.errors) == (2, True)
+
+
 def test_a_reward_that_fails_is_shown_with_its_traceback(ranks: RankPool, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_model(), {"reward": {"tests.unit.reward_functions:what_is_said": 1.0}})
     failed = run(ranks, tmp_path, "reward", recipe, "--rows", 1, "--response", "error")

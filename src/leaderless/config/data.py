@@ -55,8 +55,6 @@ class DatasetConfig(Section):
     if the tokenizer has a template, else `plain`), or a text with `{column}` placeholders."""
     system: str | None = None
     """System message before the prompt; needs a chat template."""
-    limit: int | None = Field(default=None, ge=1)
-    """Number of rows to use, from the first; all by default."""
     columns: tuple[str, ...] | None = None
     """Further columns to keep; all by default. Of Parquet files, only these and the columns named above are read."""
 
@@ -117,6 +115,8 @@ class CurriculumConfig(ShorthandSection):
 class TrainingSetConfig(DatasetConfig):
     """A dataset to train on."""
 
+    limit: int | None = Field(default=None, ge=1)
+    """Number of rows to use, from the first; all by default."""
     curriculum: CurriculumConfig | None = None
     """Order of rows by a column."""
     streaming: bool = False

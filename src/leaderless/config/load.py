@@ -176,6 +176,7 @@ _NAMES: Mapping[str, str] = {
     "evaluation.every_steps": "test_freq eval_steps",
     "evaluation.responses_per_prompt": "val_kwargs.n num_generations_eval eval_n_samples_per_prompt",
     "evaluation.temperature": "eval_temperature",
+    "evaluation.max_prompts": "data.evaluation.limit",
     "checkpoint.every_steps": "save_freq save_steps",
     "checkpoint.keep": "max_actor_ckpt_to_keep save_total_limit max_ckpt_num",
 }

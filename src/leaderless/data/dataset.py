@@ -24,7 +24,7 @@ from leaderless.data.batch import Batch, Column, Jagged
 from leaderless.data.prompts.encode import Encoded, RowEncoder, Written, all_overlong, fits, tokenizer_fingerprint
 from leaderless.data.prompts.images import PromptImage, pack_images
 from leaderless.data.sources.disk_cache import Arrays, DataCache
-from leaderless.data.sources.row_sources import Row, RowSource
+from leaderless.data.sources.row_sources import Row, RowSource, first_rows
 from leaderless.distributed.background import ReadAhead
 from leaderless.planner.assign.balance import Int
 from leaderless.planner.workflow.columns import IMAGES, column_of
@@ -235,7 +235,7 @@ class _Scan:
 
     def run(self, max_rows: int | None) -> Arrays:
         """The rows that may be used, their levels, and the number of others before the last of them."""
-        num_rows = min(len(self.source), self.encoder.config.limit or len(self.source))
+        num_rows = first_rows(self.source, self.encoder.config)
         wanted = num_rows if max_rows is None else max_rows
         what = f"the usable rows of {self.encoder.key}"
         found = torch.zeros(0, 2, dtype=torch.float64)

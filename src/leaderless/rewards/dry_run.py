@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from leaderless.config import Recipe, RecipeError
+from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.data import DatasetConfig
 from leaderless.data.sources.files import find_files
 from leaderless.data.sources.row_sources import Row, plain_row, read_lines
@@ -88,9 +88,13 @@ def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) ->
     samples: list[tuple[int, str, RewardInput]] = []
     work: dict[str, list[int]] = {name: [] for name in options}
     for number, row in enumerate(rows):
-        answer = recipe.data.train_set_of(row).answer
-        if answer and answer not in row:
-            raise RecipeError.at("data.train.answer", f"row {number + 1} has no column '{answer}'")
+        config = recipe.data.train_set_of(row)
+        needs_prompt = not (recipe.task_section or "{" in config.template or config.preferences)
+        named = {"prompt": config.prompt if needs_prompt else None, "answer": config.answer, "source": config.source}
+        for setting, column in named.items():
+            if column is not None and column not in row:
+                problem = f"row {number + 1} has no column '{column}'{nearest(column, row)}"
+                raise RecipeError.at(f"data.train.{setting}", problem)
         given = responses[number if len(responses) > 1 else 0] if responses else None
         for kind, sample in inputs_of_row(recipe, row, number, given).items():
             for name in recipe.reward.applying(recipe.data.source_of(row)):
@@ -196,11 +200,15 @@ def _rows(config: DatasetConfig, key: str) -> Iterator[Row]:
         yield from (row for _, row in HubStream(config).rows())
     for file in files or ():
         if file.suffix == ".parquet":
+            import pyarrow as pa
             import pyarrow.parquet as pq
 
-            for batch in pq.ParquetFile(file).iter_batches(batch_size=64):
-                for values in batch.to_pylist():
-                    kept = {name: value for name, value in values.items() if columns is None or name in columns}
-                    yield plain_row(kept, str(file))
+            try:
+                for batch in pq.ParquetFile(file).iter_batches(batch_size=64):
+                    for values in batch.to_pylist():
+                        kept = {name: value for name, value in values.items() if columns is None or name in columns}
+                        yield plain_row(kept, str(file))
+            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+                raise RecipeError.at("data", f"{file} is not a readable Parquet file: {error}") from error
         else:
             yield from (row for _, row in read_lines(file, columns))

@@ -213,6 +213,14 @@ def test_numbers_that_yaml_takes_for_text_are_weights(tmp_path):
     assert {name: options.weight for name, options in recipe.reward.options().items()} == {"math": 0.1, "a.b:f": -2.0}
 
 
+def test_the_former_limit_of_held_out_rows_is_refused_with_the_name_of_the_other(tmp_path):
+    problem = problem_of(write_recipe(tmp_path), ["data.evaluation={path: rows.jsonl, limit: 4}"])
+    assert (problem.key, problem.message) == (
+        "data.evaluation.limit",
+        "unknown key (did you mean 'evaluation.max_prompts'?)",
+    )
+
+
 TENFOLD = "".join(f"{name}: &{name} [{', '.join([f'*{part}'] * 10)}]\n" for part, name in pairwise("abcdefghij"))
 CHAIN = "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 3000))
 

@@ -320,7 +320,7 @@ ROWS: tuple[Row, ...] = (
     as_whole("data.max_response_length", "rollout.max_response_tokens", 512),
     as_whole("data.train_batch_size", "batch.prompts_per_step", 1024),
     as_limit("data.train_max_samples", "data.train.limit"),
-    as_limit("data.val_max_samples", "data.evaluation.limit"),
+    as_limit("data.val_max_samples", "evaluation.max_prompts"),
     as_switch("data.shuffle", "data.shuffle", True),
     as_limit("data.seed", "seed"),
     Row("data.filter_overlong_prompts", "data.overlong", False, "`drop`, or without it `error`", _overlong_prompts),

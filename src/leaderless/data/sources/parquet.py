@@ -25,6 +25,7 @@ from leaderless.data.sources.row_sources import (
     Row,
     RowSource,
     file_fingerprint,
+    first_rows,
     plain_row,
 )
 
@@ -154,10 +155,10 @@ def unpack(source: RowSource, config: DatasetConfig, cache: DataCache) -> RowSou
     """
     columns = config.wanted_columns()
     kept: Json = None if columns is None else sorted(columns)
-    folder = cache.path("rows", [source.version(), kept, config.limit], "")
+    num_rows = first_rows(source, config)
+    folder = cache.path("rows", [source.version(), kept, num_rows], "")
     if folder is None or not _needs_unpacking(source):
         return source
-    num_rows = min(len(source), config.limit or len(source))
     parts = _parts(folder)
     if not cache.all_agree(is_true=parts is not None):
         _write_share(source, num_rows, folder, cache)

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from leaderless.base.values import Json
 from leaderless.config import RecipeError
+from leaderless.config.data import DatasetConfig, TrainingSetConfig
 
 if TYPE_CHECKING:
     from leaderless.data.sources.disk_cache import DataCache
@@ -128,6 +129,12 @@ class ConcatenatedSource(RowSource):
         return json.dumps([source.version() for source in self.parts])
 
 
+def first_rows(source: RowSource, config: DatasetConfig) -> int:
+    """Number of rows of a source, from the first, that a dataset may use."""
+    limit = config.limit if isinstance(config, TrainingSetConfig) else None
+    return min(len(source), limit or len(source))
+
+
 class RowStream(Protocol):
     """A dataset whose rows can only be read one after the other."""
 
@@ -189,14 +196,23 @@ def _as_text(value: object) -> str:
 def parse_line(text: bytes, place: str, columns: Collection[str] | None) -> Row:
     """The row in a line of JSON at some place, with some columns or all; anything else is refused."""
     try:
-        row = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        row = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
         raise RecipeError.at("data", f"{place} is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise RecipeError.at("data", f"{place} must be an object with the columns as its keys")
     if b"\\ud" in text.lower() and _is_unwritable(row):
         raise RecipeError.at("data", f"{place} holds half of a surrogate pair, which is not text")
     return row if columns is None else {column: value for column, value in row.items() if column in columns}
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> Row:
+    """An object of JSON; of equal keys, Python would keep the last."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        twice = next(key for place, (key, _) in enumerate(pairs) if key in dict(pairs[:place]))
+        raise ValueError(f"the key '{twice}' is written twice; keep one")
+    return row
 
 
 def read_lines(path: Path, columns: Collection[str] | None) -> Iterator[tuple[str, Row]]:
