@@ -49,8 +49,9 @@ class KlConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fits_its_place(cls, value: object) -> object:
-        in_reward = isinstance(value, Mapping) and value.get("place") == "reward"
-        return {"estimator": "k1", **value} if in_reward else value
+        if isinstance(value, Mapping) and value.get("place") == "reward":
+            return {"estimator": "k1", **value}
+        return value
 
 
 class CorrectionConfig(Section):

@@ -168,7 +168,7 @@ def _composed(text: str, kind: _Loader) -> tuple[yaml.SafeLoader | yaml.CSafeLoa
     for event in yaml.parse(text, Loader=kind):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise _ShapeError(_TOO_DEEP, event.start_mark.line + 1)
+            raise _ShapeError(_TOO_DEEP, event.start_mark.line + 1 if event.start_mark else 1)
     loader = kind(text)
     return loader, loader.get_single_node()
 
