@@ -56,7 +56,7 @@ class Trial:
     Attributes:
         model: Folder of the model.
         folder: Folder in which the commands run.
-        found: What was measured.
+        found: Measurements, by name.
     """
 
     model: Path

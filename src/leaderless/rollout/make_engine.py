@@ -150,11 +150,11 @@ def make_native(setup: RolloutSetup) -> RolloutEngine:
             options = PagedOptions(
                 attend, setup.pool.tokens, setup.max_tokens, keeps_memory=setup.pool.stays, draw=draw
             )
-            own = setup.device, options, routers
-            engine = PagedEngine(model, setup.tokenizer, ends, most, *own, records_support=setup.records_support)
+            device, records = setup.device, setup.records_support
+            engine = PagedEngine(model, setup.tokenizer, ends, most, device, options, routers, records_support=records)
     if engine is None:
-        own = setup.device, routers
-        engine = NativeEngine(model, setup.tokenizer, ends, most, *own, records_support=setup.records_support)
+        device, records = setup.device, setup.records_support
+        engine = NativeEngine(model, setup.tokenizer, ends, most, device, routers, records_support=records)
     engine.sleep(keep_weights=False)  # the trainer's adapters come first
     return engine
 

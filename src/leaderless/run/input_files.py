@@ -59,6 +59,6 @@ def _has_rows(file: Path) -> bool:
     from pyarrow import parquet
 
     try:
-        return parquet.read_metadata(file).num_rows > 0
+        return bool(parquet.read_metadata(file).num_rows)
     except (pa.ArrowException, OSError):
         return True  # a worker says what is wrong with it

@@ -150,7 +150,7 @@ def recorded_support(batch: Batch) -> list[list[bytes]]:
     """What `support_columns` has been given."""
     found: list[list[bytes]] = []
     for words, sizes in zip(batch.jagged(SUPPORT).rows(), batch.jagged(SUPPORT_SIZES).to_lists(), strict=True):
-        found.append([part.numpy().tobytes() for part in words.split(sizes)] if sizes else [])
+        found.append([part.numpy().tobytes() for part in torch.split(words, sizes)] if sizes else [])
     return found
 
 

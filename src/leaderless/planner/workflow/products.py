@@ -29,7 +29,7 @@ class ProductFunctions:
             `leaderless.embodied.rollout.policy_rollout.make_engine`.
         weight_shapes: Function that finds the shapes of the weights that are sent to it; see `body_shapes`.
         evaluation: Function that grades episodes of held-out tasks; see `evaluate_bodies`.
-        evaluation_metrics: What an evaluation reports about the length of responses.
+        evaluation_metrics: Metrics of an evaluation about the length of responses.
         clients: Function that reserves the address at which clients ask a rank; see `Entrance`.
     """
 
