@@ -119,7 +119,8 @@ def run(
 
 def names_in(numbers: Mapping[str, float]) -> set[str]:
     """Metrics that do not depend on the course of a run."""
-    return {name for name in numbers if not name.startswith(("guard/", "time/", "seconds/"))}
+    on_course = "guard/", "time/", "seconds/"
+    return {name for name in numbers if not name.startswith(on_course) and not name.endswith("updates_without_signal")}
 
 
 def reported_by(path: Path) -> set[str]:

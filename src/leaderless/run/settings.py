@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from leaderless.config import LoadedRecipe, Recipe, RecipeError
-from leaderless.config.packaged_files import find_packaged
+from leaderless.config.packaged_files import find_packaged, how_to_install
 from leaderless.config.run import RunConfig
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
 from leaderless.data.sources.row_sources import plain_row
@@ -107,7 +107,7 @@ def unpack_gguf(file: Path, folder: Path) -> None:
         RecipeError: The file cannot be read, or a package for that is missing.
     """
     if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
-        reason = f"{file} is a GGUF file, which {' and '.join(missing)} would read: pip install 'leaderless[gguf]'"
+        reason = f"{file} is a GGUF file, which {' and '.join(missing)} would read: {how_to_install('gguf')}"
         raise RecipeError.at("models", reason)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
