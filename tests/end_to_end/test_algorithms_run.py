@@ -119,7 +119,7 @@ def run(
 
 def names_in(numbers: Mapping[str, float]) -> set[str]:
     """Metrics that do not depend on the course of a run."""
-    on_course = "guard/", "time/", "seconds/"
+    on_course = "guard/", "time/", "seconds/", "mismatch/kl_by_age/"
     return {name for name in numbers if not name.startswith(on_course) and not name.endswith("updates_without_signal")}
 
 
