@@ -782,10 +782,10 @@ def test_turns_of_a_conversation_give_what_fresh_requests_give(
 
 
 def test_progress_counts_every_response_once(make_engine: Callable[[str, int], RolloutEngine]) -> None:
-    counts: list[int] = []
-    generate(make_engine(tiny_model(), 4), requests(), params(), counts.append)
-    assert sum(counts) == 18
-    assert len(counts) > 1
+    told: list[tuple[int, int]] = []
+    generate(make_engine(tiny_model(), 4), requests(), params(), lambda *progress: told.append(progress))
+    assert sum(done for done, _ in told) == 18
+    assert len(told) > 1
 
 
 def test_no_request_gives_no_response(make_engine: Callable[[str, int], RolloutEngine]) -> None:

@@ -82,7 +82,8 @@ def test_samples_of_an_earlier_policy_are_refused(ranks: RankPool, tmp_path: Pat
     for rank, (message, is_unchanged) in enumerate(
         ranks.run(2, train_with_stale_samples, str(recipe), init_group=False)
     ):
-        assert "was drawn by policy version 0, but version 1 is trained" in message
+        # The first step teaches nothing, so that no update was made.
+        assert "was drawn by policy version -1, but version 0 is trained" in message
         assert f"at step 2, in policy, on rank {rank}" in message
         assert is_unchanged
 

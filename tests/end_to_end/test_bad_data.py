@@ -114,11 +114,11 @@ def with_template(text: str) -> Callable[[Path], None]:
 
 MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no end of sequence": (without_end, "has no end-of-sequence token"),
-    "no tokenizer": (without_tokenizer, "has no tokenizer"),
+    "no tokenizer": (without_tokenizer, "holds no tokenizer"),
     "no weights": (lambda model: (model / "model.safetensors").unlink(), "cannot be loaded"),
     "half the weights": (
         lambda model: (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:9999]),
-        "cannot be loaded",
+        "ends before its last weight",
     ),
     "other sizes": (lambda model: change(model / "config.json", intermediate_size=48), "but its config.json asks for"),
     "other layers": (lambda model: change(model / "config.json", num_hidden_layers=9), "cannot be loaded"),

@@ -91,7 +91,13 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
         "stream": stream | {"weight": 2.0},
         "file": columns | {"path": str(tmp_path / "rows.jsonl"), "curriculum": {"column": "level"}},
     }
-    sft = ["guards.grad_norm_limit=1e-9", "workflow=sft", "data.max_response_tokens=2", "evaluation.every_steps=0"]
+    sft = [
+        "guards.grad_norm_limit=1e-9",
+        "guards.grad_norm_action=warn",
+        "workflow=sft",
+        "data.max_response_tokens=2",
+        "evaluation.every_steps=0",
+    ]
     sft.append(f"data.train={json.dumps(stream | {'response': 'answer'})}")
     sft.append(f"models.policy={json.dumps({'path': tiny_model(num_layers=1), 'lora': {'rank': 2}})}")
     pairs = {"path": str(tmp_path / "pairs.jsonl"), "chosen": "answer", "rejected": "question", "prompt": "question"}
@@ -149,7 +155,9 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     builtin = ("AnswerMatchOptions", "ExactMatchOptions", "FormatOptions", "MathOptions", "SearchFormatOptions")
     elsewhere |= {(options, "timeout_s") for options in builtin}
     # These are read when a guard has found something; see test_guards.py.
-    elsewhere |= {("GuardsConfig", name) for name in ("non_finite_loss", "non_finite_gradient", "max_roll_backs")}
+    elsewhere |= {
+        ("GuardsConfig", name) for name in ("non_finite_loss", "non_finite_gradient", "max_skips", "max_roll_backs")
+    }
     # Engines in other processes are not part of these runs; tests/unit/rollout/test_make_engine.py tries each setting.
     elsewhere |= {("ExternalConfig", name) for name in ExternalConfig.model_fields}
     # Megatron is not part of these runs; tests/unit/training/test_megatron.py tries each setting.
@@ -175,6 +183,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     # Read where a body learns by SAC; see test_sac.py.
     elsewhere |= {("SacConfig", name) for name in SacConfig.model_fields}
     elsewhere |= {("Recipe", "workflow")}  # read before the recipe is one, as the workflow brings defaults
+    elsewhere |= {("RunConfig", "tags")}  # read from the folder of the run; see test_cli_runs.py
     elsewhere |= {("RunConfig", "max_restarts")}  # read by the launcher of several workers; see test_restarts.py
     wanted = {
         (section.__name__, name)

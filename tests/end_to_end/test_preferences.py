@@ -182,8 +182,8 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(ranks: RankPool, tmp_path: Pat
 
 def test_a_reference_without_finite_scores_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[AutoTokenizer.from_pretrained(tiny_model()).encode("5")[0]] = math.nan
+    with torch.no_grad():  # finite, but no logit with it is
+        model.get_input_embeddings().weight[AutoTokenizer.from_pretrained(tiny_model()).encode("5")[0]] = 3e38
     shutil.copytree(tiny_model(), tmp_path / "broken")
     model.save_pretrained(tmp_path / "broken")
     models = {"policy": moved_model(), "reference": str(tmp_path / "broken")}

@@ -105,7 +105,6 @@ def refusal(workflow="grpo", **sections):
         ({"reference": {"rollout": {"top_k": 5}}}, "roles.reference.rollout", "no node samples with role 'reference'"),
         ({"reference": {"algorithm": {"aggregation": "token_mean"}}}, "roles.reference.algorithm", "does nothing"),
         ({"policy": {"rollout": {"temperature": 0}}}, "roles.policy.rollout.temperature", "must be above 0"),
-        ({"policy": {"rollout": {"top_k": 5}}}, "roles.policy.rollout.top_k", "cannot be combined with a ratio loss"),
         ({"policy": {"algorithm": {"critic": {"value_clip": 1}}}}, "roles.policy.algorithm.critic.value_clip", "is 1"),
     ],
 )
