@@ -129,3 +129,14 @@ def language_model(model: PreTrainedModel, config: ModelConfig, role: str) -> Ca
         return VisionLM(model, open_reader(config, role), freezes_vision=config.freeze_vision)
     check_freezing(model, config, role)
     return CausalLM(model)
+
+
+def parameters_with_memory(model: CausalLM) -> dict[str, nn.Parameter]:
+    """The parameters by name, where they have none of the device `meta`; those that modules share stay shared."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta:
+                own = replaced.setdefault(parameter, nn.Parameter(torch.empty(0), requires_grad=False))
+                setattr(module, name, own)
+    return dict(model.model.named_parameters())

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from leaderless.data.prompts.encode import Tokenizer
 from leaderless.data.prompts.images import PromptImage
 from leaderless.distributed.weights.stream import Probe, WeightStream
 from leaderless.models.attention.packed import Attention
-from leaderless.models.causal_lm import CausalLM
+from leaderless.models.causal_lm import CausalLM, parameters_with_memory
 from leaderless.models.routers import Routers
 from leaderless.models.uploads import one_copy, placed
 from leaderless.models.vision.mrope import ImagePositions
@@ -75,7 +75,7 @@ class NativeEngine:
         self._weights = {name: parameter.shape for name, parameter in model.trained_weights()}
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         self.policy_version: int | None = None if is_empty else 0
-        known = _with_memory(model)
+        known = parameters_with_memory(model)
         self._parameters = {name: known[name] for name in self._weights}
         model.to(device)
         self.model, self.tokenizer, self.device = model, tokenizer, device
@@ -498,14 +498,3 @@ class NativeEngine:
         )
         if reason:
             self._release(sequence, has_ended=True)
-
-
-def _with_memory(model: CausalLM) -> dict[str, nn.Parameter]:
-    """The parameters by name, where they have none of the device `meta`; those that modules share stay shared."""
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.is_meta:
-                own = replaced.setdefault(parameter, nn.Parameter(torch.empty(0), requires_grad=False))
-                setattr(module, name, own)
-    return dict(model.model.named_parameters())
