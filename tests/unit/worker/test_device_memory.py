@@ -107,7 +107,7 @@ def attends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "attention_over", attention_over)
     monkeypatch.setattr(packed, "scaled_dot_product_attention", lambda q, k, v, *_, **__: Kernel.apply(q, k, v))
     monkeypatch.setattr(scoring, "_can_add_float32", lambda _: True)
-    monkeypatch.setattr(native, "_with_memory", lambda model: dict(model.model.named_parameters()))
+    monkeypatch.setattr(native, "parameters_with_memory", lambda model: dict(model.model.named_parameters()))
 
 
 # Training

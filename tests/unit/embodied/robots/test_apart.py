@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -18,9 +19,12 @@ from tests.unit.embodied.robots.serving import SpyArm, assert_limits_hold, servi
 from leaderless.embodied.data.replay_buffer import ReplayBuffer
 
 
-def await_that(is_so: Callable[[], bool]) -> None:
+def await_that(is_so: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
+    """Wait for what processes do; one that has ended is an error, with what it has said."""
     until_s = time.monotonic() + TIMEOUT_S
     while not is_so():
+        for process in processes:
+            assert process.poll() is None, process.communicate()
         assert time.monotonic() < until_s
         time.sleep(0.05)
 
@@ -45,14 +49,13 @@ def test_the_arm_goes_on_when_the_learner_is_killed_and_nothing_is_lost(tmp_path
     with serving(station_of(arm)) as served:
         actor = start(tmp_path, "examples.robots.apart", "act", served.address, tmp_path)
         learner = start(tmp_path, "examples.robots.apart", "learn", "-", tmp_path)
-        await_that(lambda: updates(tmp_path) > 0)
+        await_that(lambda: updates(tmp_path) > 0, actor, learner)
         os.kill(learner.pid, signal.SIGKILL)
         learner.wait()
         kept, before, made = records.read_bytes(), updates(tmp_path), count(tmp_path)
-        await_that(lambda: count(tmp_path) > made + 50)
-        assert actor.poll() is None
+        await_that(lambda: count(tmp_path) > made + 50, actor)
         learner = start(tmp_path, "examples.robots.apart", "learn", "-", tmp_path)
-        await_that(lambda: updates(tmp_path) > before)
+        await_that(lambda: updates(tmp_path) > before, actor, learner)
         for process in (learner, actor):
             os.kill(process.pid, signal.SIGKILL)
             process.wait()

@@ -83,13 +83,13 @@ def test_runs_are_listed_compared_watched_and_stopped(tmp_path: Path, page: Brow
 
         page.open(f"{address}/runs/alpha")
         page.wait("document.querySelectorAll('#curves .js-plotly-plot').length > 2")
-        page.wait("document.querySelector('#now .box.active text.name').textContent === 'rollout'")
+        page.wait("document.querySelector('#now .box.active text.name')?.textContent === 'rollout'")
         before = page.run(f"return {points}")
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics_row(7, 40, random.Random(0))) + "\n")
         write_status(run, 0, doing="policy")
         page.wait(f"{points} === arguments[0]", before + 1)
-        page.wait("document.querySelector('#now .box.active text.name').textContent === 'policy'")
+        page.wait("document.querySelector('#now .box.active text.name')?.textContent === 'policy'")
         page.wait("document.getElementById('now-body').textContent.includes('step 7')")
 
         color = "getComputedStyle(document.querySelector('#chart-1 .xtick text')).fill"
