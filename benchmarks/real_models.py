@@ -1,7 +1,7 @@
 """Each feature once with pretrained models: what it took, and whether it did what it should.
 
     python benchmarks/real_models.py MODELS            # each folder in MODELS that is a model; `make test-real`
-    python benchmarks/real_models.py MODELS --features "tp 2" export
+    python benchmarks/real_models.py MODELS --features tp export
 
 A small one of some hundred million weights takes about 20 minutes on two cores. Each feature is run by commands, as a
 person does, in a folder of its own; its output is kept in `runs/real-models`. Log-probabilities of trainer and engine
@@ -154,6 +154,14 @@ def reward(trial: Trial) -> None:
     trial.command("reward", "recipe.yaml", "--rows", "2", "--response", "42")
 
 
+def split_heads(trial: Trial) -> None:
+    """Two ranks share the heads of attention, or as few more as divide them."""
+    described = json.loads((trial.model / "config.json").read_text(encoding="utf-8"))
+    num_heads, num_pairs = described["num_attention_heads"], described["num_key_value_heads"]
+    trial.found["tp"] = tp = next(tp for tp in range(2, num_heads + 1) if num_heads % tp == num_pairs % tp == 0)
+    trial.learn({"layout": {"policy": {"tp": tp}}}, tp)
+
+
 def kill_and_resume(trial: Trial) -> None:
     """A run that is killed in its second step continues, with the numbers of one that was not disturbed."""
     trial.write()
@@ -244,7 +252,7 @@ FEATURES: Mapping[str, Callable[[Trial], None]] = {
     "reward": reward,
     "one worker": lambda trial: trial.learn({}),
     "two workers": lambda trial: trial.learn({}, 2),
-    "tp 2": lambda trial: trial.learn({"layout": {"policy": {"tp": 2}}}, 2),
+    "tp": split_heads,
     "cp 2": lambda trial: trial.learn({"layout": {"policy": {"cp": 2}}}, 2),
     "adapters": lambda trial: trial.learn(
         {"models": {"policy": {"path": str(trial.model), "compute_dtype": "float32", "lora": {"rank": 8}}}}
@@ -320,7 +328,7 @@ def line(found: Found) -> str:
         parts.append(
             f"{found['peak_bytes'] / 2**30:.2f} GiB, {found['peak_bytes'] / found['planned_bytes']:.2f} of the plan"
         )
-    parts += [f"{name} {found[name]:.2g}" for name in ("mismatch", "calls", "refused") if name in found]
+    parts += [f"{name} {found[name]:.2g}" for name in ("tp", "mismatch", "calls", "refused") if name in found]
     parts += ["loss " + " → ".join(f"{loss:.3f}" for loss in found["loss"])] if "loss" in found else []
     return f"FAILED: {found['error']}" if "error" in found else ", ".join(parts)
 

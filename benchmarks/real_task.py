@@ -100,6 +100,7 @@ def train_with_trl(home: Path, model: str, seed: int, options: argparse.Namespac
         "batch": options.trl_batch,
         "max_response_tokens": recipe.rollout.max_response_tokens,
         "learning_rate": recipe.optimizer.learning_rate,
+        "schedule": recipe.optimizer.schedule,
         "steps": options.steps,
         "seed": seed,
         "threads": len(os.sched_getaffinity(0)),

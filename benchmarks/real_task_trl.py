@@ -82,7 +82,7 @@ def main() -> None:
         beta=0.0,
         loss_type="grpo",
         learning_rate=JOB["learning_rate"],
-        lr_scheduler_type="constant",
+        lr_scheduler_type=JOB["schedule"],
         max_grad_norm=1.0,
         max_steps=JOB["steps"],
         seed=JOB["seed"],

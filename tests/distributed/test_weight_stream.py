@@ -22,6 +22,7 @@ from tests.tiny import tiny_model
 from tests.unit.distributed.test_weight_route import columns, in_pairs
 from torch import Tensor
 
+from leaderless.config.models import ModelConfig
 from leaderless.distributed.activity import Activity
 from leaderless.distributed.in_flight import PendingMessage, RoundUnderWay
 from leaderless.distributed.transport import ProcessGroup, Round, Transport
@@ -47,8 +48,11 @@ from leaderless.distributed.weights.stream import (
     receive_weights,
     send_weights,
 )
+from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.loading.tokenizer import load_tokenizer
 from leaderless.planner import Layout
 from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.native.engine import NativeEngine
 from leaderless.rollout.weight_sources import Colocated, Fed
 from leaderless.training.fsdp import make_engine
 
@@ -213,6 +217,30 @@ def waits_for_weights(model: str) -> set[str]:
 def test_weights_that_a_rank_waits_for_have_a_name_that_is_no_role(ranks: RankPool) -> None:
     for names in ranks.run(2, waits_for_weights, tiny_model()):
         assert names == {"whole weights", "the trainer's weights"}
+
+
+def versions_kept(model: str) -> list[int | None]:
+    """Version of a rank's engine after a phase, and after ranks have released it: one of its two, then both."""
+    transport, layout = Transport(torch.device("cpu"), timeout_s=60), Layout((0, 1), 2)
+    trainer, config = make_engine(setup_of(transport, layout, model)), ModelConfig(path=model)
+    engine = NativeEngine(
+        load_causal_lm(config, "policy"), load_tokenizer(config, "policy"), frozenset({0}), 8, torch.device("cpu")
+    )
+    serving, found = Colocated(engine, trainer, Pool(layout, shard_rows), torch.float32), list[int | None]()
+    for ranks in ((), (0,), (0, 1)):
+        with serving.phase():
+            assert all(parameter.numel() for parameter in engine.model.parameters())
+        serving.release(frozenset(ranks))
+        found.append(engine.policy_version)
+    assert not any(parameter.numel() for _, parameter in engine.model.trained_weights())
+    with serving.phase():
+        assert all(parameter.numel() for parameter in engine.model.parameters())
+    return found
+
+
+def test_an_engine_keeps_weights_for_a_further_phase_until_all_of_its_ranks_need_the_memory(ranks: RankPool) -> None:
+    for found in ranks.run(2, versions_kept, tiny_model()):
+        assert found == [0, 0, None]
 
 
 def bring_damaged(second_leg: bool) -> str:

@@ -124,8 +124,11 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "other layers": (lambda model: change(model / "config.json", num_hidden_layers=9), "cannot be loaded"),
     "broken config": (lambda model: (model / "config.json").write_text("{"), "cannot be loaded"),
     "unknown type": (lambda model: change(model / "config.json", model_type="qwen99"), "cannot be loaded"),
-    "broken template": (with_template("{{ nope( }}"), "chat template cannot be filled"),
-    "template that refuses": (with_template("{{ raise_exception('no user') }}"), "cannot be filled: no user"),
+    "broken template": (with_template("{{ nope( }}"), "chat template cannot write a conversation of the roles user"),
+    "template that refuses": (
+        with_template("{{ raise_exception('no user') }}"),
+        "roles user: no user; correct the template",
+    ),
 }
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.end_to_end.alone import run_alone
 from tests.tiny import tiny_model, write_additions, write_recipe
@@ -62,8 +64,21 @@ def test_an_evaluation_and_a_trial_of_rewards_say_how_much_is_done(tmp_path: Pat
     assert lines(r"evaluating \d/8, \d+ tokens", done.errors)
     tried = run_alone(tmp_path, "reward", recipe, "--rows", 10)
     assert tried.code == 0, tried
-    assert lines(r"\d+ responses are graded", tried.errors)
+    assert lines(r"[1-9]\d* responses are graded by '.*'", tried.errors)
     assert "graded" not in tried.output
+
+
+def leave(sample: leaderless.RewardInput) -> float:
+    """A reward that leaves a process in a session of its own."""
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    Path("child").write_text(str(child.pid))
+    return float(len(sample.response))
+
+
+def test_a_trial_of_rewards_leaves_no_process(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_model(), {"reward": {f"{__name__}:leave": 1.0}})
+    assert run_alone(tmp_path, "reward", recipe, "--rows", 1, "--response", "1").code == 0
+    assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
 
 
 def test_answering_prompts_says_how_much_is_done(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

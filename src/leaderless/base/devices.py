@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ ROCM_FILE, WSL_FILE = "kfd", "dxg"
 """Files of all AMD GPUs, and in the Windows subsystem for Linux of all GPUs: whether torch can use one is not sure."""
 DEVICE_FOLDER = Path("/dev")
 CPU_FEATURES = Path("/proc/cpuinfo")
+TRIM_EVERY_S = 0.2
 SLOW_BFLOAT16 = "this CPU has no units for bfloat16, in which it takes 6 to 13 times as long as in float32"
 THREADS = "OMP_NUM_THREADS"
 """Environment variable from which torch has its number of threads."""
@@ -362,3 +364,29 @@ def trim_host_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+@contextmanager
+def host_memory_trimmed(device: torch.device) -> Iterator[None]:
+    """Trim host memory several times a second while the CPU computes.
+
+    Tensors of a pass do not fit into the gaps that earlier ones leave in glibc's heap, which so grows within the pass:
+    by 1.3 GiB instead of 0.6 GiB in a pass of a model with 135 million weights on one of two ranks, at the same speed.
+    To return each block as it is freed (`MALLOC_MMAP_THRESHOLD_`) makes a step 10 to 40 % longer.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    is_over = threading.Event()
+
+    def trim() -> None:
+        while not is_over.wait(TRIM_EVERY_S):
+            trim_host_memory()
+
+    thread = threading.Thread(target=trim, name="trim", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from leaderless.base.leftover_processes import leftovers_ended
 from leaderless.cli.options import JsonOption, OverridesArgument, RecipeArgument, RendezvousOption, cut, parse_nodes
 from leaderless.config import RecipeError
 from leaderless.observability.console import Display, console, errors, print_json, print_line
@@ -131,9 +132,13 @@ def reward(
         raise loaded.locate(RecipeError.at("reward", "the recipe has no reward to try"))
     try:
         given = read_responses(responses) if responses else [response] if response is not None else []
-        trials: list[RewardTrial] = []
-        with Display(errors, status=lambda: f"{len(trials)} responses are graded"):
-            trials.extend(try_rewards(loaded.recipe, rows, given))
+        graded = [""]  # names of rewards
+
+        def status() -> str:
+            return f"{graded.count(graded[-1])} responses are graded by '{graded[-1]}'" if graded[-1] else "grading"
+
+        with leftovers_ended(), Display(errors, status=status):
+            trials = try_rewards(loaded.recipe, rows, given, graded.append)
     except RecipeError as error:
         raise loaded.locate(error) from error
     except ValueError as error:
@@ -188,7 +193,12 @@ def _cell(value: object) -> Text:
 
 
 def template(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or the name of a model on the hub.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Folder of a model, checkpoint or run, GGUF file, or name of a model on the hub."
+        ),
+    ],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Permission to run Python code that comes with the model.")
@@ -199,12 +209,14 @@ def template(
 
     It is append-only if each prompt of a conversation begins with all that the model has seen and written before.
     """
-    from leaderless.config.models import ModelConfig
     from leaderless.models.chat_templates.check import check_template
     from leaderless.models.loading.tokenizer import end_tokens, load_tokenizer
+    from leaderless.run.standalone_model import find_model
 
-    config = ModelConfig(path=model, revision=revision, compute_dtype="float32", trust_remote_code=trust_remote_code)
     try:
+        found = find_model(model, "policy", errors.print).config
+        trusts = trust_remote_code or found.trust_remote_code
+        config = found.model_copy(update={"revision": revision or found.revision, "trust_remote_code": trusts})
         tokenizer = load_tokenizer(config, "policy")
         report = check_template(tokenizer, end_tokens(config, tokenizer))
     except RecipeError as error:  # there is no recipe with a key

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -68,7 +68,9 @@ class RewardTrial:
     reward: float | None
 
 
-def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) -> list[RewardTrial]:
+def try_rewards(
+    recipe: Recipe, num_rows: int, responses: Sequence[str] = (), on_score: Callable[[str], None] = lambda _: None
+) -> list[RewardTrial]:
     """Grade responses to the first rows of the training data.
 
     Args:
@@ -76,6 +78,7 @@ def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) ->
         num_rows: Number of rows of each dataset, at least 1.
         responses: One response for each row, or one for all; without any, the row's expected answer where it is text,
             and an empty response.
+        on_score: Function that is called with the name of a reward after each response that it has graded.
 
     Raises:
         RecipeError: A reward or the data cannot be loaded.
@@ -105,6 +108,7 @@ def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) ->
         scores = _scores(rewards[name], [samples[place][2] for place in places], options[name].timeout_s)
         for place, score in zip(places, scores, strict=True):
             found[place][name] = score
+            on_score(name)
     trials: list[RewardTrial] = []
     for one, scores_of_one in zip(samples, found, strict=True):
         is_graded = bool(scores_of_one) and not any(score.error for score in scores_of_one.values())
@@ -149,15 +153,17 @@ def read_responses(path: Path) -> list[str]:
     return responses
 
 
-def _scores(reward: AnyReward, samples: Sequence[RewardInput], timeout_s: float) -> list[Score]:
-    """Values that one reward finds for responses; a judge and a batch reward get all of them at once."""
+def _scores(reward: AnyReward, samples: Sequence[RewardInput], timeout_s: float) -> Iterator[Score]:
+    """Values that one reward finds for responses, in order; a judge and a batch reward get all of them at once."""
     if isinstance(reward, Judge):
         judged = [(one.outcome, str(one.notes.get("said", ""))) for one in reward.grade(samples)]
-        return [_score_of(outcome, outcome.error or "", outcome.seconds, said) for outcome, said in judged]
+        yield from (_score_of(outcome, outcome.error or "", outcome.seconds, said) for outcome, said in judged)
+        return
     calls = [[sample] for sample in samples]
     if takes_batch(reward):
         calls = [[*samples]] * bool(samples)
-    return [score for call in calls for score in _scores_of_call(reward, call, timeout_s)]
+    for call in calls:
+        yield from _scores_of_call(reward, call, timeout_s)
 
 
 def _scores_of_call(reward: AnyReward, samples: Sequence[RewardInput], timeout_s: float) -> list[Score]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, cast
 
@@ -42,6 +43,12 @@ class Serving(Protocol):
             RuntimeError: The engine does not use these weights after they were loaded.
         """
 
+    def release(self, ranks: AbstractSet[int]) -> None:
+        """Release weights that were kept for a further phase, if these ranks, which call it together, hold all of them.
+
+        A phase that needs them gathers them again.
+        """
+
     def close(self) -> None:
         """End the engine."""
 
@@ -49,8 +56,9 @@ class Serving(Protocol):
 class Colocated(Serving):
     """Engine on ranks that also train or score the model; each phase begins with the trainer's weights.
 
-    The weights are a part of each phase: between phases, memory belongs to the trainer. On one rank whose engine
-    computes in the type of the trainer's weights, these are used as they are.
+    The weights are a part of each phase: between phases, memory belongs to the trainer. Only those that are wanted in a
+    further phase are kept until ranks score or train. On one rank whose engine computes in the type of the trainer's
+    weights, these are used as they are.
 
     Attributes:
         is_released: Whether the engine releases weights after each phase, even if the same are wanted again.
@@ -91,6 +99,7 @@ class Colocated(Serving):
         self._is_copied = len(self._route.local) < len(shapes) or dtype != torch.float32
         self._served_version = -1
         self._num_phases, self._expected_phases = 0, math.inf
+        self._keeps_copies = False
 
     @override
     @property
@@ -122,8 +131,17 @@ class Colocated(Serving):
             self._bring(is_needed=False)
         # If this version has served as often as the one before it, an update comes next, and new weights with it.
         is_wanted = self._num_phases < self._expected_phases
-        self.engine.sleep(keep_weights=is_wanted and not self.is_released)
-        if self._is_copied and self._trainer.process_group.payload_device.type == "cpu":
+        self._sleep(keep_weights=is_wanted and not self.is_released)
+
+    @override
+    def release(self, ranks: AbstractSet[int]) -> None:
+        if self._keeps_copies and ranks >= {*self._trainer.process_group.ranks}:
+            self._sleep(keep_weights=False)
+
+    def _sleep(self, *, keep_weights: bool) -> None:
+        self.engine.sleep(keep_weights=keep_weights)
+        self._keeps_copies = keep_weights and self._is_copied
+        if self._is_copied and not keep_weights and self._trainer.process_group.payload_device.type == "cpu":
             trim_host_memory()  # the memory of whole weights would lie next to all that follows
 
     def _bring(self, *, is_needed: bool) -> None:
@@ -274,6 +292,10 @@ class Fed(Serving):
     def _load(self) -> None:
         weights = WeightStream(iter(self._kept), self._version, self._probe)
         self.engine.load_weights(weights, keep_cache=self._keep_cache)
+
+    @override
+    def release(self, ranks: AbstractSet[int]) -> None:
+        """Nothing to do: no trainer needs the memory of its ranks."""
 
     @override
     @contextmanager

@@ -98,7 +98,7 @@ def gguf_folder(file: Path, inputs: Path) -> Path:
     return inputs / f"{file.stem}-{digest.hexdigest()[:16]}"
 
 
-def unpack_gguf(file: Path, folder: Path) -> None:
+def unpack_gguf(file: Path, folder: Path, say: Callable[[str], None] = print_line) -> None:
     """Make the folder of a GGUF file, in another process, whose memory is not that of the run.
 
     Other processes that need the same folder wait for it.
@@ -114,7 +114,7 @@ def unpack_gguf(file: Path, folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             return
-        print_line(f"unpacking {file} into {folder}, this once")
+        say(f"unpacking {file} into {folder}, this once")
         unfinished = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(unfinished, ignore_errors=True)
         command = [sys.executable, "-m", "leaderless.models.loading.gguf", str(file.resolve()), str(unfinished)]

@@ -98,7 +98,7 @@ def find_model(target: str, role: str, say: Callable[[str], None]) -> ModelSourc
     """
     path = Path(target)
     if is_gguf(path):
-        unpack_gguf(path, folder := gguf_folder(path, Path(RunConfig().directory) / INPUTS))
+        unpack_gguf(path, folder := gguf_folder(path, Path(RunConfig().directory) / INPUTS), say)
         return ModelSource(path.stem, "policy", ModelConfig(path=str(folder)), RolloutConfig())
     if (path / STATE_FILE).exists():
         damage = find_damage(path, ALONE)

@@ -175,6 +175,7 @@ class Chain:
                 self.buffer.load(action, self.loaders[action].next())
             case RunNode(name):
                 given = self.buffer.get(name)
+                self._make_room(name)
                 with self._parts.turns.of(self._parts.plan[name]):
                     context = self._context(name)
                     made = self.stages[name](given, context)
@@ -190,6 +191,13 @@ class Chain:
             case Pull(name):
                 self.channels.pull_rows(self._parts.plan.channel(name))
 
+    def _make_room(self, name: str) -> None:
+        """Let engines release memory that the trainers of a node need."""
+        node = self._parts.plan[name]
+        if {"score", "train"} & {*node.spec.roles.values()}:
+            for serving in self._parts.roles.servings():
+                serving.release(frozenset(node.layout.ranks))
+
     def _walk_windows(self, windowed: Windowed) -> None:
         """Go through entries window by window, while earlier windows are on their way to other ranks."""
         self.buffer.open_windows(windowed)
@@ -200,6 +208,7 @@ class Chain:
                     case RunNode(name):
                         with self._tracer.span(WAITING, step), doing("wait_rows"):
                             self.buffer.wait(name, window)
+                        self._make_room(name)
                         state = state_of(action, self._parts.plan, self._rank)
                         with doing(state), self._tracer.span(str(action), step):
                             made = self.stages[name](self.buffer.get(name, window), self._context(name))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 
@@ -17,6 +20,7 @@ from leaderless.base.devices import (
     can_pin,
     cores_left,
     find_accelerator,
+    host_memory_trimmed,
     own_device_environment,
     setup_device,
     threads_of_workers,
@@ -256,3 +260,20 @@ def test_a_profile_describes_the_accelerator_that_is_used(monkeypatch: pytest.Mo
 def test_no_memory_is_pinned_for_a_cpu_or_for_what_torch_has_no_module_of() -> None:
     assert not can_pin("cpu")
     assert not can_pin("meta")
+
+
+def make_gaps() -> list[torch.Tensor]:
+    """Tensors of 100 MiB that are freed, but for a few that lie between them."""
+    tensors = [torch.zeros(25_000) for _ in range(1000)]
+    return tensors[::50]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other heaps")
+def test_gaps_in_the_heap_are_returned_while_the_cpu_computes() -> None:
+    for kind, is_returned in (("meta", False), ("cpu", True)):
+        with host_memory_trimmed(torch.device(kind)):
+            kept, process = make_gaps(), psutil.Process()
+            before, until_s = process.memory_info().rss, time.monotonic() + (20 if is_returned else 1)
+            while process.memory_info().rss > before - (60 << 20) and time.monotonic() < until_s:
+                time.sleep(0.05)
+            assert (process.memory_info().rss <= before - (60 << 20)) == is_returned, len(kept)

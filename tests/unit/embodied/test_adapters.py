@@ -14,6 +14,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from leaderless.config import RecipeError
 from leaderless.config.environment import BodyConfig
+from leaderless.config.packaged_files import how_to_install
 from leaderless.embodied.simulators.babyai_levels import VIEW, BabyAI
 from leaderless.embodied.simulators.gymnasium_envs import GymnasiumBody, Panda
 from leaderless.embodied.simulators.libero_tasks import _Suite
@@ -189,7 +190,7 @@ def test_what_cannot_be_made_is_refused_with_its_remedy(monkeypatch):
     assert "gymnasium_robotics:FetchReach-v4" in refusal("gymnasium", id="Missing-v0")
     unmade = refusal("gymnasium", id="tests.unit.embodied.odd:Unmade-v0")
     assert "'Unmade-v0' fails in a check of its own (AssertionError)" in unmade
-    assert "pip install 'leaderless[mujoco]' installs versions that fit" in unmade
+    assert f"installs versions that fit: {how_to_install('mujoco')}" in unmade
     assert "RescaleAction" in refusal("gymnasium", id="tests.unit.embodied.odd:Odd-v0")
     assert "does not take them" in refusal("babyai", tiles=3)
     assert "must be one of sparse, dense" in refusal("maniskill", reward="shaped")

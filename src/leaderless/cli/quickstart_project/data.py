@@ -44,6 +44,8 @@ PROBLEMS = (
     "{name} has {a} {things} and gives {b} of them away. How many {things} does {name} have now?",
     "{name} has {a} boxes with {b} {things} in each. How many {things} does {name} have?",
 )
+NUMBERS = ((10, 99), (10, 99)), ((20, 99), (3, 12)), ((3, 12), (3, 12))
+"""Ranges of the two numbers of each kind of problem."""
 
 
 def write_additions(folder: Path, seed: int = 0) -> None:
@@ -75,9 +77,7 @@ def write_word_problems(folder: Path, seed: int = 0) -> None:
     answers: dict[str, str] = {}
     while len(answers) < NUM_PROBLEMS + NUM_HELD_OUT_PROBLEMS:
         kind, name, things = len(answers) % 3, generator.choice(NAMES), generator.choice(THINGS)
-        a, b = sorted(
-            (generator.randint(3, 12) if kind == 2 else generator.randint(10, 99) for _ in "ab"), reverse=True
-        )
+        a, b = (generator.randint(*numbers) for numbers in NUMBERS[kind])
         question = PROBLEMS[kind].format(name=name, things=things, a=a, b=b)
         answers[f"{question} Answer with the number only."] = str((a + b, a - b, a * b)[kind])
     rows = [{"question": question, "answer": answer} for question, answer in answers.items()]

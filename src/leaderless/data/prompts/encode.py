@@ -243,8 +243,12 @@ class RowEncoder:
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=is_open, tokenize=False)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            problem = f"{place}: the tokenizer's chat template cannot be filled: {error}"
-            raise self.refused(".template", problem) from error
+            roles = ", ".join(str(message["role"]) for message in messages if isinstance(message, dict))
+            raise self.refused(
+                ".template",
+                f"{place}: the tokenizer's chat template cannot write a conversation of the roles {roles}: {error}; "
+                f"correct the template, or write prompts without one by {self.key}.template: plain",
+            ) from error
 
     def _fill(self, template: str, row: Row, place: str) -> str:
         filled = {column: value for column, value in row.items() if value is not None}

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from leaderless.base.values import Json
+from leaderless.config.packaged_files import how_to_install
 from leaderless.embodied.simulators.protocol import Continuous, Discrete, Floats, Spaces
 from leaderless.embodied.simulators.saved_states import draw, is_mujoco, pack, restore_mujoco, save_mujoco, unpack
 from leaderless.embodied.simulators.single_envs import Single, SingleObservation, Singles, StepOutcome
@@ -140,7 +141,7 @@ class _Gym(Single):
             extra, said = EXTRAS.get(package, "mujoco"), str(error) or "AssertionError"
             raise ValueError(
                 f"'{name}' fails in a check of its own ({said}), as where a package is newer than "
-                f"it can use: pip install 'leaderless[{extra}]' installs versions that fit"
+                f"it can use; this installs versions that fit: {how_to_install(extra)}"
             ) from error
         limit = registered if max_steps is None else max_steps
         if limit is None or limit < 1:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from leaderless.config import RecipeError
+from leaderless.config.packaged_files import how_to_install
 from leaderless.run.clusters.options import OPTIONS, KubernetesOptions, TargetOptions
 
 END_S = 60
@@ -41,7 +42,7 @@ CLIENTS = {
         ["kubectl", "create", "-f"],
         "yaml",
     ),
-    "ray": Client("ray", "pip install 'leaderless[ray]'", ["bash"], "sh"),
+    "ray": Client("ray", how_to_install("ray"), ["bash"], "sh"),
     "skypilot": Client(
         "sky", "pip install skypilot, with the extra of your cloud", ["sky", "jobs", "launch", "--yes"], "yaml"
     ),

@@ -13,6 +13,7 @@ from typing import Protocol, cast
 
 from rich.markup import escape
 
+from leaderless.base.devices import host_memory_trimmed
 from leaderless.base.named_functions import load_own
 from leaderless.base.versions import REMEDY, unfit_versions
 from leaderless.config import Recipe, RecipeError
@@ -181,6 +182,7 @@ def _join(
     pool = RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat, answers, failures)
     rewards = stack.enter_context(pool)
     transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
+    stack.enter_context(host_memory_trimmed(device))
     check_accelerator(recipe, plan, place, device, say)
     choose_attention(plan, device, transport.world, say)
     return rewards, transport, stack.enter_context(open_turns(plan, run.path, device, transport.world))

@@ -362,9 +362,12 @@ class Roles:
     def close(self) -> None:
         """End the engines that generate and the tools that they use, and with them their servers."""
         close_tools()
-        for model in self._models.values():
-            if isinstance(model, ModelRole) and model.serving is not None:
-                model.serving.close()
+        for serving in self.servings():
+            serving.close()
+
+    def servings(self) -> list[Serving]:
+        """The engines that generate on this rank, with the sources of their weights."""
+        return [one.serving for one in self._models.values() if isinstance(one, ModelRole) and one.serving is not None]
 
     def of(self, role: str, layout: Layout) -> ModelRole | ValueEngine:
         """The instance of a role on a layout."""

@@ -59,8 +59,8 @@ def supervised(
 
     def abandoned() -> None:
         done = directory.last_step()
-        resume = f"; the same command continues from step {done}" if done else ""
-        say(f"step {progress.step} is abandoned after run.grace_s={run.grace_s:g} s{resume}")
+        resume = f"continues from step {done}" if done else "begins anew"
+        say(f"step {progress.step} is abandoned after run.grace_s={run.grace_s:g} s; the same command {resume}")
         if parts.desk is not None:
             parts.desk.close()  # so that those who wait for an answer get an error
 
