@@ -44,6 +44,11 @@ MOST_MISMATCH = 1e-3
 """Most by which log-probabilities of trainer and engine may differ, per token on average."""
 MOST_MEMORY = 1.15
 """Most peak memory of a worker, as a multiple of the plan's."""
+REWARD = """\
+def short(sample):
+    return 1.0 / (1 + len(sample.response))
+"""
+"""A reward that differs between responses, so that each step has a signal for models of any skill."""
 Found = dict[str, Any]
 NO_REFERENCE = {"algorithm": {"kl": {"coefficient": 0.0}}}
 APART = {"layout": {"rollout": {"ranks": "0"}, "advantage": {"ranks": "1"}, "policy": {"ranks": "1"}}}
@@ -74,14 +79,14 @@ class Trial:
         return done.stdout
 
     def write(self, changes: Mapping[str, Any] | None = None) -> None:
-        """Write the recipe `recipe.yaml`: GRPO on word problems for two steps, with changes to sections."""
+        """Write `recipe.yaml`: two steps of GRPO on word problems, but for changed sections; None drops one."""
         data = {"path": "train.jsonl", "prompt": "question", "answer": "answer"}
         recipe: Found = {
             "name": "real",
             "workflow": "grpo",
             "models": {"policy": {"path": str(self.model), "compute_dtype": "float32"}},
             "data": {"train": data, "evaluation": data | {"path": "test.jsonl"}, "max_prompt_tokens": 96},
-            "reward": {"exact_match": 1.0},
+            "reward": {"exact_match": 1.0, "rewards:short": 0.5},
             "batch": {"prompts_per_step": 4, "responses_per_prompt": 4, "micro_batch_tokens": 512},
             "rollout": {"max_response_tokens": 16, "max_sequences": 16},
             "evaluation": {"every_steps": 2, "max_prompts": 8},
@@ -90,7 +95,9 @@ class Trial:
             "loggers": [],
             "steps": 2,
         }
-        (self.folder / "recipe.yaml").write_text(json.dumps(recipe | dict(changes or {})), encoding="utf-8")
+        sections = {name: section for name, section in (recipe | dict(changes or {})).items() if section is not None}
+        (self.folder / "recipe.yaml").write_text(json.dumps(sections), encoding="utf-8")
+        (self.folder / "rewards.py").write_text(REWARD, encoding="utf-8")
 
     def train(self, changes: Mapping[str, Any] | None = None, workers: int = 1) -> Sequence[Mapping[str, float]]:
         """The metrics of each step of a run, whose memory is compared with its plan."""
@@ -232,8 +239,10 @@ def serve(trial: Trial) -> None:
 
 
 def use_tool(trial: Trial) -> None:
-    """Episodes in which the model may call a calculator, in the format of its own chat template."""
+    """Episodes in which the model may call a calculator, in the format of its own chat template if it has one."""
     environment = {"type": "calculator", "options": {"cost": 0.0}, "max_turns": 3, "max_episode_tokens": 512}
+    if not any("tools" in file.read_text(encoding="utf-8") for file in trial.model.glob("*template*")):
+        environment["tool_format"] = "hermes"
     steps = trial.train(
         {
             "environment": environment,

@@ -179,6 +179,13 @@ def test_memory_counts_what_a_role_needs_to_be_evaluated(tmp_path):
     assert with_evaluation.phases["policy generates"]["kv cache"] > 0
 
 
+def test_memory_counts_no_answers_where_held_out_preferences_are_scored(tmp_path):
+    pairs = {"path": "a.jsonl", "prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    data = {"train": pairs, "evaluation": pairs, "max_prompt_tokens": 64, "max_response_tokens": 64}
+    plan = plan_of("dpo", models={"policy": write_model(tmp_path / "m")}, data=data, evaluation={"every_steps": 1})
+    assert "policy generates" not in plan.memory.cpu.phases
+
+
 def test_memory_counts_the_longest_response_of_a_role(tmp_path):
     models = {"policy": write_model(tmp_path / "model")}
     short, long = (

@@ -93,7 +93,9 @@ def models_of(
     recipe: Recipe, instances: Sequence[RoleInstance], sizes: Mapping[str, ModelSize | None], keeps: Whole
 ) -> list[list[ModelMemory]]:
     """The models of instances, each as its stages; none if the size of one is not known."""
-    models, is_evaluated = list[list[ModelMemory]](), bool(recipe.evaluation.every_steps)
+    models, held_out = list[list[ModelMemory]](), recipe.data.evaluation
+    # Held-out preferences are scored, and not answered.
+    answers = bool(recipe.evaluation.every_steps) and not (held_out and held_out.preferences)
     for instance in instances:
         size, config = sizes.get(instance.role), recipe.model_of(instance.role)
         if size is None or config is None:
@@ -103,7 +105,7 @@ def models_of(
         is_divided = (backend.shards_along_axes or backend.keeps_parts) and not instance.is_engine_only
         tp, pp = (instance.layout.tp, instance.layout.pp) if is_divided else (1, 1)
         shards = backend.num_shards(instance.layout) // (tp * pp)
-        generates = instance.has_engine or (is_evaluated and instance == answering(instances, recipe.evaluation.role))
+        generates = instance.has_engine or (answers and instance == answering(instances, recipe.evaluation.role))
         is_shared, width = base_of(recipe, instances, instance) is not None, number_bytes(config)
         guest = Guest.of(recipe, instances, instance) if size.vision is None else Guest()
         # Where ranks keep their parts, experts that are divided along `ep` are not divided along `tp`, too.
