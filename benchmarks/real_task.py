@@ -112,12 +112,12 @@ def train_with_trl(home: Path, model: str, seed: int, options: argparse.Namespac
 
 
 def run(command: Sequence[str], home: Path) -> None:
-    """Run a command to its end; if it fails, its output is shown."""
+    """Run a command to its end, which shows what it does."""
     names = {"OMP_NUM_THREADS"} if "leaderless" in command else {"OMP_NUM_THREADS", "PYTHONPATH"}
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=home, env=environment, stdout=sys.stderr, check=False)
     if done.returncode:
-        sys.exit(f"{' '.join(command)} failed with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        sys.exit(f"{' '.join(command)} failed with exit code {done.returncode}")
 
 
 def table(results: Run) -> str:
@@ -167,7 +167,8 @@ def draw(results: Run, path: Path) -> None:
             axes.plot(range(1, len(mean) + 1), mean, color=f"C{color}", linewidth=2, label=title)
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward; dots: held-out accuracy at the end")
-    axes.set_ylim(0, 1)
+    axes.set_ylim(0, 1.02)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

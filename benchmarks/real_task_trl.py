@@ -37,6 +37,7 @@ class Steps(TrainerCallback):
     def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
         if "reward" in logs:
             self.records.append({"step": self.seconds, "reward": logs["reward"]})
+            print(f"step {len(self.records)}: {self.seconds:.1f} s, reward {logs['reward']:.3f}", flush=True)
 
 
 def rows_of(path: str) -> list[dict[str, object]]:
