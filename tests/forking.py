@@ -104,7 +104,10 @@ def _execute_forked(process: subprocess.Popen, args: Sequence[str], *options: ob
     streams = [own if pipe == -1 else pipe for own, pipe in enumerate(pipes)]
     folder, environment = Path(given["cwd"] or ".").absolute(), dict(given["env"] or os.environ)
     request = _Request(arguments, str(folder), environment, bool(given["start_new_session"]))
-    connection = _nursery(getattr(process, "nursery", 0))
+    nursery = getattr(process, "nursery", 0)
+    if (known := _NURSERIES.get(nursery)) is not None and known.poll() is not None:
+        _nursery.cache_clear()  # it was killed, as by a launcher that ends all processes started since
+    connection = _nursery(nursery)
     with _adopting():
         socket.send_fds(connection, [pickle.dumps(request)], streams)
         answer = connection.recv(MAX_REQUEST_BYTES)

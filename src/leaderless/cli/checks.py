@@ -209,12 +209,14 @@ def template(
 
     It is append-only if each prompt of a conversation begins with all that the model has seen and written before.
     """
+    from leaderless.config.models import ModelConfig
     from leaderless.models.chat_templates.check import check_template
     from leaderless.models.loading.tokenizer import end_tokens, load_tokenizer
     from leaderless.run.standalone_model import find_model
 
     try:
-        found = find_model(model, "policy", errors.print).config
+        has_tokenizer = (Path(model) / "tokenizer_config.json").exists()
+        found = ModelConfig(path=model) if has_tokenizer else find_model(model, "policy", errors.print).config
         trusts = trust_remote_code or found.trust_remote_code
         config = found.model_copy(update={"revision": revision or found.revision, "trust_remote_code": trusts})
         tokenizer = load_tokenizer(config, "policy")
