@@ -372,7 +372,7 @@ def host_memory_trimmed(device: torch.device) -> Iterator[None]:
 
     Tensors of a pass do not fit into the gaps that earlier ones leave in glibc's heap, which so grows within the pass:
     by 1.3 GiB instead of 0.6 GiB in a pass of a model with 135 million weights on one of two ranks, at the same speed.
-    To return each block as it is freed (`MALLOC_MMAP_THRESHOLD_=131072`) made a step 23 % and 46 % longer.
+    To return each block as it is freed (`MALLOC_MMAP_THRESHOLD_=131072`) made a step 23 % to 46 % longer.
     """
     if device.type != "cpu":
         yield
