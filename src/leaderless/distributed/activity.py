@@ -44,6 +44,11 @@ class Activity:
         """Record progress: a micro-batch, a token of each response, a reward."""
         self.moved_at = time.monotonic()
 
+    def advance(self, part: str) -> None:
+        """Record progress, and which part of the work is done now."""
+        self.part = part
+        self.beat()
+
     def __str__(self) -> str:
         """Describe what is done now, and what this rank waits for."""
         return f"{self.shown}{self.part}{f', waiting for {self.waiting_for}' if self.waiting_for else ''}"

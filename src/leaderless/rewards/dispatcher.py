@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
@@ -56,6 +56,7 @@ class _Job:
     samples: Sequence[RewardInput]
     num_left: int
     failures: Failures
+    num_shown: int = 0
     waiting: deque[Chunk] = field(default_factory=deque)
     outcomes: dict[tuple[str, int], GradingOutcome] = field(default_factory=dict)
 
@@ -174,12 +175,20 @@ class _Grader:
         self.is_ready = True
         return True
 
+    @property
+    def num_graded(self) -> int:
+        """Number of responses of the chunk that were graded."""
+        return sum(map(len, islice(self.chunk.calls, len(self._lines()) - 1))) if self.chunk else 0
+
     def outcomes(self) -> tuple[list[list[GradingOutcome]], bool]:
         """Outcomes of the first calls of the chunk, as far as they were graded; whether the next one had begun."""
-        file = self._outcomes.fileno()
-        *lines, unfinished = os.pread(file, os.fstat(file).st_size, 0).split(b"\n")
+        *lines, unfinished = self._lines()
         graded = [[GradingOutcome(*values) for values in json.loads(line)] for line in lines]
         return graded, bool(unfinished)
+
+    def _lines(self) -> list[bytes]:
+        """What the process has written of each call, and of one that it has not finished."""
+        return os.pread(self._outcomes.fileno(), os.fstat(self._outcomes.fileno()).st_size, 0).split(b"\n")
 
 
 class Dispatcher:
@@ -191,10 +200,10 @@ class Dispatcher:
     Args:
         config: The recipe's `reward` section.
         num_processes: Number of processes, at least 1.
-        on_news: Function to call whenever some responses have been graded.
+        on_news: Function to call, with how many are done, whenever some responses have been graded.
     """
 
-    def __init__(self, config: RewardsConfig, num_processes: int, on_news: Callable[[], None]) -> None:
+    def __init__(self, config: RewardsConfig, num_processes: int, on_news: Callable[[str], None]) -> None:
         self._config = config
         self._timeouts_s = {name: options.timeout_s for name, options in config.options().items()}
         self._num_processes = num_processes
@@ -276,7 +285,6 @@ class Dispatcher:
             # An earlier response may have caused that; in a new process, only this one can.
             grader.suspect = Chunk(chunk.reward, deque([chunk.calls.popleft()]), is_suspect=True)
         job.again(chunk)
-        self._on_news()
 
     def _feed(self, job: _Job, grader: _Grader) -> None:
         """Give an idle process a chunk."""
@@ -306,5 +314,7 @@ class Dispatcher:
                 job.add(grader.chunk, *grader.outcomes()[0])
                 job.again(grader.chunk)
                 grader.chunk = None
-        if ready:
-            self._on_news()
+        num_graded = len(job.outcomes) + sum(grader.num_graded for grader in self._graders)
+        if num_graded > job.num_shown:
+            job.num_shown = num_graded
+            self._on_news(f", {num_graded}/{len(job.outcomes) + job.num_left} graded")

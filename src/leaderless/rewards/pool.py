@@ -64,7 +64,7 @@ class RewardPool:
         config: The recipe's `reward` section; without any reward, no process is started.
         num_processes: Number of processes. With 0, rewards are computed in this process: for debuggers and notebooks.
             Then no time limit is enforced, and a reward that crashes ends this process.
-        on_news: Function to call whenever some responses have been graded.
+        on_news: Function to call, with how many are done, whenever some responses have been graded.
         answers: File of the answers of judges.
         failures: Counter of failures, by which rewards that only fail are given up.
 
@@ -80,7 +80,7 @@ class RewardPool:
         self,
         config: RewardsConfig,
         num_processes: int,
-        on_news: Callable[[], None] = lambda: None,
+        on_news: Callable[[str], None] = lambda part: None,  # noqa: ARG005
         answers: AnswerFile = AnswerFile(),  # noqa: B008 - frozen
         failures: Failures | None = None,
     ) -> None:
@@ -145,6 +145,7 @@ class RewardPool:
             self.failures.begin()
             outcomes = self._grade_alone(samples, work, self.failures)
             said = {**(self._judge(samples, here, askers) if here else {}), **(asking.result() if asking else {})}
+            self._on_news("")
         outcomes = {**outcomes, **{place: one.outcome for place, one in said.items()}}
         return [
             self._sum(
@@ -195,7 +196,7 @@ class RewardPool:
                 else:
                     outcomes = grade(reward, [samples[index] for index in call], caught=(Exception, SystemExit))
                     failures.add(name, outcomes)
-                    self._on_news()
+                    self._on_news(f", {len(found) + len(outcomes)}/{sum(map(len, work.values()))} graded")
                 found |= {(name, index): outcome for index, outcome in zip(call, outcomes, strict=True)}
         return found
 

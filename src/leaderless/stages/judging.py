@@ -142,7 +142,7 @@ class EngineAsker:
         self._ranks, self.shard = ranks, shard
         self._failed_in_row = 0
 
-    def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
+    def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[str], None]) -> list[JudgeReply]:
         """Ask equal questions once. All ranks of the node call it together."""
         talks: dict[str, _Talk] = {}
         keys = [self._terms.key(question.messages) for question in questions]
@@ -163,10 +163,10 @@ class EngineAsker:
             told.add(key)
         return replies
 
-    def _run(self, engine: RolloutEngine, waiting: deque[_Talk], on_news: Callable[[], None]) -> None:
+    def _run(self, engine: RolloutEngine, waiting: deque[_Talk], on_news: Callable[[str], None]) -> None:
         """Have questions answered, as many at a time as is allowed, each within its time."""
         start, now, self._failed_in_row = time.monotonic(), 0.0, 0
-        under_way: dict[int, _Talk] = {}
+        under_way, count = dict[int, _Talk](), len(waiting)
         while waiting or under_way:
             while waiting and len(under_way) < self._options.max_requests:
                 self._begin(engine, waiting.popleft(), under_way, now)
@@ -185,7 +185,7 @@ class EngineAsker:
             for number in [number for number, talk in under_way.items() if self._is_late(talk, now)]:
                 engine.abort(number)
                 self._give_up(under_way.pop(number), now, self._late)
-            on_news()
+            on_news(f", {count - len(waiting) - len(under_way)}/{count} answers of a judge")
 
     def _seconds_since(self, start: float) -> float:
         """The time, the same on all ranks of an engine, which must give up the same questions."""

@@ -316,14 +316,14 @@ def test_wrong_use_is_refused() -> None:
 
 
 def test_without_processes_rewards_are_computed_in_this_one() -> None:
-    news: list[int] = []
+    news: list[str] = []
     before = reward_pids()
     config = make_config({own("process_id"): 1.0, own("sleep_as_told"): {"weight": 0.0, "timeout_s": 0.01}})
-    with RewardPool(config, 0, lambda: news.append(1)) as rewards:
+    with RewardPool(config, 0, news.append) as rewards:
         graded = rewards.grade([make_sample("0.05")] * 3, [None] * 3)
     assert {g.value for g in graded} == {float(os.getpid())}, "and time limits are not enforced"
     assert reward_pids() == before
-    assert len(news) == 6
+    assert news == [*(f", {number}/6 graded" for number in range(1, 7)), ""]
 
 
 def test_results_without_processes_are_those_with_them(rewards: RewardPool) -> None:

@@ -13,8 +13,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from tests.tiny import tiny_model
+from typer.testing import CliRunner
 
 from leaderless import Run
+from leaderless.cli.main import app
 from leaderless.config import RecipeError
 from leaderless.config.data import DatasetConfig
 from leaderless.run import settings
@@ -147,6 +149,15 @@ def test_a_gguf_file_is_a_model_with_its_weights_and_chat_template(
     (tmp_path / "m.gguf").rename(tmp_path / "other.gguf")
     (tmp_path / "other.gguf").rename(tmp_path / "m.gguf")
     assert run_of(tmp_path / "m.gguf", tmp_path / "runs").recipe == run.recipe, "unpacked once"
+
+
+def test_the_chat_template_of_a_gguf_file_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "m.gguf")
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(app, ["template", "m.gguf", "--json"], catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.output
+    assert "since the end token is missing" in json.loads(outcome.stdout)["verdict"], "as in the file's template"
 
 
 def test_a_gguf_file_that_is_cut_is_named(tmp_path: Path) -> None:

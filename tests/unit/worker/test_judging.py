@@ -142,7 +142,7 @@ def asker(
 
 
 def ask(one: EngineAsker, some: Sequence[JudgeQuestion]) -> list[JudgeReply]:
-    return one.ask(some, lambda: None)
+    return one.ask(some, list[str]().append)
 
 
 def worth(replies: Sequence[JudgeReply]) -> list[tuple[object, str, bool]]:
@@ -282,7 +282,7 @@ def test_judges_of_other_ranks_say_the_same_and_read_it_once() -> None:
             own = asker(servings[group.rank], ranks=ThreadGroup((1, 2), group.rank, meeting=judges))
         others = AskerOfOthers(group, (1, 2), own, read_points)
         unread = questions(20, read_nothing)  # those that ask do not read
-        return others.ask([*unread, *unread[:2]] if group.rank == 0 else [], lambda: None)
+        return others.ask([*unread, *unread[:2]] if group.rank == 0 else [], list[str]().append)
 
     replies, *nothing = together(3, on_rank)
     assert nothing == [[], []]

@@ -60,7 +60,7 @@ class JudgeReply:
 class Asker(Protocol):
     """Who asks a judge."""
 
-    def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
+    def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[str], None]) -> list[JudgeReply]:
         """The replies to questions, in their order; `on_news` is called whenever some have been answered."""
 
 
@@ -96,7 +96,7 @@ class ServerAsker:
         self._free_at = 0.0
         """Time of the monotonic clock before which the server wants no requests."""
 
-    def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
+    def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[str], None]) -> list[JudgeReply]:
         """Ask the server, equal questions once; several threads send requests at the same time."""
         keys = [key_of(self.client.body(question.messages)) for question in questions]
         first = {key: place for place, key in reversed([*enumerate(keys)])}
@@ -197,7 +197,7 @@ class _Call:
         self._lock, self._news = threading.Lock(), threading.Event()
 
     def run(
-        self, num_threads: int, limit_s: float, look_after: Callable[[], None], on_news: Callable[[], None]
+        self, num_threads: int, limit_s: float, look_after: Callable[[], None], on_news: Callable[[str], None]
     ) -> list[JudgeReply]:
         """The replies, in order. A question is abandoned after some seconds; `look_after` is called now and then."""
         count, limit = len(self._waiting), max(MIN_FAILURES, 2 * num_threads)
@@ -208,7 +208,7 @@ class _Call:
                 self._news.wait(TICK_S)
                 if self._news.is_set():
                     self._news.clear()
-                    on_news()
+                    on_news(f", {len(self._replies)}/{count} answers of a judge")
                 look_after()
                 self._give_up(limit_s, limit)
         finally:

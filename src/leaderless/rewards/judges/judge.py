@@ -112,7 +112,7 @@ class Judge:
     def grade(
         self,
         samples: Sequence[RewardInput],
-        on_news: Callable[[], None] = lambda: None,
+        on_news: Callable[[str], None] = lambda part: None,  # noqa: ARG005
         asker: Asker | None = None,
     ) -> list[Judged]:
         """Grade responses; those to a prompt are all among them. A judge that has no asker needs one.
@@ -157,7 +157,7 @@ class Judge:
             return Judged(GradingOutcome(value, seconds=reply.seconds), {"criteria": dict(scores), **said}, asked)
         return Judged(GradingOutcome(cast("float", reply.verdict), seconds=reply.seconds), said, asked)
 
-    def _compare(self, samples: Sequence[RewardInput], asker: Asker, on_news: Callable[[], None]) -> list[Judged]:
+    def _compare(self, samples: Sequence[RewardInput], asker: Asker, on_news: Callable[[str], None]) -> list[Judged]:
         """Compare the responses of each group with each other; equal ones have equal values."""
         assert self.options.pairwise is not None
         groups: dict[int | None, list[int]] = {}

@@ -106,7 +106,7 @@ class AskerOfOthers:
     ) -> None:
         self._ranks, self._judging, self._judge, self._read = ranks, judging, judge, read
 
-    def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[], None]) -> list[JudgeReply]:
+    def ask(self, questions: Sequence[JudgeQuestion], on_news: Callable[[str], None]) -> list[JudgeReply]:
         """Send each question once to the rank of the judge that owns it."""
         keys = [key_of_question(question.messages) for question in questions]
         sent: dict[int, dict[str, Json]] = {}
@@ -127,7 +127,7 @@ class AskerOfOthers:
         # Verdicts were read where the questions were answered, and are not read again.
         return [JudgeReply(**cast("dict[str, Any]", known[key])) for key in keys]
 
-    def _answered(self, parts: Sequence[Mapping[str, Json]], on_news: Callable[[], None]) -> dict[str, Json]:
+    def _answered(self, parts: Sequence[Mapping[str, Json]], on_news: Callable[[str], None]) -> dict[str, Json]:
         """The replies to what this rank was sent, and to what others were that make one engine with it."""
         if self._judge is None:
             return {}

@@ -179,7 +179,7 @@ def _join(
         run.say(f"this run may fail: {wrong}: {REMEDY}")
     answers = AnswerFile(run.answers / f"rank-{place.rank}.jsonl", run.may_fail)
     failures = Failures(recipe.guards.hopeless_failures, say)
-    pool = RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat, answers, failures)
+    pool = RewardPool(recipe.reward, recipe.run.reward_processes, activity.advance, answers, failures)
     rewards = stack.enter_context(pool)
     transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
     stack.enter_context(host_memory_trimmed(device))
